@@ -1,0 +1,55 @@
+"""One tree of errors. Each says what was expected, what was found, and how to mend it.
+
+RanklessError
+├── PlanError          settings that cannot be run; found before any process starts
+├── LaunchError        processes that could not be started, or a job whose worker failed
+├── CaptureError       a job that cannot become one program; carries the line of the user's script
+├── ProgramMismatch    ranks that captured different programs
+├── DataError          a data set or a batch that the loader or a job cannot take
+└── CheckpointError    a checkpoint that cannot be written or read
+"""
+
+
+class RanklessError(Exception):
+    """Base of every error that Rankless raises on purpose.
+
+    `expected`, `found` and `fix` are shown as three lines; `where` (a file and line of the user's script) as a
+    fourth where it is known.
+    """
+
+    def __init__(self, *, expected: object, found: object, fix: str, where: str | None = None) -> None:
+        self.expected = expected
+        self.found = found
+        self.fix = fix
+        self.where = where
+        lines = [f"expected: {expected}", f"found:    {found}", f"fix:      {fix}"]
+        if where is not None:
+            lines.append(f"where:    {where}")
+        super().__init__("\n".join(lines))
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0])
+
+
+class PlanError(RanklessError):
+    """Settings that cannot be run."""
+
+
+class LaunchError(RanklessError):
+    """Processes that could not be started, or a job whose worker failed."""
+
+
+class CaptureError(RanklessError):
+    """A job that cannot become one program."""
+
+
+class ProgramMismatch(RanklessError):
+    """Ranks that captured different programs."""
+
+
+class DataError(RanklessError):
+    """A data set or a batch that the loader or a job cannot take."""
+
+
+class CheckpointError(RanklessError):
+    """A checkpoint that cannot be written or read."""

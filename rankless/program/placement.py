@@ -1,0 +1,43 @@
+"""How one logical value lies on the workers of one mesh axis: PyTorch's own words and classes, with shard lengths.
+
+`Shard` here carries the length of every rank's piece, because uneven pieces are normal: a batch of 7 x 10 tokens on
+two ranks flattens to 40 + 30 tokens, not 35 + 35 (facts: engine.md, "Lowering").
+"""
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import Shard as TorchShard
+
+__all__ = ["Partial", "Placement", "Replicate", "Shard", "split_lengths"]
+
+
+def split_lengths(length: int, parts: int) -> tuple[int, ...]:
+    """The lengths of `length` rows dealt to `parts` ranks: the first `length % parts` get one row more."""
+    quotient, remainder = divmod(length, parts)
+    return tuple(quotient + (1 if part < remainder else 0) for part in range(parts))
+
+
+class Shard(TorchShard):
+    """Split along `dim`: rank r holds `lengths[r]` rows, in the order of ranks."""
+
+    lengths: tuple[int, ...]
+
+    def __new__(cls, dim: int, _lengths: tuple[int, ...]) -> "Shard":
+        """PyTorch's class takes the dim alone."""
+        return super().__new__(cls, dim)  # type: ignore[no-any-return, call-arg]  # a C++ class without stubs
+
+    def __init__(self, dim: int, lengths: tuple[int, ...]) -> None:
+        super().__init__(dim)
+        self.lengths = lengths
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard) and (self.dim, self.lengths) == (other.dim, other.lengths)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.lengths))
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim}, {list(self.lengths)})"
+
+    def start(self, rank: int) -> int:
+        """The index of the first row that `rank` holds."""
+        return sum(self.lengths[:rank])

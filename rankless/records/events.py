@@ -1,0 +1,64 @@
+"""The records, one struct each, as one tagged union.
+
+Times are `time.monotonic_ns()` of the host, which all processes of one host share.
+"""
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What every record has: the rank it is about and when it happened."""
+
+    rank: int
+    time_ns: int
+
+
+class Started(Record, tag="started"):
+    """A worker exists."""
+
+    pid: int
+    log_file: str
+
+
+class Raised(Record, tag="raised"):
+    """An exception reached the top of a worker's script. Sent before anything is cleaned up."""
+
+    error_type: str
+    message: str
+    traceback: str
+
+
+class Left(Record, tag="left"):
+    """A worker's script is over (`exit_code` is what it will exit with). Sent before its groups are destroyed."""
+
+    exit_code: int
+
+
+class Exited(Record, tag="exited"):
+    """A worker's process has ended. `exit_code` is negative for a signal, as in `subprocess`."""
+
+    exit_code: int
+
+
+class Progress(Record, tag="progress"):
+    """Where a training loop is."""
+
+    job: str
+    epoch: int
+    step: int
+    """Steps done in this epoch, from 1."""
+    steps_per_epoch: int | None
+    loss: float | None
+    samples_per_second: float
+    seconds_left: float | None
+    """Until the end of the epoch."""
+    last_of_epoch: bool = False
+
+
+class Said(Record, tag="said"):
+    """A notice for the user (an operator gathered for lack of a rule, say), meant to be shown once."""
+
+    text: str
+
+
+AnyRecord = Started | Raised | Left | Exited | Progress | Said
