@@ -9,6 +9,8 @@ RanklessError
 └── CheckpointError    a checkpoint that cannot be written or read
 """
 
+from collections.abc import Callable
+
 
 class RanklessError(Exception):
     """Base of every error that Rankless raises on purpose.
@@ -29,6 +31,16 @@ class RanklessError(Exception):
 
     def __str__(self) -> str:
         return "\n" + str(self.args[0])
+
+    def __reduce__(self) -> tuple[Callable[..., "RanklessError"], tuple[object, ...]]:
+        # Errors cross processes (a loader's readers, a test's workers); keyword-only arguments do not pickle.
+        return _rebuild, (type(self), str(self.expected), str(self.found), self.fix, self.where)
+
+
+def _rebuild(
+    kind: type[RanklessError], expected: str, found: str, fix: str, where: str | None
+) -> RanklessError:
+    return kind(expected=expected, found=found, fix=fix, where=where)
 
 
 class PlanError(RanklessError):

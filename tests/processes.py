@@ -1,0 +1,151 @@
+"""Real processes for tests: pools of workers joined by Gloo over loopback, started once and used by every test.
+
+`on_mesh(3, function, 7)` calls `function(mesh, 7)` in each of three workers and returns their three results in
+the order of ranks. The function is found by name, so it must stand at the top level of its test file.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankless.collectives.mesh import Mesh
+
+DEADLINE_SECONDS = 60.0
+GRACE_SECONDS = 2.0
+"""How long the others may take once one worker has failed: they may be waiting for it in a collective."""
+
+_pools: dict[int, "Pool"] = {}
+
+
+def on_mesh(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The results of `function(mesh, *arguments)` on `size` workers, by rank; a worker's error is raised."""
+    if size not in _pools:
+        _pools[size] = Pool(size)
+    pool = _pools[size]
+    try:
+        answers = pool.call(function, arguments)
+    except BaseException:
+        _discard(size)
+        raise
+    errors = [answer for answer in answers if isinstance(answer, Exception)]
+    if not errors:
+        return answers
+    # Workers that failed differently may have stopped at different collectives: the next test gets new ones.
+    if len(errors) < size or len({type(error) for error in errors}) > 1:
+        _discard(size)
+    raise errors[0]
+
+
+def close_pools() -> None:
+    """End every worker of every pool."""
+    for size in list(_pools):
+        _discard(size)
+
+
+def _discard(size: int) -> None:
+    _pools.pop(size).close()
+
+
+class Pool:
+    """`size` living workers in one Gloo group, each at the end of a pipe."""
+
+    def __init__(self, size: int) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="rankless-mesh-")
+        self.pipes: list[Connection] = []
+        self.processes: list[ForkServerProcess] = []
+        # A fork server imports torch once for all workers, and forks them before any thread exists.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            # Not daemons: daemons may have no children, and loaders with `num_workers` do.
+            process = context.Process(target=_serve, args=(theirs, rank, size, f"{self.folder.name}/store"))
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+        """Each worker's result, or the exception that it raised."""
+        task = pickle.dumps((function, arguments))
+        for pipe in self.pipes:
+            pipe.send((list(sys.path), task))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while len(answers) < len(self.pipes):
+            waiting = [rank for rank in range(len(self.pipes)) if rank not in answers]
+            if not wait(
+                [self.pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic())
+            ):
+                for error in filter(lambda answer: isinstance(answer, Exception), answers.values()):
+                    raise error
+                raise TimeoutError(f"{function.__qualname__}: no answer from ranks {waiting} in time")
+            for rank in waiting:
+                if self.pipes[rank].poll():
+                    answers[rank] = self._answer(rank)
+                    if isinstance(answers[rank], Exception):
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _answer(self, rank: int) -> Any:
+        try:
+            answer, trace = pickle.loads(self.pipes[rank].recv())
+        except EOFError:
+            self.processes[rank].join()
+            return RuntimeError(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
+        if trace:
+            answer.add_note(f"on rank {rank} of {len(self.pipes)}:\n{trace}")
+        return answer
+
+    def close(self) -> None:
+        """End the workers, and wait until they are gone."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+def _serve(pipe: Connection, rank: int, size: int, store_file: str) -> None:
+    """A worker's life: join the group, answer tasks until the pipe closes."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback)
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_file, size)
+    timeout = timedelta(seconds=DEADLINE_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    mesh = Mesh(rank=rank, size=size, device=torch.device("cpu"), group=dist.group.WORLD)
+    with contextlib.suppress(EOFError):
+        while True:
+            path, task = pipe.recv()
+            sys.path[:] = path
+            pipe.send(_perform(task, mesh))
+
+
+def _perform(task: bytes, mesh: Mesh) -> bytes:
+    """The pickled result and "", or the pickled exception and its traceback."""
+    try:
+        function, arguments = pickle.loads(task)
+        return pickle.dumps((function(mesh, *arguments), ""))
+    except Exception as error:
+        trace = traceback.format_exc()
+        try:
+            answer = pickle.dumps((error, trace))
+            pickle.loads(answer)
+        except Exception:
+            answer = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), trace))
+        return answer
