@@ -1,0 +1,11 @@
+"""Checkpoints: what objects with a `state_dict` hold, written to a folder and read back, on any number of
+ranks.
+
+Enters: a path, objects by name, the mesh. Leaves: a folder that safetensors alone can read (its layout is
+described in `manifest`), or the objects restored. Called by `rankless.script`, the facade, on every rank.
+"""
+
+from rankless.checkpoint.loading import load
+from rankless.checkpoint.saving import save
+
+__all__ = ["load", "save"]

@@ -1,0 +1,59 @@
+"""A stretch of work after which all ranks know whether all of them came through."""
+
+from types import TracebackType
+
+import msgspec
+
+from rankless.collectives.mesh import Mesh
+from rankless.collectives.messages import all_gather_bytes
+from rankless.errors import CheckpointError
+
+
+class _Outcome(msgspec.Struct):
+    """How one rank came through; `summary` must be the same on all that did."""
+
+    error: str | None
+    summary: str
+
+
+class Agreement:
+    """A context at whose end every rank raises if any rank raised, or if their `summary` differs.
+
+    Without it a rank that raises would leave the others waiting in their next collective. The rank that
+    raised keeps its own error; the others get a CheckpointError that names it.
+    """
+
+    def __init__(self, *, mesh: Mesh, doing: str) -> None:
+        self._mesh = mesh
+        self._doing = doing
+        self.summary = ""
+
+    def __enter__(self) -> "Agreement":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._mesh.size == 1:
+            return
+        text = None if error is None else f"{type(error).__name__}: {str(error).strip()}"
+        mine = msgspec.msgpack.encode(_Outcome(error=text, summary=self.summary))
+        outcomes = [
+            msgspec.msgpack.decode(data, type=_Outcome) for data in all_gather_bytes(mine, mesh=self._mesh)
+        ]
+        if error is not None:
+            return
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                raise CheckpointError(
+                    expected=f"every rank to {self._doing}",
+                    found=f"rank {rank} failed: {outcome.error}",
+                    fix=f"mend the cause on rank {rank}",
+                )
+        for rank, outcome in enumerate(outcomes):
+            if outcome.summary != outcomes[0].summary:
+                raise CheckpointError(
+                    expected=f"every rank to {self._doing} alike",
+                    found=f"rank 0: {outcomes[0].summary}; rank {rank}: {outcome.summary}",
+                    fix="give every rank the same files, by a shared folder or a copy on each host",
+                )

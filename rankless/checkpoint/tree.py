@@ -1,0 +1,185 @@
+"""An object's state as a tree of typed nodes and the tensors it refers to, and back."""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping as AnyMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankless.checkpoint.manifest import (
+    Bytes,
+    Mapping,
+    Node,
+    NumpyScalar,
+    Sequence,
+    SpecialFloat,
+    TensorReference,
+)
+from rankless.errors import CheckpointError
+
+WRITABLE = (
+    "dict, list, tuple, int, float, str, bool, None, bytes, tensors and numpy numbers, keyed by int or str"
+)
+TENSOR_CLASSES: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+MAPPING_TYPES: dict[type, Any] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+ELEMENT_TYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool}
+    | {
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint64,
+        torch.uint32,
+        torch.uint16,
+        torch.uint8,
+    }
+    | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+)
+
+
+class TreeWriter:
+    """Turns states into nodes, one after the other, and keeps the tensors they refer to in `tensors`.
+
+    The tensors are contiguous, on the CPU and share no memory, as safetensors demands.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._references: dict[tuple[object, ...], TensorReference] = {}
+        self._alive: list[Tensor] = []
+
+    def encode(self, value: object, path: tuple[str, ...]) -> Node:
+        """The node of `value`; `path` is the way to it. Raises CheckpointError for what cannot be written."""
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value  # type: ignore[return-value]  # narrowed by its exact type
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.generic):
+            return self._numpy_scalar(value, path)
+        if isinstance(value, float) and kind is float:
+            return value if math.isfinite(value) else SpecialFloat(repr(value))
+        if isinstance(value, bytes) and kind is bytes:
+            return Bytes(value)
+        if isinstance(value, list | tuple) and kind in (list, tuple):
+            items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+            return Sequence("list" if kind is list else "tuple", items)
+        if isinstance(value, AnyMapping) and kind in MAPPING_TYPES:
+            return self._mapping(value, path)
+        if kind is np.ndarray:
+            return self._array(value, path)  # type: ignore[arg-type]  # narrowed by its exact type
+        raise _unwritable(path, f"{value!r:.80} of type {kind.__module__}.{kind.__qualname__}")
+
+    def _mapping(self, value: AnyMapping[Any, object], path: tuple[str, ...]) -> Mapping:
+        items: list[tuple[int | str, Node]] = []
+        for key, item in value.items():
+            if type(key) not in (int, str):
+                raise _unwritable(path, f"the key {key!r:.80} of type {type(key).__name__}")
+            items.append((key, self.encode(item, (*path, str(key)))))
+        metadata = self.encode(getattr(value, "_metadata", None), (*path, "_metadata"))
+        return Mapping(MAPPING_TYPES[type(value)], items, metadata)
+
+    def _numpy_scalar(self, value: np.generic, path: tuple[str, ...]) -> NumpyScalar:
+        if value.dtype.kind not in "biufc":
+            raise _unwritable(path, f"a numpy scalar of dtype {value.dtype}")
+        return NumpyScalar(value.dtype.str, value.tobytes())
+
+    def _array(self, value: "np.ndarray[Any, Any]", path: tuple[str, ...]) -> TensorReference:
+        try:
+            tensor = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
+        except TypeError as error:
+            raise _unwritable(path, f"a numpy array of dtype {value.dtype}") from error
+        reference = self._tensor(tensor, path)
+        return TensorReference(reference.name, reference.dtype, reference.shape, value.dtype.str)
+
+    def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> TensorReference:
+        if type(tensor) not in TENSOR_CLASSES or tensor.layout != torch.strided or tensor.is_meta:
+            found = f"a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}"
+            raise _unwritable(path, found)
+        if tensor.dtype not in ELEMENT_TYPES:
+            raise _unwritable(path, f"a tensor of dtype {tensor.dtype}")
+        identity = _identity(tensor)
+        known = self._references.get(identity)
+        if known is not None and tensor.numel() > 0:
+            return known
+        name, number = ".".join(path), 1
+        while name in self.tensors:
+            number += 1
+            name = f"{'.'.join(path)}#{number}"
+        # A clone always: safetensors takes no two tensors that share memory, be it in part.
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        self.tensors[name] = plain.cpu().clone(memory_format=torch.contiguous_format)
+        # The original stays alive, or a temporary's address could come back as another tensor's.
+        self._alive.append(tensor)
+        reference = TensorReference(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        self._references[identity] = reference
+        return reference
+
+
+def decode(node: Node, tensors: AnyMapping[str, Tensor]) -> Any:
+    """The value of a node, with the tensors themselves in place of references."""
+    match node:
+        case SpecialFloat(text):
+            return float(text)
+        case Bytes(data):
+            return data
+        case NumpyScalar(dtype, data):
+            return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+        case TensorReference():
+            return _referred(node, tensors)
+        case Sequence(kind, items):
+            decoded = [decode(item, tensors) for item in items]
+            return decoded if kind == "list" else tuple(decoded)
+        case Mapping(kind, items, metadata):
+            pairs = {key: decode(item, tensors) for key, item in items}
+            if kind == "dict":
+                return pairs
+            mapping: Any = OrderedDict(pairs) if kind == "ordered" else Counter(pairs)
+            if metadata is not None:
+                mapping._metadata = decode(metadata, tensors)
+            return mapping
+    return node
+
+
+def _referred(reference: TensorReference, tensors: AnyMapping[str, Tensor]) -> Any:
+    """The tensor (or numpy array) that a reference means, checked against what it says."""
+    tensor = tensors.get(reference.name)
+    if tensor is None or (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (
+        reference.dtype,
+        reference.shape,
+    ):
+        found = "no such tensor" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise CheckpointError(
+            expected=f"the tensor {reference.name}, {reference.dtype} {reference.shape}, as in the manifest",
+            found=found,
+            fix="the checkpoint is damaged: load another one",
+        )
+    if reference.numpy is None:
+        return tensor
+    # A copy: the caller may write to it, and two references to one array are two arrays, as numpy has it.
+    return tensor.numpy().astype(np.dtype(reference.numpy))
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same elements of the same memory."""
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _unwritable(path: tuple[str, ...], found: str) -> CheckpointError:
+    return CheckpointError(
+        expected=f"{'.'.join(path)} to be made of {WRITABLE}",
+        found=found,
+        fix="let its state_dict() return such values; nothing is pickled",
+    )

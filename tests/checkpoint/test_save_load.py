@@ -1,0 +1,282 @@
+import copy
+import random
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from processes import on_mesh
+from torch import nn
+
+from rankless.checkpoint import load, save
+from rankless.collectives.mesh import Mesh
+from rankless.errors import CheckpointError
+
+SOLO = Mesh.solo()
+
+
+class Holder:
+    def __init__(self, state=None):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def model_and_optimizer(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 5))
+    optimizer = torch.optim.AdamW(
+        [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.5}], lr=0.1
+    )
+    return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
+
+
+def train(model, optimizer, scheduler, steps):
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 1, 4, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_training_goes_on_bit_for_bit_as_if_it_had_never_stopped(tmp_path):
+    first = model_and_optimizer(0)
+    train(*first, 2)
+    save(tmp_path / "c", dict(zip("mos", first, strict=True)), mesh=SOLO)
+    expected = train(*first, 4)
+    second = model_and_optimizer(1)
+    load(tmp_path / "c", dict(zip("mos", second, strict=True)), mesh=SOLO)
+    assert train(*second, 4) == expected
+    assert second[2].milestones == first[2].milestones
+
+
+def test_every_writable_value_comes_back_with_its_type(tmp_path):
+    tensor = torch.arange(6.0).reshape(2, 3)
+    state = {
+        "numbers": [1, 2**100, -3, 1.0, 0.1, float("inf"), float("-inf"), True, None],
+        4: ("text ü", b"\x00\xff", ()),
+        "empty": {},
+        "numpy": [np.float32(0.1), np.int64(7), np.bool_(True)],
+        "array": np.arange(3, dtype=np.uint32),
+        "foreign order": np.arange(3, dtype=">i4"),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "bf16": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 2j]).conj(),
+        "none at all": torch.empty(0, 3),
+        "turned": tensor.t(),
+        "part": tensor[:, 1],
+        "spread": torch.ones(1).expand(5),
+        "whole": tensor,
+    }
+    save(tmp_path / "c", {"thing": Holder(state)}, mesh=SOLO)
+    back = Holder()
+    load(tmp_path / "c", {"thing": back}, mesh=SOLO)
+    assert back.state.keys() == state.keys()
+    for key, value in state.items():
+        found = back.state[key]
+        assert type(found) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert found.dtype == value.dtype
+            assert torch.equal(found, value)
+        elif isinstance(value, np.ndarray):
+            assert found.dtype == value.dtype
+            assert found.tolist() == value.tolist()
+        else:
+            assert found == value
+            if isinstance(value, list | tuple):
+                assert [type(item) for item in found] == [type(item) for item in value]
+
+
+def test_nan_comes_back_as_nan(tmp_path):
+    save(tmp_path / "c", {"thing": Holder({"value": float("nan")})}, mesh=SOLO)
+    back = Holder()
+    load(tmp_path / "c", {"thing": back}, mesh=SOLO)
+    assert back.state["value"] != back.state["value"]
+
+
+def test_tied_tensors_lie_in_the_file_once_and_come_back_tied(tmp_path):
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+    model[1].weight = model[0].weight
+    save(tmp_path / "c", {"model": model, "list": Holder([model[0].weight, model[0].weight])}, mesh=SOLO)
+    tensors = safetensors.torch.load_file(tmp_path / "c" / "tensors.safetensors")
+    assert [name for name in tensors if not name.startswith("random.")] == ["model.0.weight"]
+    back = Holder()
+    load(tmp_path / "c", {"list": back}, mesh=SOLO)
+    assert back.state[0] is back.state[1]
+
+
+def test_tensors_are_found_by_safetensors_alone_under_dotted_names(tmp_path):
+    model, optimizer, scheduler = model_and_optimizer(0)
+    train(model, optimizer, scheduler, 1)
+    save(tmp_path / "c", {"model": model, "optimizer": optimizer}, mesh=SOLO)
+    tensors = safetensors.torch.load_file(tmp_path / "c" / "tensors.safetensors")
+    assert torch.equal(tensors["model.0.weight"], model[0].weight)
+    assert torch.equal(tensors["optimizer.state.0.exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+
+def test_two_ways_with_one_name_do_not_mix(tmp_path):
+    thing = Holder({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}})
+    save(tmp_path / "c", {"thing": thing}, mesh=SOLO)
+    back = Holder()
+    load(tmp_path / "c", {"thing": back}, mesh=SOLO)
+    assert back.state["a.b"] == 0
+    assert back.state["a"]["b"] == 1
+
+
+def draws():
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random(), random.gauss(0, 1)
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    random.gauss(0, 1)
+    save(tmp_path / "c", {}, mesh=SOLO)
+    expected = draws()
+    assert draws() != expected
+    load(tmp_path / "c", {}, mesh=SOLO)
+    assert draws() == expected
+
+
+def test_the_generators_are_left_alone_on_request(tmp_path):
+    torch.manual_seed(1)
+    save(tmp_path / "c", {}, mesh=SOLO)
+    torch.manual_seed(2)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(2)
+    load(tmp_path / "c", {}, mesh=SOLO, random=False)
+    assert torch.rand(3).tolist() == expected
+
+
+def test_a_loaded_checkpoint_does_not_follow_the_file(tmp_path):
+    save(tmp_path / "c", {"thing": Holder({"t": torch.ones(100)})}, mesh=SOLO)
+    back = Holder()
+    load(tmp_path / "c", {"thing": back}, mesh=SOLO)
+    file = tmp_path / "c" / "tensors.safetensors"
+    with file.open("rb+") as stream:
+        stream.write(b"\0" * file.stat().st_size)
+    assert torch.equal(back.state["t"], torch.ones(100))
+
+
+@pytest.mark.parametrize(
+    ("state", "where", "what"),
+    [
+        ({"a": [1, {2}]}, "thing.a.1", "set"),
+        ({"f": lambda: 0}, "thing.f", "function"),
+        ({(1, 2): 0}, "thing", "(1, 2)"),
+        ({True: 0}, "thing", "bool"),
+        ({"n": np.array(["x"])}, "thing.n", "dtype"),
+        ({"n": np.datetime64("2026-01-01")}, "thing.n", "datetime64"),
+        ({"t": torch.eye(2).to_sparse()}, "thing.t", "sparse"),
+        ({"t": torch.zeros(2, dtype=torch.complex128)}, "thing.t", "complex128"),
+        ({"t": torch.zeros(2, device="meta")}, "thing.t", "meta"),
+        ({"c": 1j}, "thing.c", "complex"),
+    ],
+)
+def test_a_value_that_cannot_be_written_is_named_by_its_way(tmp_path, state, where, what):
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path / "c", {"thing": Holder(state)}, mesh=SOLO)
+    assert f"{where} to be made of" in str(caught.value)
+    assert what in str(caught.value)
+    assert not (tmp_path / "c").exists()
+
+
+def test_objects_that_cannot_be_saved_or_loaded_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="rate to have state_dict"):
+        save(tmp_path / "c", {"rate": 0.1}, mesh=SOLO)
+    with pytest.raises(CheckpointError, match="another name"):
+        save(tmp_path / "c", {"random": Holder({})}, mesh=SOLO)
+    save(tmp_path / "c", {"thing": Holder({})}, mesh=SOLO)
+    with pytest.raises(CheckpointError, match=r"holds: thing\nfound:    other"):
+        load(tmp_path / "c", {"other": Holder()}, mesh=SOLO)
+    with pytest.raises(CheckpointError, match="holds: thing"):
+        load(tmp_path / "c", {"random": Holder()}, mesh=SOLO)
+    with pytest.raises(CheckpointError, match="thing to have load_state_dict"):
+        load(tmp_path / "c", {"thing": 3}, mesh=SOLO)
+
+
+def test_a_model_of_another_shape_is_refused_with_torch_own_words(tmp_path):
+    save(tmp_path / "c", {"model": nn.Linear(2, 3)}, mesh=SOLO)
+    with pytest.raises(CheckpointError, match=r"saved as model to fit[\s\S]*size mismatch for weight"):
+        load(tmp_path / "c", {"model": nn.Linear(3, 3)}, mesh=SOLO)
+    with pytest.raises(CheckpointError, match="Missing key"):
+        load(tmp_path / "c", {"model": nn.Sequential(nn.Linear(2, 3))}, mesh=SOLO)
+
+
+def save_own_rank(mesh, path):
+    torch.manual_seed(mesh.rank)
+    save(path, {"thing": Holder({"rank": mesh.rank, "t": torch.full((2,), float(mesh.rank))})}, mesh=mesh)
+    return path.exists()
+
+
+def load_state(mesh, path):
+    back = Holder()
+    load(path, {"thing": back}, mesh=mesh)
+    return back.state["rank"], back.state["t"].tolist(), torch.rand(1).item()
+
+
+def error_of(mesh, path, objects):
+    try:
+        save(path, objects if mesh.rank == 0 else {}, mesh=mesh)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def load_error(mesh, paths):
+    torch.manual_seed(7)
+    try:
+        load(paths[mesh.rank], {}, mesh=mesh)
+    except CheckpointError as error:
+        untouched = torch.initial_seed() == 7 and torch.rand(1).item()
+        return str(error), untouched
+    return None
+
+
+@pytest.mark.slow
+def test_rank_0_writes_and_every_rank_gets_its_state(tmp_path):
+    assert on_mesh(2, save_own_rank, tmp_path / "c") == [True, True]
+    states = on_mesh(2, load_state, tmp_path / "c")
+    assert states[0] == states[1]
+    assert states[0][:2] == (0, [0.0, 0.0])
+    torch.manual_seed(0)
+    assert load_state(SOLO, tmp_path / "c") == states[0]
+
+
+@pytest.mark.slow
+def test_what_stops_rank_0_is_raised_on_all(tmp_path):
+    errors = on_mesh(2, error_of, tmp_path / "c", {"rate": 0.1})
+    assert "rate to have state_dict" in errors[0]
+    assert "rank 0 failed" in errors[1]
+    assert "rate to have state_dict" in errors[1]
+
+
+@pytest.mark.slow
+def test_ranks_that_read_different_checkpoints_or_none_restore_nothing(tmp_path):
+    for name in ("a", "b"):
+        save(tmp_path / name, {"thing": Holder({"name": name})}, mesh=SOLO)
+    torch.manual_seed(7)
+    expected = torch.rand(1).item()
+    for answer in on_mesh(2, load_error, [tmp_path / "a", tmp_path / "b"]):
+        assert "alike" in answer[0]
+        assert answer[1] == expected
+    answers = on_mesh(2, load_error, [tmp_path / "a", tmp_path / "missing"])
+    assert "rank 1 failed" in answers[0][0]
+    assert "nothing there" in answers[1][0]
+
+
+def test_saving_changes_nothing_that_is_saved(tmp_path):
+    parts = model_and_optimizer(0)
+    train(*parts, 1)
+    before = copy.deepcopy([part.state_dict() for part in parts])
+    save(tmp_path / "c", dict(zip("mos", parts, strict=True)), mesh=SOLO)
+    for part, old in zip(parts, before, strict=True):
+        assert str(part.state_dict()) == str(old)
