@@ -16,6 +16,24 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
 
 
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user asks for; `plan.check.make_run_plan` makes a `RunPlan` of it."""
+
+    worker_count: int
+    devices: str | None = None
+    """"cpu", or GPU numbers as "0,1"; without it each worker gets a GPU if the host has any, else the CPU."""
+    threads: int | None = None
+    """Per worker; without it the cores are shared out evenly."""
+    seed: int | None = None
+    """Without it one is drawn."""
+    log_folder: str = "log"
+    show: ShowChoice = "first"
+    warm: bool = True
+    progress: bool = True
+    recording: str | None = None
+    perturbation_seed: int | None = None
+
+
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """All that the agent needs to run one job on this host."""
 
@@ -57,3 +75,29 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     perturbation_seed: int | None = None
     progress: bool = True
     """Send progress records up."""
+    records_descriptor: int | None = None
+    """The inherited socket on which records go up."""
+    store_descriptor: int | None = None
+    """Rank 0 only: an inherited socket that listens already, on which it serves the store that all ranks meet at."""
+    store_port: int | None = None
+    process_id: int | None = None
+    """The worker's own; a child of it inherits the environment but is not the worker."""
+
+
+class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as its parent starts it."""
+
+    plan: WorkerPlan
+    environment: dict[str, str | None]
+    """Variables to set, or to remove, on top of the parent's own."""
+
+
+class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the parent of the workers is told. It comes in through its standard input, as JSON."""
+
+    program: Program
+    warm: bool
+    workers: tuple[WorkerLaunch, ...]
+    lifeline_descriptor: int
+    records_descriptor: int
+    store_descriptor: int | None

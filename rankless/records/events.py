@@ -28,6 +28,17 @@ class Raised(Record, tag="raised"):
     traceback: str
 
 
+class Leaving(Record, tag="leaving"):
+    """A worker's script destroys its process groups and goes on. Peers may lose their connection from here on.
+
+    The texts are those of the exception that is on its way at this moment, as in a `finally`; empty without one.
+    """
+
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
 class Left(Record, tag="left"):
     """A worker's script is over (`exit_code` is what it will exit with). Sent before its groups are destroyed."""
 
@@ -61,4 +72,4 @@ class Said(Record, tag="said"):
     text: str
 
 
-AnyRecord = Started | Raised | Left | Exited | Progress | Said
+AnyRecord = Started | Raised | Leaving | Left | Exited | Progress | Said

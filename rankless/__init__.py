@@ -1,0 +1,40 @@
+"""The same training on one device and on many: `rankless.job`, `rankless.loader`, and a launcher to match.
+
+The names below come from `rankless.script`, on first use: the command line must answer without importing torch.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rankless.errors import RanklessError
+from rankless.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from rankless.script import job, load, loader, local_rank, once, rank, save, world_size
+
+if sys.platform == "win32":
+    raise ImportError("Rankless runs on Linux (and, best effort, macOS), not on Windows: use WSL there.")
+
+__all__ = [
+    "RanklessError",
+    "__version__",
+    "job",
+    "load",
+    "loader",
+    "local_rank",
+    "once",
+    "rank",
+    "save",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("rankless.script"), name)
+    raise AttributeError(f"module 'rankless' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,8 @@
+"""`python -m rankless` is the command `rankless`."""
+
+import sys
+
+from rankless.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The command line, one command per file.
+
+Enters: arguments. Leaves: an exit code. A command is a module here with `NAME`, `HELP`, `add_arguments(parser)` and
+`run(arguments) -> int`; it is imported only when it is called for.
+"""
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rankless.errors import RanklessError
+from rankless.version import VERSION
+
+COMMANDS = {
+    "run": "run a script on one or more workers of this host",
+    "verify": "run a script on one worker and on several, and compare the two trainings",
+}
+"""What `rankless --help` lists, so that it need not import the commands."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that names the nearest known option when it meets an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit with 2."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            known = list(self._option_string_actions)
+            nearest = difflib.get_close_matches(unknown.split()[0].partition("=")[0], known, n=1, cutoff=0.5)
+            message = f"unknown option {unknown.split()[0]}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+        super().error(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in COMMANDS:
+        return _run_command(given[0], given[1:])
+    parser = Parser(prog="rankless", description="The same training on one device and on many.")
+    parser.add_argument("--version", action="version", version=f"rankless {VERSION}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    if given and not given[0].startswith("-"):
+        nearest = difflib.get_close_matches(given[0], COMMANDS, n=1)
+        parser.error(f"unknown command {given[0]}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+    parser.parse_args(given)
+    return 0
+
+
+def _run_command(name: str, given: Sequence[str]) -> int:
+    command = importlib.import_module(f"rankless.cli.{name}")
+    parser = Parser(prog=f"rankless {name}", description=command.HELP, allow_abbrev=False)
+    command.add_arguments(parser)
+    try:
+        return int(command.run(parser.parse_args(given)))
+    except RanklessError as error:
+        print(f"rankless {name}: {type(error).__name__}{error}", file=sys.stderr)
+        return 2

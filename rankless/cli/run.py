@@ -1,0 +1,43 @@
+"""`rankless run`: a script on one or more workers of this host."""
+
+import argparse
+import sys
+
+from rankless.cli.program import add_program_arguments, take_program
+from rankless.launch import agent
+from rankless.plan.check import make_run_plan
+from rankless.plan.run_plan import RunRequest
+
+NAME = "run"
+HELP = "Run a script on one or more workers of this host, one per device."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("-n", dest="workers", type=int, default=1, metavar="N", help="how many workers (1)")
+    parser.add_argument("--devices", metavar="0,1|cpu", help="GPUs to use, or cpu (GPUs if the host has them)")
+    parser.add_argument("--threads", type=int, metavar="K", help="threads per worker (cores / workers)")
+    parser.add_argument("--seed", type=int, metavar="S", help="where all workers' random numbers start (drawn)")
+    parser.add_argument("--show", choices=("first", "all"), default="first", help="whose output to show (rank 0's)")
+    parser.add_argument("--log-dir", default="log", metavar="DIR", help="where logs of runs go (log)")
+    parser.add_argument("--no-warm", action="store_true", help="start plain processes, each importing torch itself")
+    parser.add_argument("--no-progress", action="store_true", help="no progress line")
+    add_program_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the job and return its exit code."""
+    plan = make_run_plan(
+        take_program(arguments),
+        RunRequest(
+            worker_count=arguments.workers,
+            devices=arguments.devices,
+            threads=arguments.threads,
+            seed=arguments.seed,
+            log_folder=arguments.log_dir,
+            show=arguments.show,
+            warm=not arguments.no_warm,
+            progress=not arguments.no_progress,
+        ),
+    )
+    return agent.run(plan, on_record=lambda _record: None, out=sys.stdout, err=sys.stderr)

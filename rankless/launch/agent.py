@@ -1,0 +1,75 @@
+"""The agent: starts a run's workers on this host, watches them, ends them together, and says how it went."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from rankless.errors import LaunchError
+from rankless.launch.interrupts import Interrupts
+from rankless.launch.judge import signal_name
+from rankless.launch.logs import Terminal, make_run_folder
+from rankless.launch.notices import failure, start_table
+from rankless.launch.parent_process import ParentProcess
+from rankless.launch.watch import Outcome, Watch
+from rankless.launch.workers import open_store_socket, plan_workers, reserve_master_port
+from rankless.plan.run_plan import RunPlan
+from rankless.records.events import AnyRecord, Said
+
+
+def run(plan: RunPlan, *, on_record: Callable[[AnyRecord], None], out: TextIO, err: TextIO) -> int:
+    """Run a job to its end and return its exit code: 0, the culprit's, or 128 + the signal that ended the agent.
+
+    Rank 0's output (every rank's with `show="all"`) goes to `out`, what the agent has to say to `err`, every record
+    to `on_record`. Nothing that the job started is alive afterwards.
+    """
+    folder = make_run_folder(plan.log_folder)
+    with open_store_socket() as store, reserve_master_port() as reserved, Interrupts() as interrupts:
+        workers = plan_workers(plan, folder=folder, store=store, reserved=reserved)
+        log_files = [os.path.relpath(worker.plan.log_file) for worker in workers]
+        _tell(err, start_table(plan, folder=folder, log_files=log_files))
+        terminal = Terminal(log_files, out=out, show_all=plan.show == "all")
+        parent_log = os.path.join(folder, "parent.log")
+        parent = ParentProcess(plan, workers, store=store, log_path=parent_log)
+        store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
+        said: set[str] = set()
+
+        def take(record: AnyRecord) -> None:
+            if isinstance(record, Said) and record.text not in said:
+                said.add(record.text)
+                _tell(err, f"rankless: {record.text}\n")
+            on_record(record)
+
+        try:
+            outcome = Watch(parent, interrupts=interrupts, on_record=take, on_turn=terminal.pump).run_to_end()
+        finally:
+            parent.close(patience_seconds=1.0)
+            terminal.close()
+    return _conclude(outcome, log_files=log_files, parent_log=parent_log, err=err)
+
+
+def _conclude(outcome: Outcome, *, log_files: Sequence[str], parent_log: str, err: TextIO) -> int:
+    with open(parent_log, encoding="utf-8", errors="replace") as log:
+        last_words = log.read()[-2000:].strip()
+    if not last_words:
+        os.unlink(parent_log)
+    if outcome.interrupted_by is not None:
+        _tell(err, f"rankless: ended by {signal_name(outcome.interrupted_by)}\n")
+        return 128 + outcome.interrupted_by
+    if outcome.verdict is not None:
+        _tell(err, failure(outcome.verdict, log_file=log_files[outcome.verdict.culprit]))
+        return outcome.verdict.exit_code
+    if outcome.parent_exit_code != 0:
+        raise LaunchError(
+            expected="the process that starts the workers to see them to their end",
+            found=f"it ended with {outcome.parent_exit_code} first" + (f":\n{last_words}" if last_words else ""),
+            fix="try --no-warm; if a signal ended it (negative), find out who sent it",
+        )
+    return 0
+
+
+def _tell(err: TextIO, text: str) -> None:
+    try:
+        err.write(text)
+        err.flush()
+    except OSError:  # a terminal that is gone never stops training
+        return

@@ -1,0 +1,51 @@
+"""Ctrl-C and SIGTERM, as something to read instead of something that interrupts."""
+
+import signal
+import socket
+import threading
+from types import FrameType, TracebackType
+
+
+class Interrupts:
+    """While it is entered, in the main thread, the two signals are collected; `fileno` becomes readable."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._before: dict[int, object] = {}
+        self._wakeup_before = -1
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # Ignored stays ignored: nohup and background jobs of a shell rely on it.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, _ignore)
+            self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # it came from signal.signal
+        self._reader.close()
+        self._writer.close()
+
+    def fileno(self) -> int:
+        """What to select on."""
+        return self._reader.fileno()
+
+    def read(self) -> list[int]:
+        """The numbers of the signals that have come since the last call."""
+        try:
+            return [number for number in self._reader.recv(64) if number in self._before]
+        except BlockingIOError:
+            return []
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Python writes the number to the wakeup descriptor; nothing else is to happen."""

@@ -1,0 +1,137 @@
+"""The one place that judges: who ended the job, and why, from the records in the order in which they arrived.
+
+Note [culprits and victims]: a rank that loses its connection to a peer is a victim, whatever it says itself. The
+order of exits misleads too: a culprit may destroy its groups and clean up for long, while its victims die at once.
+So the first rank counts that reported something of its own: an exception that is no lost connection, an exit code,
+a death by signal, or that it left its groups before the others lost it.
+"""
+
+import re
+import signal
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from rankless.records.events import AnyRecord, Exited, Leaving, Left, Raised
+
+SETTLING_SECONDS = 0.3
+"""After a victim's record: how long the culprit's own may take to arrive. A dead process is reported within this."""
+SURE_SETTLING_SECONDS = 0.05
+
+_LOST_CONNECTION = re.compile(
+    r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Connection was likely closed"
+    r"|remote process exited or there was a network error|Socket Timeout|failed to recv, got 0 bytes"
+)
+
+Cause = Literal["raised", "left", "signal", "exit", "lost"]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Who ended the job, how, and what the job's exit code is."""
+
+    culprit: int
+    cause: Cause
+    exit_code: int
+    headline: str
+    traceback: str = ""
+    settling_seconds: float = SURE_SETTLING_SECONDS
+
+
+def judge(records: Sequence[AnyRecord]) -> Verdict | None:
+    """The verdict as far as `records` go, or None while nothing has failed."""
+    own = [verdict for index in range(len(records)) if (verdict := _own_failure(records, index)) is not None]
+    victims = [record for record in records if isinstance(record, Raised) and is_victim(record)]
+    if own:
+        # A death by signal is reported by another process, a little after its victims may have given up politely.
+        return next((verdict for verdict in own if verdict.cause == "signal"), own[0]) if victims_first(own) else own[0]
+    if not victims:
+        return None
+    return _who_left(records, victims[0]) or Verdict(
+        culprit=victims[0].rank,
+        cause="lost",
+        exit_code=1,
+        headline=f"lost its connection to a peer, and no peer reported why ({_first_line(victims[0])})",
+        traceback=victims[0].traceback,
+        settling_seconds=SETTLING_SECONDS,
+    )
+
+
+def is_victim(record: Raised | Leaving) -> bool:
+    """Whether an exception, or one that it came from, is a lost connection."""
+    return _LOST_CONNECTION.search(record.traceback + record.message) is not None
+
+
+def victims_first(own: Sequence[Verdict]) -> bool:
+    """Whether the first to fail only left with an exit code, as a script does that catches a lost connection."""
+    return own[0].cause == "left"
+
+
+def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
+    record = records[index]
+    before = [earlier for earlier in records[:index] if earlier.rank == record.rank]
+    if isinstance(record, Raised) and not is_victim(record):
+        code = 130 if record.error_type == "KeyboardInterrupt" else 1
+        return Verdict(
+            culprit=record.rank,
+            cause="raised",
+            exit_code=code,
+            headline=f"raised {_first_line(record)}",
+            traceback=record.traceback,
+        )
+    told = any(isinstance(earlier, Raised | Left) and getattr(earlier, "exit_code", 1) != 0 for earlier in before)
+    if isinstance(record, Left) and record.exit_code != 0 and not told:
+        return Verdict(
+            culprit=record.rank,
+            cause="left",
+            exit_code=record.exit_code,
+            headline=f"left with exit code {record.exit_code}",
+            settling_seconds=SETTLING_SECONDS,
+        )
+    if isinstance(record, Exited) and record.exit_code != 0 and not told:
+        return _judge_exit(record)
+    return None
+
+
+def _judge_exit(record: Exited) -> Verdict:
+    if record.exit_code < 0:
+        number = -record.exit_code
+        headline = f"was killed by signal {number} ({signal_name(number)})"
+        return Verdict(culprit=record.rank, cause="signal", exit_code=128 + number, headline=headline)
+    headline = f"ended with exit code {record.exit_code}, without a word from its script"
+    return Verdict(culprit=record.rank, cause="exit", exit_code=record.exit_code, headline=headline)
+
+
+def _who_left(records: Sequence[AnyRecord], victim: Raised) -> Verdict | None:
+    for record in records[: records.index(victim)]:
+        if record.rank == victim.rank:
+            continue
+        if isinstance(record, Leaving) and record.traceback and not is_victim(record):
+            return Verdict(
+                culprit=record.rank,
+                cause="raised",
+                exit_code=1,
+                headline=f"raised {_first_line(record)}",
+                traceback=record.traceback,
+                settling_seconds=SETTLING_SECONDS,
+            )
+        if isinstance(record, Leaving | Left) or (isinstance(record, Exited) and record.exit_code == 0):
+            how = "destroyed its process group" if isinstance(record, Leaving) else "ended its script"
+            return Verdict(
+                culprit=record.rank,
+                cause="left",
+                exit_code=1,
+                headline=f"{how} while other ranks still needed it",
+                settling_seconds=SETTLING_SECONDS,
+            )
+    return None
+
+
+def _first_line(record: Raised | Leaving) -> str:
+    line = (record.message.strip().splitlines() or [""])[0]
+    return f"{record.error_type}: {line[:200]}" if line else record.error_type
+
+
+def signal_name(number: int) -> str:
+    """A signal's name, as SIGKILL."""
+    return signal.Signals(number).name if number in signal.valid_signals() else "unknown"

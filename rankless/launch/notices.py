@@ -1,0 +1,43 @@
+"""What the agent itself writes on the terminal: the table at the start, and who failed at the end."""
+
+from collections.abc import Sequence
+
+from rankless.launch.judge import Verdict
+from rankless.plan.run_plan import RunPlan
+
+_TRACEBACK_LINES = 9
+_LONGEST_LINE = 300
+
+
+def start_table(plan: RunPlan, *, folder: str, log_files: Sequence[str]) -> str:
+    """Rank, device and log file of every worker."""
+    count, threads = plan.worker_count, plan.threads_per_worker
+    start = "" if plan.warm else ", plain processes"
+    lines = [
+        f"rankless: {counted(count, 'worker')}, {counted(threads, 'thread')} each, seed {plan.seed}{start}, logs in {folder}",
+        f"  {'rank':>4}  {'device':<8}  log file",
+    ]
+    lines += [
+        f"  {rank:>4}  {device:<8}  {path}"
+        for rank, (device, path) in enumerate(zip(plan.devices, log_files, strict=True))
+    ]
+    gpus = {device for device in plan.devices if device != "cpu"}
+    if gpus and len(gpus) < count:
+        lines.append(f"  {count} workers share {counted(len(gpus), 'GPU')}, so they talk through Gloo, not NCCL")
+    return "\n".join(lines) + "\n"
+
+
+def failure(verdict: Verdict, *, log_file: str) -> str:
+    """At most 15 lines: who, what, the last lines of its traceback, its log file."""
+    lines = [f"rankless: rank {verdict.culprit} {verdict.headline}"]
+    trace = verdict.traceback.rstrip().splitlines()
+    if len(trace) > _TRACEBACK_LINES:
+        lines.append("    ...")
+    lines += [f"    {line[:_LONGEST_LINE]}" for line in trace[-_TRACEBACK_LINES:]]
+    lines.append(f"rankless: its log file is {log_file}; the job was ended, exit code {verdict.exit_code}")
+    return "\n".join(lines) + "\n"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural where it needs it."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

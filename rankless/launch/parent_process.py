@@ -1,0 +1,89 @@
+"""The agent's end of the workers' parent: starting it, talking to it on its lifeline, outliving it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+
+import msgspec
+import psutil
+
+from rankless.plan.environment import parent_environment
+from rankless.plan.run_plan import HostPlan, RunPlan, WorkerLaunch
+from rankless.records.channel import open_channel
+from rankless.runtime.bootstrap import python_command
+from rankless.runtime.processes import adopt_orphans, end_descendants
+
+
+class ParentProcess:
+    """The living parent of a run's workers.
+
+    When the agent ends, however it does, its end of the lifeline closes, and the parent ends all workers.
+    """
+
+    def __init__(
+        self, plan: RunPlan, workers: Sequence[WorkerLaunch], *, store: socket.socket, log_path: str
+    ) -> None:
+        self._spared = frozenset(child.pid for child in psutil.Process().children(recursive=True))
+        self._lifeline, lifeline_end = socket.socketpair()
+        self.records, records_end = open_channel()
+        self.records.setblocking(False)
+        host_plan = HostPlan(
+            program=plan.program,
+            warm=plan.warm,
+            workers=tuple(workers),
+            lifeline_descriptor=lifeline_end.fileno(),
+            records_descriptor=records_end.fileno(),
+            store_descriptor=store.fileno(),
+        )
+        adopt_orphans()  # if the parent itself is killed, its workers' children come to the agent
+        with open(log_path, "wb") as log, lifeline_end, records_end:
+            self._process = subprocess.Popen(
+                python_command("rankless.runtime.warm_parent"),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=parent_environment(plan),
+                pass_fds=(lifeline_end.fileno(), records_end.fileno(), store.fileno()),
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(msgspec.json.encode(host_plan))
+
+    @property
+    def process_id(self) -> int:
+        """The parent's own."""
+        return self._process.pid
+
+    def tell(self, word: bytes) -> None:
+        """Say one of the lifeline's words."""
+        with contextlib.suppress(OSError):
+            self._lifeline.send(word)
+
+    def poll(self) -> int | None:
+        """The parent's exit code, or None while it lives."""
+        return self._process.poll()
+
+    def wake(self) -> None:
+        """Have it go on if somebody has stopped it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGCONT)
+
+    def close(self, *, patience_seconds: float) -> None:
+        """See to it that nothing is left: the parent ends its workers, and what it cannot end is ended from here."""
+        self._lifeline.close()
+        deadline = time.monotonic() + patience_seconds
+        while self._process.poll() is None and time.monotonic() < deadline:
+            self.wake()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.05)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        end_descendants(deadline_seconds=5, spare=self._spared)
+        adopt_orphans(False)
+        self.records.close()

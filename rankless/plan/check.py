@@ -1,0 +1,99 @@
+"""All checks of what `rankless run` was asked for, before any process starts."""
+
+import glob
+import importlib.util
+import os
+import secrets
+from typing import Literal
+
+from rankless.errors import PlanError
+from rankless.plan.environment import user_threads, user_visible_devices
+from rankless.plan.run_plan import Program, RunPlan, RunRequest
+
+
+def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
+    """A plan that can be run; raises `PlanError` for one that cannot."""
+    count, threads, seed = request.worker_count, request.threads, request.seed
+    if count < 1:
+        raise PlanError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
+    if threads is not None and threads < 1:
+        raise PlanError(expected="at least 1 thread per worker", found=threads, fix="give --threads 1 or more")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise PlanError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
+    check_program(program)
+    return RunPlan(
+        program=program,
+        worker_count=count,
+        devices=choose_devices(request.devices, worker_count=count),
+        threads_per_worker=threads or user_threads() or max(1, core_count() // count),
+        log_folder=request.log_folder,
+        show=request.show,
+        warm=request.warm,
+        seed=secrets.randbelow(2**32) if seed is None else seed,
+        recording=request.recording,
+        perturbation_seed=request.perturbation_seed,
+        progress=request.progress,
+    )
+
+
+def check_program(program: Program) -> None:
+    """Raise `PlanError` unless the program is there to be run."""
+    target = program.target
+    if program.kind == "script" and not os.path.isfile(target):
+        raise PlanError(
+            expected="a Python script",
+            found=f"a folder, {target}" if os.path.isdir(target) else f"no file {target} in {os.getcwd()}",
+            fix="check the path; a module is run by -m NAME, code by -c CODE",
+        )
+    if program.kind == "script" and not os.access(target, os.R_OK):
+        raise PlanError(expected=f"to be allowed to read {target}", found="not allowed", fix=f"chmod u+r {target}")
+    if program.kind == "module" and not _module_may_exist(target.partition(".")[0]):
+        raise PlanError(
+            expected=f"a module {target}",
+            found="no such module here or among the installed packages",
+            fix="check the name; run from the folder that holds it; a script is run without -m",
+        )
+
+
+def choose_devices(wish: str | None, *, worker_count: int) -> tuple[str, ...]:
+    """One torch device name per worker, numbered as CUDA numbers the GPUs that are visible now."""
+    if wish == "cpu":
+        return ("cpu",) * worker_count
+    present = count_gpus()
+    if wish is None:
+        return tuple(f"cuda:{rank % present}" for rank in range(worker_count)) if present else ("cpu",) * worker_count
+    numbers = [number.strip().removeprefix("cuda:") for number in wish.split(",")]
+    if not all(number.isdigit() for number in numbers):
+        raise PlanError(expected="--devices cpu, or GPU numbers as 0,1", found=wish, fix="correct --devices")
+    absent = [number for number in numbers if int(number) >= present]
+    if absent:
+        raise PlanError(
+            expected=f"GPU {', '.join(absent)} on this host",
+            found=f"{present} GPUs" if present != 1 else "1 GPU, number 0",
+            fix="use --devices cpu" if not present else f"use --devices with numbers below {present}",
+        )
+    return tuple(f"cuda:{int(numbers[rank % len(numbers)])}" for rank in range(worker_count))
+
+
+def choose_backend(devices: tuple[str, ...]) -> Literal["gloo", "nccl"]:
+    """NCCL where every worker has a GPU of its own; it refuses two on one GPU, so Gloo elsewhere."""
+    on_gpus = all(device.startswith("cuda") for device in devices)
+    return "nccl" if on_gpus and len(set(devices)) == len(devices) else "gloo"
+
+
+def count_gpus() -> int:
+    """How many NVIDIA GPUs are visible, asked without CUDA: the driver's device files."""
+    files = glob.glob("/dev/nvidia[0-9]*")
+    visible = user_visible_devices()
+    return len(files) if visible is None else min(len(files), len(visible))
+
+
+def core_count() -> int:
+    """How many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _module_may_exist(name: str) -> bool:
+    here = os.path.join(os.getcwd(), name)
+    return os.path.isfile(here + ".py") or os.path.isdir(here) or importlib.util.find_spec(name) is not None

@@ -1,0 +1,132 @@
+"""The one file that reads and writes environment variables.
+
+Workers get torchrun's variables, so that any script written for torchrun runs, and one of ours that holds the
+`WorkerPlan`.
+"""
+
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from rankless.plan.run_plan import RunPlan, WorkerPlan
+
+WORKER_PLAN = "RANKLESS_WORKER_PLAN"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot honour a change.
+_READ_AT_IMPORT = ("TORCH_", "PYTORCH_", "GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "ATEN_", "TORCHINDUCTOR_")
+# These are honoured all the same: applied again by the worker, or read by torch only when they are needed.
+_HONOURED = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
+
+
+class Torchrun(msgspec.Struct, frozen=True, kw_only=True):
+    """What torchrun, or a launcher like it, says to one of its processes."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    threads: int | None
+
+
+def parent_environment(plan: RunPlan) -> dict[str, str]:
+    """The environment of the process that starts the workers."""
+    environment = dict(os.environ)
+    environment.setdefault("PYTHONHASHSEED", str(plan.seed % 2**32))
+    if plan.warm:
+        # With more than one thread in the parent, a forked worker would hang in its first parallel region.
+        environment.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
+    return environment
+
+
+def worker_environment(plan: WorkerPlan, *, cuda_devices: str | None) -> dict[str, str | None]:
+    """What one worker's environment sets (or, where None, removes) on top of its parent's."""
+    rank, size = str(plan.rank), str(plan.world_size)
+    variables: dict[str, str | None] = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
+    variables |= {
+        "RANK": rank,
+        "LOCAL_RANK": str(plan.local_rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(plan.local_world_size),
+        "MASTER_ADDR": plan.master_address,
+        "MASTER_PORT": str(plan.master_port),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "TORCHELASTIC_RUN_ID": plan.run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "OMP_NUM_THREADS": str(plan.threads),
+        # All workers are on this host: never ask a name server or a firewall for the way to them.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_name()),
+    }
+    if cuda_devices is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = cuda_devices
+    return variables
+
+
+def loopback_name() -> str:
+    """The name of the loopback network interface."""
+    return "lo" if os.uname().sysname == "Linux" else "lo0"
+
+
+def user_threads() -> int | None:
+    """How many threads the user has asked for through OMP_NUM_THREADS, if they have."""
+    return _whole_number("OMP_NUM_THREADS")
+
+
+def user_visible_devices() -> list[str] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, or None when it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [name.strip() for name in value.split(",") if name.strip() not in ("", "-1")]
+
+
+def apply(changes: Mapping[str, str | None]) -> None:
+    """Set, or where None remove, variables of this process."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def write_worker_plan(plan: WorkerPlan) -> None:
+    """Make `plan` what `read_worker_plan` finds in this process."""
+    os.environ[WORKER_PLAN] = msgspec.json.encode(plan).decode()
+
+
+def read_worker_plan() -> WorkerPlan | None:
+    """This worker's plan; None when this process is no worker of `rankless run` (a worker's own child is none)."""
+    text = os.environ.get(WORKER_PLAN)
+    if text is None:
+        return None
+    plan = msgspec.json.decode(text, type=WorkerPlan)
+    return plan if plan.process_id == os.getpid() else None
+
+
+def read_torchrun() -> Torchrun | None:
+    """What torchrun told this process, or None when another launcher, or none, started it."""
+    rank, size = _whole_number("RANK"), _whole_number("WORLD_SIZE")
+    if rank is None or size is None or "MASTER_ADDR" not in os.environ or WORKER_PLAN in os.environ:
+        return None
+    return Torchrun(
+        rank=rank, world_size=size, local_rank=_whole_number("LOCAL_RANK") or 0, threads=user_threads()
+    )
+
+
+def snapshot() -> dict[str, str]:
+    """All variables of this process as they are now."""
+    return dict(os.environ)
+
+
+def changes_too_late(before: Mapping[str, str]) -> list[str]:
+    """Names of the variables, changed since `before`, that torch read when the parent imported it."""
+    now = os.environ
+    changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    return sorted(name for name in changed if name.startswith(_READ_AT_IMPORT) and not name.startswith(_HONOURED))
+
+
+def _whole_number(name: str) -> int | None:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else None

@@ -1,0 +1,30 @@
+"""How another Python process of ours is started: with the flags of this one, and nothing of ours in its way."""
+
+import os
+import subprocess
+import sys
+
+import rankless
+
+# Not `-m`: that puts the current folder first on the path, where a user's `queue.py` would break torch's import.
+_START = (
+    "import sys; root = sys.argv[1]\n"
+    "if not sys.flags.safe_path: del sys.path[0]\n"
+    "if root not in sys.path: sys.path.append(root)\n"
+    "from {module} import main\n"
+    "work = main()\n"
+    "if work is not None: work()\n"
+)
+
+
+def python_command(module: str) -> list[str]:
+    """The command that imports `module` in a new interpreter like this one, calls its `main`, then what that returns."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(rankless.__file__)))
+    return [sys.executable, *interpreter_flags(), "-c", _START.format(module=module), root]
+
+
+def interpreter_flags() -> list[str]:
+    """The flags this interpreter was started with, as -O, -W and -X."""
+    # Private, but what multiprocessing itself uses for its children.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # not in the stubs
+    return [*flags, *(["-u"] if sys.flags.unbuffered else [])] if hasattr(sys.flags, "unbuffered") else flags

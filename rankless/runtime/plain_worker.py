@@ -1,0 +1,20 @@
+"""A worker that starts as a plain process (`--no-warm`): nothing of torch is imported before the script does it."""
+
+import os
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from rankless.plan.run_plan import HostPlan
+from rankless.runtime.worker import enter
+
+
+def main() -> Callable[[], None]:
+    """Read the plan from standard input, and return what runs the user's program."""
+    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=HostPlan)
+    (launch,) = plan.workers
+    for descriptor in (plan.records_descriptor, launch.plan.store_descriptor):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+    return enter(launch, plan, hide_torch=False).run

@@ -1,0 +1,67 @@
+"""What Linux offers against processes left behind: the parent-death signal, the subreaper, and the tree in /proc.
+
+On other systems the calls of the first two do nothing, and only the lifeline's end of file ends a job.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import psutil
+
+_SET_PARENT_DEATH_SIGNAL = 1
+_SET_CHILD_SUBREAPER = 36
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Have the kernel send this process signal `number` when the thread that made it ends."""
+    _process_control(_SET_PARENT_DEATH_SIGNAL, number)
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Make this process the parent of descendants whose own parent ends: daemons stay within reach."""
+    _process_control(_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def send_signal(process_id: int, number: int) -> None:
+    """Signal a process that may be gone, and wake it if it is stopped."""
+    for each in (number, signal.SIGCONT):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process_id, each)
+
+
+def end_descendants(*, deadline_seconds: float, spare: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
+    """Kill every descendant of this process, and return the (pid, wait status) of the children among them.
+
+    They are stopped first: one that is being killed cannot fork another meanwhile. `spare` are pids to leave alone.
+    """
+    ended: list[tuple[int, int]] = []
+    deadline = time.monotonic() + deadline_seconds
+    while time.monotonic() < deadline:
+        tree = [child for child in psutil.Process().children(recursive=True) if child.pid not in spare]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for child in tree:
+                with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+                    child.send_signal(number)
+        for child in tree:
+            with contextlib.suppress(ChildProcessError):
+                process_id, status = os.waitpid(child.pid, os.WNOHANG)
+                if process_id:
+                    ended.append((process_id, status))
+        if not tree:
+            break
+        time.sleep(0.002)
+    return ended
+
+
+def thread_count() -> int:
+    """How many threads this process has, those of C libraries included."""
+    return psutil.Process().num_threads()
+
+
+def _process_control(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

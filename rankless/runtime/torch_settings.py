@@ -1,0 +1,37 @@
+"""What a worker sets in torch when its script first imports it."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as groups
+
+
+def apply(*, seed: int, threads: int | None, before_leaving: Callable[[BaseException | None], None]) -> None:
+    """Set threads, seed and debug level, and have `before_leaving` called before groups are destroyed."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    if dist.is_available():
+        dist.set_debug_level_from_env()
+        _announce_destruction(before_leaving)
+
+
+def _announce_destruction(before_leaving: Callable[[BaseException | None], None]) -> None:
+    # A script that fails, destroys its group, then cleans up for a while, is known as the culprit only if it says so
+    # first: its peers lose their connection at once, and its own exception reaches the top much later.
+    destroy = groups.destroy_process_group
+
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        before_leaving(sys.exc_info()[1])
+        destroy(group)
+
+    destroy_process_group.__doc__ = destroy.__doc__
+    _replace(groups, destroy_process_group)
+    _replace(dist, destroy_process_group)
+
+
+def _replace(module: Any, function: Callable[..., None]) -> None:
+    module.destroy_process_group = function

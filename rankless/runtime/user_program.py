@@ -1,0 +1,103 @@
+"""The user's program, run as plain Python would: `__main__`, `sys.argv`, `sys.path[0]`, tracebacks."""
+
+import builtins
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import CodeType, ModuleType
+
+from rankless.plan.run_plan import Program
+
+
+def prepare_main(program: Program) -> Callable[[], None]:
+    """Set up `__main__`, arguments and path for `program`, and return what runs it."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    if program.kind == "script":
+        compiled = _prepare_script(main, program)
+    elif program.kind == "module":
+        compiled = _prepare_module(main, program)
+    else:
+        sys.argv = ["-c", *program.arguments]
+        _put_first_on_path("")
+        main.__loader__ = importlib.machinery.BuiltinImporter
+        compiled = lambda: compile(program.target, "<string>", "exec", dont_inherit=True)  # noqa: E731
+    return lambda: exec(compiled(), main.__dict__)
+
+
+def _prepare_script(main: ModuleType, program: Program) -> Callable[[], CodeType]:
+    path = os.path.abspath(program.target)
+    sys.argv = [program.target, *program.arguments]
+    _put_first_on_path(os.path.dirname(os.path.realpath(path)))
+    main.__file__ = path
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__["__cached__"] = None
+
+    def compiled() -> CodeType:
+        with open(path, "rb") as script:
+            return compile(script.read(), path, "exec", dont_inherit=True)
+
+    return compiled
+
+
+def _prepare_module(main: ModuleType, program: Program) -> Callable[[], CodeType]:
+    sys.argv = ["-m", *program.arguments]
+    _put_first_on_path(os.getcwd())
+
+    def compiled() -> CodeType:
+        name = program.target
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(name + ".__main__")
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
+            raise ModuleNotFoundError(f"No module named {name}", name=name)
+        code = spec.loader.get_code(spec.name)
+        if not isinstance(code, CodeType):
+            raise ImportError(f"No code object available for {spec.name}", name=name)
+        main.__spec__ = spec
+        main.__package__ = spec.parent
+        main.__loader__ = spec.loader
+        main.__file__ = spec.origin
+        main.__dict__["__cached__"] = spec.cached
+        sys.argv[0] = spec.origin or name
+        return code
+
+    return compiled
+
+
+def _put_first_on_path(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+        forget_shadowed(folder or os.getcwd())
+
+
+def forget_shadowed(folder: str) -> None:
+    """Let the script import its own `queue.py` where the parent has imported another module of that name."""
+    try:
+        entries = os.listdir(folder)
+    except OSError:
+        return
+    for entry in entries:
+        name, extension = os.path.splitext(entry)
+        path = os.path.join(folder, entry)
+        is_module = extension == ".py" or os.path.isfile(os.path.join(path, "__init__.py"))
+        if not is_module or name not in sys.modules or name in ("rankless", "__main__"):
+            continue
+        origin = getattr(sys.modules[name], "__file__", None)
+        # Modules without a file are the interpreter's own; these no script can shadow in plain Python either.
+        if origin is None or os.path.realpath(origin).startswith(os.path.realpath(folder) + os.sep):
+            continue
+        if name in _LOADED_AT_START:
+            continue
+        for key in [key for key in sys.modules if key.partition(".")[0] == name]:
+            del sys.modules[key]
+
+
+_LOADED_AT_START = frozenset(
+    ("abc", "codecs", "encodings", "genericpath", "io", "os", "posixpath", "site", "stat", "sitecustomize")
+    + ("usercustomize", "_collections_abc", "_sitebuiltins", "linecache")
+)
+"""What Python itself imports before any script."""

@@ -1,0 +1,208 @@
+"""The workers' parent: imports torch once, forks the workers, and guards them.
+
+Note [one thread, no computing]: a forked child has only the thread that forked. Had the parent computed anything
+with torch, its children would wait for ever for worker threads that exist in the parent alone. So the parent imports,
+and does nothing else.
+
+Note [guard]: the parent is in a session of its own, adopts orphaned descendants, and reads a lifeline from the
+agent. At its end of file (the agent is gone, however it went) everything below is stopped, then killed. Workers get
+the parent-death signal KILL for the case that the parent itself is killed; the parent gets CONT, so that it cannot
+sleep through the agent's death.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from rankless.plan import environment
+from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch
+from rankless.records.channel import send_record
+from rankless.records.events import Exited, Said, Started
+from rankless.runtime.bootstrap import python_command
+from rankless.runtime.lifeline import KILL, STOP
+from rankless.runtime.processes import (
+    adopt_orphans,
+    end_descendants,
+    send_signal,
+    set_parent_death_signal,
+    thread_count,
+)
+from rankless.runtime.worker import WorkerProcess, enter_forked
+
+TORCH_MODULES = ("torch", "torch.distributed", "rankless.runtime.torch_settings", "rankless.runtime.numpy_settings")
+JOB_MODULES = ("torch._functorch.aot_autograd", "torch.fx", "rankless.script", "rankless.views.job", "rankless.views.loader")
+"""What the first job call needs besides; imported only for programs that use Rankless."""
+
+
+def main() -> Callable[[], None] | None:
+    """Serve until no worker is left; in a forked worker, return at once with what the worker is to run."""
+    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=HostPlan)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    set_parent_death_signal(signal.SIGKILL)  # while importing there is nobody to guard yet
+    adopt_orphans()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    warm = plan.warm and import_torch(plan.program)
+    if plan.warm and not warm:
+        _say(plan, "the workers start as plain processes, because torch is not there or has started threads")
+    guard = Guard(plan)
+    if guard.agent_is_gone():
+        return None
+    set_parent_death_signal(signal.SIGCONT)
+    gc.freeze()
+    for launch in plan.workers:
+        worker = guard.start(launch, warm=warm)
+        if worker is not None:
+            if cores is not None:
+                os.sched_setaffinity(0, cores)  # OpenMP's runtime may have bound the importing thread to one core
+            return worker.run
+    guard.serve()
+    return None
+
+
+def import_torch(program: Program) -> bool:
+    """Import what the workers will need; False if they cannot be forked from here afterwards."""
+    for name in TORCH_MODULES + (JOB_MODULES if uses_rankless(program) else ()):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            if name == "torch":
+                return False
+    return thread_count() == 1
+
+
+def uses_rankless(program: Program) -> bool:
+    """Whether the program's own text names Rankless; of a module the text is not looked for."""
+    if program.kind == "script":
+        with contextlib.suppress(OSError), open(program.target, "rb") as script:
+            return b"rankless" in script.read()
+    return program.kind == "module" or "rankless" in program.target
+
+
+class Guard:
+    """The workers that live, the lifeline to the agent, and the way up."""
+
+    def __init__(self, plan: HostPlan) -> None:
+        self._plan = plan
+        self._workers: dict[int, int] = {}
+        self._lifeline = socket.socket(fileno=plan.lifeline_descriptor)
+        self._lifeline.setblocking(False)
+        self._wakeup, self._wakeup_end = socket.socketpair()
+        for end in (self._wakeup, self._wakeup_end):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
+
+    def start(self, launch: WorkerLaunch, *, warm: bool) -> WorkerProcess | None:
+        """Start one worker; returns something only in a forked worker itself."""
+        if not warm:
+            process_id = self._start_plain(launch)
+        else:
+            process_id = os.fork()
+            if process_id == 0:
+                signal.set_wakeup_fd(-1)
+                for end in (self._lifeline, self._wakeup, self._wakeup_end):
+                    end.close()
+                return enter_forked(launch, self._plan)
+        rank = launch.plan.rank
+        self._workers[process_id] = rank
+        self._report(
+            Started(rank=rank, time_ns=time.monotonic_ns(), pid=process_id, log_file=launch.plan.log_file)
+        )
+        return None
+
+    def serve(self) -> None:
+        """Report how workers end, do what the agent says, and return once no descendant is left."""
+        if self._plan.store_descriptor is not None:
+            os.close(self._plan.store_descriptor)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._lifeline, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            self._reap()
+            while self._workers:
+                selector.select()
+                with contextlib.suppress(BlockingIOError):
+                    self._wakeup.recv(4096)
+                self._obey()
+                self._reap()
+        self._end_all()
+
+    def agent_is_gone(self) -> bool:
+        """Whether the lifeline has ended."""
+        try:
+            return self._lifeline.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _obey(self) -> None:
+        try:
+            words = self._lifeline.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            words = b""
+        if not words or KILL in words:
+            self._end_all()
+            return
+        number = signal.SIGTERM if STOP in words else signal.SIGINT
+        for process_id in list(self._workers):
+            send_signal(process_id, number)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                process_id, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if process_id == 0:
+                return
+            self._report_end(process_id, status)
+
+    def _end_all(self) -> None:
+        for process_id, status in end_descendants(deadline_seconds=30):
+            self._report_end(process_id, status)
+
+    def _report_end(self, process_id: int, status: int) -> None:
+        rank = self._workers.pop(process_id, None)
+        if rank is not None:
+            exit_code = os.waitstatus_to_exitcode(status)
+            self._report(Exited(rank=rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
+
+    def _start_plain(self, launch: WorkerLaunch) -> int:
+        kept = [self._plan.records_descriptor]
+        if launch.plan.store_descriptor is not None:
+            kept.append(launch.plan.store_descriptor)
+        process = subprocess.Popen(
+            python_command("rankless.runtime.plain_worker"),
+            stdin=subprocess.PIPE,
+            pass_fds=kept,
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(msgspec.json.encode(self._plan_of_one(launch)))
+        # The guard reaps its children itself, by pid, whatever Popen thinks of them.
+        process.returncode = 0
+        return process.pid
+
+    def _plan_of_one(self, launch: WorkerLaunch) -> HostPlan:
+        return msgspec.structs.replace(self._plan, workers=(launch,))
+
+    def _report(self, record: Started | Exited) -> None:
+        send_record(record, descriptor=self._plan.records_descriptor)
+
+
+def _say(plan: HostPlan, text: str) -> None:
+    record = Said(rank=0, time_ns=time.monotonic_ns(), text=text)
+    send_record(record, descriptor=plan.records_descriptor)

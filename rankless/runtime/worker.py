@@ -1,0 +1,148 @@
+"""Inside a new worker, from its start to the user's first line, and what it reports when the script is over."""
+
+import contextlib
+import importlib
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from rankless.plan import environment
+from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch, WorkerPlan
+from rankless.records.channel import send_record
+from rankless.records.events import AnyRecord, Leaving, Left, Raised, Said
+from rankless.runtime.arrival import Arrival
+from rankless.runtime.output import redirect_output
+from rankless.runtime.processes import set_parent_death_signal
+from rankless.runtime.user_program import prepare_main
+
+_LONGEST_TEXT = 16_000
+
+
+def enter_forked(launch: WorkerLaunch, host: HostPlan) -> "WorkerProcess":
+    """Turn a fresh fork of the warm parent into a worker."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if host.store_descriptor not in (None, launch.plan.store_descriptor):
+        os.close(host.store_descriptor)  # type: ignore[arg-type]  # None is excluded above
+    return enter(launch, host, hide_torch=True)
+
+
+def enter(launch: WorkerLaunch, host: HostPlan, *, hide_torch: bool) -> "WorkerProcess":
+    """Make this process the worker that `launch` describes: descriptors, environment, output, seeds."""
+    set_parent_death_signal(signal.SIGKILL)
+    environment.apply(launch.environment)
+    plan = msgspec.structs.replace(
+        launch.plan, process_id=os.getpid(), records_descriptor=host.records_descriptor
+    )
+    environment.write_worker_plan(plan)
+    worker = WorkerProcess(plan, host.program)
+    redirect_output(plan.log_file, on_loss=worker.tell_loss)
+    random.seed(plan.seed)
+    worker.await_arrivals(hide_torch=hide_torch)
+    return worker
+
+
+class WorkerProcess:
+    """A worker that is ready to run its program."""
+
+    def __init__(self, plan: WorkerPlan, program: Program) -> None:
+        self._plan = plan
+        self._program = program
+        self._environment_at_start = environment.snapshot()
+        self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
+
+    def await_arrivals(self, *, hide_torch: bool) -> None:
+        """Seed torch and numpy as soon as the script has them, or now."""
+        arrival = Arrival({"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy})
+        if hide_torch:
+            arrival.hide("torch")
+        if "numpy" in sys.modules:
+            arrival.hide("numpy")
+        sys.meta_path.insert(0, arrival)
+
+    def run(self) -> None:
+        """Run the user's program; leaves by returning or by SystemExit, so that Python itself finishes the process."""
+        exit_code = self._run_program(prepare_main(self._program))
+        self._send(Left(rank=self._plan.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if exit_code:
+            raise SystemExit(exit_code)
+
+    def tell_loss(self, reason: str) -> None:
+        """Tell the user that a log file has lost lines."""
+        text = f"rank {self._plan.rank}'s output is lost from here on, training goes on ({reason}: {self._plan.log_file})"
+        self._say(text)
+
+    def _run_program(self, program: Callable[[], None]) -> int:
+        try:
+            program()
+        except SystemExit as leaving:
+            return _exit_code(leaving)
+        except BaseException as error:
+            self._report(_without_our_frames(error))
+            sys.excepthook(type(error), error, error.__traceback__)
+            return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return 0
+
+    def _report(self, error: BaseException) -> None:
+        rank, now = self._plan.rank, time.monotonic_ns()
+        self._send(Raised(rank=rank, time_ns=now, **_texts(error)))
+
+    def _before_leaving(self, error: BaseException | None) -> None:
+        rank, now = self._plan.rank, time.monotonic_ns()
+        texts = {} if error is None or isinstance(error, SystemExit) else _texts(error)
+        self._send(Leaving(rank=rank, time_ns=now, **texts))
+
+    def _set_up_torch(self, *, late: bool) -> None:
+        importlib.import_module("rankless.runtime.torch_settings").apply(
+            seed=self._plan.seed, threads=environment.user_threads(), before_leaving=self._before_leaving
+        )
+        names = environment.changes_too_late(self._environment_at_start) if late else []
+        if names and self._plan.rank == 0:
+            self._say(
+                f"{', '.join(names)} came too late: torch was imported before the script set it; "
+                "to have it honoured use `rankless run --no-warm`"
+            )
+
+    def _set_up_numpy(self) -> None:
+        importlib.import_module("rankless.runtime.numpy_settings").seed(self._plan.seed)
+
+    def _say(self, text: str) -> None:
+        self._send(Said(rank=self._plan.rank, time_ns=time.monotonic_ns(), text=text))
+
+    def _send(self, record: AnyRecord) -> None:
+        # A fork that the script made has inherited all this, but its end is not the worker's.
+        if self._plan.records_descriptor is not None and os.getpid() == self._plan.process_id:
+            send_record(record, descriptor=self._plan.records_descriptor)
+
+
+def _texts(error: BaseException) -> dict[str, str]:
+    return {
+        "error_type": type(error).__name__,
+        "message": str(error)[:_LONGEST_TEXT],
+        "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TEXT:],
+    }
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    code = leaving.code
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _without_our_frames(error: BaseException) -> BaseException:
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_globals.get("__name__", "").startswith("rankless.runtime."):
+        shown = shown.tb_next
+    return error.with_traceback(shown)
