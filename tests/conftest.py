@@ -1,4 +1,4 @@
-"""What every test shares. Its place puts `tests/` on the path, so that `from processes import on_mesh` works."""
+"""What every test shares. Its place puts `tests/` on the path, for `from processes import on_mesh`."""
 
 from collections.abc import Iterator
 

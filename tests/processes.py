@@ -1,7 +1,8 @@
-"""Real processes for tests: pools of workers joined by Gloo over loopback, started once and used by every test.
+"""Real processes for tests: pools of workers joined by Gloo over loopback, started once and used by every
+test.
 
-`on_mesh(3, function, 7)` calls `function(mesh, 7)` in each of three workers and returns their three results in
-the order of ranks. The function is found by name, so it must stand at the top level of its test file.
+`on_mesh(3, function, 7)` calls `function(mesh, 7)` in each of three workers and returns their three results
+in the order of ranks. The function is found by name, so it must stand at the top level of its test file.
 """
 
 import contextlib

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rankless.collectives.mesh import Mesh
 from rankless.records.events import AnyRecord
+from rankless.views.progress import ProgressMeter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class World:
     record: Callable[[AnyRecord], None]
     recording: str | None = None
     perturbation_seed: int | None = None
+    meter: ProgressMeter | None = None
+    """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
 
 
 WorldSource = Callable[[], World]

@@ -1,0 +1,131 @@
+"""From batches handed out and steps trained to progress records, a few a second."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rankless.records.events import AnyRecord, Progress
+
+RECORD_INTERVAL_SECONDS = 0.2
+RATE_WINDOW_SECONDS = 5.0
+
+
+class EpochMeter:
+    """How far one pass over one loader is."""
+
+    def __init__(self, *, steps: int | None, now: float) -> None:
+        self.steps = steps
+        self.step = 0
+        self.rows = 0
+        """Rows handed out and not yet trained on."""
+        self.trained_rows = 0
+        self.marks: deque[tuple[float, int]] = deque([(now, 0)])
+        self.unrecorded: Callable[[], Progress] | None = None
+
+    def batch(self, rows: int) -> None:
+        """A batch of so many rows (of all ranks) is handed out."""
+        self.step += 1
+        self.rows = rows
+
+    def advance(self, now: float) -> None:
+        """The batch last handed out is trained on; a second job on the same batch counts nothing."""
+        self.trained_rows += self.rows
+        self.rows = 0
+        self.marks.append((now, self.trained_rows))
+        while len(self.marks) > 2 and self.marks[1][0] <= now - RATE_WINDOW_SECONDS:
+            self.marks.popleft()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over the last few seconds of this pass."""
+        (start, rows_before), (end, rows) = self.marks[0], self.marks[-1]
+        return (rows - rows_before) / (end - start) if end > start else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the end of this pass at the present rate, or None when that is unknown."""
+        if self.steps is None:
+            return None
+        rate = self.samples_per_second
+        if self.step >= self.steps:
+            return 0.0
+        return (self.steps - self.step) * (self.trained_rows / self.step) / rate if rate > 0 else None
+
+
+class ProgressMeter:
+    """Makes progress records of a script's train jobs: one per 0.2 s at most, and each epoch's last.
+
+    Loaders tell it of batches, train jobs of steps. Epochs are counted per job, from 1: a pass over a loader
+    in which the job trains is one, whether the script makes its loader once or anew for every epoch.
+    """
+
+    def __init__(
+        self, *, rank: int, record: Callable[[AnyRecord], None], clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._rank = rank
+        self._record = record
+        self._clock = clock
+        self._current: EpochMeter | None = None
+        self._pass_of_job: dict[str, EpochMeter] = {}
+        self._epochs: dict[str, int] = {}
+        self._recorded_at: float | None = None
+
+    def begin_epoch(self, *, steps: int | None) -> EpochMeter:
+        """A meter for one pass over a loader of so many batches (None: not known beforehand)."""
+        return EpochMeter(steps=steps, now=self._seconds())
+
+    def batch(self, epoch: EpochMeter, *, rows: int) -> None:
+        """A loader hands out a batch of this pass."""
+        self._current = epoch
+        epoch.batch(rows)
+
+    def trained(self, *, job: str, loss: Callable[[], float]) -> None:
+        """A train job has made a step. `loss` is called when a record is made; it must not communicate."""
+        now = self._seconds()
+        epoch = self._epoch_of(job, now)
+        epoch.advance(now)
+        last = epoch.steps is not None and epoch.step >= epoch.steps
+        due = self._recorded_at is None or now - self._recorded_at >= RECORD_INTERVAL_SECONDS
+        if last or due:
+            epoch.unrecorded = None
+            self._recorded_at = now
+            self._record(self._progress(job, epoch, loss, last=last))
+        elif epoch.steps is None:
+            epoch.unrecorded = lambda: self._progress(job, epoch, loss, last=True)
+
+    def end_epoch(self, epoch: EpochMeter) -> None:
+        """A pass is over; where its length was not known, its last step is recorded now."""
+        if epoch.unrecorded is not None:
+            self._record(epoch.unrecorded())
+            epoch.unrecorded = None
+        if self._current is epoch:
+            self._current = None
+
+    def _epoch_of(self, job: str, now: float) -> EpochMeter:
+        """The pass whose batch the job trains on; without a loader, one endless pass of its own."""
+        epoch = self._current
+        if epoch is None:
+            known = self._pass_of_job.get(job)
+            epoch = known if known is not None and known.steps is None else EpochMeter(steps=None, now=now)
+            epoch.batch(0)
+        if self._pass_of_job.get(job) is not epoch:
+            self._pass_of_job[job] = epoch
+            self._epochs[job] = self._epochs.get(job, 0) + 1
+        return epoch
+
+    def _progress(self, job: str, epoch: EpochMeter, loss: Callable[[], float], *, last: bool) -> Progress:
+        return Progress(
+            rank=self._rank,
+            time_ns=self._clock(),
+            job=job,
+            epoch=self._epochs[job],
+            step=epoch.step,
+            steps_per_epoch=epoch.steps,
+            loss=loss(),
+            samples_per_second=epoch.samples_per_second,
+            seconds_left=epoch.seconds_left,
+            last_of_epoch=last,
+        )
+
+    def _seconds(self) -> float:
+        return self._clock() / 1e9
