@@ -76,8 +76,9 @@ class Watch:
                 if exit_code is not None:
                     return self._outcome(exit_code)
                 now = time.monotonic()
-                if not self._move_on(self._interrupts.read(), now):
-                    return self._outcome(None)
+                for number in self._interrupts.read() or [None]:
+                    if not self._move_on(number, now):
+                        return self._outcome(None)
                 selector.select(max(0.0, min(POLL_SECONDS, self._deadline - now)))
 
     def _read_records(self) -> None:
@@ -92,16 +93,16 @@ class Watch:
             if self._verdict is not None and not known:
                 self._deadline = time.monotonic() + self._verdict.settling_seconds
 
-    def _move_on(self, signals: list[int], now: float) -> bool:
-        """Pass to the next phase if it is time; False when there is none left."""
-        if self._phase is Phase.RUNNING and signals:
-            self._interrupted_by = signals[0]
-            polite = INTERRUPT if signals[0] == signal.SIGINT else STOP
+    def _move_on(self, number: int | None, now: float) -> bool:
+        """Pass to the next phase if it is time, or a signal has come; False when there is none left."""
+        if self._phase is Phase.RUNNING and number is not None:
+            self._interrupted_by = number
+            polite = INTERRUPT if number == signal.SIGINT else STOP
             grace = INTERRUPT_GRACE_SECONDS if polite == INTERRUPT else STOP_GRACE_SECONDS
             self._enter(Phase.STOPPING, polite, now + grace)
         elif self._phase is Phase.RUNNING and now >= self._deadline:
             self._enter(Phase.STOPPING, STOP, now + STOP_GRACE_SECONDS)
-        elif self._phase is Phase.STOPPING and (signals or now >= self._deadline):
+        elif self._phase is Phase.STOPPING and (number is not None or now >= self._deadline):
             self._parent.wake()
             self._enter(Phase.KILLING, KILL, now + KILL_GRACE_SECONDS)
         elif self._phase is Phase.KILLING:
