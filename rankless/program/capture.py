@@ -1,0 +1,135 @@
+"""Capture: a job's function becomes a logical program.
+
+The road is PyTorch's AOTAutograd: the function is traced on fake tensors of logical shapes into one functional ATen
+graph, forward and backward (docs/decisions/0002-road-of-capture.md says why this road).
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from rankless.errors import CaptureError
+from rankless.program.clean import cleaned, named
+from rankless.program.decompositions import DECOMPOSITIONS
+from rankless.program.guards import python_state_kept
+from rankless.program.logical_program import LogicalProgram, ProgramInput, ProgramOutput
+from rankless.program.refusals import capture_error
+from rankless.program.tracing import lines_recorded
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgumentShape:
+    """The logical shape and dtype of one tensor argument."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSource:
+    """What is captured: the function, the modules it may use (by name), and whether it trains."""
+
+    name: str
+    function: Callable[..., Any]
+    modules: Mapping[str, nn.Module]
+    trains: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A logical program and how to put its results together again."""
+
+    program: LogicalProgram
+    result_spec: pytree.TreeSpec
+    result_leaves: tuple[Any, ...]
+    """One entry per leaf of the job's result: `LEAF` for the next tensor result, else the plain value itself."""
+
+
+LEAF = object()
+
+
+class TracedJob(nn.Module):
+    """The job's function as a module whose parameters are those of the modules it may use."""
+
+    def __init__(self, source: JobSource, arguments: Callable[[Sequence[Tensor]], tuple[Any, ...]]) -> None:
+        super().__init__()
+        for name, module in source.modules.items():
+            self.add_module(name, module)
+        self.source = source
+        self.arguments = arguments
+        self.result_spec: pytree.TreeSpec | None = None
+        self.result_leaves: tuple[Any, ...] = ()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
+        with lines_recorded(), python_state_kept(self.source):
+            result = self.source.function(*self.arguments(tensors))
+        leaves, self.result_spec = pytree.tree_flatten(result)
+        self.result_leaves = tuple(LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        # A result may be an argument, or a view of one; a clone makes it a value of the program.
+        values = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor))
+        if not self.source.trains:
+            return values
+        return (objective(result, self.source.name), *values)
+
+
+def objective(result: Any, job: str) -> Tensor:
+    """What a train job minimises: its loss, or the mean of its losses per sample."""
+    loss = result
+    if isinstance(result, Mapping):
+        loss = result.get("loss")
+    elif isinstance(result, tuple | list):
+        loss = result[0] if result else None
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or not loss.requires_grad:
+        raise CaptureError(
+            expected=f"train job {job!r} to return its loss: a tensor that depends on the model's parameters, "
+            'alone, first in a tuple, or as "loss" in a dict',
+            found=describe(loss),
+            fix="return the loss, or take optimizer= away if the job only predicts",
+        )
+    return loss if loss.dim() == 0 else loss.mean()
+
+
+def describe(value: Any) -> str:
+    """A value in a few words, for an error."""
+    if isinstance(value, Tensor):
+        gradient = "" if value.requires_grad else ", without gradient"
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}{gradient}"
+    return f"a value of type {type(value).__name__}"
+
+
+def capture(
+    source: JobSource,
+    arguments: Callable[[Sequence[Tensor]], tuple[Any, ...]],
+    shapes: Sequence[ArgumentShape],
+    device: torch.device,
+) -> Captured:
+    """The logical program of a job for arguments of the given logical shapes.
+
+    `arguments` puts the tensor arguments back among the plain ones. Raises `CaptureError`, with the line of the
+    user's script, if the job cannot be one program.
+    """
+    job = TracedJob(source, arguments)
+    fake = FakeTensorMode(
+        allow_non_fake_inputs=True,
+        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(torch.set_grad_enabled(source.trains))
+        with fake:
+            inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
+        with capture_error(source.name):
+            joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+    assert job.result_spec is not None
+    program = cleaned(named(source.name, joint.graph_module), source.modules)
+    return Captured(program=program, result_spec=job.result_spec, result_leaves=job.result_leaves)

@@ -1,0 +1,233 @@
+"""From the graph that PyTorch traced to a logical program: inputs and outputs named, what is superfluous removed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+from rankless.errors import CaptureError
+from rankless.program.logical_program import LogicalProgram, ProgramInput, ProgramOutput
+
+aten = torch.ops.aten
+ALIASES = (aten.detach.default, aten.alias.default)
+VIEWS = (
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.diagonal.default,
+)
+"""Operators whose result may share the memory of their input."""
+
+
+def named(name: str, graph_module: fx.GraphModule) -> LogicalProgram:
+    """The program in a traced graph whose placeholders and outputs carry PyTorch's descriptors."""
+    graph = graph_module.graph
+    inputs: dict[fx.Node, ProgramInput] = {}
+    for node in list(graph.nodes):
+        node.meta["line"] = node.meta.get("stack_trace") or ""
+        if node.op == "placeholder":
+            described = named_input(node.meta["desc"])
+            if described is None:
+                replace_by_one(node)
+            else:
+                inputs[node] = described
+        elif node.op == "get_attr":
+            inputs[node] = constant_input(node, graph_module)
+    returned = next(node for node in graph.nodes if node.op == "output")
+    (values,) = returned.args
+    outputs = tuple(
+        (value, described)
+        for value, descriptor in zip(values, returned.meta["desc"], strict=True)
+        if isinstance(value, fx.Node) and (described := named_output(descriptor)) is not None
+    )
+    return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
+
+
+def named_input(descriptor: Any) -> ProgramInput | None:
+    """What a placeholder stands for; None for the gradient of the loss by itself, which is one."""
+    match descriptor:
+        case ParamAOTInput(target=target):
+            return ProgramInput(kind="parameter", name=target)
+        case BufferAOTInput(target=target):
+            return ProgramInput(kind="buffer", name=target)
+        case PlainAOTInput(idx=index):
+            return ProgramInput(kind="argument", name=f"argument {index}", index=index)
+        case TangentAOTInput(output=PlainAOTOutput(idx=0)):
+            return None
+    raise CaptureError(
+        expected="a program of parameters, buffers and tensor arguments",
+        found=f"an input of the kind {type(descriptor).__name__}",
+        fix="report this with the job that caused it",
+    )
+
+
+def named_output(descriptor: Any) -> ProgramOutput | None:
+    """What an output stands for; None for one that nobody reads."""
+    match descriptor:
+        case PlainAOTOutput(idx=index):
+            return ProgramOutput(kind="result", name=f"result {index}", index=index)
+        case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+            return ProgramOutput(kind="gradient", name=target)
+        case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
+            return ProgramOutput(kind="mutation", name=target)
+        case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
+            raise CaptureError(
+                expected="a job that leaves parameters to its optimizer",
+                found=f"parameter {target!r} is changed in place inside the job",
+                fix="change it outside the job, or make it a buffer",
+            )
+        case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+            raise CaptureError(
+                expected="a job that does not change its arguments",
+                found=f"tensor argument {index} is changed in place",
+                fix="work on a copy: argument = argument.clone()",
+            )
+    return None
+
+
+def replace_by_one(node: fx.Node) -> None:
+    """Turn the placeholder for the loss's own gradient into the constant one."""
+    value: Tensor = node.meta["val"]
+    with node.graph.inserting_before(node):
+        one = node.graph.call_function(
+            aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device}
+        )
+    one.meta.update(node.meta)
+    node.replace_all_uses_with(one)
+    node.graph.erase_node(node)
+
+
+def constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramInput:
+    """A tensor the job read from its surroundings; parameters are refused, for their gradients would be lost."""
+    constant = getattr(graph_module, str(node.target))
+    if constant.requires_grad:
+        users = {user.meta.get("stack_trace", "") for user in node.users}
+        raise CaptureError(
+            expected="every parameter that the job uses to belong to a module given as model=",
+            found=f"a parameter of shape {list(constant.shape)} of a module that was not given",
+            fix="pass the module too: @rankless.job(model=[model, other], …)",
+            where=", ".join(sorted(users)),
+        )
+    node.meta["val"] = constant
+    return ProgramInput(kind="constant", name=str(node.target), constant=constant)
+
+
+def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> LogicalProgram:
+    """The same program with tied parameters as one input, and no aliases, final copies or unused nodes."""
+    replacements: dict[fx.Node, fx.Node] = {}
+    inputs = tie(program, modules, replacements)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target in ALIASES:
+            replacements[node] = node.args[0]
+            node.replace_all_uses_with(node.args[0])
+    outputs = [(resolve(node, replacements), output) for node, output in program.outputs]
+    outputs = tied_gradients_added(program.graph, outputs, named_tensors(modules))
+    outputs = [
+        (without_final_copy(node) if output.kind == "result" else node, output) for node, output in outputs
+    ]
+    returned = next(node for node in program.graph.nodes if node.op == "output")
+    returned.args = (tuple(node for node, _ in outputs),)
+    # Random operators stay even if unused: the script's generator moves past them.
+    program.graph.eliminate_dead_code(is_impure_node=is_kept)
+    alive = set(program.graph.nodes)
+    return LogicalProgram(
+        name=program.name,
+        graph=program.graph,
+        inputs={node: described for node, described in inputs.items() if node in alive},
+        outputs=tuple(outputs),
+    )
+
+
+def is_kept(node: fx.Node) -> bool:
+    """Whether a node stays although nobody uses its value."""
+    if node.op in ("placeholder", "output"):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Follow replacements to the node that stands now."""
+    while node in replacements:
+        node = replacements[node]
+    return node
+
+
+def tie(
+    program: LogicalProgram, modules: Mapping[str, nn.Module], replacements: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, ProgramInput]:
+    """One input for parameters that are the same tensor under several names."""
+    tensors = named_tensors(modules)
+    first: dict[int, fx.Node] = {}
+    inputs = {}
+    for node, described in program.inputs.items():
+        tensor = tensors.get(described.name) if described.kind in ("parameter", "buffer") else described.constant
+        if tensor is None:
+            inputs[node] = described
+            continue
+        known = first.setdefault(id(tensor), node)
+        if known is node:
+            inputs[node] = described
+        else:
+            replacements[node] = known
+            node.replace_all_uses_with(known)
+    for node in replacements:
+        program.graph.erase_node(node)
+    return inputs
+
+
+def named_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of all modules, tied ones under each of their names."""
+    found: dict[str, Tensor] = {}
+    for name, module in modules.items():
+        found |= dict(module.named_parameters(name, remove_duplicate=False))
+        found |= dict(module.named_buffers(name, remove_duplicate=False))
+    return found
+
+
+def tied_gradients_added(
+    graph: fx.Graph, outputs: list[tuple[fx.Node, ProgramOutput]], tensors: Mapping[str, Tensor]
+) -> list[tuple[fx.Node, ProgramOutput]]:
+    """The outputs, with one gradient per parameter tensor: the sum of those under each of its names."""
+    returned = next(node for node in graph.nodes if node.op == "output")
+    added: dict[object, tuple[fx.Node, ProgramOutput]] = {}
+    for node, output in outputs:
+        key = id(tensors[output.name]) if output.kind == "gradient" else output
+        if key not in added:
+            added[key] = (node, output)
+            continue
+        first, kept = added[key]
+        with graph.inserting_before(returned):
+            total = graph.call_function(aten.add.Tensor, (first, node))
+        total.meta.update(node.meta)
+        added[key] = (total, kept)
+    return list(added.values())
+
+
+def without_final_copy(node: fx.Node) -> fx.Node:
+    """The value behind a result's last copy, if that is a value of its own and not a view."""
+    if node.target is not aten.clone.default:
+        return node
+    source = node.args[0]
+    if source.op == "call_function" and source.target not in VIEWS:
+        return source
+    return node

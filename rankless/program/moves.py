@@ -1,0 +1,107 @@
+"""Redistributions: what it takes to bring a value from one placement to another, and what that costs."""
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import fx
+
+from rankless.collectives import tensors
+from rankless.collectives.mesh import Mesh
+from rankless.program import kernels
+from rankless.program.placement import Partial, Placement, Replicate, Shard
+from rankless.program.rules.pattern import is_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """One collective of a program, with the line of the script that it serves."""
+
+    kind: str
+    value: str
+    bytes: int
+    line: str
+    reason: str
+
+
+def bytes_of(node: fx.Node) -> int:
+    """The size of a logical value."""
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())
+
+
+def cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
+    """Bytes that move, roughly, from one placement to another; infinite where there is no way."""
+    if source == target:
+        return 0
+    match source, target:
+        case Replicate(), Shard() | Replicate():
+            return 0
+        case Replicate(), Partial():
+            return 0 if is_sum(target) else inf
+        case Shard(), Replicate():
+            return size
+        case Shard(), Shard():
+            return size / ranks if source.dim != target.dim else size
+        case Partial(), Replicate():
+            return 2 * size
+        case Partial(), Shard():
+            return size if is_sum(source) else 2 * size
+    return inf
+
+
+class Collective:
+    """A collective as a step of a local program: a function of one tensor that knows its mesh."""
+
+    def __init__(self, mesh: Mesh, source: Placement, target: Placement) -> None:
+        self.mesh = mesh
+        self.source = source
+        self.target = target
+        self.__name__ = self.kind
+
+    @property
+    def kind(self) -> str:
+        """The name of what moves the value."""
+        match self.source, self.target:
+            case Shard(), Shard():
+                return "all_to_all"
+            case Shard(), _:
+                return "all_gather"
+            case _, Shard():
+                return "reduce_scatter"
+        return "all_reduce"
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        """Move this rank's piece."""
+        source, target = self.source, self.target
+        if isinstance(source, Shard) and isinstance(target, Shard):
+            return tensors.all_to_all(
+                value,
+                mesh=self.mesh,
+                from_dim=source.dim,
+                from_lengths=source.lengths,
+                to_dim=target.dim,
+                to_lengths=target.lengths,
+            )
+        if isinstance(source, Shard):
+            return tensors.all_gather(value, mesh=self.mesh, dim=source.dim, lengths=source.lengths)
+        if isinstance(target, Shard):
+            return tensors.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=target.lengths)
+        if isinstance(source, Partial) and not is_sum(source):
+            everyone = tensors.all_gather(
+                value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size
+            )
+            return kernels.extreme_of(everyone, source.reduce_op)
+        return tensors.all_reduce(value, mesh=self.mesh)
+
+
+class StackedGather:
+    """Equal pieces of all ranks along a new dim 0, as a step of a local program."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.__name__ = "all_gather"
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        """Gather this rank's piece with the others'."""
+        return tensors.all_gather(value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size)

@@ -1,0 +1,81 @@
+"""Why a job cannot be one program, in the words of the user's script."""
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from rankless.errors import CaptureError, RanklessError
+from rankless.program.tracing import OUR_FOLDER, TORCH_FOLDER
+
+VALUE_READ = (
+    "compute with tensors instead (torch.where, masks, sums), return the tensor as a metric, "
+    'or read the value outside the job; view="mirrored" will take any Python'
+)
+# Messages of PyTorch that mean one of the things below; each is tested against the installed version.
+REASONS: tuple[tuple[str, str, str], ...] = (
+    ("requires_grad_", "parameters whose requires_grad is set outside the job", "move it before the call"),
+    ("numpy", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
+    ("data-dependent", "a program that is the same for all values of its tensors", VALUE_READ),
+    ("Cannot access data pointer", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
+)
+
+
+@contextlib.contextmanager
+def capture_error(job: str) -> Iterator[None]:
+    """Turn what PyTorch raises while tracing into a `CaptureError` with the user's line; user errors pass."""
+    try:
+        yield
+    except RanklessError as error:
+        if error.where is None:
+            raise type(error)(
+                expected=error.expected, found=error.found, fix=error.fix, where=raised_at(error)
+            ) from error
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        operator = getattr(error, "func", "a value")
+        raise CaptureError(
+            expected=f"job {job!r} to be one program: no branch, loop or shape that depends on a tensor's value",
+            found=f"{operator} needs the value of a tensor",
+            fix=VALUE_READ,
+            where=raised_at(error),
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise CaptureError(
+            expected=f"job {job!r} to use operators that PyTorch can trace",
+            found=str(error.func),
+            fix="use another operator, or compute it outside the job",
+            where=raised_at(error),
+        ) from error
+    except RuntimeError as error:
+        raise refused(job, error) from error
+
+
+def refused(job: str, error: RuntimeError) -> Exception:
+    """The `CaptureError` that a RuntimeError of PyTorch means, or the error itself if it is the user's own."""
+    message = str(error)
+    for sign, expected, fix in REASONS:
+        if sign in message:
+            return CaptureError(
+                expected=f"job {job!r} to be one program: {expected}",
+                found=message.splitlines()[0],
+                fix=fix,
+                where=raised_at(error),
+            )
+    return error
+
+
+def raised_at(error: BaseException) -> str | None:
+    """The innermost line outside PyTorch and Rankless that led to an error, as "file.py:12"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith((TORCH_FOLDER, OUR_FOLDER)) and "<" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}"
+    return None

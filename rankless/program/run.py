@@ -1,0 +1,114 @@
+"""Run: one rank's program as straight-line code, called below autograd."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rankless.collectives.mesh import Mesh
+from rankless.program.logical_program import LogicalProgram, ProgramInput, ProgramOutput
+from rankless.program.lower import LocalGraph, lower
+from rankless.program.moves import Move
+from rankless.program.place import PlacedProgram, place
+from rankless.program.placement import Placement
+from rankless.program.schedule import scheduled
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalProgram:
+    """What one rank runs: `function` takes the values of `inputs` and returns those of `outputs`."""
+
+    inputs: tuple[ProgramInput, ...]
+    outputs: tuple[ProgramOutput, ...]
+    function: Callable[..., Sequence[Tensor]]
+    placed: PlacedProgram
+    moves: tuple[Move, ...]
+
+    def __call__(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run it once; no gradient is recorded."""
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            return self.function(*values)
+
+
+def compiled(graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
+    """A graph as one Python function: an assignment per node, each value dropped after its last use."""
+    code = CodeWriter()
+    last_use = {}
+    for node in graph.nodes:
+        for value in node.all_input_nodes:
+            last_use[value] = node
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            code.parameters.append(node.name)
+        elif node.op == "output":
+            code.lines.append(f"return ({''.join(f'{value.name}, ' for value in node.args[0])})")
+            continue
+        else:
+            arguments = [code.text(item) for item in node.args]
+            arguments += [f"{key}={code.text(item)}" for key, item in node.kwargs.items()]
+            code.lines.append(f"{node.name} = {code.constant(node.target)}({', '.join(arguments)})")
+        dropped = [value.name for value in node.all_input_nodes if last_use.get(value) is node]
+        if node not in last_use:
+            dropped.append(node.name)
+        if dropped:
+            code.lines.append(f"del {', '.join(dropped)}")
+    return code.function()
+
+
+class CodeWriter:
+    """Collects lines of code and the constants they name."""
+
+    def __init__(self) -> None:
+        self.parameters: list[str] = []
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+
+    def text(self, argument: Any) -> str:
+        """An argument as code."""
+        if isinstance(argument, fx.Node):
+            return argument.name
+        if argument is None or isinstance(argument, bool | int | str):
+            return repr(argument)
+        if isinstance(argument, list):
+            return f"[{', '.join(map(self.text, argument))}]"
+        if type(argument) is tuple:
+            return f"({''.join(f'{self.text(item)}, ' for item in argument)})"
+        return self.constant(argument)
+
+    def constant(self, value: Any) -> str:
+        """The name of a constant."""
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def function(self) -> Callable[..., Sequence[Tensor]]:
+        """The lines as a function."""
+        body = "\n    ".join(self.lines)
+        source = f"def program({', '.join(self.parameters)}):\n    {body}\n"
+        exec(compile(source, "<rankless program>", "exec"), self.constants)
+        function: Callable[..., Sequence[Tensor]] = self.constants["program"]
+        return function
+
+
+def built(program: LogicalProgram, arguments: tuple[Placement, ...], mesh: Mesh) -> LocalProgram:
+    """Place, lower and schedule a logical program for the rank that `mesh` says we are."""
+    placed = place(program, arguments, mesh.size)
+    local = lower(placed, mesh)
+    local = scheduled(local, logical_gradients(local, program), mesh)
+    return LocalProgram(
+        inputs=tuple(described for _, described in local.inputs),
+        outputs=tuple(described for _, described in local.outputs),
+        function=compiled(local.graph),
+        placed=placed,
+        moves=local.moves,
+    )
+
+
+def logical_gradients(local: LocalGraph, program: LogicalProgram) -> Mapping[fx.Node, fx.Node]:
+    """The logical node behind each local output."""
+    return {
+        node: logical
+        for (node, _), (logical, _) in zip(local.outputs, program.outputs, strict=True)
+    }

@@ -1,0 +1,100 @@
+"""Schedule: gradients are reduced in buckets, each started as soon as its last gradient is there, waited for at the end.
+
+The scheme of PyTorch's DistributedDataParallel (Li et al., VLDB 2020), here as a pass over the local graph.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from rankless.collectives.mesh import Mesh
+from rankless.collectives.tensors import start_all_reduce
+from rankless.program.lower import LocalGraph
+from rankless.program.moves import Move
+
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that reducing begins early."""
+
+
+class Bucket:
+    """Gradients that travel together. Its memory lives from step to step; `.grad` of the parameters are views of it."""
+
+    def __init__(self, mesh: Mesh, values: Sequence[Tensor]) -> None:
+        self.mesh = mesh
+        self.shapes = [tuple(value.shape) for value in values]
+        self.dtype = values[0].dtype
+        self.views: list[Tensor] = []
+        self.flat: Tensor | None = None
+        self.work: dist.Work | None = None
+
+    def start(self, *gradients: Tensor) -> None:
+        """Copy the gradients in and begin to reduce them."""
+        if self.flat is None:
+            sizes = [prod(shape) for shape in self.shapes]
+            self.flat = torch.empty(sum(sizes), dtype=self.dtype, device=gradients[0].device)
+            pieces = self.flat.split(sizes)
+            self.views = [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        torch._foreach_copy_(self.views, list(gradients))
+        self.work = start_all_reduce(self.flat, mesh=self.mesh)
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the sums."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        # Fresh tensors over the same memory: an optimizer or a user may keep or detach them.
+        return [view.detach() for view in self.views]
+
+
+def scheduled(local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mesh) -> LocalGraph:
+    """The same program with its pending gradients reduced; `gradients` maps each to its logical node."""
+    order = {node: place for place, node in enumerate(local.graph.nodes)}
+    pending = sorted(local.pending, key=order.__getitem__)
+    reduced: dict[fx.Node, fx.Node] = {}
+    moves = list(local.moves)
+    returned = next(node for node in local.graph.nodes if node.op == "output")
+    for nodes in buckets(pending, gradients):
+        values = [gradients[node].meta["val"] for node in nodes]
+        bucket = Bucket(mesh, values)
+        with local.graph.inserting_after(nodes[-1]):
+            local.graph.call_function(bucket.start, tuple(nodes))
+        with local.graph.inserting_before(returned):
+            finished = local.graph.call_function(bucket.finish, ())
+            for index, node in enumerate(nodes):
+                reduced[node] = local.graph.call_function(getitem, (finished, index))
+        moves.append(
+            Move(
+                kind="all_reduce",
+                value=", ".join(node.name for node in nodes),
+                bytes=sum(value.numel() * value.element_size() for value in values),
+                line=str(nodes[-1].meta.get("line", "")),
+                reason=f"{len(nodes)} gradients",
+            )
+        )
+    outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)
+    returned.args = (tuple(node for node, _ in outputs),)
+    return LocalGraph(
+        graph=local.graph, inputs=local.inputs, outputs=outputs, pending=(), moves=tuple(moves)
+    )
+
+
+def buckets(pending: Sequence[fx.Node], gradients: Mapping[fx.Node, fx.Node]) -> list[list[fx.Node]]:
+    """Gradients in the order in which they are computed, in groups of one dtype and of limited size."""
+    groups: list[list[fx.Node]] = []
+    filled, kind = 0, None
+    for node in pending:
+        value: Any = gradients[node].meta["val"]
+        size = value.numel() * value.element_size()
+        limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
+        if not groups or kind != value.dtype or filled + size > limit:
+            groups.append([])
+            filled, kind = 0, value.dtype
+        groups[-1].append(node)
+        filled += size
+    return groups

@@ -1,0 +1,191 @@
+"""Operators that lose structure when decomposed, kept whole in the captured program.
+
+`linear` of a batch of sequences would be flattened around a matrix product, and a recurrent layer unrolled into
+thousands of nodes (facts: engine.md). They are PyTorch custom operators, so the program holds one node for each.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the field's name for it
+from torch import Tensor
+
+# Note [a backward of plain operators]: linear's backward is written in plain operators, not as one opaque operator,
+# because a gradient of a gradient must pass through it (an opaque one made gradient penalties wrong by 50-77 %).
+
+
+@torch.library.custom_op("rankless::linear", mutates_args=())
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear`, as one node."""
+    return F.linear(x, weight, bias)
+
+
+@linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _keep_linear_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    rows = grad.flatten(0, -2)
+    return (
+        grad.matmul(weight) if needs_x else None,
+        rows.t().mm(x.flatten(0, -2)) if needs_weight else None,
+        rows.sum(0) if needs_bias else None,
+    )
+
+
+linear.register_autograd(_linear_gradients, setup_context=_keep_linear_inputs)
+
+RECURRENT: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "lstm": torch.lstm,
+    "gru": torch.gru,
+    "rnn_tanh": torch.rnn_tanh,
+    "rnn_relu": torch.rnn_relu,
+}
+"""The recurrent layers kept whole, by the name of the PyTorch function."""
+
+
+def run_recurrent(
+    kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]
+) -> list[Tensor]:
+    """Time-first layers without dropout; `layout` is (has biases, number of layers, bidirectional)."""
+    has_biases, layers, bidirectional = layout
+    state = tuple(states) if kind == "lstm" else states[0]
+    results = RECURRENT[kind](
+        x, state, list(weights), bool(has_biases), layers, 0.0, False, bool(bidirectional), False
+    )
+    return [result.clone() for result in results]
+
+
+@torch.library.custom_op("rankless::recurrent", mutates_args=())
+def recurrent(
+    kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]
+) -> list[Tensor]:
+    """A stack of recurrent layers over a time-first sequence, as one node: output and final states."""
+    with torch.no_grad():
+        return run_recurrent(kind, x, states, weights, layout)
+
+
+@recurrent.register_fake
+def _(
+    kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]
+) -> list[Tensor]:
+    width = states[0].shape[-1] * (2 if layout[2] else 1)
+    return [x.new_empty((*x.shape[:-1], width)), *(torch.empty_like(state) for state in states)]
+
+
+def run_recurrent_backward(
+    kind: str,
+    grads: Sequence[Tensor],
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    layout: Sequence[int],
+) -> list[Tensor]:
+    """The gradients of `run_recurrent` for x, states and weights; the forward pass is computed again."""
+    # A local program runs below autograd; autograd's dispatch keys are brought back for this one operator.
+    keys = torch._C.DispatchKeySet
+    nothing = keys(torch._C.DispatchKey.Undefined)
+    with torch._C._ForceDispatchKeyGuard(nothing, nothing), torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, *states, *weights)]
+        count = 1 + len(states)
+        results = run_recurrent(kind, leaves[0], leaves[1:count], leaves[count:], layout)
+        return list(torch.autograd.grad(results, leaves, list(grads)))
+
+
+@torch.library.custom_op("rankless::recurrent_backward", mutates_args=())
+def recurrent_backward(
+    kind: str,
+    grads: Sequence[Tensor],
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    layout: Sequence[int],
+) -> list[Tensor]:
+    """The gradients of `recurrent`, as one node."""
+    return run_recurrent_backward(kind, grads, x, states, weights, layout)
+
+
+@recurrent_backward.register_fake
+def _(
+    kind: str,
+    grads: Sequence[Tensor],
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    layout: Sequence[int],
+) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in (x, *states, *weights)]
+
+
+def _keep_recurrent_inputs(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    kind, x, states, weights, layout = inputs
+    ctx.kind, ctx.layout, ctx.state_count = kind, list(layout), len(states)
+    ctx.save_for_backward(x, *states, *weights, *output)
+
+
+def _recurrent_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    x, *rest = ctx.saved_tensors
+    outputs = rest[-(1 + ctx.state_count) :]
+    states, weights = rest[: ctx.state_count], rest[ctx.state_count : -(1 + ctx.state_count)]
+    filled = [
+        torch.zeros_like(output) if grad is None else grad for grad, output in zip(grads, outputs, strict=True)
+    ]
+    grad_x, *others = recurrent_backward(ctx.kind, filled, x, states, weights, ctx.layout)
+    return None, grad_x, others[: ctx.state_count], others[ctx.state_count :], None
+
+
+recurrent.register_autograd(_recurrent_gradients, setup_context=_keep_recurrent_inputs)
+
+
+def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` for capture: whole for batches of sequences, PyTorch's own otherwise."""
+    if x.dim() < 3 or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    result: Tensor = linear(x, weight, bias)
+    return result
+
+
+def whole_recurrent(
+    kind: str,
+    x: Tensor,
+    state: Tensor | tuple[Tensor, ...],
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """`torch.lstm` and its kind for capture (the signature is PyTorch's); dropout between layers as they do it."""
+    states = list(state) if isinstance(state, tuple | list) else [state]
+    sequence = x.transpose(0, 1) if batch_first else x
+    layout = [int(has_biases), layers, int(bidirectional)]
+    if not (train and dropout and layers > 1):
+        sequence, *finals = recurrent(kind, sequence, states, list(weights), layout)
+    else:
+        directions = 2 if bidirectional else 1
+        per_layer = len(weights) // layers
+        finished: list[list[Tensor]] = []
+        for layer in range(layers):
+            sequence, *last = recurrent(
+                kind,
+                sequence,
+                [whole[layer * directions : (layer + 1) * directions] for whole in states],
+                list(weights[layer * per_layer : (layer + 1) * per_layer]),
+                [int(has_biases), 1, int(bidirectional)],
+            )
+            finished.append(last)
+            if layer < layers - 1:
+                sequence = F.dropout(sequence, dropout, training=True)
+        finals = [torch.cat(parts) for parts in zip(*finished, strict=True)]
+    return (sequence.transpose(0, 1) if batch_first else sequence, *finals)
