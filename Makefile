@@ -1,0 +1,46 @@
+# `make demo` and `make test` do all the set-up themselves; where packages come from is pip's own configuration.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/ready
+SOURCES := rankless tests examples bench
+
+.PHONY: help demo test check lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    set up, train LeNet on 4 workers, verify that it is the same training as on one"
+	@echo "make test    set up, run every test"
+	@echo "make check   set up, then format, lint, types, imports and tests: what CI runs"
+	@echo "make bench   set up, then measure against torchrun and DistributedDataParallel [BENCH=name] [JSON=file]"
+
+# The stamp is older than a changed pin, so a pull that moves one sets up again. Torch goes first and by name, so that
+# its build (CPU or CUDA) is the one that pip's configuration offers, whatever the others ask for.
+$(READY): Makefile requirements/locked.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Rankless needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --requirement requirements/locked.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/rankless run -n 4 examples/lenet.py --at-least 0.97
+	$(BIN)/rankless verify -n 4 examples/lenet.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test
+
+bench: $(READY)
+	$(BIN)/python -m bench $(BENCH) $(if $(JSON),--json $(JSON))
+
+clean:
+	rm -rf .venv build dist log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
