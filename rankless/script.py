@@ -1,14 +1,24 @@
-"""What `import rankless` offers a script. Each function finds the process's world, and hands it to the views."""
+"""What `import rankless` offers a script. Each function finds the process's world, and hands it to the
+views.
+"""
 
-from collections.abc import Callable
+import atexit
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
+from torch.optim import Optimizer
 
 from rankless import checkpoint
 from rankless.collectives.messages import broadcast_bytes
 from rankless.errors import RanklessError
+from rankless.observe.progress import ProgressDisplay
+from rankless.records.events import AnyRecord, Progress, Said
 from rankless.runtime.current import current
+from rankless.runtime.joined import Observer, Runtime
+from rankless.views.job import Job, Models, make_job
+from rankless.views.loader import Loader, LoaderOptions, Reading
 from rankless.views.world import World
 
 Arguments = ParamSpec("Arguments")
@@ -24,17 +34,17 @@ class _Answer(msgspec.Struct, frozen=True):
 
 def rank() -> int:
     """This process's number in the job, from 0."""
-    return current().world.mesh.rank
+    return _current().world.mesh.rank
 
 
 def world_size() -> int:
     """How many processes train together; 1 without a launcher."""
-    return current().world.mesh.size
+    return _current().world.mesh.size
 
 
 def local_rank() -> int:
     """This process's number on its host, from 0."""
-    return current().local_rank
+    return _current().local_rank
 
 
 def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -43,7 +53,7 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
     The result must be plain data (numbers, text, bytes, lists, dicts, None). If `function` raises, every rank
     raises: rank 0 what it was, the others a `RanklessError` that names it.
     """
-    mesh = current().world.mesh
+    mesh = _current().world.mesh
     failure: Exception | None = None
     answer = _Answer(msgspec.Raw(b"\xc0"))
     if mesh.rank == 0:
@@ -66,6 +76,55 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
     return result
 
 
+def job(
+    *, model: Models, optimizer: Optimizer | None = None, view: str = "consistent"
+) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
+    """A decorator that makes a function on whole batches a job: written for one device, run on all of them.
+
+    `model` is a module, or a list or dict of modules: all that the function uses. With an `optimizer` it is a
+    train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; a loss per sample means
+    its mean), and each call makes zero_grad, backward and step. Without one it predicts, without gradients.
+    Calls return the whole batch's results, the same on every rank. Raises `PlanError` for what cannot be
+    right, `CaptureError` at a call on several workers that cannot be one program.
+    """
+
+    def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
+        return make_job(function, model=model, optimizer=optimizer, view=view, world=_world)
+
+    return decorate
+
+
+def loader(
+    dataset: Any,
+    *,
+    batch_size: int,
+    shuffle: bool = False,
+    seed: int | None = None,
+    drop_last: bool = False,
+    sampler: Iterable[Any] | None = None,
+    num_workers: int = 0,
+    collate_fn: Callable[[Any], Any] | None = None,
+    reading: Reading = "split",
+) -> Loader:
+    """An iterable of whole batches, in exactly the order of a one-process DataLoader; `batch_size` is the
+    whole's.
+
+    `reading` is "split" (each rank reads its own samples only) or "replicated" (each reads all, with the
+    random numbers of a plain DataLoader).
+    """
+    options = LoaderOptions(
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        reading=reading,
+    )
+    return Loader(dataset, options=options, world=_world)
+
+
 def save(path: str, **objects: Any) -> None:
     """Write the state of `objects` (anything with a `state_dict`) to the folder `path`; rank 0 writes."""
     checkpoint.save(path, objects, mesh=_world().mesh)
@@ -77,7 +136,26 @@ def load(path: str, **objects: Any) -> None:
 
 
 def _world() -> World:
-    return current().world
+    return _current().world
+
+
+def _current() -> Runtime:
+    return current(observer=_watch_alone)
+
+
+def _watch_alone() -> Observer:
+    """Progress and notices of a script that runs without an agent."""
+    display = ProgressDisplay()
+    atexit.register(display.close)
+
+    def take(record: AnyRecord) -> None:
+        if isinstance(record, Progress):
+            display.show(record)
+        elif isinstance(record, Said):
+            with display.hidden():
+                print(f"rankless: {record.text}", file=sys.stderr)
+
+    return take
 
 
 def _encode(value: object, function: Callable[..., object]) -> bytes:
@@ -85,7 +163,7 @@ def _encode(value: object, function: Callable[..., object]) -> bytes:
         return msgspec.msgpack.encode(value)
     except TypeError as error:
         raise RanklessError(
-            expected=f"plain data (numbers, text, bytes, lists, dicts, None) from rankless.once({_name(function)})",
+            expected=f"numbers, text, bytes, lists, dicts or None from rankless.once({_name(function)})",
             found=str(error),
             fix="return plain data, or do the work on every rank",
         ) from error

@@ -1,7 +1,7 @@
 """The command line, one command per file.
 
-Enters: arguments. Leaves: an exit code. A command is a module here with `NAME`, `HELP`, `add_arguments(parser)` and
-`run(arguments) -> int`; it is imported only when it is called for.
+Enters: arguments. Leaves: an exit code. A command is a module here with `NAME`, `HELP`,
+`add_arguments(parser)` and `run(arguments) -> int`; it is imported only when it is called for.
 """
 
 import argparse

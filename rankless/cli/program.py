@@ -1,4 +1,4 @@
-"""The user's program on a command line: a script, `-m module` or `-c code`; everything after it is its own."""
+"""The user's program on a command line: a script, `-m module` or `-c code`, and its own arguments."""
 
 import argparse
 from collections.abc import Sequence
@@ -38,7 +38,5 @@ def take_program(arguments: argparse.Namespace) -> Program:
         kind, target, *rest = arguments.program
         return Program(kind=kind, target=target, arguments=tuple(rest))
     if not arguments.script:
-        raise PlanError(
-            expected="a script to run", found="none", fix="name one, as in `rankless run -n 2 train.py`"
-        )
+        raise PlanError(expected="a script to run", found="none", fix="name one, as in `rankless run -n 2 train.py`")
     return Program(kind="script", target=arguments.script[0], arguments=tuple(arguments.script[1:]))

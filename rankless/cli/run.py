@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from rankless.cli.program import add_program_arguments, take_program
+from rankless.cli.progress_line import ProgressLine
 from rankless.launch import agent
 from rankless.plan.check import make_run_plan
 from rankless.plan.run_plan import RunRequest
@@ -40,4 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
             progress=not arguments.no_progress,
         ),
     )
-    return agent.run(plan, on_record=lambda _record: None, out=sys.stdout, err=sys.stderr)
+    with ProgressLine() as line:
+        return agent.run(plan, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TextIO
 
 from rankless.errors import LaunchError
@@ -16,18 +17,27 @@ from rankless.plan.run_plan import RunPlan
 from rankless.records.events import AnyRecord, Said
 
 
-def run(plan: RunPlan, *, on_record: Callable[[AnyRecord], None], out: TextIO, err: TextIO) -> int:
-    """Run a job to its end and return its exit code: 0, the culprit's, or 128 + the signal that ended the agent.
+def run(
+    plan: RunPlan,
+    *,
+    on_record: Callable[[AnyRecord], None],
+    out: TextIO,
+    err: TextIO,
+    making_room: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> int:
+    """Run a job to its end and return its exit code: 0, the culprit's, or 128 + the signal that ended the
+    agent.
 
-    Rank 0's output (every rank's with `show="all"`) goes to `out`, what the agent has to say to `err`, every record
-    to `on_record`. Nothing that the job started is alive afterwards.
+    Rank 0's output (every rank's with `show="all"`) goes to `out`, what the agent has to say to `err`,
+    every record to `on_record`. `making_room` is entered around each writing, for an observer that draws on
+    the same terminal. Nothing that the job started is alive afterwards.
     """
     folder = make_run_folder(plan.log_folder)
     with open_store_socket() as store, reserve_master_port() as reserved, Interrupts() as interrupts:
         workers = plan_workers(plan, folder=folder, store=store, reserved=reserved)
         log_files = [os.path.relpath(worker.plan.log_file) for worker in workers]
         _tell(err, start_table(plan, folder=folder, log_files=log_files))
-        terminal = Terminal(log_files, out=out, show_all=plan.show == "all")
+        terminal = Terminal(log_files, out=out, show_all=plan.show == "all", making_room=making_room)
         parent_log = os.path.join(folder, "parent.log")
         parent = ParentProcess(plan, workers, store=store, log_path=parent_log)
         store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
@@ -36,7 +46,8 @@ def run(plan: RunPlan, *, on_record: Callable[[AnyRecord], None], out: TextIO, e
         def take(record: AnyRecord) -> None:
             if isinstance(record, Said) and record.text not in said:
                 said.add(record.text)
-                _tell(err, f"rankless: {record.text}\n")
+                with making_room():
+                    _tell(err, f"rankless: {record.text}\n")
             on_record(record)
 
         try:
@@ -44,7 +55,8 @@ def run(plan: RunPlan, *, on_record: Callable[[AnyRecord], None], out: TextIO, e
         finally:
             parent.close(patience_seconds=1.0)
             terminal.close()
-    return _conclude(outcome, log_files=log_files, parent_log=parent_log, err=err)
+    with making_room():
+        return _conclude(outcome, log_files=log_files, parent_log=parent_log, err=err)
 
 
 def _conclude(outcome: Outcome, *, log_files: Sequence[str], parent_log: str, err: TextIO) -> int:

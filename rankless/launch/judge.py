@@ -1,9 +1,9 @@
 """The one place that judges: who ended the job, and why, from the records in the order in which they arrived.
 
-Note [culprits and victims]: a rank that loses its connection to a peer is a victim, whatever it says itself. The
-order of exits misleads too: a culprit may destroy its groups and clean up for long, while its victims die at once.
-So the first rank counts that reported something of its own: an exception that is no lost connection, an exit code,
-a death by signal, or that it left its groups before the others lost it.
+Note [culprits and victims]: a rank that loses its connection to a peer is a victim, whatever it says
+itself. The order of exits misleads too: a culprit may destroy its groups and clean up for long, while its
+victims die at once. So the first rank counts that reported something of its own: an exception that is no
+lost connection, an exit code, a death by signal, or that it left its groups before the others lost it.
 """
 
 import re
@@ -16,12 +16,15 @@ import msgspec
 from rankless.records.events import AnyRecord, Exited, Leaving, Left, Raised
 
 SETTLING_SECONDS = 0.3
-"""After a victim's record: how long the culprit's own may take to arrive. A dead process is reported within this."""
+"""After a victim's record: how long the culprit's own may take to arrive. A dead process is reported within
+this.
+"""
 SURE_SETTLING_SECONDS = 0.05
 
 _LOST_CONNECTION = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Connection was likely closed"
-    r"|remote process exited or there was a network error|Socket Timeout|failed to recv, got 0 bytes|rank \d+ (raised|failed)\b"
+    r"|remote process exited or there was a network error|Socket Timeout|failed to recv, got 0 bytes"
+    r"|rank \d+ (raised|failed)\b"
 )
 
 Cause = Literal["raised", "left", "signal", "exit", "lost"]
@@ -41,10 +44,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def judge(records: Sequence[AnyRecord]) -> Verdict | None:
     """The verdict as far as `records` go, or None while nothing has failed."""
     own = [verdict for index in range(len(records)) if (verdict := _own_failure(records, index)) is not None]
-    victims = [record for record in records if isinstance(record, Raised) and is_victim(record)]
+    if own and own[0].cause == "left":
+        # Perhaps it caught a lost connection and gave up politely. A death by signal, which another process
+        # reports a little later than it happens, is then the first cause.
+        return next((verdict for verdict in own if verdict.cause == "signal"), own[0])
     if own:
-        # A death by signal is reported by another process, a little after its victims may have given up politely.
-        return next((verdict for verdict in own if verdict.cause == "signal"), own[0]) if victims_first(own) else own[0]
+        return own[0]
+    victims = [record for record in records if isinstance(record, Raised) and is_victim(record)]
     if not victims:
         return None
     return _who_left(records, victims[0]) or Verdict(
@@ -62,11 +68,6 @@ def is_victim(record: Raised | Leaving) -> bool:
     return _LOST_CONNECTION.search(record.traceback + record.message) is not None
 
 
-def victims_first(own: Sequence[Verdict]) -> bool:
-    """Whether the first to fail only left with an exit code, as a script does that catches a lost connection."""
-    return own[0].cause == "left"
-
-
 def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
     record = records[index]
     before = [earlier for earlier in records[:index] if earlier.rank == record.rank]
@@ -79,7 +80,7 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
             headline=f"raised {_first_line(record)}",
             traceback=record.traceback,
         )
-    told = any(isinstance(earlier, Raised | Left) and getattr(earlier, "exit_code", 1) != 0 for earlier in before)
+    told = any(isinstance(earlier, Raised) or (isinstance(earlier, Left) and earlier.exit_code) for earlier in before)
     if isinstance(record, Left) and record.exit_code != 0 and not told:
         return Verdict(
             culprit=record.rank,

@@ -1,10 +1,12 @@
 """The log folder of a run, and reading along in the files that workers write there."""
 
+import contextlib
 import io
 import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TextIO
 
 from rankless.errors import LaunchError
@@ -47,7 +49,7 @@ class Tail:
         """Pass on what is new; True if there was anything."""
         if self._file is None:
             try:
-                self._file = open(self._path, "rb", buffering=0)
+                self._file = io.FileIO(self._path)
             except OSError:
                 return False
         found = False
@@ -71,12 +73,14 @@ class PrefixedLines:
         self._write = write
         self._rest = b""
 
-    def __call__(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
+        """Write the lines that `data` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if lines:
             self._write(b"".join(self._prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:
+        """Write what is left."""
         if self._rest:
             self._write(self._prefix + self._rest + b"\n")
 
@@ -84,17 +88,25 @@ class PrefixedLines:
 class Terminal:
     """The ranks' output on the terminal: rank 0's as it is, or all ranks' with prefixes."""
 
-    def __init__(self, log_files: Sequence[str], *, out: TextIO, show_all: bool) -> None:
+    def __init__(
+        self,
+        log_files: Sequence[str],
+        *,
+        out: TextIO,
+        show_all: bool,
+        making_room: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._out = out
+        self._making_room = making_room
         self._lines = [PrefixedLines(rank, write=self._write) for rank in range(len(log_files) if show_all else 0)]
         shown = log_files if show_all else log_files[:1]
-        writers: Sequence[Callable[[bytes], None]] = self._lines or [self._write]
+        writers: Sequence[Callable[[bytes], None]] = [lines.write for lines in self._lines] or [self._write]
         self._tails = [Tail(path, write=write) for path, write in zip(shown, writers, strict=True)]
 
     def pump(self) -> None:
         """Show what is new."""
-        if any([tail.pump() for tail in self._tails]):
-            self._flush()
+        for tail in self._tails:
+            tail.pump()
 
     def close(self) -> None:
         """Show the rest."""
@@ -102,22 +114,15 @@ class Terminal:
             tail.close()
         for lines in self._lines:
             lines.close()
-        self._flush()
 
     def _write(self, data: bytes) -> None:
-        # A reader that is gone (`| head`) or a full disk behind the terminal's redirection never stops training.
-        try:
+        # A reader that is gone (`| head`) or a full disk behind the terminal's redirection never stops
+        # training.
+        with self._making_room(), contextlib.suppress(OSError):
             self._out.flush()
             binary = getattr(self._out, "buffer", None)
             if binary is None:
                 self._out.write(data.decode(errors="replace"))
             else:
                 binary.write(data)
-        except OSError:
-            return
-
-    def _flush(self) -> None:
-        try:
-            self._out.flush()
-        except OSError:
-            return
+                binary.flush()

@@ -14,7 +14,8 @@ def start_table(plan: RunPlan, *, folder: str, log_files: Sequence[str]) -> str:
     count, threads = plan.worker_count, plan.threads_per_worker
     start = "" if plan.warm else ", plain processes"
     lines = [
-        f"rankless: {counted(count, 'worker')}, {counted(threads, 'thread')} each, seed {plan.seed}{start}, logs in {folder}",
+        f"rankless: {counted(count, 'worker')}, {counted(threads, 'thread')} each, "
+        f"seed {plan.seed}{start}, logs in {folder}",
         f"  {'rank':>4}  {'device':<8}  log file",
     ]
     lines += [

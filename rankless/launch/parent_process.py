@@ -9,13 +9,12 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import psutil
 
 from rankless.plan.environment import parent_environment
 from rankless.plan.run_plan import HostPlan, RunPlan, WorkerLaunch
 from rankless.records.channel import open_channel
 from rankless.runtime.bootstrap import python_command
-from rankless.runtime.processes import adopt_orphans, end_descendants
+from rankless.runtime.processes import adopt_orphans, descendants, end_descendants
 
 
 class ParentProcess:
@@ -24,10 +23,8 @@ class ParentProcess:
     When the agent ends, however it does, its end of the lifeline closes, and the parent ends all workers.
     """
 
-    def __init__(
-        self, plan: RunPlan, workers: Sequence[WorkerLaunch], *, store: socket.socket, log_path: str
-    ) -> None:
-        self._spared = frozenset(child.pid for child in psutil.Process().children(recursive=True))
+    def __init__(self, plan: RunPlan, workers: Sequence[WorkerLaunch], *, store: socket.socket, log_path: str) -> None:
+        self._spared = descendants()
         self._lifeline, lifeline_end = socket.socketpair()
         self.records, records_end = open_channel()
         self.records.setblocking(False)
@@ -74,7 +71,9 @@ class ParentProcess:
             os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self, *, patience_seconds: float) -> None:
-        """See to it that nothing is left: the parent ends its workers, and what it cannot end is ended from here."""
+        """See to it that nothing is left: the parent ends its workers, and what it cannot end is ended from
+        here.
+        """
         self._lifeline.close()
         deadline = time.monotonic() + patience_seconds
         while self._process.poll() is None and time.monotonic() < deadline:

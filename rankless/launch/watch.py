@@ -76,7 +76,8 @@ class Watch:
                 if exit_code is not None:
                     return self._outcome(exit_code)
                 now = time.monotonic()
-                for number in self._interrupts.read() or [None]:
+                signals: list[int | None] = [*self._interrupts.read()]
+                for number in signals or [None]:
                     if not self._move_on(number, now):
                         return self._outcome(None)
                 selector.select(max(0.0, min(POLL_SECONDS, self._deadline - now)))

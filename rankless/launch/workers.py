@@ -12,7 +12,8 @@ _ADDRESS = "127.0.0.1"
 
 
 def open_store_socket() -> socket.socket:
-    """A socket that listens on this host only, on which rank 0 will serve the store of the group that we make.
+    """A socket that listens on this host only, on which rank 0 will serve the store of the group that we
+    make.
 
     It listens already, so ranks that come before rank 0 wait in its queue instead of trying again.
     """
@@ -25,8 +26,8 @@ def open_store_socket() -> socket.socket:
 def reserve_master_port() -> socket.socket:
     """A socket that keeps MASTER_PORT from everybody but a script that makes its own group with it.
 
-    It is bound and does not listen, so the system gives the number to nobody else, while one socket that also sets
-    SO_REUSEADDR, as torch's store does, may listen on it.
+    It is bound and does not listen, so the system gives the number to nobody else, while one socket that
+    also sets SO_REUSEADDR, as torch's store does, may listen on it.
     """
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,9 +35,7 @@ def reserve_master_port() -> socket.socket:
     return reserved
 
 
-def plan_workers(
-    plan: RunPlan, *, folder: str, store: socket.socket, reserved: socket.socket
-) -> list[WorkerLaunch]:
+def plan_workers(plan: RunPlan, *, folder: str, store: socket.socket, reserved: socket.socket) -> list[WorkerLaunch]:
     """Every worker's plan and environment, in the order of ranks."""
     used = sorted({int(device.removeprefix("cuda:")) for device in plan.devices if device != "cpu"})
     visible = user_visible_devices()

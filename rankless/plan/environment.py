@@ -13,10 +13,28 @@ from rankless.plan.run_plan import RunPlan, WorkerPlan
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot honour a change.
-_READ_AT_IMPORT = ("TORCH_", "PYTORCH_", "GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "ATEN_", "TORCHINDUCTOR_")
+# Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot
+# honour a change.
+_READ_AT_IMPORT = (
+    "TORCH_",
+    "PYTORCH_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OMP_",
+    "OPENBLAS_",
+    "ATEN_",
+    "TORCHINDUCTOR_",
+)
 # These are honoured all the same: applied again by the worker, or read by torch only when they are needed.
-_HONOURED = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
+_HONOURED = (
+    "TORCH_DISTRIBUTED_DEBUG",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TORCH_NCCL_",
+    "TORCH_FR_",
+    "TORCH_GLOO_",
+)
 
 
 class Torchrun(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +115,9 @@ def write_worker_plan(plan: WorkerPlan) -> None:
 
 
 def read_worker_plan() -> WorkerPlan | None:
-    """This worker's plan; None when this process is no worker of `rankless run` (a worker's own child is none)."""
+    """This worker's plan; None when this process is no worker of `rankless run` (a worker's own child is
+    none).
+    """
     text = os.environ.get(WORKER_PLAN)
     if text is None:
         return None
@@ -110,9 +130,7 @@ def read_torchrun() -> Torchrun | None:
     rank, size = _whole_number("RANK"), _whole_number("WORLD_SIZE")
     if rank is None or size is None or "MASTER_ADDR" not in os.environ or WORKER_PLAN in os.environ:
         return None
-    return Torchrun(
-        rank=rank, world_size=size, local_rank=_whole_number("LOCAL_RANK") or 0, threads=user_threads()
-    )
+    return Torchrun(rank=rank, world_size=size, local_rank=_whole_number("LOCAL_RANK") or 0, threads=user_threads())
 
 
 def snapshot() -> dict[str, str]:

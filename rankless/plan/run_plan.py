@@ -9,7 +9,9 @@ ShowChoice = Literal["first", "all"]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's program as given to `rankless run`: a script's path, a module's name (`-m`) or code (`-c`)."""
+    """The user's program as given to `rankless run`: a script's path, a module's name (`-m`) or code
+    (`-c`).
+    """
 
     kind: ProgramKind
     target: str
@@ -52,7 +54,9 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     recording: str | None = None
     """A folder into which each worker records its job results (for `rankless verify`), or None."""
     perturbation_seed: int | None = None
-    """Set only for `verify`'s noise-floor run: gradients are disturbed in their last bit, drawn from this seed."""
+    """Set only for `verify`'s noise-floor run: gradients are disturbed in their last bit, drawn from this
+    seed.
+    """
     progress: bool = True
 
 
@@ -78,7 +82,9 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     records_descriptor: int | None = None
     """The inherited socket on which records go up."""
     store_descriptor: int | None = None
-    """Rank 0 only: an inherited socket that listens already, on which it serves the store that all ranks meet at."""
+    """Rank 0 only: an inherited socket that listens already, on which it serves the store that all ranks
+    meet at.
+    """
     store_port: int | None = None
     process_id: int | None = None
     """The worker's own; a child of it inherits the environment but is not the worker."""

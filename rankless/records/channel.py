@@ -1,7 +1,7 @@
 """The way up: records as single messages on one socket that all processes of a host share.
 
-One shared socket, because the order in which records arrive decides who is blamed for a failure: messages from
-several processes keep the order in which they were sent.
+One shared socket, because the order in which records arrive decides who is blamed for a failure: messages
+from several processes keep the order in which they were sent.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ def open_channel() -> tuple[socket.socket, socket.socket]:
 
 
 def send_record(record: AnyRecord, *, descriptor: int, patient: bool = True) -> None:
-    """Send one record up. An impatient one is dropped when the reader lags; nothing is raised when it is gone."""
+    """Send one record up. An impatient one is dropped when the reader lags; nothing is raised when it is
+    gone.
+    """
     data = msgspec.msgpack.encode(record)
     flags = 0 if patient else socket.MSG_DONTWAIT
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as writer:

@@ -29,9 +29,9 @@ class Raised(Record, tag="raised"):
 
 
 class Leaving(Record, tag="leaving"):
-    """A worker's script destroys its process groups and goes on. Peers may lose their connection from here on.
+    """A worker's script destroys its process groups and goes on: peers may now lose their connection.
 
-    The texts are those of the exception that is on its way at this moment, as in a `finally`; empty without one.
+    The texts are those of the exception that is on its way, as in a `finally`; empty without one.
     """
 
     error_type: str = ""
@@ -40,7 +40,7 @@ class Leaving(Record, tag="leaving"):
 
 
 class Left(Record, tag="left"):
-    """A worker's script is over (`exit_code` is what it will exit with). Sent before its groups are destroyed."""
+    """A worker's script is over, to exit with `exit_code`. Sent before its groups are destroyed."""
 
     exit_code: int
 

@@ -1,8 +1,8 @@
 """Torch is imported already when a worker's script starts, and must not seem so.
 
-Note [hidden torch]: a script may set OMP_NUM_THREADS and the like before its own `import torch`. So the modules are
-taken out of `sys.modules`, and the script's first import brings them back and applies what the script has set. In
-a process that starts plain the same finder acts when the real import is over.
+Note [hidden torch]: a script may set OMP_NUM_THREADS and the like before its own `import torch`. So the
+modules are taken out of `sys.modules`, and the script's first import brings them back and applies what the
+script has set. In a process that starts plain the same finder acts when the real import is over.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ class Arrival(MetaPathFinder):
         self._hidden[name] = modules
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
         """A module's spec whose loading ends with the action; None for all other modules."""
         action = self._actions.pop(fullname, None)

@@ -1,12 +1,13 @@
-"""How another Python process of ours is started: with the flags of this one, and nothing of ours in its way."""
+"""How another Python process of ours is started: with the flags of this one, and nothing of ours in its
+way.
+"""
 
 import os
 import subprocess
 import sys
 
-import rankless
-
-# Not `-m`: that puts the current folder first on the path, where a user's `queue.py` would break torch's import.
+# Not `-m`: that puts the current folder first on the path, where a user's `queue.py` would break torch's
+# import.
 _START = (
     "import sys; root = sys.argv[1]\n"
     "if not sys.flags.safe_path: del sys.path[0]\n"
@@ -18,8 +19,10 @@ _START = (
 
 
 def python_command(module: str) -> list[str]:
-    """The command that imports `module` in a new interpreter like this one, calls its `main`, then what that returns."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(rankless.__file__)))
+    """The command that imports `module` in a new interpreter like this one, calls its `main`, then what
+    that returns.
+    """
+    root = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
     return [sys.executable, *interpreter_flags(), "-c", _START.format(module=module), root]
 
 

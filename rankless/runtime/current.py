@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable
 
-from rankless.runtime.joined import Observer, Runtime, join, print_notices
+from rankless.runtime.joined import Observer, Runtime, join
 
 _joined: Runtime | None = None
 
 
-def current(observer: Callable[[], Observer] = lambda: print_notices) -> Runtime:
+def current(*, observer: Callable[[], Observer]) -> Runtime:
     """The runtime of this process, which joins its world at the first call.
 
     `observer` makes what takes the records of a process that was started without `rankless run`.

@@ -1,13 +1,13 @@
-"""A process that has joined its world: the process group, the device, the way up. The only maker of groups."""
+"""A process that has joined its world: group, device, the way up. The only maker of process groups."""
 
 import atexit
 import contextlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from rankless.plan.run_plan import WorkerPlan
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Said
 from rankless.views.progress import ProgressMeter
+from rankless.views.recording import Recorder
 from rankless.views.world import World
 
 STORE_TIMEOUT = timedelta(minutes=5)
@@ -29,7 +30,14 @@ class Runtime:
     """What one process is in its job, from joining to leaving."""
 
     def __init__(
-        self, *, mesh: Mesh, local_rank: int, up: Observer, plan: WorkerPlan | None, progress: bool, owns_group: bool
+        self,
+        *,
+        mesh: Mesh,
+        local_rank: int,
+        up: Observer,
+        plan: WorkerPlan | None,
+        progress: bool,
+        owns_group: bool,
     ) -> None:
         self.local_rank = local_rank
         self.process_id = os.getpid()
@@ -41,7 +49,7 @@ class Runtime:
             mesh=mesh,
             say=self.say,
             record=up,
-            recording=plan.recording if plan is not None else None,
+            recorder=Recorder(plan.recording, mesh.rank) if plan is not None and plan.recording is not None else None,
             perturbation_seed=plan.perturbation_seed if plan is not None else None,
             meter=ProgressMeter(rank=mesh.rank, record=up) if progress and mesh.rank == 0 else None,
         )
@@ -54,8 +62,12 @@ class Runtime:
             self._up(Said(rank=0, time_ns=time.monotonic_ns(), text=text))
 
     def leave(self) -> None:
-        """Destroy the group that joining made."""
-        if self._owns_group and os.getpid() == self.process_id and dist.is_initialized():
+        """Finish what is being recorded, and destroy the group that joining made."""
+        if os.getpid() != self.process_id:
+            return
+        if self.world.recorder is not None:
+            self.world.recorder.finish()
+        if self._owns_group and dist.is_initialized():
             self._owns_group = False
             dist.destroy_process_group()
 
@@ -81,7 +93,11 @@ def _join_as_worker(plan: WorkerPlan) -> Runtime:
     owns_group = plan.world_size > 1 and not dist.is_initialized()
     if owns_group:
         dist.init_process_group(
-            plan.backend, store=_meet(plan), rank=plan.rank, world_size=plan.world_size, device_id=_bound(plan, device)
+            plan.backend,
+            store=_meet(plan),
+            rank=plan.rank,
+            world_size=plan.world_size,
+            device_id=_bound(plan, device),
         )
     descriptor = plan.records_descriptor
 
@@ -111,15 +127,17 @@ def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[],
     return Runtime(mesh=mesh, local_rank=local_rank, up=up, plan=None, progress=True, owns_group=owns_group)
 
 
-def _meet(plan: WorkerPlan) -> dist.Store:
-    """The store at which ranks meet; rank 0 serves it on the socket that the agent has opened, on this host only."""
+def _meet(plan: WorkerPlan) -> Any:
+    """The store at which ranks meet; rank 0 serves it on the socket that the agent has opened, on this host
+    only.
+    """
     if plan.store_port is None:
         raise RuntimeError("a worker plan without a store")
     listening = None
     if plan.store_descriptor is not None:
         with contextlib.suppress(OSError):
             listening = socket.socket(fileno=plan.store_descriptor).detach()
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
         plan.master_address,
         plan.store_port,
         plan.world_size,
@@ -145,12 +163,6 @@ def _use_device(name: str) -> torch.device:
 
 def _bound(plan: WorkerPlan, device: torch.device) -> torch.device | None:
     return device if plan.backend == "nccl" else None
-
-
-def print_notices(record: AnyRecord) -> None:
-    """The plainest observer: notices to standard error, all else to nobody."""
-    if isinstance(record, Said):
-        print(f"rankless: {record.text}", file=sys.stderr)
 
 
 def _drop(_record: AnyRecord) -> None:

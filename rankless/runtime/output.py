@@ -1,4 +1,4 @@
-"""A worker's output: its own log file, which the agent reads along. A full disk costs lines, never the training."""
+"""A worker's output: a log file of its own. A full disk costs lines, never the training."""
 
 import errno
 import io
@@ -32,7 +32,7 @@ class LogFile(io.FileIO):
 
 
 def redirect_output(log_file: str, *, on_loss: Callable[[str], None]) -> None:
-    """Send this process's standard output and error, of C code and children too, to `log_file`; empty its input."""
+    """Send all output of this process, its C code and its children to `log_file`, and give it no input."""
     try:
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
@@ -44,7 +44,7 @@ def redirect_output(log_file: str, *, on_loss: Callable[[str], None]) -> None:
         os.set_inheritable(target, True)
     os.close(log)
     os.close(nothing)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # as the interpreter itself does at start
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]  # as the interpreter itself does at start
     sys.stdout = sys.__stdout__ = _text(1, name="<stdout>", on_loss=on_loss)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text(2, name="<stderr>", on_loss=on_loss)  # type: ignore[misc]
 

@@ -1,4 +1,6 @@
-"""A worker that starts as a plain process (`--no-warm`): nothing of torch is imported before the script does it."""
+"""A worker that starts as a plain process (`--no-warm`): nothing of torch is imported before the script
+does it.
+"""
 
 import os
 import sys

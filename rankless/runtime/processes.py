@@ -1,4 +1,5 @@
-"""What Linux offers against processes left behind: the parent-death signal, the subreaper, and the tree in /proc.
+"""What Linux offers against processes left behind: the parent-death signal, the subreaper, and the tree in
+/proc.
 
 On other systems the calls of the first two do nothing, and only the lifeline's end of file ends a job.
 """
@@ -10,7 +11,7 @@ import signal
 import sys
 import time
 
-import psutil
+import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
@@ -33,10 +34,16 @@ def send_signal(process_id: int, number: int) -> None:
             os.kill(process_id, each)
 
 
+def descendants() -> frozenset[int]:
+    """The pids of this process's children, their children, and so on."""
+    return frozenset(child.pid for child in psutil.Process().children(recursive=True))
+
+
 def end_descendants(*, deadline_seconds: float, spare: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
     """Kill every descendant of this process, and return the (pid, wait status) of the children among them.
 
-    They are stopped first: one that is being killed cannot fork another meanwhile. `spare` are pids to leave alone.
+    They are stopped first: one that is being killed cannot fork another meanwhile. `spare` are pids to
+    leave alone.
     """
     ended: list[tuple[int, int]] = []
     deadline = time.monotonic() + deadline_seconds
@@ -59,7 +66,7 @@ def end_descendants(*, deadline_seconds: float, spare: frozenset[int] = frozense
 
 def thread_count() -> int:
     """How many threads this process has, those of C libraries included."""
-    return psutil.Process().num_threads()
+    return int(psutil.Process().num_threads())
 
 
 def _process_control(option: int, value: int) -> None:

@@ -15,13 +15,14 @@ def apply(*, seed: int, threads: int | None, before_leaving: Callable[[BaseExcep
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
     if dist.is_available():
-        dist.set_debug_level_from_env()
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # public, missing in the stubs
         _announce_destruction(before_leaving)
 
 
 def _announce_destruction(before_leaving: Callable[[BaseException | None], None]) -> None:
-    # A script that fails, destroys its group, then cleans up for a while, is known as the culprit only if it says so
-    # first: its peers lose their connection at once, and its own exception reaches the top much later.
+    # A script that fails, destroys its group, then cleans up for a while, is known as the culprit only if
+    # it says so first: its peers lose their connection at once, and its own exception reaches the top much
+    # later.
     destroy = groups.destroy_process_group
 
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:

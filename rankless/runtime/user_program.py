@@ -10,12 +10,22 @@ from types import CodeType, ModuleType
 
 from rankless.plan.run_plan import Program
 
+LOADED_AT_START = frozenset(
+    (
+        *("_collections_abc", "_sitebuiltins", "abc", "codecs", "encodings", "genericpath", "io"),
+        *("linecache", "os", "posixpath", "site", "sitecustomize", "stat", "usercustomize"),
+    )
+)
+"""What Python itself imports before any script; no script can shadow these."""
+
 
 def prepare_main(program: Program) -> Callable[[], None]:
     """Set up `__main__`, arguments and path for `program`, and return what runs it."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:  # multiprocessing's own name for it, set when it is imported
+        sys.modules["__mp_main__"] = main
     if program.kind == "script":
         compiled = _prepare_script(main, program)
     elif program.kind == "module":
@@ -84,20 +94,11 @@ def forget_shadowed(folder: str) -> None:
         name, extension = os.path.splitext(entry)
         path = os.path.join(folder, entry)
         is_module = extension == ".py" or os.path.isfile(os.path.join(path, "__init__.py"))
-        if not is_module or name not in sys.modules or name in ("rankless", "__main__"):
+        if not is_module or name not in sys.modules or name in LOADED_AT_START | {"rankless"}:
             continue
         origin = getattr(sys.modules[name], "__file__", None)
         # Modules without a file are the interpreter's own; these no script can shadow in plain Python either.
         if origin is None or os.path.realpath(origin).startswith(os.path.realpath(folder) + os.sep):
             continue
-        if name in _LOADED_AT_START:
-            continue
         for key in [key for key in sys.modules if key.partition(".")[0] == name]:
             del sys.modules[key]
-
-
-_LOADED_AT_START = frozenset(
-    ("abc", "codecs", "encodings", "genericpath", "io", "os", "posixpath", "site", "stat", "sitecustomize")
-    + ("usercustomize", "_collections_abc", "_sitebuiltins", "linecache")
-)
-"""What Python itself imports before any script."""

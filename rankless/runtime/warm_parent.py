@@ -1,13 +1,13 @@
 """The workers' parent: imports torch once, forks the workers, and guards them.
 
-Note [one thread, no computing]: a forked child has only the thread that forked. Had the parent computed anything
-with torch, its children would wait for ever for worker threads that exist in the parent alone. So the parent imports,
-and does nothing else.
+Note [one thread, no computing]: a forked child has only the thread that forked. Had the parent computed
+anything with torch, its children would wait for ever for worker threads that exist in the parent alone. So
+the parent imports, and does nothing else.
 
-Note [guard]: the parent is in a session of its own, adopts orphaned descendants, and reads a lifeline from the
-agent. At its end of file (the agent is gone, however it went) everything below is stopped, then killed. Workers get
-the parent-death signal KILL for the case that the parent itself is killed; the parent gets CONT, so that it cannot
-sleep through the agent's death.
+Note [guard]: the parent is in a session of its own, adopts orphaned descendants, and reads a lifeline from
+the agent. At its end of file (the agent is gone, however it went) everything below is stopped, then killed.
+Workers get the parent-death signal KILL for the case that the parent itself is killed; the parent gets
+CONT, so that it cannot sleep through the agent's death.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.plan import environment
 from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Said, Started
@@ -39,8 +38,19 @@ from rankless.runtime.processes import (
 )
 from rankless.runtime.worker import WorkerProcess, enter_forked
 
-TORCH_MODULES = ("torch", "torch.distributed", "rankless.runtime.torch_settings", "rankless.runtime.numpy_settings")
-JOB_MODULES = ("torch._functorch.aot_autograd", "torch.fx", "rankless.script", "rankless.views.job", "rankless.views.loader")
+TORCH_MODULES = (
+    "torch",
+    "torch.distributed",
+    "rankless.runtime.torch_settings",
+    "rankless.runtime.numpy_settings",
+)
+JOB_MODULES = (
+    "torch._functorch.aot_autograd",
+    "torch.fx",
+    "rankless.script",
+    "rankless.views.job",
+    "rankless.views.loader",
+)
 """What the first job call needs besides; imported only for programs that use Rankless."""
 
 
@@ -116,9 +126,7 @@ class Guard:
                 return enter_forked(launch, self._plan)
         rank = launch.plan.rank
         self._workers[process_id] = rank
-        self._report(
-            Started(rank=rank, time_ns=time.monotonic_ns(), pid=process_id, log_file=launch.plan.log_file)
-        )
+        self._report(Started(rank=rank, time_ns=time.monotonic_ns(), pid=process_id, log_file=launch.plan.log_file))
         return None
 
     def serve(self) -> None:

@@ -1,4 +1,6 @@
-"""Inside a new worker, from its start to the user's first line, and what it reports when the script is over."""
+"""Inside a new worker, from its start to the user's first line, and what it reports when the script is
+over.
+"""
 
 import contextlib
 import importlib
@@ -26,21 +28,20 @@ _LONGEST_TEXT = 16_000
 
 def enter_forked(launch: WorkerLaunch, host: HostPlan) -> "WorkerProcess":
     """Turn a fresh fork of the warm parent into a worker."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if host.store_descriptor not in (None, launch.plan.store_descriptor):
-        os.close(host.store_descriptor)  # type: ignore[arg-type]  # None is excluded above
+    if host.store_descriptor is not None and launch.plan.store_descriptor is None:
+        os.close(host.store_descriptor)
     return enter(launch, host, hide_torch=True)
 
 
 def enter(launch: WorkerLaunch, host: HostPlan, *, hide_torch: bool) -> "WorkerProcess":
     """Make this process the worker that `launch` describes: descriptors, environment, output, seeds."""
     set_parent_death_signal(signal.SIGKILL)
+    # The parent ignores most of these, and a plain process inherits that.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     environment.apply(launch.environment)
-    plan = msgspec.structs.replace(
-        launch.plan, process_id=os.getpid(), records_descriptor=host.records_descriptor
-    )
+    plan = msgspec.structs.replace(launch.plan, process_id=os.getpid(), records_descriptor=host.records_descriptor)
     environment.write_worker_plan(plan)
     worker = WorkerProcess(plan, host.program)
     redirect_output(plan.log_file, on_loss=worker.tell_loss)
@@ -68,7 +69,9 @@ class WorkerProcess:
         sys.meta_path.insert(0, arrival)
 
     def run(self) -> None:
-        """Run the user's program; leaves by returning or by SystemExit, so that Python itself finishes the process."""
+        """Run the user's program; leaves by returning or by SystemExit, so that Python itself finishes the
+        process.
+        """
         exit_code = self._run_program(prepare_main(self._program))
         self._send(Left(rank=self._plan.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
         for stream in (sys.stdout, sys.stderr):
@@ -79,8 +82,8 @@ class WorkerProcess:
 
     def tell_loss(self, reason: str) -> None:
         """Tell the user that a log file has lost lines."""
-        text = f"rank {self._plan.rank}'s output is lost from here on, training goes on ({reason}: {self._plan.log_file})"
-        self._say(text)
+        rank, log_file = self._plan.rank, self._plan.log_file
+        self._say(f"rank {rank}'s output is lost from here on, training goes on ({reason}: {log_file})")
 
     def _run_program(self, program: Callable[[], None]) -> int:
         try:

@@ -1,0 +1,133 @@
+"""When a worker fails: the job ends at once, the culprit is named, its exit code is the job's."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from jobs import run_script
+
+pytestmark = pytest.mark.slow
+
+GROUP = """
+import os, sys, time, signal
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+x = torch.ones(4)
+dist.all_reduce(x)
+def train():
+    while True:
+        dist.all_reduce(torch.ones(4))
+"""
+
+CULPRITS = {
+    "raises": ("raise ValueError('rank 1 is tired')", 1, "raised ValueError: rank 1 is tired"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by signal 9 (SIGKILL)"),
+    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by signal 11 (SIGSEGV)"),
+    "exits with a code": ("sys.exit(7)", 7, "left with exit code 7"),
+    "exits without a word": ("os._exit(9)", 9, "ended with exit code 9"),
+    "ends early": ("sys.exit(0)", 1, "ended its script while other ranks still needed it"),
+    "exits early without a word": ("os._exit(0)", 1, "ended its script while other ranks still needed it"),
+    "leaves its group early": (
+        "dist.destroy_process_group(); time.sleep(600)",
+        1,
+        "destroyed its process group while other ranks still needed it",
+    ),
+    "destroys its group and then cleans up for long": (
+        "try:\n        raise ValueError('rank 1 is tired')\n"
+        "    finally:\n        dist.destroy_process_group()\n        time.sleep(0.5)",
+        1,
+        "raised ValueError: rank 1 is tired",
+    ),
+}
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "plain"])
+@pytest.mark.parametrize("kind", CULPRITS)
+def test_the_culprit_is_named_though_its_victims_fail_too(kind: str, warm: bool, tmp_path: Path) -> None:
+    action, code, words = CULPRITS[kind]
+    script = GROUP + f"if rank == 1:\n    time.sleep(0.1)\n    {action}\ntrain()\n"
+    job = run_script(script, "-n", "2", *([] if warm else ["--no-warm"]), folder=tmp_path)
+    assert f"rank 1 {words}" in job.stderr
+    assert job.returncode == code
+    assert "rank1.log" in job.stderr.partition("rank 1 ")[2]
+
+
+def test_what_the_agent_says_of_a_failure_is_short_and_ends_with_the_traceback(tmp_path: Path) -> None:
+    script = """
+def deep(n):
+    if n == 0:
+        raise KeyError('bottom')
+    deep(n - 1) if n % 2 else deep(n - 1)
+deep(30)
+"""
+    job = run_script(script, "-n", "2", folder=tmp_path)
+    said = job.stderr[job.stderr.index("rankless: rank") :]
+    assert len(said.splitlines()) <= 15
+    assert "KeyError: 'bottom'" in said
+    assert 'script.py", line 4, in deep' in said
+    assert "rankless/runtime" not in job.stderr + job.stdout
+    assert job.returncode == 1
+
+
+@pytest.mark.parametrize("state", ["busy", "stopped", "ignoring SIGTERM"])
+def test_the_others_are_ended_within_two_seconds(state: str, tmp_path: Path) -> None:
+    prepare = {
+        "busy": "",
+        "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+        "ignoring SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+    }[state]
+    script = f"""
+import os, signal, time
+if os.environ["RANK"] == "0":
+    open("ready", "w").close()
+    {prepare}
+    while True:
+        time.sleep(0.01)
+while not os.path.exists("ready"):
+    time.sleep(0.01)
+time.sleep(0.2)
+open("failed", "w").write(str(time.time()))
+1 / 0
+"""
+    job = run_script(script, "-n", "2", folder=tmp_path)
+    assert time.time() - float((tmp_path / "failed").read_text()) < 2.0
+    assert job.returncode == 1
+    assert "rank 1 raised ZeroDivisionError" in job.stderr
+
+
+def test_a_rank_that_ends_early_and_is_not_needed_is_no_failure(tmp_path: Path) -> None:
+    script = "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(0.5)\n    print('done')\n"
+    job = run_script(script, "-n", "2", folder=tmp_path)
+    assert job.returncode == 0
+    assert job.stdout.endswith("done\n")
+
+
+def test_an_error_in_one_ranks_atexit_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    script = "import atexit\natexit.register(lambda: print('at exit'))\nraise SystemExit('no more')\n"
+    job = run_script(script, "-n", "1", folder=tmp_path)
+    assert job.returncode == 1
+    assert "no more" in job.stdout
+    assert job.stdout.endswith("at exit\n")
+
+
+def test_a_full_disk_costs_lines_and_never_the_training(tmp_path: Path) -> None:
+    logs = tmp_path / "full"
+    logs.mkdir()
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=64k tmpfs {logs}") != 0:
+        pytest.skip("needs to mount a small disk")
+    script = """
+import os
+for i in range(2000):
+    print('x' * 100)
+open('done' + os.environ['RANK'], 'w').close()
+"""
+    try:
+        job = run_script(script, "-n", "2", "--log-dir", str(logs), folder=tmp_path)
+    finally:
+        os.system(f"umount {logs}")
+    assert job.returncode == 0
+    assert (tmp_path / "done0").exists()
+    assert (tmp_path / "done1").exists()
+    assert job.stderr.count("rank 0's output is lost from here on") == 1
