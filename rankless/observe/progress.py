@@ -68,6 +68,8 @@ class ProgressDisplay:
             redirect_stderr=sys.stderr.isatty(),
         )
         live.start()
+        # Live hides the cursor until it is stopped, which a killed process never does.
+        console.show_cursor(True)
         return live
 
     def _end(self) -> None:

@@ -82,6 +82,16 @@ display.show(at(3))
 display.close()
 """
 
+KILLED_SCRIPT = """
+import os
+from rankless.observe.progress import ProgressDisplay
+from rankless.records.events import Progress
+
+ProgressDisplay().show(Progress(rank=0, time_ns=0, job="train", epoch=1, step=1, steps_per_epoch=3, loss=0.5,
+                                samples_per_second=80.0, seconds_left=1.0))
+os._exit(0)
+"""
+
 
 def screen_after(output: str) -> list[str]:
     """The lines that a terminal shows: carriage returns, erased lines and cursor-up obeyed, no more."""
@@ -138,3 +148,10 @@ def test_on_a_terminal_other_text_stands_above_the_line_whole():
     assert len(screen) == 3
     assert screen[2].startswith("epoch 1")
     assert screen[2].endswith("step 3/3  loss 0.5000  80 samples/s  0:01 left")
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_leaves_the_cursor_visible():
+    output = run_on_a_terminal(KILLED_SCRIPT)
+    assert "step 1/3" in output
+    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l")
