@@ -10,6 +10,7 @@ RanklessError
 """
 
 from collections.abc import Callable
+from typing import Self
 
 
 class RanklessError(Exception):
@@ -29,6 +30,12 @@ class RanklessError(Exception):
             lines.append(f"where:    {where}")
         super().__init__("\n".join(lines))
 
+    def located(self, where: str | None) -> Self:
+        """The same error with a line of the user's script, unless it has one."""
+        if self.where is not None or where is None:
+            return self
+        return type(self)(expected=self.expected, found=self.found, fix=self.fix, where=where)
+
     def __str__(self) -> str:
         return "\n" + str(self.args[0])
 
@@ -37,9 +44,7 @@ class RanklessError(Exception):
         return _rebuild, (type(self), str(self.expected), str(self.found), self.fix, self.where)
 
 
-def _rebuild(
-    kind: type[RanklessError], expected: str, found: str, fix: str, where: str | None
-) -> RanklessError:
+def _rebuild(kind: type[RanklessError], expected: str, found: str, fix: str, where: str | None) -> RanklessError:
     return kind(expected=expected, found=found, fix=fix, where=where)
 
 

@@ -26,7 +26,7 @@ def all_gather_bytes(data: bytes, *, mesh: Mesh) -> list[bytes]:
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(mesh.device)
     everyone = torch.empty(mesh.size * longest, dtype=torch.uint8, device=mesh.device)
-    dist.all_gather_into_tensor(everyone, padded, group=mesh.group)
+    dist.all_gather_single(everyone, padded, group=mesh.group)
     rows = everyone.reshape(mesh.size, longest).cpu()
     return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 

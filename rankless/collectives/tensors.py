@@ -39,7 +39,7 @@ def all_gather(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) 
     padded[: leading.shape[0]] = leading
     pieces = leading.new_empty((mesh.size * longest, *leading.shape[1:]))
     # Gloo and NCCL take equal pieces only, so short ones travel padded to the longest and are cut here.
-    dist.all_gather_into_tensor(pieces, padded, group=mesh.group)
+    dist.all_gather_single(pieces, padded, group=mesh.group)
     if all(length == longest for length in lengths):
         whole = pieces
     else:

@@ -21,9 +21,12 @@ from rankless.errors import CaptureError
 from rankless.program.clean import cleaned, named
 from rankless.program.decompositions import DECOMPOSITIONS
 from rankless.program.guards import python_state_kept
-from rankless.program.logical_program import LogicalProgram, ProgramInput, ProgramOutput
+from rankless.program.logical_program import LogicalProgram
 from rankless.program.refusals import capture_error
 from rankless.program.tracing import lines_recorded
+
+ArgumentsOf = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Puts the tensor arguments of a call among its plain ones: positional and keyword arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ LEAF = object()
 class TracedJob(nn.Module):
     """The job's function as a module whose parameters are those of the modules it may use."""
 
-    def __init__(self, source: JobSource, arguments: Callable[[Sequence[Tensor]], tuple[Any, ...]]) -> None:
+    def __init__(self, source: JobSource, arguments: ArgumentsOf) -> None:
         super().__init__()
         for name, module in source.modules.items():
             self.add_module(name, module)
@@ -71,8 +74,9 @@ class TracedJob(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
-        with lines_recorded(), python_state_kept(self.source):
-            result = self.source.function(*self.arguments(tensors))
+        with lines_recorded(), python_state_kept(self.source.function, self.source.modules):
+            args, kwargs = self.arguments(tensors)
+            result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
         self.result_leaves = tuple(LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         # A result may be an argument, or a view of one; a clone makes it a value of the program.
@@ -109,7 +113,7 @@ def describe(value: Any) -> str:
 
 def capture(
     source: JobSource,
-    arguments: Callable[[Sequence[Tensor]], tuple[Any, ...]],
+    arguments: ArgumentsOf,
     shapes: Sequence[ArgumentShape],
     device: torch.device,
 ) -> Captured:

@@ -107,9 +107,7 @@ def replace_by_one(node: fx.Node) -> None:
     """Turn the placeholder for the loss's own gradient into the constant one."""
     value: Tensor = node.meta["val"]
     with node.graph.inserting_before(node):
-        one = node.graph.call_function(
-            aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device}
-        )
+        one = node.graph.call_function(aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
     one.meta.update(node.meta)
     node.replace_all_uses_with(one)
     node.graph.erase_node(node)
@@ -140,9 +138,7 @@ def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logica
             node.replace_all_uses_with(node.args[0])
     outputs = [(resolve(node, replacements), output) for node, output in program.outputs]
     outputs = tied_gradients_added(program.graph, outputs, named_tensors(modules))
-    outputs = [
-        (without_final_copy(node) if output.kind == "result" else node, output) for node, output in outputs
-    ]
+    outputs = [(without_final_copy(node) if output.kind == "result" else node, output) for node, output in outputs]
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
     # Random operators stay even if unused: the script's generator moves past them.
@@ -160,9 +156,7 @@ def is_kept(node: fx.Node) -> bool:
     """Whether a node stays although nobody uses its value."""
     if node.op in ("placeholder", "output"):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in node.target.tags
-    )
+    return isinstance(node.target, torch._ops.OpOverload) and (torch.Tag.nondeterministic_seeded in node.target.tags)
 
 
 def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:

@@ -4,15 +4,17 @@ Losses and statistics that divide by a number of elements are decomposed, so tha
 and survives the split. Everything else stays as it is: fewer nodes, and the kernels of the plain script.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._decomp import get_decompositions
 
 aten = torch.ops.aten
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
+PYTORCHS: dict[Any, Callable[..., Any]] = get_decompositions(
     [
         aten.mse_loss,
         aten.mse_loss_backward,
@@ -25,10 +27,6 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
         aten.binary_cross_entropy,
         aten.binary_cross_entropy_backward,
         aten.binary_cross_entropy_with_logits,
-        aten.var,
-        aten.var_mean,
-        aten.std,
-        aten.std_mean,
         aten.linalg_vector_norm,
         aten.norm,
         aten.logsumexp,
@@ -41,3 +39,36 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
         aten.split,
     ]
 )
+
+
+def variance_and_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean as sums over logical counts."""
+    dims = list(range(x.dim())) if not dim else list(dim)
+    count = prod(x.shape[item] for item in dims)
+    mean = x.sum(dims, keepdim=True) / count
+    divisor = max(count - (1 if correction is None else correction), 0)
+    variance = ((x - mean) ** 2).sum(dims, keepdim=keepdim) / divisor
+    return variance, mean if keepdim else mean.squeeze(dims)
+
+
+def by_bias(
+    x: Tensor, dim: Sequence[int] | None = None, unbiased: bool = True, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same, in the older signature."""
+    return variance_and_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+
+OURS: dict[Any, Callable[..., Any]] = {
+    aten.var.correction: lambda *args, **kwargs: variance_and_mean(*args, **kwargs)[0],
+    aten.var.dim: lambda *args, **kwargs: by_bias(*args, **kwargs)[0],
+    aten.var.default: lambda x, unbiased=True: by_bias(x, None, unbiased)[0],
+    aten.var_mean.correction: variance_and_mean,
+    aten.std.correction: lambda *args, **kwargs: variance_and_mean(*args, **kwargs)[0].sqrt(),
+    aten.std.dim: lambda *args, **kwargs: by_bias(*args, **kwargs)[0].sqrt(),
+    aten.std.default: lambda x, unbiased=True: by_bias(x, None, unbiased)[0].sqrt(),
+}
+"""Statistics that PyTorch decomposes no further than its own `prims.var`."""
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = PYTORCHS | OURS

@@ -1,17 +1,245 @@
-"""Python that a captured program cannot see: state that the job changes while it runs is refused."""
+"""Plain Python values that a captured program has taken in, watched so that the program never goes stale.
+
+Note [guards]: tracing runs the job's Python once and keeps only tensor operators, so a number read from a closure, a
+global or an attribute is baked in. Found here by reading the code of the job, of the functions it names and of its
+modules' `forward`: which names they read, and what simple values stand under them. A changed value means another
+program; a value that the job changes itself cannot be part of any, and is refused.
+"""
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import numpy
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankless.errors import CaptureError
+from rankless.program.tracing import OUR_FOLDER, TORCH_FOLDER
+
+SIMPLE = (int, float, complex, bool, str, bytes, type(None))
+MISSING = object()
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One value that the job reads: an entry of a namespace, or what a closure's cell holds."""
+
+    label: str
+    scope: dict[str, Any] | CellType
+    name: str
+    value: Any
+
+    def read(self) -> Any:
+        """The value as it is now."""
+        return contents(self.scope) if isinstance(self.scope, CellType) else self.scope.get(self.name, MISSING)
+
+    def holds(self) -> bool:
+        """Whether the value is what it was."""
+        now = self.read()
+        return now is self.value or equal(now, self.value)
+
+
+@dataclass(frozen=True)
+class Guards:
+    """All that was found for one capture; `entries` and `cells` are the same guards, laid out for a quick check."""
+
+    guards: tuple[Guard, ...]
+    entries: tuple[tuple[dict[str, Any], str, Any], ...]
+    cells: tuple[tuple[CellType, Any], ...]
+
+    def hold(self) -> bool:
+        """Whether every value is what it was."""
+        for scope, name, value in self.entries:
+            now = scope.get(name, MISSING)
+            if now is not value and not equal(now, value):
+                return False
+        return all((now := contents(cell)) is value or equal(now, value) for cell, value in self.cells)
+
+    def first_changed(self) -> Guard | None:
+        """The first value that is not what it was."""
+        return next((guard for guard in self.guards if not guard.holds()), None)
+
+
+def guards_of(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> Guards:
+    """The guards for a job's function and its modules, with their values of now."""
+    found = Finder()
+    found.function(function)
+    for name, module in modules.items():
+        for path, part in module.named_modules(prefix=name):
+            found.module(path, part)
+    guards = tuple(found.guards.values())
+    return Guards(
+        guards=guards,
+        entries=tuple((item.scope, item.name, item.value) for item in guards if isinstance(item.scope, dict)),
+        cells=tuple((item.scope, item.value) for item in guards if isinstance(item.scope, CellType)),
+    )
+
+
+class Finder:
+    """Walks from a function to all that its code names."""
+
+    def __init__(self) -> None:
+        self.guards: dict[tuple[int, str], Guard] = {}
+        self.seen: set[int] = set()
+        self.names_of_type: dict[type, set[str]] = {}
+
+    def function(self, function: Any) -> None:
+        """Closure cells and globals that a Python function of the user reads, and the functions it names."""
+        if isinstance(function, MethodType):
+            function = function.__func__
+        if not isinstance(function, FunctionType) or id(function) in self.seen or not is_users(function.__code__):
+            return
+        self.seen.add(id(function))
+        names = names_in(function.__code__)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.found(Guard(name, cell, name, contents(cell)), names)
+        scope = function.__globals__
+        for name in sorted(names & scope.keys()):
+            self.found(Guard(name, scope, name, scope[name]), names)
+
+    def module(self, path: str, module: nn.Module) -> None:
+        """Simple attributes of a module that its code reads, and what that code reads besides."""
+        kind = type(module)
+        if kind not in self.names_of_type:
+            methods = methods_of(kind)
+            self.names_of_type[kind] = set().union(*(names_in(method.__code__) for method in methods))
+            for method in methods:
+                self.function(method)
+        for name in sorted(self.names_of_type[kind] & module.__dict__.keys()):
+            if name != "training":
+                self.simple(Guard(f"{path}.{name}", module.__dict__, name, module.__dict__[name]))
+
+    def simple(self, guard: Guard) -> None:
+        """Keep a guard if its value is simple."""
+        if is_simple(guard.value):
+            self.guards[id(guard.scope), guard.name] = replace(guard, value=frozen(guard.value))
+
+    def found(self, guard: Guard, names: set[str]) -> None:
+        """Guard a value that a function names, or go on into it."""
+        value = guard.value
+        if is_simple(value):
+            self.simple(guard)
+        elif isinstance(value, FunctionType | MethodType | nn.Module | Tensor | type):
+            # Another object under the same name would be another program.
+            self.guards[id(guard.scope), guard.name] = guard
+            self.function(value)
+        elif not isinstance(value, ModuleType) or is_users_file(getattr(value, "__file__", None)):
+            inner = getattr(value, "__dict__", {})
+            for name in sorted(names & inner.keys()):
+                self.simple(Guard(f"{guard.label}.{name}", inner, name, inner[name]))
+
+
+def methods_of(kind: type) -> list[FunctionType]:
+    """The methods of a module's class that may run in `forward`."""
+    return [
+        method
+        for parent in kind.__mro__
+        if parent not in (nn.Module, object)
+        for name, method in vars(parent).items()
+        if isinstance(method, FunctionType) and name not in NOT_RUN
+    ]
+
+
+NOT_RUN = frozenset({"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters"})
+
+
+def equal(now: Any, value: Any) -> bool:
+    """Whether two plain values are equal; of other objects only the same one is."""
+    return is_simple(value) and type(now) is type(value) and bool(now == value)
+
+
+def is_simple(value: Any) -> bool:
+    """Numbers, text and None, and small containers of them."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return len(value) <= 64 and all(is_simple(item) for item in value)
+    if type(value) is dict:
+        return len(value) <= 64 and all(is_simple(key) and is_simple(item) for key, item in value.items())
+    return isinstance(value, SIMPLE)
+
+
+def frozen(value: Any) -> Any:
+    """A copy of a container, so that a change in place is seen."""
+    if isinstance(value, list | set):
+        return type(value)(frozen(item) for item in value)
+    if type(value) is dict:
+        return {key: frozen(item) for key, item in value.items()}
+    return value
+
+
+def contents(cell: CellType) -> Any:
+    """A closure cell's value; `MISSING` while it has none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The names that a function reads, nested functions' included."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_in(constant)
+    return names
+
+
+def is_users(code: CodeType) -> bool:
+    """Whether code belongs to neither PyTorch nor Rankless."""
+    return is_users_file(code.co_filename)
+
+
+def is_users_file(file: str | None) -> bool:
+    """Whether a file belongs to neither PyTorch nor Rankless nor the standard library's frozen modules."""
+    return file is not None and not file.startswith((TORCH_FOLDER, OUR_FOLDER, "<frozen"))
 
 
 @contextlib.contextmanager
-def python_state_kept(source: Any) -> Iterator[None]:
+def python_state_kept(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Refuse a job that draws from Python's or NumPy's generator, or changes what it reads, while it runs inside."""
+    guards = guards_of(function, modules)
+    tables = {
+        (f"{name}.{path}" if path else name): (part, dict(part._buffers), dict(part._parameters))
+        for name, module in modules.items()
+        for path, part in module.named_modules()
+    }
+    python_state, numpy_state = random.getstate(), numpy.random.get_state(legacy=False)
     yield
+    if random.getstate() != python_state:
+        random.setstate(python_state)
+        raise drawn("Python's random")
+    if str(numpy.random.get_state(legacy=False)) != str(numpy_state):
+        numpy.random.set_state(numpy_state)
+        raise drawn("numpy.random")
+    changed = guards.first_changed()
+    if changed is not None:
+        raise CaptureError(
+            expected="a job that leaves Python values as they are: its Python runs once, not at every step",
+            found=f"{changed.label} was {changed.value!r} and is {changed.read()!r} after the job has run",
+            fix="count or change it outside the job, or keep it in a buffer and change that in place",
+        )
+    for path, (part, buffers, parameters) in tables.items():
+        replaced = first_replaced(part._buffers, buffers) or first_replaced(part._parameters, parameters)
+        if replaced is not None:
+            raise CaptureError(
+                expected="buffers and parameters that stay the same tensors",
+                found=f"{path}.{replaced} is replaced by another tensor inside the job",
+                fix=f"change it in place: self.{replaced}.copy_(new)",
+            )
+
+
+def first_replaced(now: Mapping[str, Tensor | None], before: Mapping[str, Tensor | None]) -> str | None:
+    """The first name under which another object stands."""
+    names = [*before, *(name for name in now if name not in before)]
+    return next((name for name in names if now.get(name) is not before.get(name)), None)
+
+
+def drawn(generator: str) -> CaptureError:
+    """The error for a generator that a program would not move."""
+    return CaptureError(
+        expected="randomness from torch inside a job: its numbers are drawn anew at every step",
+        found=f"the job draws from {generator}, whose numbers would be the same at every step",
+        fix="use torch.rand and its kind inside the job, or draw outside and pass the number as an argument",
+    )

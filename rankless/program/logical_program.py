@@ -76,7 +76,9 @@ def constant_digest(constant: Tensor | None) -> str:
     """A digest of a constant's bytes, so that ranks with other constants are found."""
     if constant is None:
         return ""
-    data = constant.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if constant.dim() else repr(
-        constant.item()
-    ).encode()
+    data = (
+        constant.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        if constant.dim()
+        else repr(constant.item()).encode()
+    )
     return " " + hashlib.sha256(data).hexdigest()[:8]

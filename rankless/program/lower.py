@@ -23,6 +23,7 @@ RUN_AS: dict[Any, Callable[..., Any]] = {
     aten.view.default: aten.reshape.default,  # a gathered or reduced value need not lie in memory as the whole did
     aten._unsafe_view.default: aten.reshape.default,
     ours.linear.default: aten.linear.default,
+    ours.linear_weight.default: whole_operators.run_linear_weight,
     ours.recurrent.default: whole_operators.run_recurrent,
     ours.recurrent_backward.default: whole_operators.run_recurrent_backward,
 }
@@ -84,9 +85,7 @@ class Lowering:
 
     def collective(self, target: Collective | StackedGather, value: fx.Node, size: int, reason: str) -> fx.Node:
         """Add a collective and write down what it moves and why."""
-        self.moves.append(
-            Move(kind=target.__name__, value=value.name, bytes=size, line=self.line, reason=reason)
-        )
+        self.moves.append(Move(kind=target.__name__, value=value.name, bytes=size, line=self.line, reason=reason))
         return self.call(target, value)
 
     def run(self) -> LocalGraph:
@@ -148,14 +147,16 @@ class Lowering:
         if not isinstance(result, tuple):
             self.values[node] = {self.placed.placements[node]: result}
 
-    def lowered(
-        self, node: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Local:
+    def lowered(self, node: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Local:
         """The operator on local values, in the way that its strategy says."""
         if strategy.lower is None:
             return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]  # an operator is callable
         call = Call(
-            node, node.target, tensor_slots(node), dict(self.placed.placements), self.mesh.size  # type: ignore[arg-type]  # only operators are placed
+            node,
+            node.target,
+            tensor_slots(node),
+            dict(self.placed.placements),
+            self.mesh.size,  # type: ignore[arg-type]  # only operators are placed
         )
         return strategy.lower(self, call, args, kwargs)
 
@@ -208,4 +209,3 @@ def replaced(argument: Any, values: Any) -> Any:
 def lower(placed: PlacedProgram, mesh: Mesh) -> LocalGraph:
     """The program of the rank that `mesh` says we are."""
     return Lowering(placed, mesh).run()
-

@@ -88,9 +88,7 @@ class Collective:
         if isinstance(target, Shard):
             return tensors.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=target.lengths)
         if isinstance(source, Partial) and not is_sum(source):
-            everyone = tensors.all_gather(
-                value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size
-            )
+            everyone = tensors.all_gather(value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size)
             return kernels.extreme_of(everyone, source.reduce_op)
         return tensors.all_reduce(value, mesh=self.mesh)
 

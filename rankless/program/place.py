@@ -125,4 +125,3 @@ def outputs_of(call: Call) -> tuple[Any, ...]:
 def size_of(value: Any) -> int:
     """Bytes of a logical value; nothing for one that is absent."""
     return int(value.numel() * value.element_size()) if isinstance(value, Tensor) else 0
-

@@ -4,7 +4,6 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
-import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,7 +23,11 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ("requires_grad_", "parameters whose requires_grad is set outside the job", "move it before the call"),
     ("numpy", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
     ("data-dependent", "a program that is the same for all values of its tensors", VALUE_READ),
-    ("Cannot access data pointer", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
+    (
+        "Cannot access data pointer",
+        "a job that stays in PyTorch",
+        "use torch functions, or convert outside the job",
+    ),
 )
 
 
@@ -34,11 +37,8 @@ def capture_error(job: str) -> Iterator[None]:
     try:
         yield
     except RanklessError as error:
-        if error.where is None:
-            raise type(error)(
-                expected=error.expected, found=error.found, fix=error.fix, where=raised_at(error)
-            ) from error
-        raise
+        # Raised while tracing, so between it and the script there are only frames of PyTorch's machinery.
+        raise error.located(raised_at(error)).with_traceback(None) from error.__cause__
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         operator = getattr(error, "func", "a value")
         raise CaptureError(

@@ -108,7 +108,4 @@ def built(program: LogicalProgram, arguments: tuple[Placement, ...], mesh: Mesh)
 
 def logical_gradients(local: LocalGraph, program: LogicalProgram) -> Mapping[fx.Node, fx.Node]:
     """The logical node behind each local output."""
-    return {
-        node: logical
-        for (node, _), (logical, _) in zip(local.outputs, program.outputs, strict=True)
-    }
+    return {node: logical for (node, _), (logical, _) in zip(local.outputs, program.outputs, strict=True)}

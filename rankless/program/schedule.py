@@ -79,9 +79,7 @@ def scheduled(local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mes
         )
     outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)
     returned.args = (tuple(node for node, _ in outputs),)
-    return LocalGraph(
-        graph=local.graph, inputs=local.inputs, outputs=outputs, pending=(), moves=tuple(moves)
-    )
+    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending=(), moves=tuple(moves))
 
 
 def buckets(pending: Sequence[fx.Node], gradients: Mapping[fx.Node, fx.Node]) -> list[list[fx.Node]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-import torch.nn.functional as F  # noqa: N812  # the field's name for it
+import torch.nn.functional as F  # the field's name for it
 from torch.overrides import TorchFunctionMode
 
 from rankless.program.whole_operators import RECURRENT, whole_linear, whole_recurrent
@@ -33,7 +33,7 @@ def user_line(frame: FrameType | None) -> str:
 class LineMode(TorchFunctionMode):
     """Writes the user's line into the metadata of what is traced, and keeps some operators whole."""
 
-    def __torch_function__(  # noqa: D102  # PyTorch's protocol
+    def __torch_function__(  # PyTorch's protocol
         self,
         func: Callable[..., Any],
         types: Any,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # the field's name for it
+import torch.nn.functional as F  # the field's name for it
 from torch import Tensor
 
-# Note [a backward of plain operators]: linear's backward is written in plain operators, not as one opaque operator,
-# because a gradient of a gradient must pass through it (an opaque one made gradient penalties wrong by 50-77 %).
+# Note [a backward with a backward]: linear's backward is made of operators that have gradients themselves, because a
+# gradient of a gradient must pass through it (an opaque one made gradient penalties wrong by 50-77 %).
 
 
 @torch.library.custom_op("rankless::linear", mutates_args=())
@@ -34,15 +34,42 @@ def _keep_linear_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], 
 def _linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-    rows = grad.flatten(0, -2)
     return (
-        grad.matmul(weight) if needs_x else None,
-        rows.t().mm(x.flatten(0, -2)) if needs_weight else None,
-        rows.sum(0) if needs_bias else None,
+        linear(grad, weight.t(), None) if needs_x else None,
+        linear_weight(grad, x) if needs_weight else None,
+        grad.sum(list(range(grad.dim() - 1))) if needs_bias else None,
     )
 
 
 linear.register_autograd(_linear_gradients, setup_context=_keep_linear_inputs)
+
+
+def run_linear_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """The weight's gradient of `linear`: a product of matrices over all rows."""
+    return grad.flatten(0, -2).t().mm(x.flatten(0, -2))
+
+
+@torch.library.custom_op("rankless::linear_weight", mutates_args=())
+def linear_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """The weight's gradient of `linear`, as one node, so that any leading dim may be split."""
+    return run_linear_weight(grad, x)
+
+
+@linear_weight.register_fake
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty((grad.shape[-1], x.shape[-1]))
+
+
+def _keep_both(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _linear_weight_gradients(ctx: Any, by_weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    grad, x = ctx.saved_tensors
+    return linear(x, by_weight, None), linear(grad, by_weight.t(), None)
+
+
+linear_weight.register_autograd(_linear_weight_gradients, setup_context=_keep_both)
 
 RECURRENT: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "lstm": torch.lstm,
@@ -53,15 +80,20 @@ RECURRENT: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 """The recurrent layers kept whole, by the name of the PyTorch function."""
 
 
+AUTOGRAD_KEYS = (
+    torch._C.DispatchKey.AutogradFunctionality,
+    torch._C.DispatchKey.AutogradOther,
+    torch._C.DispatchKey.AutogradNestedTensor,
+)
+
+
 def run_recurrent(
     kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]
 ) -> list[Tensor]:
     """Time-first layers without dropout; `layout` is (has biases, number of layers, bidirectional)."""
     has_biases, layers, bidirectional = layout
     state = tuple(states) if kind == "lstm" else states[0]
-    results = RECURRENT[kind](
-        x, state, list(weights), bool(has_biases), layers, 0.0, False, bool(bidirectional), False
-    )
+    results = RECURRENT[kind](x, state, list(weights), bool(has_biases), layers, 0.0, False, bool(bidirectional), False)
     return [result.clone() for result in results]
 
 
@@ -75,9 +107,7 @@ def recurrent(
 
 
 @recurrent.register_fake
-def _(
-    kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]
-) -> list[Tensor]:
+def _(kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]) -> list[Tensor]:
     width = states[0].shape[-1] * (2 if layout[2] else 1)
     return [x.new_empty((*x.shape[:-1], width)), *(torch.empty_like(state) for state in states)]
 
@@ -91,10 +121,12 @@ def run_recurrent_backward(
     layout: Sequence[int],
 ) -> list[Tensor]:
     """The gradients of `run_recurrent` for x, states and weights; the forward pass is computed again."""
-    # A local program runs below autograd; autograd's dispatch keys are brought back for this one operator.
-    keys = torch._C.DispatchKeySet
-    nothing = keys(torch._C.DispatchKey.Undefined)
-    with torch._C._ForceDispatchKeyGuard(nothing, nothing), torch.enable_grad():
+    # A local program runs below autograd; autograd's dispatch keys are let in again for this one operator.
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (x, *states, *weights)]
         count = 1 + len(states)
         results = run_recurrent(kind, leaves[0], leaves[1:count], leaves[count:], layout)
@@ -136,9 +168,7 @@ def _recurrent_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any,
     x, *rest = ctx.saved_tensors
     outputs = rest[-(1 + ctx.state_count) :]
     states, weights = rest[: ctx.state_count], rest[ctx.state_count : -(1 + ctx.state_count)]
-    filled = [
-        torch.zeros_like(output) if grad is None else grad for grad, output in zip(grads, outputs, strict=True)
-    ]
+    filled = [torch.zeros_like(output) if grad is None else grad for grad, output in zip(grads, outputs, strict=True)]
     grad_x, *others = recurrent_backward(ctx.kind, filled, x, states, weights, ctx.layout)
     return None, grad_x, others[: ctx.state_count], others[ctx.state_count :], None
 

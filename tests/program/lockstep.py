@@ -42,7 +42,7 @@ def run_in_step(
     """Capture, place and lower a job for `ranks` ranks, and run all of them."""
     source = JobSource(name="job", function=function, modules=modules, trains=trains)
     shapes = [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments]
-    program = capture(source, tuple, shapes, torch.device("cpu")).program
+    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu")).program
     placements = tuple(batch_placement(item, ranks) for item in arguments)
     placed = place(program, placements, ranks)
     meshes = [Mesh(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
@@ -52,7 +52,9 @@ def run_in_step(
         [
             piece_of(arguments[described.index], placements[described.index], rank)
             if described.kind == "argument"
-            else described.constant if described.kind == "constant" else tensors[described.name]
+            else described.constant
+            if described.kind == "constant"
+            else tensors[described.name]
             for _, described in graphs[rank].inputs
         ]
         for rank in range(ranks)
@@ -118,9 +120,7 @@ def moved(collective: Collective | StackedGather, pieces: list[Tensor], rank: in
     return piece_of(whole, target, rank)
 
 
-def outcome(
-    placed: PlacedProgram, graphs: Sequence[LocalGraph], values: Sequence[dict[fx.Node, Any]]
-) -> Outcome:
+def outcome(placed: PlacedProgram, graphs: Sequence[LocalGraph], values: Sequence[dict[fx.Node, Any]]) -> Outcome:
     """The outputs of rank 0, equal on all ranks; pending gradients summed."""
     results: list[Tensor] = []
     gradients, mutations = {}, {}

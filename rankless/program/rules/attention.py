@@ -51,7 +51,12 @@ def backward(call: Call) -> Iterator[Strategy]:
     if call.argument("dropout_p"):
         return
     text, row = letters_for(call)
-    by_name = {"out": text, "logsumexp": row, "attn_mask": mask_text(call, text), "attn_bias": mask_text(call, text)}
+    by_name = {
+        "out": text,
+        "logsumexp": row,
+        "attn_mask": mask_text(call, text),
+        "attn_bias": mask_text(call, text),
+    }
     inputs = []
     for described in call.operator._schema.arguments:
         if "Tensor" not in str(described.type):

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from rankless.program.placement import Partial, Replicate
 from rankless.program.rules.pattern import letters, split
 from rankless.program.rules.strategy import Call, Emit, Local, Rule, Strategy, shape_of
-from rankless.program.placement import Partial, Replicate
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2

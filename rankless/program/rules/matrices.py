@@ -42,6 +42,12 @@ def linear(call: Call) -> Iterator[Strategy]:
         yield from split(call, f"{leading}Y,.Y,->{leading}.")
 
 
+def linear_weight(call: Call) -> str:
+    """Its weight's gradient: a sum over the leading dims."""
+    leading = letters(len(shape_of(call.inputs[0])))[:-1]
+    return f"{leading}Y,{leading}Z->YZ"
+
+
 def embedding(call: Call) -> str:
     """Rows of a table by index; every dim of the indices may be split."""
     text = letters(len(shape_of(call.inputs[1])))
@@ -97,6 +103,7 @@ RULES: dict[Any, Rule] = {
     aten.addmm.default: addmm,
     aten.baddbmm.default: baddbmm,
     ours.linear.default: linear,
+    ours.linear_weight.default: by_pattern(linear_weight, (0,), (1,)),
     aten.convolution.default: by_pattern("b*,*,*->b*"),
     aten.convolution_backward.default: convolution_back,
     aten.embedding.default: by_pattern(embedding),

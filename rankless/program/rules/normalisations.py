@@ -40,8 +40,7 @@ def masked(pattern: Any, lower: Any = None) -> Rule:
         wanted = call.argument("output_mask")
         for strategy in split(call, pattern(call), lower):
             outputs = tuple(
-                placement if there else Replicate()
-                for placement, there in zip(strategy.outputs, wanted, strict=True)
+                placement if there else Replicate() for placement, there in zip(strategy.outputs, wanted, strict=True)
             )
             yield replace(strategy, outputs=outputs)
 
@@ -146,9 +145,7 @@ def batch_norm_gradients_over(placement: Placement) -> Any:
         direct, sums = emit.call(getitem, found, 0), emit.call(getitem, found, 1)
         total = emit.all_reduce(sums, "gradients of the whole batch's statistics")
         count = sum(counts_per_channel(call, 0, placement, call.mesh_size))
-        by_input = emit.call(
-            kernels.batch_norm_input_gradient, direct, x, weight, (total, mean, reciprocal), count
-        )
+        by_input = emit.call(kernels.batch_norm_input_gradient, direct, x, weight, (total, mean, reciprocal), count)
         return by_input, emit.call(getitem, total, 0), emit.call(getitem, total, 1)
 
     return lower

@@ -58,9 +58,7 @@ def sums(call: Call, *groups: Sequence[int], lower: Lowering | None = None) -> I
     for group in groups:
         if any(is_sum(call.current[position]) for position in group):
             yield Strategy(
-                tuple(
-                    Partial() if position in group else Replicate() for position in range(len(call.inputs))
-                ),
+                tuple(Partial() if position in group else Replicate() for position in range(len(call.inputs))),
                 (Partial(),) * len(call.output_shapes),
                 lower,
             )

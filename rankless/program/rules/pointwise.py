@@ -1,6 +1,7 @@
 """Operators that treat every element by itself, with broadcasting."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -87,4 +88,10 @@ def is_pointwise(operator: torch._ops.OpOverload) -> bool:
     )
 
 
-RULE: Rule = pointwise
+def log_sigmoid(call: Call) -> Iterator[Strategy]:
+    """The second output is a buffer that has the input's shape on CPU and is empty on CUDA."""
+    if len(set(call.output_shapes)) == 1:
+        yield from split(call, broadcast_pattern(call))
+
+
+RULES: dict[Any, Rule] = {aten.log_sigmoid_forward.default: log_sigmoid}

@@ -69,9 +69,8 @@ def whole(_call: Call) -> Iterator[Strategy]:
 
 RULES: dict[Any, Rule] = {
     aten.native_dropout.default: dropout,
-    **{
-        operator: like
-        for operator in (
+    **dict.fromkeys(
+        (
             aten.bernoulli.p,
             aten.rand_like.default,
             aten.randn_like.default,
@@ -85,11 +84,11 @@ RULES: dict[Any, Rule] = {
             aten.log_normal.default,
             aten.random.default,
             aten.random.to,
-        )
-    },
-    **{
-        operator: whole
-        for operator in (
+        ),
+        like,
+    ),
+    **dict.fromkeys(
+        (
             aten.rand.default,
             aten.randn.default,
             aten.randint.default,
@@ -102,6 +101,7 @@ RULES: dict[Any, Rule] = {
             aten.normal.float_Tensor,
             aten.normal.Tensor_Tensor,
             aten.poisson.default,
-        )
-    },
+        ),
+        whole,
+    ),
 }

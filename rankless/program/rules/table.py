@@ -11,11 +11,11 @@ from rankless.program.rules import (
     losses,
     matrices,
     normalisations,
+    pointwise,
     random,
     reductions,
     views,
 )
-from rankless.program.rules.pointwise import is_pointwise, pointwise
 from rankless.program.rules.strategy import Operator, Rule
 
 aten = torch.ops.aten
@@ -30,6 +30,7 @@ TABLE: dict[Any, Rule] = {
     **images.RULES,
     **indexing.RULES,
     **random.RULES,
+    **pointwise.RULES,
 }
 
 REFUSED = {
@@ -43,4 +44,4 @@ def rule_for(operator: Operator) -> Rule | None:
     """The rule of an operator, or None: it is then gathered and computed whole."""
     if operator in TABLE:
         return TABLE[operator]
-    return pointwise if is_pointwise(operator) else None
+    return pointwise.pointwise if pointwise.is_pointwise(operator) else None

@@ -1,0 +1,86 @@
+"""A job's arguments taken apart: tensors, which travel through the program, and plain values, which are part of it."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from rankless.collectives.mesh import Mesh
+from rankless.errors import CaptureError
+from rankless.program.capture import ArgumentShape
+from rankless.program.placement import Placement, Replicate, Shard, split_lengths
+from rankless.views.logical import LogicalTensor
+
+TENSOR = "tensor"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The tensors of a call in order, and how to put a call together from others like them."""
+
+    tensors: tuple[Tensor, ...]
+    spec: pytree.TreeSpec
+    plain: tuple[Any, ...]
+    """One entry per leaf: `TENSOR` where a tensor was, else the leaf."""
+
+    def joined(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with the given tensors in place."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if leaf is TENSOR else leaf for leaf in self.plain]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def key(self, job: str) -> Hashable:
+        """What tells calls of different programs apart, as far as the arguments go."""
+        try:
+            hash(self.plain)
+        except TypeError as error:
+            kinds = {type(leaf).__name__ for leaf in self.plain if not isinstance(leaf, Hashable)}
+            raise CaptureError(
+                expected=f"tensors, numbers, text or None as arguments of job {job!r}, in any nesting",
+                found=f"arguments of type {', '.join(sorted(kinds)) or 'unhashable'}",
+                fix="pass tensors and plain values, or let the job read the object from its closure",
+            ) from error
+        return self.spec, self.plain, tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
+
+
+def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
+    """A call's arguments; NumPy arrays become tensors, and tensors come to the model's device."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors: list[Tensor] = []
+    plain: list[Any] = []
+    for leaf in leaves:
+        value = torch.from_numpy(leaf) if isinstance(leaf, numpy.ndarray) else leaf
+        if isinstance(value, Tensor):
+            tensors.append(value if value.device == device else value.to(device))
+            plain.append(TENSOR)
+        else:
+            plain.append(value)
+    return Arguments(tuple(tensors), spec, tuple(plain))
+
+
+def shapes_of(arguments: Arguments) -> list[ArgumentShape]:
+    """The logical shapes of the tensors."""
+    return [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments.tensors]
+
+
+def placement_of(argument: Tensor, mesh: Mesh) -> Placement:
+    """How an argument lies: a loader's batch as it was read; another tensor by rows, if there are enough."""
+    if isinstance(argument, LogicalTensor):
+        return argument.placement
+    if argument.dim() == 0 or argument.shape[0] < mesh.size:
+        return Replicate()
+    return Shard(0, split_lengths(argument.shape[0], mesh.size))
+
+
+def piece_of(argument: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+    """This rank's piece of an argument."""
+    if isinstance(argument, LogicalTensor):
+        return argument.local
+    if isinstance(placement, Shard):
+        return argument.narrow(placement.dim, placement.start(mesh.rank), placement.lengths[mesh.rank])
+    return argument

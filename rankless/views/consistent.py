@@ -1,0 +1,163 @@
+"""The consistent view: a job on a mesh, captured once per kind of call, then run as one program on every rank."""
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from rankless.collectives.messages import all_gather_bytes
+from rankless.collectives.tensors import broadcast
+from rankless.program.agreement import require_same_program
+from rankless.program.capture import LEAF, Captured, JobSource, capture
+from rankless.program.clean import named_tensors
+from rankless.program.guards import Guards, guards_of
+from rankless.program.logical_program import ProgramInput
+from rankless.program.run import LocalProgram, built
+from rankless.views.arguments import Arguments, piece_of, placement_of, shapes_of
+from rankless.views.definition import JobDefinition
+from rankless.views.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A program ready to run, what it was captured from, and how its result is put together."""
+
+    local: LocalProgram
+    captured: Captured
+    guards: Guards
+    slots: tuple["Slot | Tensor | int", ...]
+    """Where each input comes from: a module's entry, a constant, or the number of a tensor argument."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's or buffer's place in its module, so that whatever stands there is used."""
+
+    table: Mapping[str, Tensor | None]
+    key: str
+
+
+class Consistent:
+    """Runs one job on a mesh."""
+
+    def __init__(self, job: JobDefinition, world: World) -> None:
+        self._job = job
+        self._world = world
+        self._programs: dict[Hashable, list[Prepared]] = {}
+        self._modules = [part for module in job.modules.values() for part in module.modules()]
+        equalise(job, world)
+
+    def run(self, arguments: Arguments) -> Any:
+        """The job's whole result, the same on every rank; a train job's step is made."""
+        prepared = self._prepared(arguments)
+        mesh = self._world.mesh
+        values = []
+        for slot in prepared.slots:
+            if isinstance(slot, int):
+                tensor = arguments.tensors[slot]
+                values.append(piece_of(tensor, placement_of(tensor, mesh), mesh))
+            else:
+                values.append(slot if isinstance(slot, Tensor) else slot.table[slot.key])
+        outputs = prepared.local([value.detach() for value in values if value is not None])
+        results = self._apply(prepared, outputs)
+        if self._job.optimizer is not None:
+            self._job.optimizer.step()
+        return joined_result(prepared.captured, results)
+
+    def _apply(self, prepared: Prepared, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Give gradients to parameters and new values to buffers; the rest are the job's results."""
+        tensors = named_tensors(self._job.modules)
+        if self._job.trains:
+            for parameter in self._job.parameters():
+                parameter.grad = None
+        results = []
+        for value, described in zip(outputs, prepared.local.outputs, strict=True):
+            if described.kind == "gradient":
+                tensors[described.name].grad = value
+            elif described.kind == "mutation":
+                with torch.no_grad():
+                    tensors[described.name].copy_(value)
+            else:
+                results.append(value)
+        # A train job's first result is what is minimised; the script gets its own results only.
+        return results[1:] if self._job.trains else results
+
+    def _prepared(self, arguments: Arguments) -> Prepared:
+        """The program for this kind of call: captured now if it is new, or if a value it has taken in has changed."""
+        key = self._key(arguments)
+        known = self._programs.setdefault(key, [])
+        for prepared in known:
+            if prepared.guards.hold():
+                return prepared
+        prepared = self._prepare(arguments)
+        known.append(prepared)
+        return prepared
+
+    def _key(self, arguments: Arguments) -> Hashable:
+        """What a program depends on, other than guarded values: shapes, modes, which parameters train."""
+        return (
+            arguments.key(self._job.name),
+            tuple(placement_of(tensor, self._world.mesh) for tensor in arguments.tensors),
+            tuple([part.training for part in self._modules]),
+            tuple(
+                [item.requires_grad for part in self._modules for item in part._parameters.values() if item is not None]
+            ),
+        )
+
+    def _prepare(self, arguments: Arguments) -> Prepared:
+        """Capture, compare with the other ranks, place, lower."""
+        job, mesh = self._job, self._world.mesh
+        guards = guards_of(job.function, job.modules)
+        source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains)
+        captured = capture(source, arguments.joined, shapes_of(arguments), mesh.device)
+        require_same_program(captured.program, mesh)
+        placements = tuple(placement_of(tensor, mesh) for tensor in arguments.tensors)
+        local = built(captured.program, placements, mesh)
+        self._tell(local)
+        slots = tuple(self._slot(described) for described in local.inputs)
+        return Prepared(local=local, captured=captured, guards=guards, slots=slots)
+
+    def _tell(self, local: LocalProgram) -> None:
+        """Say once which operators no rule covers."""
+        for node in local.placed.ruleless:
+            self._world.say(
+                f"{node.meta.get('line', '')}: no rule to split {node.target} yet; in job {self._job.name!r} it is "
+                "gathered and computed whole on every rank (right, but not faster with more workers)"
+            )
+
+    def _slot(self, described: ProgramInput) -> "Slot | Tensor | int":
+        """Where an input's value is found at each call."""
+        if described.kind == "argument":
+            return described.index
+        if described.constant is not None:
+            return described.constant
+        name, _, path = described.name.partition(".")
+        owner, _, key = path.rpartition(".")
+        module = self._job.modules[name].get_submodule(owner)
+        return Slot(module._parameters if described.kind == "parameter" else module._buffers, key)
+
+
+def joined_result(captured: Captured, results: Sequence[Tensor]) -> Any:
+    """The job's result as the script returns it, with whole tensors."""
+    remaining = iter(results)
+    leaves = [next(remaining) if leaf is LEAF else leaf for leaf in captured.result_leaves]
+    return pytree.tree_unflatten(leaves, captured.result_spec)
+
+
+def equalise(job: JobDefinition, world: World) -> None:
+    """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
+    tensors = named_tensors(job.modules)
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    if len(set(all_gather_bytes(digest.digest(), mesh=world.mesh))) == 1:
+        return
+    for _, tensor in sorted(tensors.items()):
+        with torch.no_grad():
+            broadcast(tensor, mesh=world.mesh)
+    world.say(f"the models of job {job.name!r} differed between ranks at the first call; all now have rank 0's")

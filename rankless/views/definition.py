@@ -1,0 +1,34 @@
+"""What a job is, before it runs anywhere."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDefinition:
+    """A function, the modules it may use, and the optimizer that makes it a train job."""
+
+    name: str
+    function: Callable[..., Any]
+    modules: Mapping[str, nn.Module]
+    optimizer: Optimizer | None
+    line: str
+
+    @property
+    def trains(self) -> bool:
+        """Whether a call makes a training step."""
+        return self.optimizer is not None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all modules, tied ones once."""
+        found = {id(item): item for module in self.modules.values() for item in module.parameters()}
+        return list(found.values())
+
+
+def without_gradient(leaf: Any) -> Any:
+    """A leaf of a result as the script gets it."""
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

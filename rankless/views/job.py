@@ -1,0 +1,141 @@
+"""Jobs: functions on whole batches that the system runs on one device or on many.
+
+On one device a job runs as the plain script would. On a mesh it is captured, placed, lowered and run (see `program`).
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rankless.errors import PlanError
+from rankless.views.arguments import taken_apart
+from rankless.views.consistent import Consistent
+from rankless.views.definition import JobDefinition
+from rankless.views.plain import Plain
+from rankless.views.world import World, WorldSource
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+
+
+class Job(Generic[Parameters, Result]):
+    """A function that trains (if it has an optimizer) or predicts on whole batches.
+
+    Calling it gives the whole result on every rank: tensors without gradient, plain values as they are.
+    """
+
+    def __init__(self, definition: JobDefinition, world: WorldSource) -> None:
+        functools.update_wrapper(self, definition.function)
+        self.definition = definition
+        self._world = world
+        self._view: Plain | Consistent | None = None
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        """Run the job on a whole batch; a train job also makes its optimizer's step.
+
+        Raises `CaptureError` on a mesh if the job cannot be one program.
+        """
+        world, job = self._world(), self.definition
+        if self._view is None:
+            self._view = Plain(job, world) if world.mesh.size == 1 else Consistent(job, world)
+        if world.recorder is not None:
+            for name, module in job.modules.items():
+                world.recorder.register(name, module)
+        result: Result = self._view.run(taken_apart(args, kwargs, device_of(job.modules, world)))
+        if world.recorder is not None:
+            world.recorder.record_call(job=job.name, line=job.line, results=result)
+            if job.trains:
+                world.recorder.record_step(job=job.name, model=job.modules)
+        if world.meter is not None and job.trains:
+            world.meter.trained(job=job.name, loss=lambda: float(loss_of(result)))
+        return result
+
+
+def make_job(
+    function: Callable[Parameters, Result],
+    *,
+    model: Models,
+    optimizer: Optimizer | None,
+    view: str,
+    world: WorldSource,
+) -> Job[Parameters, Result]:
+    """A job from a function; see `rankless.job` for what the arguments mean."""
+    if view != "consistent":
+        raise PlanError(
+            expected='view="consistent"',
+            found=f"view={view!r}",
+            fix="leave view= away; the mirrored view is not part of this release",
+        )
+    modules = named_modules(model)
+    if optimizer is not None:
+        check_optimizer(optimizer, modules)
+    code = getattr(function, "__code__", None)
+    definition = JobDefinition(
+        name=getattr(function, "__name__", "job"),
+        function=function,
+        modules=modules,
+        optimizer=optimizer,
+        line="" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+    )
+    return Job(definition, world)
+
+
+def named_modules(model: Models) -> dict[str, nn.Module]:
+    """The modules of a job by name: "model", "model_0" and so on, or the names given."""
+    if isinstance(model, nn.Module):
+        return {"model": model}
+    named = (
+        dict(model) if isinstance(model, Mapping) else {f"model_{place}": module for place, module in enumerate(model)}
+    )
+    for name, module in named.items():
+        if not isinstance(module, nn.Module) or not name.isidentifier():
+            raise PlanError(
+                expected="model= to be a torch.nn.Module, a list of them, or a dict of them by name",
+                found=f"{type(module).__name__} under the name {name!r}",
+                fix="pass modules; other things the job may read from its closure",
+            )
+    return named
+
+
+def check_optimizer(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
+    """Refuse an optimizer that could not be right on a mesh."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PlanError(
+            expected="an optimizer that steps once per batch",
+            found="LBFGS, which calls the loss several times per step",
+            fix="use another optimizer",
+        )
+    known = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise PlanError(
+                    expected="an optimizer of the parameters of the modules given as model=",
+                    found=f"a parameter of shape {list(parameter.shape)} that is in none of them",
+                    fix="pass its module too: model=[model, other]",
+                )
+
+
+def device_of(modules: Mapping[str, nn.Module], world: World) -> torch.device:
+    """The device of the first parameter or buffer; the mesh's if there is none."""
+    for module in modules.values():
+        for tensor in (*module.parameters(), *module.buffers()):
+            return tensor.device
+    return world.mesh.device
+
+
+def loss_of(result: Any) -> Tensor:
+    """The loss in a train job's result, as one number."""
+    loss = result
+    if isinstance(result, Mapping):
+        loss = result["loss"]
+    elif isinstance(result, tuple | list):
+        loss = result[0]
+    tensor: Tensor = loss
+    return tensor.detach().mean()

@@ -1,0 +1,42 @@
+"""A job on one device: exactly what the plain script would do."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rankless.program.capture import objective
+from rankless.views.arguments import Arguments
+from rankless.views.definition import JobDefinition, without_gradient
+from rankless.views.recording import disturb, nudged
+from rankless.views.world import World
+
+
+class Plain:
+    """Runs a job eagerly. In `verify`'s noise-floor run parameters and gradients are disturbed in their last bits."""
+
+    def __init__(self, job: JobDefinition, world: World) -> None:
+        self._job = job
+        seed = world.perturbation_seed
+        self._noise = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def run(self, arguments: Arguments) -> Any:
+        """The job's result; a train job's step is made."""
+        args, kwargs = arguments.joined(arguments.tensors)
+        if not self._job.trains:
+            with torch.no_grad():
+                return pytree.tree_map(without_gradient, self._job.function(*args, **kwargs))
+        parameters = self._job.parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        with contextlib.ExitStack() as stack:
+            if self._noise is not None:
+                stack.enter_context(nudged(parameters, self._noise))
+            result = self._job.function(*args, **kwargs)
+            objective(result, self._job.name).backward()
+        if self._noise is not None:
+            disturb([item.grad for item in parameters if item.grad is not None], self._noise)
+        assert self._job.optimizer is not None
+        self._job.optimizer.step()
+        return pytree.tree_map(without_gradient, result)
