@@ -1,0 +1,1 @@
+"""Benchmarks: ours beside a peer's, by turns. `python -m bench [NAME] [--json FILE]`."""

@@ -1,0 +1,53 @@
+"""Run one benchmark or all, print a table, and write a list of rows on request."""
+
+import argparse
+import importlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.pairs import Row
+
+MODULES = {"step": "step", "start": "start", "first_result": "first_result", "help": "help_text"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODULES)}; all if none is given")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(MODULES)
+    if unknown:
+        parser.error(f"no benchmark called {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}")
+    console = Console(highlight=False, width=120)
+    rows: list[Row] = []
+    for name in arguments.names or MODULES:
+        for row in importlib.import_module(f"bench.{MODULES[name]}").rows():
+            console.print(f"[dim]{row.name}: {row.ratio:.3f}[/dim]")
+            rows.append(row)
+    console.print(table(rows))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def table(rows: list[Row]) -> Table:
+    shown = Table("benchmark", "peer", "ours", "peer's", "ours - peer's", "ratio", "spread", "aim", "runs")
+    for row in rows:
+        shown.add_row(
+            row.name,
+            row.peer,
+            f"{row.ours_seconds:.4f} s",
+            f"{row.peer_seconds:.4f} s",
+            f"{row.extra_seconds:+.4f} s",
+            f"{row.ratio:.3f}",
+            f"{row.spread:.3f}",
+            "" if row.aim is None else f"{row.aim:.2f}",
+            str(row.runs),
+        )
+    return shown
+
+
+main()

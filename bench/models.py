@@ -1,0 +1,79 @@
+"""The models that are measured, each with its dropout and norm to be chosen, and batches for them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CONTEXT = 64
+CHARACTERS = 128
+
+
+class MLP(nn.Sequential):
+    """Eight layers of 512, and ten classes."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        hidden = [part for _ in range(8) for part in (nn.Linear(512, 512), nn.ReLU(), nn.Dropout(dropout))]
+        super().__init__(*hidden, nn.Linear(512, 10))
+
+
+class LeNet(nn.Sequential):
+    """Convolutions of 32 and 64 filters, 512 hidden, on 28 x 28 points."""
+
+    def __init__(self, *, dropout: float = 0.0, norm: bool = False) -> None:
+        norms = [nn.BatchNorm2d(32), nn.BatchNorm2d(64)] if norm else [nn.Identity(), nn.Identity()]
+        super().__init__(
+            *(nn.Conv2d(1, 32, 5, padding=2), norms[0], nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 5, padding=2), norms[1], nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(7 * 7 * 64, 512), nn.ReLU(), nn.Dropout(dropout), nn.Linear(512, 10)),
+        )
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each after a norm."""
+
+    def __init__(self, *, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.feed_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows, length, width = hidden.shape
+        mixed = self.query_key_value(self.attention_norm(hidden))
+        query, key, value = mixed.view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = attended.transpose(1, 2).reshape(rows, length, width)
+        hidden = hidden + self.dropout(self.projection(attended))
+        return hidden + self.dropout(self.feed(self.feed_norm(hidden)))
+
+
+class GPT(nn.Module):
+    """A small GPT on characters."""
+
+    def __init__(self, *, layers: int = 4, width: int = 128, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(CHARACTERS, width)
+        self.positions = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*[Block(width=width, heads=4, dropout=dropout) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, CHARACTERS, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        positions = torch.arange(text.shape[1], device=text.device)
+        hidden = self.characters(text) + self.positions(positions)
+        return self.output(self.norm(self.blocks(hidden)))
+
+
+def random_text(rows: int) -> tuple[Tensor, Tensor]:
+    """A batch of characters and of those that follow."""
+    text = torch.randint(CHARACTERS, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def random_classes(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A batch of noise, and classes for it."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator), torch.randint(10, shape[:1], generator=generator)

@@ -1,0 +1,88 @@
+"""Blocks of job steps and of DistributedDataParallel steps by turns, in the same workers, on twin models."""
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rankless
+from bench.models import GPT, MLP, LeNet, random_classes, random_text
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": MLP,
+    "mlp_dropout": lambda: MLP(dropout=0.1),
+    "lenet": LeNet,
+    "lenet_norm": lambda: LeNet(norm=True),
+    "gpt": GPT,
+    "gpt_dropout": lambda: GPT(dropout=0.1),
+}
+
+
+def batch_for(name: str) -> tuple[Tensor, Tensor]:
+    if name.startswith("gpt"):
+        return random_text(rows=32)
+    return random_classes((256, 512) if name.startswith("mlp") else (100, 1, 28, 28))
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+def seconds_of(step: Callable[[], object], steps: int) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - start) / steps
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("model", choices=sorted(MODELS))
+parser.add_argument("--pairs", type=int, default=15)
+parser.add_argument("--steps", type=int, default=10)
+arguments = parser.parse_args()
+
+torch.manual_seed(0)
+rank, size = rankless.rank(), rankless.world_size()
+model = MODELS[arguments.model]()
+parallel = DistributedDataParallel(copy.deepcopy(model))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+parallel_optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+inputs, targets = batch_for(arguments.model)
+own_inputs, own_targets = inputs.chunk(size)[rank].clone(), targets.chunk(size)[rank].clone()
+
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(inputs: Tensor, targets: Tensor) -> Tensor:
+    return loss_of(model, inputs, targets)
+
+
+def parallel_step() -> None:
+    parallel_optimizer.zero_grad()
+    loss_of(parallel, own_inputs, own_targets).backward()
+    parallel_optimizer.step()
+
+
+def job_step() -> None:
+    train(inputs, targets)
+
+
+seconds_of(job_step, 3), seconds_of(parallel_step, 3)
+times = []
+for number in range(arguments.pairs):
+    if number % 2 == 0:
+        ours = seconds_of(job_step, arguments.steps)
+        times.append((ours, seconds_of(parallel_step, arguments.steps)))
+    else:
+        peer = seconds_of(parallel_step, arguments.steps)
+        times.append((seconds_of(job_step, arguments.steps), peer))
+if rank == 0:
+    Path("times.json").write_text(json.dumps(times))

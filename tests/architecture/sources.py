@@ -1,0 +1,26 @@
+"""The project's own files, parsed once for the architecture tests."""
+
+import ast
+import functools
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "rankless"
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Every Python file of ours under `folders` of the repository."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert files, f"no Python file under {folders}: the test looks in the wrong place"
+    return files
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    """The syntax tree of `file`."""
+    return ast.parse(file.read_text(), filename=str(file))
+
+
+def short(file: Path) -> str:
+    """The path of `file` as the exception lists spell it."""
+    return file.relative_to(ROOT).as_posix()

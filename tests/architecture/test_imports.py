@@ -1,0 +1,76 @@
+"""Folder order is import order, the surface is what it says, and the launcher's side never loads torch."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from architecture.sources import PACKAGE, ROOT, parsed, python_files, short
+
+import rankless
+
+WITHOUT_TORCH = ("cli", "launch", "observe", "plan", "records", "errors")
+
+# Each exception has its reason; this list only shrinks.
+LATE_IMPORTS: dict[str, str] = {}
+
+
+def modules_without_torch() -> list[str]:
+    files = [*PACKAGE.glob("errors.py"), *(f for part in WITHOUT_TORCH[:-1] for f in (PACKAGE / part).rglob("*.py"))]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in sorted(files)]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+@pytest.mark.slow
+def test_import_linter_finds_every_contract_kept():
+    tool = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([tool], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_launchers_side_loads_without_torch():
+    names = modules_without_torch()
+    assert {"rankless.cli", "rankless.errors"} <= set(names)
+    code = (
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nsys.exit('torch' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "COVERAGE_PROCESS_START"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr or "torch was loaded"
+
+
+def test_every_name_of_the_public_surface_is_there():
+    assert len(rankless.__all__) <= 20
+    assert sorted(rankless.__all__) == rankless.__all__
+    for name in rankless.__all__:
+        assert getattr(rankless, name) is not None
+    assert dir(rankless) == sorted(rankless.__all__)
+
+
+def test_a_name_that_is_not_offered_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        rankless.nonsense  # noqa: B018
+
+
+def test_no_import_stands_inside_a_function():
+    late = {
+        short(file)
+        for file in python_files("rankless")
+        for function in ast.walk(parsed(file))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert late == set(LATE_IMPORTS)
+
+
+def test_every_module_can_be_imported_by_itself():
+    for file in python_files("rankless"):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if not name.endswith("__main__"):
+            assert importlib.import_module(name)

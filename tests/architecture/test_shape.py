@@ -1,0 +1,78 @@
+"""The house's rules of shape: STYLE's sizes and names, on every file."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from architecture.sources import PACKAGE, parsed, python_files, short
+
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "core"}
+FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Engine")
+
+# Each exception has its reason; these lists only shrink.
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+MANY_PARAMETERS = {
+    "rankless/script.py:loader": "takes what torch's DataLoader takes, under its names",
+    "rankless/program/whole_operators.py:whole_recurrent": "takes what PyTorch's own operator takes",
+}
+
+
+def functions(file: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{short(file)}:{node.name}", node
+
+
+def parameter_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [argument.arg for argument in named if argument.arg not in ("self", "cls")]
+
+
+def is_custom_operator(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether the signature is an operator's of PyTorch: a foreign API, exempt by STYLE."""
+    return any(
+        "torch" in ast.unparse(decorator) or "register" in ast.unparse(decorator)
+        for decorator in function.decorator_list
+    )
+
+
+def test_no_file_is_longer_than_400_lines():
+    files = python_files("rankless", "tests", "examples", "bench")
+    long = {short(file) for file in files if len(file.read_text().splitlines()) > 400}
+    assert long == set(LONG_FILES)
+
+
+def test_no_function_is_longer_than_50_lines():
+    found = {
+        name
+        for file in python_files("rankless", "tests", "bench")
+        for name, function in functions(file)
+        if (function.end_lineno or 0) - function.lineno + 1 > 50
+    }
+    assert found == set(LONG_FUNCTIONS)
+
+
+def test_no_function_has_more_than_6_parameters():
+    found = {
+        name
+        for file in python_files("rankless")
+        for name, function in functions(file)
+        if len(parameter_names(function)) > 6 and not is_custom_operator(function)
+    }
+    assert found == set(MANY_PARAMETERS)
+
+
+def test_no_file_folder_or_class_has_a_name_that_says_nothing():
+    for path in PACKAGE.rglob("*"):
+        assert path.stem not in FORBIDDEN_NAMES, path
+    for file in python_files("rankless", "tests", "bench"):
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.ClassDef):
+                assert not node.name.endswith(FORBIDDEN_ENDINGS), f"{short(file)}: {node.name}"
+
+
+def test_every_package_says_what_enters_and_leaves():
+    for file in PACKAGE.rglob("__init__.py"):
+        assert ast.get_docstring(parsed(file)), f"{short(file)} has no docstring"
