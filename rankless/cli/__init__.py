@@ -41,14 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_command(given[0], given[1:])
     parser = Parser(prog="rankless", description="The same training on one device and on many.")
     parser.add_argument("--version", action="version", version=f"rankless {VERSION}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary)
     if given and not given[0].startswith("-"):
         nearest = difflib.get_close_matches(given[0], COMMANDS, n=1)
         parser.error(f"unknown command {given[0]}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
     parser.parse_args(given)
-    return 0
+    parser.print_help(sys.stderr)
+    return 2
 
 
 def _run_command(name: str, given: Sequence[str]) -> int:

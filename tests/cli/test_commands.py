@@ -1,0 +1,66 @@
+"""The command line itself."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankless.cli import COMMANDS, main
+from rankless.version import VERSION
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["--version"])
+    assert leaving.value.code == 0
+    assert capsys.readouterr().out == f"rankless {VERSION}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown and summary.split()[0] in shown for name, summary in COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--device", "cpu", "x.py"], "unknown option --device; did you mean --devices?"),
+        (["run", "--nowarm", "x.py"], "unknown option --nowarm; did you mean --no-warm?"),
+        (["rnu"], "unknown command rnu; did you mean run?"),
+        (["--versoin"], "unknown option --versoin; did you mean --version?"),
+        (["run", "--qqqqq"], "unknown option --qqqqq"),
+        (["run", "-m"], "expected the module to run"),
+    ],
+)
+def test_a_slip_is_answered_with_the_nearest_known_word(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(arguments)
+    assert leaving.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_imports_neither_torch_nor_numpy_nor_rich_nor_msgspec(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom rankless.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'numpy', 'rich', 'msgspec', 'psutil') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_importing_rankless_does_not_import_torch(tmp_path: Path) -> None:
+    code = "import sys, rankless\nprint('torch' in sys.modules, rankless.__version__, sorted(rankless.__all__))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"False {VERSION} ")
+
+
+def test_on_windows_importing_refuses_in_one_sentence(tmp_path: Path) -> None:
+    code = "import sys\nsys.platform = 'win32'\nimport rankless"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "not on Windows" in done.stderr.splitlines()[-1]

@@ -1,0 +1,122 @@
+"""Joining a world: as a worker, under torchrun, with a group of the script's own, or alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import rankless, run_script
+
+pytestmark = pytest.mark.slow
+
+WHO = "import rankless\nprint(rankless.rank(), rankless.world_size(), rankless.local_rank())\n"
+
+
+def alone(script: str, *prefix: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, *prefix, "script.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_a_script_alone_is_rank_0_of_1(tmp_path: Path) -> None:
+    assert alone(WHO, folder=tmp_path).stdout == "0 1 0\n"
+
+
+def test_each_worker_knows_itself(tmp_path: Path) -> None:
+    job = run_script(WHO, "-n", "3", "--show", "all", folder=tmp_path)
+    assert sorted(job.stdout.splitlines()) == ["[0] 0 3 0", "[1] 1 3 1", "[2] 2 3 2"]
+    assert run_script(WHO, "-n", "2", "--no-warm", folder=tmp_path).stdout == "0 2 0\n"
+
+
+def test_torchrun_is_understood(tmp_path: Path) -> None:
+    script = WHO.replace("print(", "print(rankless.once(lambda: 'same'), ")
+    prefix = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    job = alone(script, *prefix, folder=tmp_path)
+    assert sorted(job.stdout.split("\n")) == ["", "same 0 2 0", "same 1 2 1"], job.stderr
+
+
+def test_a_group_that_the_script_has_made_is_used_and_left_to_it(tmp_path: Path) -> None:
+    script = (
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\n" + WHO + "print(rankless.once(int, 7))\n"
+        "dist.barrier()\ndist.destroy_process_group()\nprint('left')\n"
+    )
+    job = run_script(script, "-n", "2", folder=tmp_path)
+    assert (job.stdout, job.returncode) == ("0 2 0\n7\nleft\n", 0)
+
+
+def test_the_store_listens_on_this_host_only(tmp_path: Path) -> None:
+    script = """
+import os, psutil, rankless
+rankless.rank()
+print([c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"])
+"""
+    job = run_script(script, "-n", "2", folder=tmp_path)
+    assert job.stdout == "['127.0.0.1', '127.0.0.1']\n" or job.stdout == "['127.0.0.1']\n"
+
+
+def test_once_runs_on_rank_0_and_gives_its_result_to_all(tmp_path: Path) -> None:
+    script = """
+import os, rankless
+def make(name, *, size):
+    with open("made", "a") as file:
+        file.write("x")
+    return {"name": name, "size": size, "bytes": b"1", "list": [1, None, 2.5]}
+print(rankless.once(make, "data", size=3))
+"""
+    job = run_script(script, "-n", "3", "--show", "all", folder=tmp_path)
+    said = "{'name': 'data', 'size': 3, 'bytes': b'1', 'list': [1, None, 2.5]}"
+    assert sorted(job.stdout.splitlines()) == [f"[{rank}] {said}" for rank in range(3)]
+    assert (tmp_path / "made").read_text() == "x"
+
+
+def test_once_that_fails_fails_everywhere_and_rank_0_is_blamed(tmp_path: Path) -> None:
+    job = run_script("import rankless\nrankless.once(lambda: 1 / 0)\n", "-n", "2", folder=tmp_path)
+    assert job.returncode == 1
+    assert "rank 0 raised ZeroDivisionError" in job.stderr
+    caught = (
+        "import rankless\ntry:\n    rankless.once(lambda: 1 / 0)\n"
+        "except (ZeroDivisionError, rankless.RanklessError) as error:\n    print(type(error).__name__)\n"
+        "print(rankless.once(int, 3))\n"
+    )
+    job = run_script(caught, "-n", "2", "--show", "all", folder=tmp_path)
+    assert sorted(job.stdout.splitlines()) == ["[0] 3", "[0] ZeroDivisionError", "[1] 3", "[1] RanklessError"]
+
+
+def test_once_refuses_what_is_not_plain_data(tmp_path: Path) -> None:
+    script = "import rankless\nrankless.once(lambda: object())\n"
+    for job in (run_script(script, "-n", "2", folder=tmp_path), alone(script, folder=tmp_path)):
+        assert job.returncode == 1
+        assert "numbers, text, bytes, lists, dicts or None" in job.stderr + job.stdout
+
+
+def test_children_of_a_worker_are_not_the_worker(tmp_path: Path) -> None:
+    script = """
+import os, subprocess, sys, rankless
+print(rankless.rank(), rankless.world_size())
+if os.environ["RANK"] == "0":
+    code = "import rankless; print('child', rankless.rank(), rankless.world_size())"
+    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout, end="")
+    pid = os.fork()
+    if pid == 0:
+        print("fork", rankless.rank(), rankless.world_size())
+        sys.exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(rankless.once(int, 9))
+"""
+    job = run_script(script, "-n", "2", folder=tmp_path)
+    assert job.stdout == "0 2\nchild 0 1\nfork 0 1\n5\n9\n"
+    assert job.returncode == 0
+
+
+def test_notices_are_said_once_by_rank_0(tmp_path: Path) -> None:
+    script = "import rankless.script\nsay = rankless.script._world().say\nsay('look here')\nsay('look here')\n"
+    for options in (("-n", "2"), ("-n", "2", "--no-warm")):
+        job = run_script(script, *options, folder=tmp_path)
+        assert job.stderr.splitlines().count("rankless: look here") == 1
+    assert alone(script, folder=tmp_path).stderr == "rankless: look here\n"
+
+
+def test_a_module_run_as_m_joins_too(tmp_path: Path) -> None:
+    (tmp_path / "who.py").write_text(WHO)
+    job = rankless("run", "-n", "2", "-m", "who", folder=tmp_path)
+    assert (job.stdout, job.returncode) == ("0 2 0\n", 0)
