@@ -26,7 +26,8 @@ def start_all_reduce(tensor: Tensor, *, mesh: Mesh) -> dist.Work | None:
     """Begin summing a contiguous `tensor` over all ranks, in place; `wait()` on what is returned, if anything."""
     if mesh.group is None:
         return None
-    return dist.all_reduce(tensor, group=mesh.group, async_op=True)
+    work: dist.Work = dist.all_reduce(tensor, group=mesh.group, async_op=True)
+    return work
 
 
 def all_gather(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) -> Tensor:

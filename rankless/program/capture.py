@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from rankless.errors import CaptureError
 from rankless.program.clean import cleaned, named
 from rankless.program.decompositions import DECOMPOSITIONS
+from rankless.program.frozen_calls import frozen_calls_refused
 from rankless.program.guards import python_state_kept
 from rankless.program.logical_program import LogicalProgram
 from rankless.program.refusals import capture_error
@@ -74,7 +75,7 @@ class TracedJob(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
-        with lines_recorded(), python_state_kept(self.source.function, self.source.modules):
+        with lines_recorded(), frozen_calls_refused(), python_state_kept(self.source.function, self.source.modules):
             args, kwargs = self.arguments(tensors)
             result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)

@@ -44,11 +44,11 @@ def named(name: str, graph_module: fx.GraphModule) -> LogicalProgram:
     for node in list(graph.nodes):
         node.meta["line"] = node.meta.get("stack_trace") or ""
         if node.op == "placeholder":
-            described = named_input(node.meta["desc"])
-            if described is None:
+            stands_for = named_input(node.meta["desc"])
+            if stands_for is None:
                 replace_by_one(node)
             else:
-                inputs[node] = described
+                inputs[node] = stands_for
         elif node.op == "get_attr":
             inputs[node] = constant_input(node, graph_module)
     returned = next(node for node in graph.nodes if node.op == "output")
@@ -221,7 +221,5 @@ def without_final_copy(node: fx.Node) -> fx.Node:
     """The value behind a result's last copy, if that is a value of its own and not a view."""
     if node.target is not aten.clone.default:
         return node
-    source = node.args[0]
-    if source.op == "call_function" and source.target not in VIEWS:
-        return source
-    return node
+    (source,) = node.all_input_nodes
+    return source if source.op == "call_function" and source.target not in VIEWS else node

@@ -7,17 +7,15 @@ program; a value that the job changes itself cannot be part of any, and is refus
 """
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy
 from torch import Tensor, nn
 
 from rankless.errors import CaptureError
-from rankless.program.tracing import OUR_FOLDER, TORCH_FOLDER
+from rankless.program.tracing import is_users_file
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None))
 MISSING = object()
@@ -90,7 +88,11 @@ class Finder:
         """Closure cells and globals that a Python function of the user reads, and the functions it names."""
         if isinstance(function, MethodType):
             function = function.__func__
-        if not isinstance(function, FunctionType) or id(function) in self.seen or not is_users(function.__code__):
+        if (
+            not isinstance(function, FunctionType)
+            or id(function) in self.seen
+            or not is_users_file(function.__code__.co_filename)
+        ):
             return
         self.seen.add(id(function))
         names = names_in(function.__code__)
@@ -186,33 +188,16 @@ def names_in(code: CodeType) -> set[str]:
     return names
 
 
-def is_users(code: CodeType) -> bool:
-    """Whether code belongs to neither PyTorch nor Rankless."""
-    return is_users_file(code.co_filename)
-
-
-def is_users_file(file: str | None) -> bool:
-    """Whether a file belongs to neither PyTorch nor Rankless nor the standard library's frozen modules."""
-    return file is not None and not file.startswith((TORCH_FOLDER, OUR_FOLDER, "<frozen"))
-
-
 @contextlib.contextmanager
 def python_state_kept(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Refuse a job that draws from Python's or NumPy's generator, or changes what it reads, while it runs inside."""
+    """Refuse a job that changes the Python values that it reads while it runs inside."""
     guards = guards_of(function, modules)
     tables = {
         (f"{name}.{path}" if path else name): (part, dict(part._buffers), dict(part._parameters))
         for name, module in modules.items()
         for path, part in module.named_modules()
     }
-    python_state, numpy_state = random.getstate(), numpy.random.get_state(legacy=False)
     yield
-    if random.getstate() != python_state:
-        random.setstate(python_state)
-        raise drawn("Python's random")
-    if str(numpy.random.get_state(legacy=False)) != str(numpy_state):
-        numpy.random.set_state(numpy_state)
-        raise drawn("numpy.random")
     changed = guards.first_changed()
     if changed is not None:
         raise CaptureError(
@@ -234,12 +219,3 @@ def first_replaced(now: Mapping[str, Tensor | None], before: Mapping[str, Tensor
     """The first name under which another object stands."""
     names = [*before, *(name for name in now if name not in before)]
     return next((name for name in names if now.get(name) is not before.get(name)), None)
-
-
-def drawn(generator: str) -> CaptureError:
-    """The error for a generator that a program would not move."""
-    return CaptureError(
-        expected="randomness from torch inside a job: its numbers are drawn anew at every step",
-        found=f"the job draws from {generator}, whose numbers would be the same at every step",
-        fix="use torch.rand and its kind inside the job, or draw outside and pass the number as an argument",
-    )

@@ -14,7 +14,7 @@ from rankless.program.logical_program import ProgramInput, ProgramOutput
 from rankless.program.moves import Collective, Move, StackedGather, bytes_of, cost
 from rankless.program.place import PlacedProgram
 from rankless.program.placement import Partial, Placement, Replicate, Shard
-from rankless.program.rules.strategy import Call, Local, Strategy, local_shape, tensor_slots
+from rankless.program.rules.strategy import Local, Strategy, call_of, local_shape, operator_of, tensor_slots
 
 aten = torch.ops.aten
 ours = torch.ops.rankless
@@ -129,9 +129,10 @@ class Lowering:
         """Add one operator, and before it what brings its inputs into place."""
         self.at = node
         if node.target is getitem:
-            source, index = node.args
+            (source,), index = node.all_input_nodes, int(str(node.args[1]))
             result = self.results[source]
             local = result[index] if isinstance(result, tuple) else self.call(getitem, result, index)
+            assert local is not None, f"{source.target} has no output {index}"
             self.values[node] = {self.placed.placements[node]: local}
             return
         strategy = self.placed.strategies[node]
@@ -150,15 +151,8 @@ class Lowering:
     def lowered(self, node: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Local:
         """The operator on local values, in the way that its strategy says."""
         if strategy.lower is None:
-            return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]  # an operator is callable
-        call = Call(
-            node,
-            node.target,
-            tensor_slots(node),
-            dict(self.placed.placements),
-            self.mesh.size,  # type: ignore[arg-type]  # only operators are placed
-        )
-        return strategy.lower(self, call, args, kwargs)
+            return self.call(operator_of(node), *args, **kwargs)
+        return strategy.lower(self, call_of(node, self.placed.placements, self.mesh.size), args, kwargs)
 
     def moved(self, node: fx.Node, target: Placement, reason: str) -> fx.Node:
         """The local value of a logical one in the wanted placement, moved there if need be, once."""

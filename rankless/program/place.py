@@ -16,7 +16,7 @@ from rankless.errors import CaptureError
 from rankless.program.logical_program import LogicalProgram
 from rankless.program.moves import cost
 from rankless.program.placement import Partial, Placement, Replicate
-from rankless.program.rules.strategy import Call, Strategy, replicated, tensor_slots
+from rankless.program.rules.strategy import Call, Strategy, call_of, replicated
 from rankless.program.rules.table import REFUSED, rule_for
 
 
@@ -52,7 +52,7 @@ def place(program: LogicalProgram, arguments: tuple[Placement, ...], mesh_size: 
             placement = strategies[source].outputs[index]
         else:
             refuse(node)
-            call = Call(node, node.target, tensor_slots(node), placements, mesh_size)
+            call = call_of(node, placements, mesh_size)
             strategy, covered = chosen(call, available)
             strategies[node] = strategy
             if not covered:

@@ -23,7 +23,7 @@ class Shard(TorchShard):
 
     def __new__(cls, dim: int, _lengths: tuple[int, ...]) -> "Shard":
         """PyTorch's class takes the dim alone."""
-        return super().__new__(cls, dim)  # type: ignore[no-any-return, call-arg]  # a C++ class without stubs
+        return super().__new__(cls, dim)  # type: ignore[call-arg]  # a C++ class without stubs
 
     def __init__(self, dim: int, lengths: tuple[int, ...]) -> None:
         super().__init__(dim)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rankless.errors import CaptureError, RanklessError
-from rankless.program.tracing import OUR_FOLDER, TORCH_FOLDER
+from rankless.program.tracing import is_users_file
 
 VALUE_READ = (
     "compute with tensors instead (torch.where, masks, sums), return the tensor as a metric, "
@@ -73,9 +73,9 @@ def refused(job: str, error: RuntimeError) -> Exception:
 
 
 def raised_at(error: BaseException) -> str | None:
-    """The innermost line outside PyTorch and Rankless that led to an error, as "file.py:12"."""
+    """The innermost line of the user's that led to an error, as "file.py:12"."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if not frame.filename.startswith((TORCH_FOLDER, OUR_FOLDER)) and "<" not in frame.filename:
+        if is_users_file(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return None

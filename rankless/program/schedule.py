@@ -1,4 +1,4 @@
-"""Schedule: gradients are reduced in buckets, each started as soon as its last gradient is there, waited for at the end.
+"""Schedule: gradients travel in buckets, each started as soon as its last gradient is there, waited for at the end.
 
 The scheme of PyTorch's DistributedDataParallel (Li et al., VLDB 2020), here as a pass over the local graph.
 """

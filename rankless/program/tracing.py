@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -18,14 +19,20 @@ TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def is_users(frame: FrameType) -> bool:
-    """Whether a frame belongs to neither PyTorch nor Rankless."""
-    return not frame.f_code.co_filename.startswith((TORCH_FOLDER, OUR_FOLDER))
+STANDARD_FOLDER = sysconfig.get_path("stdlib") + os.sep
+INSTALLED_FOLDERS = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+
+
+def is_users_file(file: str | None) -> bool:
+    """Whether a file belongs to neither PyTorch, nor Rankless, nor Python itself."""
+    if file is None or file.startswith((TORCH_FOLDER, OUR_FOLDER, "<frozen", "<rankless")):
+        return False
+    return file.startswith(INSTALLED_FOLDERS) or not file.startswith(STANDARD_FOLDER)
 
 
 def user_line(frame: FrameType | None) -> str:
-    """The nearest line outside PyTorch and Rankless, as "file.py:12"."""
-    while frame is not None and not is_users(frame):
+    """The nearest line outside PyTorch, Rankless and Python itself, as "file.py:12"."""
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -13,14 +13,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     time_ns: int
 
 
-class Started(Record, tag="started"):
+class Started(Record, frozen=True, tag="started"):
     """A worker exists."""
 
     pid: int
     log_file: str
 
 
-class Raised(Record, tag="raised"):
+class Raised(Record, frozen=True, tag="raised"):
     """An exception reached the top of a worker's script. Sent before anything is cleaned up."""
 
     error_type: str
@@ -28,7 +28,7 @@ class Raised(Record, tag="raised"):
     traceback: str
 
 
-class Leaving(Record, tag="leaving"):
+class Leaving(Record, frozen=True, tag="leaving"):
     """A worker's script destroys its process groups and goes on: peers may now lose their connection.
 
     The texts are those of the exception that is on its way, as in a `finally`; empty without one.
@@ -39,19 +39,19 @@ class Leaving(Record, tag="leaving"):
     traceback: str = ""
 
 
-class Left(Record, tag="left"):
+class Left(Record, frozen=True, tag="left"):
     """A worker's script is over, to exit with `exit_code`. Sent before its groups are destroyed."""
 
     exit_code: int
 
 
-class Exited(Record, tag="exited"):
+class Exited(Record, frozen=True, tag="exited"):
     """A worker's process has ended. `exit_code` is negative for a signal, as in `subprocess`."""
 
     exit_code: int
 
 
-class Progress(Record, tag="progress"):
+class Progress(Record, frozen=True, tag="progress"):
     """Where a training loop is."""
 
     job: str
@@ -66,7 +66,7 @@ class Progress(Record, tag="progress"):
     last_of_epoch: bool = False
 
 
-class Said(Record, tag="said"):
+class Said(Record, frozen=True, tag="said"):
     """A notice for the user (an operator gathered for lack of a rule, say), meant to be shown once."""
 
     text: str

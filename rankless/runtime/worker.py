@@ -106,6 +106,9 @@ class WorkerProcess:
         self._send(Leaving(rank=rank, time_ns=now, **texts))
 
     def _set_up_torch(self, *, late: bool) -> None:
+        # Torch has imported numpy, so numpy must be seeded too, though the script has not named it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("numpy")
         importlib.import_module("rankless.runtime.torch_settings").apply(
             seed=self._plan.seed, threads=environment.user_threads(), before_leaving=self._before_leaving
         )

@@ -61,8 +61,10 @@ class Consistent:
                 tensor = arguments.tensors[slot]
                 values.append(piece_of(tensor, placement_of(tensor, mesh), mesh))
             else:
-                values.append(slot if isinstance(slot, Tensor) else slot.table[slot.key])
-        outputs = prepared.local([value.detach() for value in values if value is not None])
+                value = slot if isinstance(slot, Tensor) else slot.table[slot.key]
+                assert value is not None, "a parameter or buffer that was captured is gone"
+                values.append(value)
+        outputs = prepared.local([value.detach() for value in values])
         results = self._apply(prepared, outputs)
         if self._job.optimizer is not None:
             self._job.optimizer.step()

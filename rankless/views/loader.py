@@ -145,9 +145,7 @@ class Loader:
 class RankBatches(Sampler[Any]):
     """A request for each batch of one epoch: its indices, or this rank's part of them."""
 
-    def __init__(
-        self, batches: Iterable[list[Any]], *, mesh: Mesh, divided: bool, seed_of_epoch: int | None
-    ) -> None:
+    def __init__(self, batches: Iterable[list[Any]], *, mesh: Mesh, divided: bool, seed_of_epoch: int | None) -> None:
         self._batches = batches
         self._mesh = mesh
         self._divided = divided
@@ -194,9 +192,7 @@ def _check(dataset: Any, options: LoaderOptions) -> None:
             fix="leave out shuffle: the sampler makes the order",
         )
     if options.shuffle and len(dataset) == 0:
-        raise DataError(
-            expected="at least one sample to shuffle", found="0", fix="check how the data set is made"
-        )
+        raise DataError(expected="at least one sample to shuffle", found="0", fix="check how the data set is made")
     if options.reading not in get_args(Reading):
         raise DataError(
             expected=f"reading as one of {', '.join(get_args(Reading))}",

@@ -187,9 +187,7 @@ class LogicalTensor(Tensor):
         return _on_the_whole(func, args, kwargs or {})
 
 
-def _keep(
-    func: Callable[..., Any], tensor: LogicalTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _keep(func: Callable[..., Any], tensor: LogicalTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rest, kwargs = tree_map_only(LogicalTensor, lambda other: other.local, (rest, kwargs))
     result = func(tensor.local, *rest, **kwargs)
     if result is tensor.local:

@@ -210,6 +210,4 @@ def _failure(error: Exception, place: list[Any], request: BatchRequest) -> Readi
     if get_worker_info() is not None:
         found += "\n" + "".join(traceback.format_exception(error)).rstrip()
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
-    return ReadingFailure(
-        found=found, fix="mend the data set: it raised while this sample was read", where=where
-    )
+    return ReadingFailure(found=found, fix="mend the data set: it raised while this sample was read", where=where)

@@ -1,6 +1,6 @@
 """A call to be placed, and one way of placing it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class Call:
     node: fx.Node
     operator: Operator
     slots: tuple[fx.Node | None, ...]
-    placements: dict[fx.Node, Placement]
+    placements: Mapping[fx.Node, Placement]
     mesh_size: int
 
     @property
@@ -92,6 +92,17 @@ class Call:
 Rule = Callable[[Call], Iterator[Strategy]]
 
 
+def operator_of(node: fx.Node) -> Operator:
+    """The operator that a node calls; only operators are placed."""
+    assert isinstance(node.target, Operator), node.target
+    return node.target
+
+
+def call_of(node: fx.Node, placements: Mapping[fx.Node, Placement], mesh_size: int) -> Call:
+    """A node of the logical program as a call to be placed or lowered."""
+    return Call(node, operator_of(node), tensor_slots(node), placements, mesh_size)
+
+
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The logical shape of a value."""
     return tuple(node.meta["val"].shape)
@@ -99,7 +110,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 def tensor_slots(node: fx.Node) -> tuple[fx.Node | None, ...]:
     """The tensor arguments of a call in the order of its schema, lists flattened, absent ones None."""
-    operator: Operator = node.target  # type: ignore[assignment]  # only operators are placed
+    operator = operator_of(node)
     slots: list[fx.Node | None] = []
     for position, described in enumerate(operator._schema.arguments):
         if "Tensor" not in str(described.type):

@@ -85,7 +85,7 @@ def squeezed(call: Call) -> str:
     shape = shape_of(call.inputs[0])
     text = letters(len(shape))
     if call.operator is aten.squeeze.default:
-        named = range(len(shape))
+        named = list(range(len(shape)))
     else:
         dims = call.argument("dim")
         named = [dim % len(shape) for dim in (dims if isinstance(dims, list | tuple) else [dims])] if shape else []
