@@ -125,6 +125,11 @@ def read_worker_plan() -> WorkerPlan | None:
     return plan if plan.process_id == os.getpid() else None
 
 
+def is_child_of_worker() -> bool:
+    """Whether this process was started by a worker of `rankless run`, and is none itself."""
+    return WORKER_PLAN in os.environ and read_worker_plan() is None
+
+
 def read_torchrun() -> Torchrun | None:
     """What torchrun told this process, or None when another launcher, or none, started it."""
     rank, size = _whole_number("RANK"), _whole_number("WORLD_SIZE")

@@ -81,7 +81,9 @@ def join(*, observer: Callable[[], Observer]) -> Runtime:
     if plan is not None:
         return _join_as_worker(plan)
     torchrun = environment.read_torchrun()
-    if torchrun is not None or (dist.is_available() and dist.is_initialized()):
+    # A worker's forked child has inherited a group that is the worker's own, and must not touch it.
+    may_join = not environment.is_child_of_worker()
+    if may_join and (torchrun is not None or (dist.is_available() and dist.is_initialized())):
         return _join_existing(torchrun, observer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     up = observer()

@@ -1,7 +1,6 @@
 """The variables that workers get, and that are read back."""
 
 import os
-from typing import Any
 
 import pytest
 
@@ -9,12 +8,22 @@ from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
 
 
-def plan(**changes: Any) -> WorkerPlan:
-    fields: dict[str, Any] = dict(
-        rank=1, world_size=2, local_rank=1, local_world_size=2, device="cpu", threads=3, backend="gloo"
+def plan(process_id: int | None = None) -> WorkerPlan:
+    return WorkerPlan(
+        rank=1,
+        world_size=2,
+        local_rank=1,
+        local_world_size=2,
+        device="cpu",
+        threads=3,
+        backend="gloo",
+        master_address="127.0.0.1",
+        master_port=4000,
+        run_id="r",
+        seed=1,
+        log_file="rank1.log",
+        process_id=process_id,
     )
-    fields |= dict(master_address="127.0.0.1", master_port=4000, run_id="r", seed=1, log_file="rank1.log")
-    return WorkerPlan(**fields | changes)
 
 
 def test_a_plan_is_read_back_by_the_worker_and_by_none_of_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
