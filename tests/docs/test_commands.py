@@ -1,0 +1,92 @@
+"""Every command and every Python block of the README and the docs runs, or is run by a test that is named here."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+# Commands that a test must not run, and where each is run instead.
+RUN_ELSEWHERE = {
+    "make demo": "downloads and trains; its recipe's two commands are in test_the_demo_trains_and_is_the_same_training",
+    "make test": "is what runs this test",
+    "make check": "runs this test",
+    "make bench": "measures for minutes; every benchmark's script is run in tests/bench",
+    "make bench BENCH=help JSON=rows.json": "needs the set-up of make; tests/bench runs the same benchmark",
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for found, body in BLOCK.findall(page.read_text()) if found == language]
+
+
+def commands(page: Path) -> list[str]:
+    lines = [line for body in blocks(page, "sh") for line in body.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [shlex.join(command) for command in words if command]
+
+
+ALL_COMMANDS = [command for page in PAGES for command in commands(page)]
+HERE = [command for command in ALL_COMMANDS if command not in RUN_ELSEWHERE]
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        shlex.split(command), cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the README's script and the examples, as a reader would have them."""
+    place = tmp_path_factory.mktemp("reader")
+    (script,) = blocks(ROOT / "README.md", "python")
+    (place / "train.py").write_text(script)
+    (place / "examples").symlink_to(ROOT / "examples")
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", HERE)
+def test_a_command_of_the_docs_works(command: str, folder: Path):
+    done = run(command, folder)
+    good = (0, 1) if command.startswith("diff ") else (0,)
+    assert done.returncode in good, done.stdout + done.stderr
+    assert done.stdout
+    if "verify" in command:
+        assert re.search(r"^same training: ", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_trains_and_is_the_same_training(folder: Path):
+    recipe = run("make --no-print-directory -n demo READY=Makefile", ROOT).stdout.replace(".venv/bin/", "")
+    trained, verified = (run(line, folder) for line in recipe.splitlines() if line.startswith("rankless"))
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert float(re.findall(r"test accuracy ([\d.]+)%", trained.stdout)[-1]) >= 97
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert re.search(r"^same training: ", verified.stdout, re.MULTILINE)
+
+
+def test_the_pages_have_commands_and_only_known_kinds_of_blocks():
+    assert len(HERE) >= 5
+    for page in PAGES:
+        kinds = {kind for kind, _ in BLOCK.findall(page.read_text())}
+        assert kinds <= {"sh", "python", "text"}, f"{page.name}: a block of kind {kinds} would run in no test"
+
+
+def test_no_exception_outlives_its_command():
+    assert set(RUN_ELSEWHERE) <= set(ALL_COMMANDS)
+
+
+def test_every_link_between_pages_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
