@@ -247,13 +247,14 @@ def _finding_of(mismatch: Mismatch, who: str) -> Finding:
 
 def _rows(differences: Sequence[Difference], allowance: Allowance) -> Iterator[Row]:
     names = {
-        "result": "job results",
-        "gradient": "gradients, each step",
-        "parameter": "parameters and buffers, each step",
-        "final": "parameters and buffers, final",
+        "losses and other results": ("result", False),
+        "whole-number results": ("result", True),
+        "gradients, each step": ("gradient", False),
+        "parameters and buffers, each step": ("parameter", False),
+        "parameters and buffers, final": ("final", False),
     }
-    for kind, name in names.items():
-        items = [item for item in differences if item.kind == kind]
+    for name, sort in names.items():
+        items = [item for item in differences if (item.kind, item.is_integer_result) == sort]
         limits = [allowance.limit(item) for item in items]
         worst, limit = _nearest(items, limits)
         yield Row(

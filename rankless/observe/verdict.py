@@ -1,0 +1,130 @@
+"""A comparison as people and programs read it: a table with a verdict line, and a JSON report."""
+
+import math
+import os
+
+import msgspec
+
+from rankless.observe.comparison import Comparison, Finding, Row
+
+HEADERS = ("compared", "number", "largest difference", "noise floor", "nearest to its limit")
+
+
+class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the two trainings part."""
+
+    step: int
+    tensor: str
+    line: str
+    expected: str
+    found: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The file that `rankless verify --json` writes. A number that is not finite is null."""
+
+    same: bool
+    workers: int
+    steps: int
+    calls: int
+    largest_loss_difference: float
+    largest_parameter_difference: float
+    noise_floor: dict[str, float]
+    """Of "loss" and "parameter": the largest difference of the one-worker run's disturbed repetition."""
+    first_difference: FirstDifference | None
+    losses_one: tuple[float, ...]
+    losses_many: tuple[float, ...]
+    failure: str | None = None
+    """What kept the runs from being compared."""
+
+
+def failed_report(failure: str, *, workers: int) -> Report:
+    """The report on runs that could not be compared."""
+    return Report(
+        same=False,
+        workers=workers,
+        steps=0,
+        calls=0,
+        largest_loss_difference=math.nan,
+        largest_parameter_difference=math.nan,
+        noise_floor={"loss": math.nan, "parameter": math.nan},
+        first_difference=None,
+        losses_one=(),
+        losses_many=(),
+        failure=failure,
+    )
+
+
+def make_report(comparison: Comparison, *, workers: int) -> Report:
+    """The report on a comparison: the same training if nothing was found."""
+    first = comparison.findings[0] if comparison.findings else None
+    return Report(
+        same=first is None,
+        workers=workers,
+        steps=comparison.steps,
+        calls=comparison.calls,
+        largest_loss_difference=comparison.largest_loss_difference,
+        largest_parameter_difference=comparison.largest_parameter_difference,
+        noise_floor={"loss": comparison.loss_noise, "parameter": comparison.parameter_noise},
+        first_difference=None if first is None else _first_difference(first),
+        losses_one=comparison.losses_one,
+        losses_many=comparison.losses_many,
+    )
+
+
+def render_table(comparison: Comparison) -> str:
+    """The table of what was compared, in columns."""
+    lines = [HEADERS, *(_cells(row) for row in comparison.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
+    rendered = []
+    for name, *numbers, nearest in lines:
+        middle = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True))
+        rendered.append(f"{name.ljust(widths[0])}  {middle}  {nearest}".rstrip())
+    return "\n".join(rendered)
+
+
+def render_verdict(report: Report) -> str:
+    """One line that begins with "same training:" or "NOT the same training:"."""
+    workers = f"{report.workers} worker{'s' if report.workers != 1 else ''}"
+    if report.failure is not None:
+        return f"NOT the same training: {report.failure}"
+    first = report.first_difference
+    if first is not None:
+        where = f" ({os.path.basename(first.line)})" if first.line else ""
+        return (
+            f"NOT the same training: first at step {first.step}, {first.tensor}{where}: "
+            f"expected {first.expected}, found {first.found}"
+        )
+    return (
+        f"same training: {report.steps} steps and {report.calls} job calls on 1 and on {workers}; "
+        f"losses within {report.largest_loss_difference:.2g} (noise {report.noise_floor['loss']:.2g}), "
+        f"final parameters within {report.largest_parameter_difference:.2g} "
+        f"(noise {report.noise_floor['parameter']:.2g})"
+    )
+
+
+def encode_report(report: Report) -> bytes:
+    """The report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def _first_difference(finding: Finding) -> FirstDifference:
+    return FirstDifference(
+        step=finding.place.step,
+        tensor=finding.tensor,
+        line=finding.place.line,
+        expected=finding.expected,
+        found=finding.found,
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    noise = "" if row.noise is None else f"{row.noise:.2g}"
+    return (row.name, f"{row.compared:,}", f"{row.largest:.2g}", noise, _nearest(row))
+
+
+def _nearest(row: Row) -> str:
+    worst = row.worst
+    if worst is None or worst.size == 0:
+        return "all equal" if row.compared else "nothing to compare"
+    return f"{worst.tensor}, step {worst.place.step}: {worst.size:.2g} of {row.worst_allowed:.2g}"
