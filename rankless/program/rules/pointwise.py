@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rankless.program.placement import Partial, Replicate
 from rankless.program.rules.pattern import LETTERS, split, sums
 from rankless.program.rules.strategy import Call, Rule, Strategy, shape_of
 
@@ -39,10 +40,14 @@ FIRST = {
     aten.neg.default,
     aten.clone.default,
     aten.native_dropout_backward.default,
+}
+SHAPE_ONLY = {
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
+    aten.empty_like.default,
 }
+"""Operators that read no value: of a partial sum they give the whole, and not a term of it."""
 
 
 def broadcast_pattern(call: Call) -> str:
@@ -63,7 +68,9 @@ def broadcast_pattern(call: Call) -> str:
 def pointwise(call: Call) -> Iterator[Strategy]:
     """Split on any dim; partial sums pass where the operator is linear."""
     yield from split(call, broadcast_pattern(call))
-    if call.operator in BOTH and len(call.inputs) == 2:
+    if call.operator in SHAPE_ONLY and isinstance(call.current[0], Partial):
+        yield Strategy(call.current, (Replicate(),))
+    elif call.operator in BOTH and len(call.inputs) == 2:
         yield from sums(call, (0, 1))
     elif call.operator in EITHER:
         yield from sums(call, *((position,) for position in range(len(call.inputs))))
