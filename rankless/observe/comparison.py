@@ -6,11 +6,12 @@
 #   - 10 x the noise in the same tensor, the largest of this and earlier steps;
 #   - the rounding bound: 1e-12 (float64), 1e-5 (float32), 1e-2 (float16), 5e-2 (bfloat16) of the tensor's
 #     largest element, or of its norm where only a sketch is kept;
-#   - one rounding error (eps) of the largest parameter or gradient, for tensors that are zero but for rounding;
+#   - 10 rounding errors (eps) of the largest parameter or gradient: some tensors are zero but for rounding;
 #   - twice the tensor's own motion, for a parameter whose gradient the noise changes by a tenth or more of its
 #     norm: it is all rounding, and an adaptive optimizer makes whole steps of it, in any direction.
 # An integer result must be equal, unless the noise run's differs too (10 x that), or unless the relative noise
-# of the float results so far, ten times over, makes a flip likelier than one in ten among what was counted.
+# of the float results so far, ten times over, makes a flip likelier than one in ten among what was counted:
+# then as many as it makes likely, but not more than 2 % of what was counted, and at least one.
 # Ranks of one run must agree within the rounding bound alone: they hold copies, and copies do not drift apart.
 # If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step is made,
 # the script is not repeatable, and nothing can be said.
@@ -25,6 +26,7 @@ from rankless.observe.recordings import Recording, array_of
 from rankless.records.results import Called, Stepped
 
 NOISE_FACTOR = 10.0
+ROUNDING_ERRORS = 10.0
 ROUNDING_BOUND: Mapping[str, float] = {
     "float64": 1e-12,
     "complex128": 1e-12,
@@ -36,6 +38,7 @@ ROUNDING_BOUND: Mapping[str, float] = {
 ALL_ROUNDING = 0.1
 """A gradient that the noise changes by this part of its norm says nothing but rounding."""
 LIKELY_FLIP = 0.1
+MOST_FLIPS = 0.02
 NOT_REPEATABLE_FACTOR = 1e3
 
 
@@ -119,7 +122,8 @@ class Allowance:
         limit = max(NOISE_FACTOR * self.noise(item), rounding_limit(item))
         if item.is_integer_result:
             flips = NOISE_FACTOR * self._relative.get(item.place.position, 0.0) * item.count
-            limit = max(limit, float(math.ceil(flips)) if LIKELY_FLIP <= flips < math.inf else 0.0)
+            if flips >= LIKELY_FLIP:
+                limit = max(limit, math.ceil(min(flips, MOST_FLIPS * item.count)))
         name_position = self._all_rounding.get(item.tensor, math.inf)
         if item.kind in ("parameter", "final") and name_position <= item.place.position:
             limit = max(limit, 2 * item.motion)
@@ -128,7 +132,7 @@ class Allowance:
 
 def rounding_limit(item: Difference) -> float:
     """What rounding alone explains, with no training between."""
-    return max(ROUNDING_BOUND.get(item.dtype, 0.0) * item.scale, item.resolution)
+    return max(ROUNDING_BOUND.get(item.dtype, 0.0) * item.scale, ROUNDING_ERRORS * item.resolution)
 
 
 def compare(one: Recording, many: Sequence[Recording], noise: Sequence[Recording]) -> Comparison:

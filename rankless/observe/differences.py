@@ -45,7 +45,7 @@ class Difference:
     scale: float
     """What bounds are relative to: the largest element, or the norm where only that is known."""
     resolution: float
-    """What its dtype can tell apart beside the largest tensor of its kind."""
+    """The distance between neighbouring numbers of its dtype near the largest tensor of its kind."""
     count: int
     motion: float = 0.0
     """How far the tensor has moved since before the first step, in the first of the two runs."""
