@@ -12,8 +12,10 @@ _START = (
     "import sys; root = sys.argv[1]\n"
     "if not sys.flags.safe_path: del sys.path[0]\n"
     "if root not in sys.path: sys.path.append(root)\n"
+    "from rankless.runtime.ending import Ending\n"
+    "ending = Ending()\n"
     "from {module} import main\n"
-    "work = main()\n"
+    "work = main(ending)\n"
     "if work is not None: work()\n"
 )
 

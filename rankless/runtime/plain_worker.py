@@ -9,14 +9,15 @@ from collections.abc import Callable
 import msgspec
 
 from rankless.plan.run_plan import HostPlan
+from rankless.runtime.ending import Ending
 from rankless.runtime.worker import enter
 
 
-def main() -> Callable[[], None]:
+def main(ending: Ending) -> Callable[[], None]:
     """Read the plan from standard input, and return what runs the user's program."""
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=HostPlan)
     (launch,) = plan.workers
     for descriptor in (plan.records_descriptor, launch.plan.store_descriptor):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
-    return enter(launch, plan, hide_torch=False).run
+    return enter(launch, plan, ending, hide_torch=False).run

@@ -28,6 +28,7 @@ from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Said, Started
 from rankless.runtime.bootstrap import python_command
+from rankless.runtime.ending import Ending
 from rankless.runtime.lifeline import KILL, STOP
 from rankless.runtime.processes import (
     adopt_orphans,
@@ -54,7 +55,7 @@ JOB_MODULES = (
 """What the first job call needs besides; imported only for programs that use Rankless."""
 
 
-def main() -> Callable[[], None] | None:
+def main(ending: Ending) -> Callable[[], None] | None:
     """Serve until no worker is left; in a forked worker, return at once with what the worker is to run."""
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=HostPlan)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -71,7 +72,7 @@ def main() -> Callable[[], None] | None:
     set_parent_death_signal(signal.SIGCONT)
     gc.freeze()
     for launch in plan.workers:
-        worker = guard.start(launch, warm=warm)
+        worker = guard.start(launch, ending=ending if warm else None)
         if worker is not None:
             if cores is not None:
                 os.sched_setaffinity(0, cores)  # OpenMP's runtime may have bound the importing thread to one core
@@ -113,9 +114,9 @@ class Guard:
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
 
-    def start(self, launch: WorkerLaunch, *, warm: bool) -> WorkerProcess | None:
-        """Start one worker; returns something only in a forked worker itself."""
-        if not warm:
+    def start(self, launch: WorkerLaunch, *, ending: Ending | None) -> WorkerProcess | None:
+        """Fork one worker, or without an `ending` start a plain one; returns something only in a forked worker."""
+        if ending is None:
             process_id = self._start_plain(launch)
         else:
             process_id = os.fork()
@@ -123,7 +124,7 @@ class Guard:
                 signal.set_wakeup_fd(-1)
                 for end in (self._lifeline, self._wakeup, self._wakeup_end):
                     end.close()
-                return enter_forked(launch, self._plan)
+                return enter_forked(launch, self._plan, ending)
         rank = launch.plan.rank
         self._workers[process_id] = rank
         self._report(Started(rank=rank, time_ns=time.monotonic_ns(), pid=process_id, log_file=launch.plan.log_file))

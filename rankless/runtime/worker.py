@@ -19,6 +19,7 @@ from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch, WorkerPlan
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Leaving, Left, Raised, Said
 from rankless.runtime.arrival import Arrival
+from rankless.runtime.ending import Ending
 from rankless.runtime.output import redirect_output
 from rankless.runtime.processes import set_parent_death_signal
 from rankless.runtime.user_program import prepare_main
@@ -26,14 +27,16 @@ from rankless.runtime.user_program import prepare_main
 _LONGEST_TEXT = 16_000
 
 
-def enter_forked(launch: WorkerLaunch, host: HostPlan) -> "WorkerProcess":
+def enter_forked(launch: WorkerLaunch, host: HostPlan, ending: Ending) -> "WorkerProcess":
     """Turn a fresh fork of the warm parent into a worker."""
     if host.store_descriptor is not None and launch.plan.store_descriptor is None:
         os.close(host.store_descriptor)
-    return enter(launch, host, hide_torch=True)
+    worker = enter(launch, host, ending, hide_torch=True)
+    ending.arm()
+    return worker
 
 
-def enter(launch: WorkerLaunch, host: HostPlan, *, hide_torch: bool) -> "WorkerProcess":
+def enter(launch: WorkerLaunch, host: HostPlan, ending: Ending, *, hide_torch: bool) -> "WorkerProcess":
     """Make this process the worker that `launch` describes: descriptors, environment, output, seeds."""
     set_parent_death_signal(signal.SIGKILL)
     # The parent ignores most of these, and a plain process inherits that.
@@ -43,7 +46,7 @@ def enter(launch: WorkerLaunch, host: HostPlan, *, hide_torch: bool) -> "WorkerP
     environment.apply(launch.environment)
     plan = msgspec.structs.replace(launch.plan, process_id=os.getpid(), records_descriptor=host.records_descriptor)
     environment.write_worker_plan(plan)
-    worker = WorkerProcess(plan, host.program)
+    worker = WorkerProcess(plan, host.program, ending)
     redirect_output(plan.log_file, on_loss=worker.tell_loss)
     random.seed(plan.seed)
     worker.await_arrivals(hide_torch=hide_torch)
@@ -53,7 +56,8 @@ def enter(launch: WorkerLaunch, host: HostPlan, *, hide_torch: bool) -> "WorkerP
 class WorkerProcess:
     """A worker that is ready to run its program."""
 
-    def __init__(self, plan: WorkerPlan, program: Program) -> None:
+    def __init__(self, plan: WorkerPlan, program: Program, ending: Ending) -> None:
+        self._ending = ending
         self._plan = plan
         self._program = program
         self._environment_at_start = environment.snapshot()
@@ -73,6 +77,7 @@ class WorkerProcess:
         process.
         """
         exit_code = self._run_program(prepare_main(self._program))
+        self._ending.remember(exit_code)
         self._send(Left(rank=self._plan.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

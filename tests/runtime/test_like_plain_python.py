@@ -89,9 +89,33 @@ def test_interpreter_flags_reach_the_workers(project: Path) -> None:
         "threading.Timer(0.1, print, ['thread']).start()\n",
         "import sys\nsys.exit(300)\n",
         "import sys\nsys.stdout.write('no end of line')\n",
+        "class A:\n    def __del__(self): print('gone')\na = A()\nb = [A()]\nb.append(b)\n",
+        "kept = open('kept', 'w')\nkept.write('buffered')\nimport atexit\natexit.register(print, 'at exit')\n",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[600], daemon=True).start()\n"
+        "class A:\n    def __del__(self): print('gone')\na = A()\nraise SystemExit(4)\n",
+        "import ctypes\nctypes.CDLL(None).puts(b'from C')\n",
+        "import logging, logging.handlers, sys\n"
+        "target = logging.StreamHandler(sys.stdout)\n"
+        "logging.getLogger().addHandler(logging.handlers.MemoryHandler(9, target=target))\n"
+        "logging.getLogger().warning('remembered')\n",
         "import os\nos.write(1, b'raw\\n')\nos.system('echo child')\n",
     ],
-    ids=["raise", "chain", "syntax", "message", "hook", "atexit", "code", "no newline", "raw"],
+    ids=[
+        "raise",
+        "chain",
+        "syntax",
+        "message",
+        "hook",
+        "atexit",
+        "code",
+        "no newline",
+        "del",
+        "file",
+        "daemon",
+        "C",
+        "logging",
+        "raw",
+    ],
 )
 def test_what_is_printed_and_the_exit_code_are_plain_pythons(program: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(program)
@@ -99,6 +123,8 @@ def test_what_is_printed_and_the_exit_code_are_plain_pythons(program: str, tmp_p
     found = ours("script.py", folder=tmp_path)
     assert found.stdout == expected.stdout
     assert found.returncode == expected.returncode
+    if (tmp_path / "kept").exists():
+        assert (tmp_path / "kept").read_text() == "buffered"
 
 
 def test_a_main_class_pickles_and_multiprocessing_children_find_it(tmp_path: Path) -> None:
