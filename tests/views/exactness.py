@@ -1,4 +1,4 @@
-"""Is a training on real workers the same as the plain one-device script's? A scenario runs in both worlds, step by step.
+"""Is a training on real workers the same as the plain one-device script's? A scenario runs in both, step by step.
 
 # Note [two comparisons]: (a) Before every call the worker's parameters, buffers and generator are written down; the
 # plain script starts from just those, and its results, gradients, buffers and generator after the call must be the
@@ -118,7 +118,7 @@ def train_on_mesh(mesh: Mesh, scenario: Scenario, dtype: torch.dtype) -> list[Ca
     """What a worker sees of every call."""
     try:
         script, batches = started(scenario, dtype)
-        world = World(mesh=mesh, say=lambda text: None, record=lambda record: None)
+        world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
         jobs = [
             make_job(
                 step.function,
@@ -162,9 +162,7 @@ def as_tensor(leaf: Any) -> Any:
     return torch.from_numpy(leaf) if type(leaf).__module__ == "numpy" else leaf
 
 
-def train_plainly(
-    scenario: Scenario, dtype: torch.dtype, permuted: torch.Generator | None = None
-) -> dict[str, Tensor]:
+def train_plainly(scenario: Scenario, dtype: torch.dtype, permuted: torch.Generator | None = None) -> dict[str, Tensor]:
     """Parameters and buffers after the plain script; `permuted` sums its batches in another order."""
     script, batches = started(scenario, dtype)
     for batch in batches:
@@ -296,9 +294,7 @@ def assert_final_state_plain(scenario: Scenario, dtype: torch.dtype, found: Mapp
             assert_near(found[name], tensor, dtype, f"after the last step: {name}")
         return
     generator = torch.Generator().manual_seed(SEED)
-    drift = max(
-        largest_difference(train_plainly(scenario, dtype, generator), wanted) for _ in range(PERMUTATIONS)
-    )
+    drift = max(largest_difference(train_plainly(scenario, dtype, generator), wanted) for _ in range(PERMUTATIONS))
     off = largest_difference(found, wanted)
     assert off <= DRIFTS * drift, f"after the last step: off by {off:.3g}, plain scripts by {drift:.3g}"
 
