@@ -10,7 +10,7 @@
 #   - twice the tensor's own motion, for a parameter whose gradient the noise changes by a tenth or more of its
 #     norm: it is all rounding, and an adaptive optimizer makes whole steps of it, in any direction.
 # An integer result must be equal, unless the noise run's differs too (10 x that), or unless the relative noise
-# of the float results so far, ten times over, makes a flip likelier than one in ten among what was counted:
+# of float results and parameters so far, ten times over, makes a flip likelier than one in ten among what was counted:
 # then as many as it makes likely, but not more than 2 % of what was counted, and at least one.
 # Ranks of one run must agree within the rounding bound alone: they hold copies, and copies do not drift apart.
 # If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step is made,
@@ -100,7 +100,7 @@ class Allowance:
             running[tensor] = max(running.get(tensor, 0.0), item.size)
             key = (*tensor, position)
             self._noise[key] = max(self._noise.get(key, 0.0), running[tensor])
-            if item.kind == "result" and not item.is_integer_result and item.scale > 0:
+            if item.kind in ("result", "parameter") and not item.is_integer_result and item.scale > 0:
                 relative = max(relative, item.size / item.scale)
             self._relative[position] = max(self._relative.get(position, 0.0), relative)
             if item.kind == "parameter":
