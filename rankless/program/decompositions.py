@@ -33,10 +33,6 @@ PYTORCHS: dict[Any, Callable[..., Any]] = get_decompositions(
         aten.addcmul,
         aten.addcdiv,
         aten.lerp,
-        aten.stack,
-        aten.unbind,
-        aten.split_with_sizes,
-        aten.split,
     ]
 )
 

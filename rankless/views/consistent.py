@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.messages import all_gather_bytes
@@ -31,6 +31,9 @@ class Prepared:
     guards: Guards
     slots: tuple["Slot | Tensor | int", ...]
     """Where each input comes from: a module's entry, a constant, or the number of a tensor argument."""
+    targets: tuple["Slot | None", ...]
+    """Where each output goes: a parameter (its gradient), a buffer, or None for a result."""
+    parameters: tuple[nn.Parameter, ...]
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ class Slot:
 
     table: Mapping[str, Tensor | None]
     key: str
+
+    def tensor(self) -> Tensor:
+        """What stands there now."""
+        tensor = self.table[self.key]
+        assert tensor is not None, f"{self.key} was captured and is gone"
+        return tensor
 
 
 class Consistent:
@@ -61,9 +70,7 @@ class Consistent:
                 tensor = arguments.tensors[slot]
                 values.append(piece_of(tensor, placement_of(tensor, mesh), mesh))
             else:
-                value = slot if isinstance(slot, Tensor) else slot.table[slot.key]
-                assert value is not None, "a parameter or buffer that was captured is gone"
-                values.append(value)
+                values.append(slot if isinstance(slot, Tensor) else slot.tensor())
         outputs = prepared.local([value.detach() for value in values])
         results = self._apply(prepared, outputs)
         if self._job.optimizer is not None:
@@ -72,19 +79,17 @@ class Consistent:
 
     def _apply(self, prepared: Prepared, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Give gradients to parameters and new values to buffers; the rest are the job's results."""
-        tensors = named_tensors(self._job.modules)
-        if self._job.trains:
-            for parameter in self._job.parameters():
-                parameter.grad = None
+        for parameter in prepared.parameters:
+            parameter.grad = None
         results = []
-        for value, described in zip(outputs, prepared.local.outputs, strict=True):
-            if described.kind == "gradient":
-                tensors[described.name].grad = value
-            elif described.kind == "mutation":
-                with torch.no_grad():
-                    tensors[described.name].copy_(value)
-            else:
+        for value, described, target in zip(outputs, prepared.local.outputs, prepared.targets, strict=True):
+            if target is None:
                 results.append(value)
+            elif described.kind == "gradient":
+                target.tensor().grad = value
+            else:
+                with torch.no_grad():
+                    target.tensor().copy_(value)
         # A train job's first result is what is minimised; the script gets its own results only.
         return results[1:] if self._job.trains else results
 
@@ -120,8 +125,17 @@ class Consistent:
         placements = tuple(placement_of(tensor, mesh) for tensor in arguments.tensors)
         local = built(captured.program, placements, mesh)
         self._tell(local)
-        slots = tuple(self._slot(described) for described in local.inputs)
-        return Prepared(local=local, captured=captured, guards=guards, slots=slots)
+        return Prepared(
+            local=local,
+            captured=captured,
+            guards=guards,
+            slots=tuple(self._slot(described) for described in local.inputs),
+            targets=tuple(
+                None if described.kind == "result" else self._entry(described.name, described.kind == "gradient")
+                for described in local.outputs
+            ),
+            parameters=tuple(job.parameters()) if job.trains else (),
+        )
 
     def _tell(self, local: LocalProgram) -> None:
         """Say once which operators no rule covers."""
@@ -137,10 +151,14 @@ class Consistent:
             return described.index
         if described.constant is not None:
             return described.constant
-        name, _, path = described.name.partition(".")
+        return self._entry(described.name, described.kind == "parameter")
+
+    def _entry(self, full_name: str, is_parameter: bool) -> Slot:
+        """The entry of a module's table that a name like "model.layer.weight" stands for."""
+        name, _, path = full_name.partition(".")
         owner, _, key = path.rpartition(".")
         module = self._job.modules[name].get_submodule(owner)
-        return Slot(module._parameters if described.kind == "parameter" else module._buffers, key)
+        return Slot(module._parameters if is_parameter else module._buffers, key)
 
 
 def joined_result(captured: Captured, results: Sequence[Tensor]) -> Any:

@@ -4,6 +4,7 @@ On one device a job runs as the plain script would. On a mesh it is captured, pl
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -125,7 +126,7 @@ def check_optimizer(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> N
 def device_of(modules: Mapping[str, nn.Module], world: World) -> torch.device:
     """The device of the first parameter or buffer; the mesh's if there is none."""
     for module in modules.values():
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
             return tensor.device
     return world.mesh.device
 

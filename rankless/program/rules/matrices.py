@@ -107,7 +107,7 @@ RULES: dict[Any, Rule] = {
     aten.convolution.default: by_pattern("b*,*,*->b*"),
     aten.convolution_backward.default: convolution_back,
     aten.embedding.default: by_pattern(embedding),
-    aten.embedding_dense_backward.default: by_pattern(embedding_back),
+    aten.embedding_dense_backward.default: by_pattern(embedding_back, (0,)),
     ours.recurrent.default: recurrent,
     ours.recurrent_backward.default: recurrent_back,
 }

@@ -173,6 +173,27 @@ def concatenated(call: Call) -> Iterator[Strategy]:
         yield from sums(call, tuple(range(len(call.inputs))))
 
 
+def stacked(call: Call) -> Iterator[Strategy]:
+    """A new dim joins equal tensors; their own dims may be split."""
+    text = letters(len(shape_of(call.inputs[0])))
+    dim = call.argument("dim") % (len(text) + 1)
+    yield from split(call, ",".join([text] * len(call.inputs)) + f"->{text[:dim]}.{text[dim:]}")
+    if all(is_sum(placement) for placement in call.current):
+        yield from sums(call, tuple(range(len(call.inputs))))
+
+
+def unbound(call: Call) -> str:
+    """Every index of a dim is taken."""
+    one = selected(call)
+    return one + ("," + one.split("->")[1]) * (len(call.output_shapes) - 1)
+
+
+def parted(call: Call) -> str:
+    """A dim is cut into pieces."""
+    text = letters(len(shape_of(call.inputs[0])), [call.argument("dim")])
+    return text + "->" + ",".join([text] * len(call.output_shapes))
+
+
 def sizes_in(argument: int) -> Any:
     """Lower with the size list at a position replaced by the size of the local output."""
 
@@ -204,4 +225,8 @@ RULES: dict[Any, Rule] = {
     aten.repeat.default: by_pattern(repeated, (0,)),
     aten.constant_pad_nd.default: by_pattern(padded),
     aten.cat.default: concatenated,
+    aten.stack.default: stacked,
+    aten.unbind.int: by_pattern(unbound, (0,)),
+    aten.split.Tensor: by_pattern(parted, (0,)),
+    aten.split_with_sizes.default: by_pattern(parted, (0,)),
 }
