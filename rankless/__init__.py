@@ -1,7 +1,6 @@
 """The same training on one device and on many: `rankless.job`, `rankless.loader`, and a launcher to match.
 
-The names below come from `rankless.script`, on first use: the command line must answer without importing
-torch.
+The names below come from `rankless.script`, on first use: the command line imports no torch.
 """
 
 import importlib

@@ -1,6 +1,4 @@
-"""What `import rankless` offers a script. Each function finds the process's world, and hands it to the
-views.
-"""
+"""What `import rankless` offers a script. Each function hands the process's world to the views."""
 
 import atexit
 import sys

@@ -25,8 +25,7 @@ def run(
     err: TextIO,
     making_room: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
-    """Run a job to its end and return its exit code: 0, the culprit's, or 128 + the signal that ended the
-    agent.
+    """Run a job to its end and return its exit code: 0, the culprit's, or 128 + the signal that ended it.
 
     Rank 0's output (every rank's with `show="all"`) goes to `out`, what the agent has to say to `err`,
     every record to `on_record`. `making_room` is entered around each writing, for an observer that draws on

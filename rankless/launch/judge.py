@@ -16,9 +16,7 @@ import msgspec
 from rankless.records.events import AnyRecord, Exited, Leaving, Left, Raised
 
 SETTLING_SECONDS = 0.3
-"""After a victim's record: how long the culprit's own may take to arrive. A dead process is reported within
-this.
-"""
+"""After a victim's record: how long the culprit's own may take to arrive, as that of a killed process."""
 SURE_SETTLING_SECONDS = 0.05
 
 _LOST_CONNECTION = re.compile(

@@ -71,9 +71,7 @@ class ParentProcess:
             os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self, *, patience_seconds: float) -> None:
-        """See to it that nothing is left: the parent ends its workers, and what it cannot end is ended from
-        here.
-        """
+        """See to it that nothing is left: the parent ends its workers, the agent what is left then."""
         self._lifeline.close()
         deadline = time.monotonic() + patience_seconds
         while self._process.poll() is None and time.monotonic() < deadline:

@@ -12,8 +12,7 @@ _ADDRESS = "127.0.0.1"
 
 
 def open_store_socket() -> socket.socket:
-    """A socket that listens on this host only, on which rank 0 will serve the store of the group that we
-    make.
+    """A socket that listens on this host only, for the store of our group, which rank 0 will serve.
 
     It listens already, so ranks that come before rank 0 wait in its queue instead of trying again.
     """

@@ -115,9 +115,7 @@ def write_worker_plan(plan: WorkerPlan) -> None:
 
 
 def read_worker_plan() -> WorkerPlan | None:
-    """This worker's plan; None when this process is no worker of `rankless run` (a worker's own child is
-    none).
-    """
+    """This worker's plan; None when this process is no worker of `rankless run`, nor is a worker's child."""
     text = os.environ.get(WORKER_PLAN)
     if text is None:
         return None

@@ -26,9 +26,7 @@ def open_channel() -> tuple[socket.socket, socket.socket]:
 
 
 def send_record(record: AnyRecord, *, descriptor: int, patient: bool = True) -> None:
-    """Send one record up. An impatient one is dropped when the reader lags; nothing is raised when it is
-    gone.
-    """
+    """Send one record up. An impatient one is dropped when the reader lags, any when it is gone."""
     data = msgspec.msgpack.encode(record)
     flags = 0 if patient else socket.MSG_DONTWAIT
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as writer:

@@ -1,6 +1,4 @@
-"""How another Python process of ours is started: with the flags of this one, and nothing of ours in its
-way.
-"""
+"""How another Python process of ours is started: with this one's flags, and nothing of ours in its way."""
 
 import os
 import subprocess

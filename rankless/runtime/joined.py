@@ -130,9 +130,7 @@ def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[],
 
 
 def _meet(plan: WorkerPlan) -> Any:
-    """The store at which ranks meet; rank 0 serves it on the socket that the agent has opened, on this host
-    only.
-    """
+    """The store at which ranks meet; rank 0 serves it on the local socket that the agent has opened."""
     if plan.store_port is None:
         raise RuntimeError("a worker plan without a store")
     listening = None

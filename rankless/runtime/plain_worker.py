@@ -1,6 +1,4 @@
-"""A worker that starts as a plain process (`--no-warm`): nothing of torch is imported before the script
-does it.
-"""
+"""A worker that starts as a plain process (`--no-warm`): torch is imported by the script alone."""
 
 import os
 import sys

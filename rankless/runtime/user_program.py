@@ -98,7 +98,11 @@ def forget_shadowed(folder: str) -> None:
             continue
         origin = getattr(sys.modules[name], "__file__", None)
         # Modules without a file are the interpreter's own; these no script can shadow in plain Python either.
-        if origin is None or os.path.realpath(origin).startswith(os.path.realpath(folder) + os.sep):
+        if origin is None or _same_file(origin, path if extension else os.path.join(path, "__init__.py")):
             continue
         for key in [key for key in sys.modules if key.partition(".")[0] == name]:
             del sys.modules[key]
+
+
+def _same_file(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

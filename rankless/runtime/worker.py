@@ -1,6 +1,4 @@
-"""Inside a new worker, from its start to the user's first line, and what it reports when the script is
-over.
-"""
+"""Inside a new worker: from its start to the user's first line, and what it reports at the end."""
 
 import contextlib
 import importlib
@@ -73,9 +71,7 @@ class WorkerProcess:
         sys.meta_path.insert(0, arrival)
 
     def run(self) -> None:
-        """Run the user's program; leaves by returning or by SystemExit, so that Python itself finishes the
-        process.
-        """
+        """Run the user's program; returns, or raises SystemExit, so that threads and atexit have their turn."""
         exit_code = self._run_program(prepare_main(self._program))
         self._ending.remember(exit_code)
         self._send(Left(rank=self._plan.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
