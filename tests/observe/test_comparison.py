@@ -49,7 +49,7 @@ def train(folder, workers, *, sabotage="", noise_seed=None, dtype=torch.float32,
             optimizers[rank].step()
             if sabotage == "ranks disagreeing" and rank == 1 and step == 4:
                 model.first.weight.data[0, 0] += 1e-4
-            results = {"loss": losses[rank], "hits": torch.tensor(step + (sabotage == "wrong hits" and step == 5))}
+            results = {"loss": losses[rank], "hits": torch.tensor(step + 4 * (sabotage == "wrong hits" and step == 5))}
             if sabotage == "other shape" and step == 2:
                 results["loss"] = results["loss"].reshape(1)
             if not (sabotage == "missing call" and step == 5 and rank == 1):

@@ -1,0 +1,121 @@
+"""`rankless verify`, with real runs of small scripts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import rankless
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os
+import torch, torch.nn.functional as F
+import rankless
+
+SABOTAGE = {sabotage!r} if os.environ["WORLD_SIZE"] != "1" else ""
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(10, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 if SABOTAGE == "rate" else 0.01)
+images, labels = torch.randn(67, 10), torch.randint(0, 4, (67,))
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(images, labels):
+    return {{"loss": F.cross_entropy(model(images), labels)}}
+
+@rankless.job(model=model)
+def correct(images, labels):
+    return (model(images).argmax(dim=1) == labels).sum()
+
+steps = 0
+for epoch in range(2):
+    model.train()
+    for batch in rankless.loader(torch.utils.data.TensorDataset(images, labels), batch_size=20, shuffle=True, seed=0):
+        steps += 1
+        if SABOTAGE == "skipped" and steps == 3:
+            continue
+        if SABOTAGE == "doubled" and steps == 3:
+            batch = (batch[0] * 2, batch[1])
+        if SABOTAGE == "drift" and steps == 3 and os.environ["RANK"] == "1":
+            model[0].weight.data[0, 0] += 1e-1
+        print("loss", train(*batch)["loss"].item())
+    model.eval()
+    print("correct", correct(images, labels).item())
+if SABOTAGE == "longer":
+    model.train()
+    train(images[:20], labels[:20])
+"""
+
+
+def verify(folder: Path, script: str, *options: str, workers: int = 2):
+    (folder / "train.py").write_text(script)
+    command = ["verify", "-n", str(workers), "--devices", "cpu", "--json", "report.json", *options, "train.py"]
+    # Three runs after each other: more than the deadline for one.
+    job = subprocess.run(
+        [sys.executable, "-m", "rankless", *command], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    file = folder / "report.json"
+    return job, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_a_training_is_the_same_on_three_workers_and_its_output_is_in_the_logs(tmp_path: Path) -> None:
+    job, report = verify(tmp_path, SCRIPT.format(sabotage=""), "--keep", "recordings", workers=3)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.splitlines()[-1].startswith("same training: 8 steps and 10 job calls on 1 and on 3 workers")
+    assert "loss 1." not in job.stdout + job.stderr
+    assert "gradients, each step" in job.stdout
+    assert report["same"] is True
+    assert report["steps"] == 8
+    assert len(report["losses_one"]) == len(report["losses_many"]) == 8
+    assert report["losses_one"] == pytest.approx(report["losses_many"], rel=1e-4)
+    assert report["largest_loss_difference"] < 1e-4
+    assert report["first_difference"] is None
+    assert sorted(path.name for path in (tmp_path / "recordings").iterdir()) == ["many", "noise0", "one"]
+    assert any("loss 1." in log.read_text() for log in (tmp_path / "log").glob("*/rank0.log"))
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "step", "tensor"),
+    [
+        ("rate", 1, "model."),
+        ("skipped", 3, "result ['loss'] of train"),
+        ("doubled", 3, "gradient of model.0.weight"),  # batch norm hides it from the loss
+        ("drift", 3, "result ['loss'] of train"),
+        ("longer", 9, "the calls"),
+    ],
+)
+def test_a_sabotage_is_found_and_the_step_named(tmp_path: Path, sabotage: str, step: int, tensor: str) -> None:
+    job, report = verify(tmp_path, SCRIPT.format(sabotage=sabotage))
+    assert job.returncode == 1, job.stdout + job.stderr
+    verdict = job.stdout.splitlines()[-1]
+    assert verdict.startswith(f"NOT the same training: first at step {step}, ")
+    assert report["same"] is False
+    assert report["first_difference"]["step"] == step
+    assert tensor in report["first_difference"]["tensor"]
+
+
+def test_a_script_without_a_job_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    job, _ = verify(tmp_path, "print('nothing to compare')")
+    assert job.returncode == 2
+    assert "expected: a script that calls at least one job" in job.stderr
+    assert "fix:      put @rankless.job" in job.stderr
+
+
+def test_a_run_that_fails_is_not_the_same_training(tmp_path: Path) -> None:
+    script = "import os, sys\nif os.environ['WORLD_SIZE'] == '2': sys.exit(3)\n" + SCRIPT.format(sabotage="")
+    job, report = verify(tmp_path, script)
+    assert job.returncode == 1
+    assert job.stdout.splitlines()[-1] == "NOT the same training: the run on 2 workers failed with exit code 3"
+    assert report["same"] is False
+    assert "failed with exit code 3" in report["failure"]
+
+
+def test_a_run_that_cannot_start_says_why(tmp_path: Path) -> None:
+    job = rankless("verify", "-n", "2", "absent.py", folder=tmp_path)
+    assert job.returncode == 2
+    assert "no file absent.py" in job.stderr
