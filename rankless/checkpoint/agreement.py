@@ -38,9 +38,7 @@ class Agreement:
             return
         text = None if error is None else f"{type(error).__name__}: {str(error).strip()}"
         mine = msgspec.msgpack.encode(_Outcome(error=text, summary=self.summary))
-        outcomes = [
-            msgspec.msgpack.decode(data, type=_Outcome) for data in all_gather_bytes(mine, mesh=self._mesh)
-        ]
+        outcomes = [msgspec.msgpack.decode(data, type=_Outcome) for data in all_gather_bytes(mine, mesh=self._mesh)]
         if error is not None:
             return
         for rank, outcome in enumerate(outcomes):

@@ -33,9 +33,7 @@ from rankless.errors import CheckpointError
 from rankless.version import VERSION as RANKLESS_VERSION
 
 
-def write_checkpoint(
-    path: str | os.PathLike[str], objects: dict[str, Node], tensors: dict[str, Tensor]
-) -> None:
+def write_checkpoint(path: str | os.PathLike[str], objects: dict[str, Node], tensors: dict[str, Tensor]) -> None:
     """Put a checkpoint at `path`, in place of the one there, which stays if CheckpointError is raised."""
     place = Path(os.path.realpath(path))
     new, old = _siblings(place)

@@ -15,9 +15,7 @@ from rankless.collectives.mesh import Mesh
 from rankless.errors import CheckpointError
 
 
-def load(
-    path: str | os.PathLike[str], objects: Mapping[str, Any], *, mesh: Mesh, random: bool = True
-) -> None:
+def load(path: str | os.PathLike[str], objects: Mapping[str, Any], *, mesh: Mesh, random: bool = True) -> None:
     """The objects restored from the checkpoint at `path`, and the random generators unless `random` is False.
 
     Every object gets the state saved under its name through its own `load_state_dict`; a checkpoint may

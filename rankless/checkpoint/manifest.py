@@ -41,9 +41,7 @@ class NumpyScalar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     data: bytes
 
 
-class TensorReference(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tensor"
-):
+class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tensor"):
     """A tensor in a tensor file. `numpy` is the dtype of a numpy array, or None for a torch tensor."""
 
     name: str
@@ -67,19 +65,7 @@ class Mapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     metadata: "Node" = None
 
 
-Node = (
-    None
-    | bool
-    | int
-    | float
-    | str
-    | SpecialFloat
-    | Bytes
-    | NumpyScalar
-    | TensorReference
-    | Sequence
-    | Mapping
-)
+Node = None | bool | int | float | str | SpecialFloat | Bytes | NumpyScalar | TensorReference | Sequence | Mapping
 """One value of an object's state."""
 
 

@@ -17,7 +17,7 @@ def capture_random_state() -> dict[str, Any]:
         "numpy": dict(np.random.get_state(legacy=False)),
         "python": {"version": version, "words": np.array(words, dtype=np.int64), "gauss_next": gauss_next},
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type for it
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

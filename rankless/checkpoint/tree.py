@@ -20,9 +20,7 @@ from rankless.checkpoint.manifest import (
 )
 from rankless.errors import CheckpointError
 
-WRITABLE = (
-    "dict, list, tuple, int, float, str, bool, None, bytes, tensors and numpy numbers, keyed by int or str"
-)
+WRITABLE = "dict, list, tuple, int, float, str, bool, None, bytes, tensors and numpy numbers, keyed by int or str"
 TENSOR_CLASSES: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 MAPPING_TYPES: dict[type, Any] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 ELEMENT_TYPES = frozenset(
