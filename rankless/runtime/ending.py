@@ -37,16 +37,26 @@ class Ending:
         # Daemon threads would run on in modules that are being emptied; the interpreter knows how to hold them.
         if os.getpid() != self._process_id or threading.active_count() > 1:
             return
-        modules = [module for module in sys.modules.values() if id(module) not in self._parents_modules]
-        for module in reversed(modules):
-            if isinstance(module, ModuleType):
-                _clear(module)
+        new = {name: module for name, module in sys.modules.items() if id(module) not in self._parents_modules}
+        users = [module for name, module in new.items() if _is_the_users(name, module)]
+        for module in reversed(users):
+            _clear(module)
         gc.collect()  # the parent has frozen its objects: these are the script's
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         ctypes.CDLL(None).fflush(None)
         os._exit(self._exit_code)
+
+
+def _is_the_users(name: str, module: ModuleType) -> bool:
+    # Libraries are left whole: their destructors, as torch's for storages, may still need their globals.
+    if name == "__main__":
+        return True
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or name.partition(".")[0] == "rankless":
+        return False
+    return "site-packages" not in file and not file.startswith((sys.prefix, sys.base_prefix))
 
 
 def _clear(module: ModuleType) -> None:
