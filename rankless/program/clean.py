@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 
 from rankless.errors import CaptureError
-from rankless.program.logical_program import LogicalProgram, ProgramInput, ProgramOutput
+from rankless.program.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput, described
 
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
@@ -42,7 +42,10 @@ def named(name: str, graph_module: fx.GraphModule) -> LogicalProgram:
     graph = graph_module.graph
     inputs: dict[fx.Node, ProgramInput] = {}
     for node in list(graph.nodes):
-        node.meta["line"] = node.meta.get("stack_trace") or ""
+        line, value = node.meta.get("stack_trace") or "", described(node.meta.get("val"))
+        descriptor = node.meta.get("desc")
+        # Nothing else of tracing is kept: its fake tensors would live as long as the program.
+        node.meta = {"line": line, "val": value, "desc": descriptor}
         if node.op == "placeholder":
             stands_for = named_input(node.meta["desc"])
             if stands_for is None:
@@ -54,9 +57,9 @@ def named(name: str, graph_module: fx.GraphModule) -> LogicalProgram:
     returned = next(node for node in graph.nodes if node.op == "output")
     (values,) = returned.args
     outputs = tuple(
-        (value, described)
+        (value, output)
         for value, descriptor in zip(values, returned.meta["desc"], strict=True)
-        if isinstance(value, fx.Node) and (described := named_output(descriptor)) is not None
+        if isinstance(value, fx.Node) and (output := named_output(descriptor)) is not None
     )
     return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
 
@@ -105,7 +108,7 @@ def named_output(descriptor: Any) -> ProgramOutput | None:
 
 def replace_by_one(node: fx.Node) -> None:
     """Turn the placeholder for the loss's own gradient into the constant one."""
-    value: Tensor = node.meta["val"]
+    value: LogicalValue = node.meta["val"]
     with node.graph.inserting_before(node):
         one = node.graph.call_function(aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
     one.meta.update(node.meta)
@@ -117,14 +120,14 @@ def constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramInput:
     """A tensor the job read from its surroundings; parameters are refused, for their gradients would be lost."""
     constant = getattr(graph_module, str(node.target))
     if constant.requires_grad:
-        users = {user.meta.get("stack_trace", "") for user in node.users}
+        users = {user.meta.get("stack_trace") or user.meta.get("line", "") for user in node.users}
         raise CaptureError(
             expected="every parameter that the job uses to belong to a module given as model=",
             found=f"a parameter of shape {list(constant.shape)} of a module that was not given",
             fix="pass the module too: @rankless.job(model=[model, other], …)",
             where=", ".join(sorted(users)),
         )
-    node.meta["val"] = constant
+    node.meta["val"] = described(constant)
     return ProgramInput(kind="constant", name=str(node.target), constant=constant)
 
 
@@ -147,7 +150,7 @@ def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logica
     return LogicalProgram(
         name=program.name,
         graph=program.graph,
-        inputs={node: described for node, described in inputs.items() if node in alive},
+        inputs={node: given for node, given in inputs.items() if node in alive},
         outputs=tuple(outputs),
     )
 
@@ -173,14 +176,14 @@ def tie(
     tensors = named_tensors(modules)
     first: dict[int, fx.Node] = {}
     inputs = {}
-    for node, described in program.inputs.items():
-        tensor = tensors.get(described.name) if described.kind in ("parameter", "buffer") else described.constant
+    for node, given in program.inputs.items():
+        tensor = tensors.get(given.name) if given.kind in ("parameter", "buffer") else given.constant
         if tensor is None:
-            inputs[node] = described
+            inputs[node] = given
             continue
         known = first.setdefault(id(tensor), node)
         if known is node:
-            inputs[node] = described
+            inputs[node] = given
         else:
             replacements[node] = known
             node.replace_all_uses_with(known)

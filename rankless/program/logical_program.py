@@ -2,13 +2,45 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 InputKind = Literal["parameter", "buffer", "argument", "constant"]
 OutputKind = Literal["result", "gradient", "mutation"]
+
+
+@dataclass(frozen=True)
+class LogicalValue:
+    """What is known of a tensor of the program: all but its numbers. The methods are named as a tensor's."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def stride(self) -> tuple[int, ...]:
+        """Steps in memory, in elements, per dim."""
+        return self.strides
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+
+def described(value: Any) -> Any:
+    """A traced value, or several, without the fake tensors that tracing leaves behind."""
+    if isinstance(value, list | tuple):
+        return tuple(described(item) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    return LogicalValue(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +66,7 @@ class ProgramOutput:
 class LogicalProgram:
     """A job, captured: a functional ATen graph with its inputs and outputs named, every node with its line.
 
-    Node `meta["val"]` has the logical shape, dtype and strides; `meta["line"]` is "file.py:12".
+    Node `meta["val"]` is a `LogicalValue`, or a tuple of them; `meta["line"]` is "file.py:12".
     """
 
     name: str
@@ -49,8 +81,8 @@ class LogicalProgram:
             if node.op == "output":
                 continue
             if node in self.inputs:
-                described = self.inputs[node]
-                what = f"{described.kind} {described.name}{constant_digest(described.constant)}"
+                given = self.inputs[node]
+                what = f"{given.kind} {given.name}{constant_digest(given.constant)}"
             else:
                 what = f"{node.target}({', '.join(map(repr, node.args))}, {node.kwargs})"
             lines.append(f"{node.name} = {what} : {value_text(node)}  # {node.meta.get('line', '')}")
@@ -67,7 +99,7 @@ def value_text(node: fx.Node) -> str:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return ", ".join(
-        f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}" if isinstance(item, Tensor) else str(item)
+        f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}" if isinstance(item, LogicalValue) else str(item)
         for item in values
     )
 

@@ -10,10 +10,10 @@ from math import inf
 from operator import getitem
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from rankless.errors import CaptureError
-from rankless.program.logical_program import LogicalProgram
+from rankless.program.logical_program import LogicalProgram, LogicalValue
 from rankless.program.moves import cost
 from rankless.program.placement import Partial, Placement, Replicate
 from rankless.program.rules.strategy import Call, Strategy, call_of, replicated
@@ -124,4 +124,4 @@ def outputs_of(call: Call) -> tuple[Any, ...]:
 
 def size_of(value: Any) -> int:
     """Bytes of a logical value; nothing for one that is absent."""
-    return int(value.numel() * value.element_size()) if isinstance(value, Tensor) else 0
+    return int(value.numel() * value.element_size()) if isinstance(value, LogicalValue) else 0

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from rankless.program.logical_program import LogicalValue
 from rankless.program.placement import Placement, Replicate, Shard
 
 Operator = torch._ops.OpOverload
@@ -86,7 +87,7 @@ class Call:
         """The logical shape of every output (an empty shape for one that is absent)."""
         value = self.node.meta["val"]
         values = value if isinstance(value, tuple | list) else (value,)
-        return tuple(tuple(item.shape) if isinstance(item, Tensor) else () for item in values)
+        return tuple(tuple(item.shape) if isinstance(item, LogicalValue) else () for item in values)
 
 
 Rule = Callable[[Call], Iterator[Strategy]]
