@@ -146,12 +146,14 @@ def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logica
     returned.args = (tuple(node for node, _ in outputs),)
     # Random operators stay even if unused: the script's generator moves past them.
     program.graph.eliminate_dead_code(is_impure_node=is_kept)
-    alive = set(program.graph.nodes)
+    # A copy has none of the nodes that tracing made and dropped, nor the fake tensors that they hold.
+    copy, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(program.graph, copied))
     return LogicalProgram(
         name=program.name,
-        graph=program.graph,
-        inputs={node: given for node, given in inputs.items() if node in alive},
-        outputs=tuple(outputs),
+        graph=copy,
+        inputs={copied[node]: given for node, given in inputs.items() if node in copied},
+        outputs=tuple((copied[node], output) for node, output in outputs),
     )
 
 

@@ -62,7 +62,18 @@ class LineMode(TorchFunctionMode):
 def lines_recorded() -> Iterator[None]:
     """Every operator traced inside carries its user's line as `meta["stack_trace"]`."""
     before = dict(fx_traceback.current_meta)
-    with fx_traceback.preserve_node_meta(), LineMode():
+    with fx_traceback.preserve_node_meta(), compilation_told(), LineMode():
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)
+
+
+@contextlib.contextmanager
+def compilation_told() -> Iterator[None]:
+    """`torch.compiler.is_compiling()` is true inside: libraries ask it before they look at a tensor's values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
