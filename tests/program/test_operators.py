@@ -2,7 +2,6 @@
 
 import functools
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,10 @@ import torch.nn.functional as F
 from lockstep import Outcome, assert_same_as_plain
 from torch import Tensor, nn
 
-from rankless.program.placement import Partial, Replicate, Shard, split_lengths
+from rankless.program.placement import Replicate
 from rankless.program.rules.table import TABLE
-from rankless.program.rules.views import carried
 
 aten = torch.ops.aten
-ROWS = 7
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,7 @@ class Case:
 
     function: Callable[[Tensor], Any]
     shape: tuple[int, ...] = (6,)
+    rows: int = 7
 
 
 def weighted(value: Tensor) -> Tensor:
@@ -95,6 +93,9 @@ VIEWS = {
     "permute": Case(lambda x: x.permute(2, 0, 1).square(), (2, 3)),
     "unsqueeze": Case(lambda x: x.unsqueeze(0).square() + x.unsqueeze(-1).sum()),
     "squeeze": Case(lambda x: x.squeeze().square(), (1, 3, 1)),
+    "squeeze that keeps rows of one": Case(
+        lambda x: torch.cat([x.squeeze(), x.squeeze((0, 1)), x.squeeze(0)[:, 0]], 1).square(), (1, 3)
+    ),
     "squeeze of a dim": Case(lambda x: x.squeeze(1).square(), (1, 3)),
     "squeeze of dims": Case(lambda x: x.squeeze((1, 3)).square(), (1, 3, 1)),
     "select": Case(lambda x: x[:, 2].square().sum() + x[4].square()),
@@ -106,6 +107,10 @@ VIEWS = {
     "pad": Case(lambda x: F.pad(x, (1, 2)).square().sum() + F.pad(x, (0, 0, 1, -1)).square()),
     "cat": Case(lambda x: torch.cat([x, x.square()], 1).square()),
     "cat of batches": Case(lambda x: torch.cat([x, x.square()]).square()),
+    "split": Case(lambda x: sum(part.square().sum() * 2**i for i, part in enumerate((*x.split(4, 1), *x.chunk(3))))),
+    "split by sizes": Case(
+        lambda x: torch.cat([p.cos() for p in (*x.split([1, 2, 3], 1), *x.split([1, 4, 2]))][:3], 1)
+    ),
     "stack and unbind": Case(lambda x: torch.stack(x.unbind(1), 1).square()),
 }
 REDUCTIONS = {
@@ -120,7 +125,7 @@ REDUCTIONS = {
     "softmax": Case(lambda x: x.softmax(1).square().sum() + x.softmax(0)),
     "safe softmax": Case(lambda x: aten._safe_softmax(x, 1).square()),
     "log softmax": Case(lambda x: x.log_softmax(1).square().sum() + x.log_softmax(0)),
-    "argmax and argmin": Case(lambda x: (x.argmax(1) + x.argmin(0).sum() + x.argmax()) * x[:, 0]),
+    "argmax and argmin": Case(lambda x: (x.argmax(1) + x.argmin(1) + x.argmin(0).sum() + x.argmax()) * x[:, 0]),
     "max and min of a dim": Case(lambda x: x.max(1)[0].square().sum() + x.min(0)[0] + x.min(1)[0].sum()),
     "any and all": Case(lambda x: x * ((x > 0).any(1) & (x < 2).all(1))[:, None]),
     "any and all of dims": Case(lambda x: x * (x > 0).any((1, 2), True) * (x < 3).all((1, 2), True), (2, 3)),
@@ -150,6 +155,9 @@ MATRICES = {
     "transposed convolution": Case(lambda x: F.conv_transpose1d(x, numbers(2, 3, 2), stride=2).square(), (2, 4)),
     "convolution in groups": Case(lambda x: F.conv1d(x, x.sum(0)[:, None, :3], groups=2), (2, 6)),
     "embedding": Case(lambda x: F.embedding(labels_of(x, 5), x.sum(0), padding_idx=1), (5, 3)),
+    "embedding whose gradients are scaled by frequency": Case(
+        lambda x: F.embedding(labels_of(x, 5), x.sum(0), scale_grad_by_freq=True), (5, 3)
+    ),
     "lstm": Case(run_recurrent("LSTM"), (12,)),
     "gru": Case(run_recurrent("GRU"), (12,)),
 }
@@ -203,6 +211,10 @@ IMAGES = {
     "reflection pad": Case(lambda x: F.pad(x, (1, 1, 1, 0), mode="reflect").square(), (2, 3, 3)),
     "replication pad": Case(lambda x: F.pad(x, (1, 1, 1, 0), mode="replicate").square(), (2, 3, 3)),
     "pixel shuffle": Case(lambda x: F.pixel_shuffle(x, 2).square(), (4, 2, 2)),
+    "pixel shuffle of the batch as channels": Case(
+        batch_second(lambda x: F.pixel_shuffle(x, 2).square()), (3, 2, 2), 8
+    ),
+    "pixel unshuffle": Case(lambda x: F.pixel_unshuffle(x, 2).square(), (1, 4, 4)),
     "max pool in space": Case(lambda x: F.max_pool3d(x, 2).square(), (2, 4, 4, 4)),
     "average pool in space": Case(lambda x: F.avg_pool3d(x, 2).square(), (2, 4, 4, 4)),
     "adaptive pool in space": Case(lambda x: F.adaptive_avg_pool3d(x, 3).square(), (2, 4, 4, 4)),
@@ -286,6 +298,9 @@ POINTWISE = {
     "clamp and where of a partial sum": Case(lambda x: x.sum(0).clamp(-1, 1) + torch.where(x.sum(0) > 0, x.mean(0), 2)),
     "casts of partial sums": Case(lambda x: (x.sum(0).float().double() - x.sum(0).int()) * x),
     "masks": Case(lambda x: x.masked_fill(x > 1, -1.0).square() + torch.where(x > 0, x, x.square())),
+    "new tensors": Case(
+        lambda x: x + x.new_zeros(6) + x.sum(0).new_ones(6) + x.new_full((6,), 2) + x.new_empty(6).fill_(1)
+    ),
     "prelu": Case(lambda x: F.prelu(x, x.sum((0, 2)).abs()[:3]).square(), (3, 2)),
 }
 CASES = VIEWS | REDUCTIONS | MATRICES | NORMALISATIONS | LOSSES | ATTENTION | IMAGES | INDEXING | RANDOM | POINTWISE
@@ -293,8 +308,11 @@ CASES = VIEWS | REDUCTIONS | MATRICES | NORMALISATIONS | LOSSES | ATTENTION | IM
 
 @functools.cache
 def proved(name: str, ranks: int) -> Outcome:
-    """The outcome of a case, equal to one device's."""
-    case = CASES[name]
+    """The outcome of a case, equal to one device's; each is run once."""
+    return proved_case(CASES[name], ranks)
+
+
+def proved_case(case: Case, ranks: int) -> Outcome:
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
     try:
@@ -303,7 +321,7 @@ def proved(name: str, ranks: int) -> Outcome:
         return assert_same_as_plain(
             lambda x: weighted(case.function(x * model.factor)),
             {"model": model},
-            [torch.randn(ROWS, *case.shape)],
+            [torch.randn(case.rows, *case.shape)],
             ranks,
         )
     finally:
@@ -311,6 +329,66 @@ def proved(name: str, ranks: int) -> Outcome:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [3])
+@pytest.mark.parametrize("ranks", [3, 4, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (2, 7))])
 def test_an_operator_on_shards_gives_values_and_gradients_of_one_device(name, ranks):
     proved(name, ranks)
+
+
+def is_split(outcome: Outcome, node: Any) -> bool:
+    """Whether an operator works on parts, or is written in another way for them."""
+    strategy = outcome.placed.strategies[node]
+    placements = (*strategy.inputs, *strategy.outputs)
+    return strategy.lower is not None or any(not isinstance(item, Replicate) for item in placements)
+
+
+ON_CUDA_ALONE = {
+    aten._fused_rms_norm.default,
+    aten._fused_rms_norm_backward.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+}
+DRAWN_WHOLE = {
+    aten.rand.default,
+    aten.randn.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randperm.default,
+    aten.normal.float_float,
+    aten.bernoulli.default,
+    aten.multinomial.default,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.normal.Tensor_Tensor,
+    aten.poisson.default,
+}
+
+
+def test_every_rule_is_proved_on_parts_by_some_case():
+    split, whole = set(), set()
+    for name in CASES:
+        outcome = proved(name, 3)
+        for node in outcome.placed.strategies:
+            (split if is_split(outcome, node) else whole).add(node.target)
+    assert {operator for operator in TABLE if operator not in split} == ON_CUDA_ALONE | DRAWN_WHOLE
+    assert whole >= DRAWN_WHOLE
+
+
+WITHOUT_RULE = {
+    "singular values": (lambda x: torch.linalg.svdvals(x), "aten._linalg_svd.default"),
+    "distances": (lambda x: torch.cdist(x, x.flip(0) + 1), "aten._cdist_forward.default"),
+    "windows": (lambda x: x.unfold(0, 3, 2).square(), "aten.unfold.default"),
+    "roll": (lambda x: x.roll(2, 0).square(), "aten.roll.default"),
+    "median": (lambda x: x.median(0)[0].square(), "aten.median.dim"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_RULE)
+def test_an_operator_without_a_rule_is_right_and_reported_with_its_line(name):
+    function, operator = WITHOUT_RULE[name]
+    outcome = proved_case(Case(function), 3)
+    reported = {str(node.target): node.meta["line"] for node in outcome.placed.ruleless}
+    assert reported[operator].startswith(f"{__file__}:")

@@ -1,4 +1,7 @@
-"""Pooling, resizing and padding of images: the last dims stay whole, batch and channels may be split."""
+"""Pooling and padding of images: the last dims stay whole, batch and channels may be split.
+
+Resizing is captured as reading by index.
+"""
 
 from typing import Any
 
@@ -6,7 +9,6 @@ import torch
 
 from rankless.program.rules.pattern import by_pattern, letters
 from rankless.program.rules.strategy import Call, Rule, shape_of
-from rankless.program.rules.views import sizes_in
 
 aten = torch.ops.aten
 
@@ -35,22 +37,10 @@ RULES: dict[Any, Rule] = {
             aten._adaptive_avg_pool2d_backward.default,
             aten.adaptive_max_pool2d.default,
             aten.adaptive_max_pool2d_backward.default,
-            aten.upsample_nearest2d.default,
-            aten.upsample_bilinear2d.default,
-            aten.upsample_bicubic2d.default,
             aten.reflection_pad2d.default,
             aten.reflection_pad2d_backward.default,
             aten.replication_pad2d.default,
             aten.replication_pad2d_backward.default,
-            aten.pixel_shuffle.default,
-        )
-    },
-    **{
-        operator: by_pattern(spatial(2), lower=sizes_in(2))
-        for operator in (
-            aten.upsample_nearest2d_backward.default,
-            aten.upsample_bilinear2d_backward.default,
-            aten.upsample_bicubic2d_backward.default,
         )
     },
     **{
@@ -62,6 +52,9 @@ RULES: dict[Any, Rule] = {
             aten.avg_pool3d_backward.default,
             aten._adaptive_avg_pool3d.default,
             aten._adaptive_avg_pool3d_backward.default,
+            # Channels become pixels in groups, which a split need not respect.
+            aten.pixel_shuffle.default,
+            aten.pixel_unshuffle.default,
         )
     },
 }

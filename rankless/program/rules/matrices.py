@@ -54,10 +54,11 @@ def embedding(call: Call) -> str:
     return f"*,{text}->{text}."
 
 
-def embedding_back(call: Call) -> str:
-    """The table's gradient; split indices give partial sums."""
-    text = letters(len(shape_of(call.inputs[1])))
-    return f"{text}.,{text}->.."
+def embedding_back(call: Call) -> Iterator[Strategy]:
+    """The table's gradient; split indices give partial sums, unless they are divided by how often an index occurs."""
+    if not call.argument("scale_grad_by_freq"):
+        text = letters(len(shape_of(call.inputs[1])))
+        yield from split(call, f"{text}.,{text}->..")
 
 
 def convolution_back(call: Call) -> Iterator[Strategy]:
@@ -107,7 +108,7 @@ RULES: dict[Any, Rule] = {
     aten.convolution.default: by_pattern("b*,*,*->b*"),
     aten.convolution_backward.default: convolution_back,
     aten.embedding.default: by_pattern(embedding),
-    aten.embedding_dense_backward.default: by_pattern(embedding_back, (0,)),
+    aten.embedding_dense_backward.default: embedding_back,
     ours.recurrent.default: recurrent,
     ours.recurrent_backward.default: recurrent_back,
 }

@@ -161,6 +161,5 @@ RULES: dict[Any, Rule] = {
     aten._native_batch_norm_legit_functional.default: batch_norm,
     aten._native_batch_norm_legit.no_stats: batch_norm,
     aten._native_batch_norm_legit_no_training.default: by_pattern(batch_norm_with_constants),
-    aten.native_batch_norm.default: batch_norm,
     aten.native_batch_norm_backward.default: batch_norm_back,
 }

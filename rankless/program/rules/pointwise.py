@@ -28,6 +28,8 @@ ALSO_POINTWISE = {
     aten.softplus_backward.default,
     aten.log_sigmoid_backward.default,
     aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+    aten.mish_backward.default,
 }
 """Pointwise operators that PyTorch does not tag as such."""
 
@@ -101,4 +103,15 @@ def log_sigmoid(call: Call) -> Iterator[Strategy]:
         yield from split(call, broadcast_pattern(call))
 
 
-RULES: dict[Any, Rule] = {aten.log_sigmoid_forward.default: log_sigmoid}
+def fresh(call: Call) -> Iterator[Strategy]:
+    """A new tensor of a size of its own: the input gives only dtype and device, however it lies."""
+    yield Strategy(call.current, (Replicate(),))
+
+
+RULES: dict[Any, Rule] = {
+    aten.log_sigmoid_forward.default: log_sigmoid,
+    aten.new_zeros.default: fresh,
+    aten.new_ones.default: fresh,
+    aten.new_full.default: fresh,
+    aten.new_empty.default: fresh,
+}

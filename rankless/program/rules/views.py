@@ -205,18 +205,21 @@ def sizes_in(argument: int) -> Any:
     return lower
 
 
+def reshape_to_output(emit: Emit, _call: Call, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Local:
+    """Lower a squeeze to a reshape, for a piece of one row would lose its dim of rows too."""
+    return emit.call(aten.reshape.default, args[0], emit.output_size(0))
+
+
 RULES: dict[Any, Rule] = {
     aten.view.default: reshaped,
     aten._unsafe_view.default: reshaped,
-    aten.reshape.default: reshaped,
-    aten._reshape_alias.default: reshaped,
     aten.t.default: by_pattern(permuted, (0,)),
     aten.transpose.int: by_pattern(permuted, (0,)),
     aten.permute.default: by_pattern(permuted, (0,)),
     aten.unsqueeze.default: by_pattern(unsqueezed, (0,)),
-    aten.squeeze.default: by_pattern(squeezed, (0,)),
-    aten.squeeze.dim: by_pattern(squeezed, (0,)),
-    aten.squeeze.dims: by_pattern(squeezed, (0,)),
+    aten.squeeze.default: by_pattern(squeezed, (0,), lower=reshape_to_output),
+    aten.squeeze.dim: by_pattern(squeezed, (0,), lower=reshape_to_output),
+    aten.squeeze.dims: by_pattern(squeezed, (0,), lower=reshape_to_output),
     aten.select.int: by_pattern(selected, (0,)),
     aten.slice.Tensor: by_pattern(sliced, (0,)),
     aten.select_backward.default: by_pattern(selected_back, (0,), lower=sizes_in(1)),
