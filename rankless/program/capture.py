@@ -5,7 +5,7 @@ graph, forward and backward (docs/decisions/0002-road-of-capture.md says why thi
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from rankless.errors import CaptureError
 from rankless.program.clean import cleaned, named
 from rankless.program.decompositions import DECOMPOSITIONS
+from rankless.program.effects import Effects, require_no_parameter_hooks
 from rankless.program.frozen_calls import frozen_calls_refused
-from rankless.program.guards import python_state_kept
 from rankless.program.logical_program import LogicalProgram
 from rankless.program.refusals import capture_error
 from rankless.program.tracing import lines_recorded
@@ -47,6 +47,8 @@ class JobSource:
     function: Callable[..., Any]
     modules: Mapping[str, nn.Module]
     trains: bool
+    line: str = ""
+    """Where the function stands, for errors that no nearer line is known of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +73,13 @@ class TracedJob(nn.Module):
             self.add_module(name, module)
         self.source = source
         self.arguments = arguments
+        self.effects = Effects(source.function, source.modules)
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
-        with lines_recorded(), frozen_calls_refused(), python_state_kept(self.source.function, self.source.modules):
+        with lines_recorded(), frozen_calls_refused(), self.effects.watched():
             args, kwargs = self.arguments(tensors)
             result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
@@ -136,8 +139,21 @@ def capture(
         stack.enter_context(torch.set_grad_enabled(source.trains))
         with fake:
             inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
-        with capture_error(source.name):
+        with capture_error(source.name, source.line), seems_compiling():
+            require_no_parameter_hooks(source.modules)
             joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+            job.effects.require_none()
+            program = cleaned(named(source.name, joint.graph_module), source.modules)
     assert job.result_spec is not None
-    program = cleaned(named(source.name, joint.graph_module), source.modules)
     return Captured(program=program, result_spec=job.result_spec, result_leaves=job.result_leaves)
+
+
+@contextlib.contextmanager
+def seems_compiling() -> Iterator[None]:
+    """Within, `torch.compiler.is_compiling()` is true: models then leave out checks that read values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

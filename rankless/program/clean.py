@@ -40,6 +40,8 @@ VIEWS = (
 def named(name: str, graph_module: fx.GraphModule) -> LogicalProgram:
     """The program in a traced graph whose placeholders and outputs carry PyTorch's descriptors."""
     graph = graph_module.graph
+    returned = next(node for node in graph.nodes if node.op == "output")
+    meanings = [named_output(descriptor) for descriptor in returned.meta["desc"]]
     inputs: dict[fx.Node, ProgramInput] = {}
     for node in list(graph.nodes):
         line, value = node.meta.get("stack_trace") or "", described(node.meta.get("val"))
@@ -54,12 +56,11 @@ def named(name: str, graph_module: fx.GraphModule) -> LogicalProgram:
                 inputs[node] = stands_for
         elif node.op == "get_attr":
             inputs[node] = constant_input(node, graph_module)
-    returned = next(node for node in graph.nodes if node.op == "output")
     (values,) = returned.args
     outputs = tuple(
         (value, output)
-        for value, descriptor in zip(values, returned.meta["desc"], strict=True)
-        if isinstance(value, fx.Node) and (output := named_output(descriptor)) is not None
+        for value, output in zip(values, meanings, strict=True)
+        if isinstance(value, fx.Node) and output is not None
     )
     return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
 
@@ -119,6 +120,13 @@ def replace_by_one(node: fx.Node) -> None:
 def constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramInput:
     """A tensor the job read from its surroundings; parameters are refused, for their gradients would be lost."""
     constant = getattr(graph_module, str(node.target))
+    if not isinstance(constant, Tensor):
+        raise CaptureError(
+            expected="random operators that draw from torch's own generator",
+            found=f"one that draws from a {type(constant).__name__} of the script's",
+            fix="leave generator= away, or draw outside the job and pass the numbers as an argument",
+            where=", ".join(sorted({user.meta.get("stack_trace") or "" for user in node.users})),
+        )
     if constant.requires_grad:
         users = {user.meta.get("stack_trace") or user.meta.get("line", "") for user in node.users}
         raise CaptureError(

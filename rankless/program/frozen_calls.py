@@ -38,8 +38,7 @@ def frozen_calls_refused() -> Iterator[None]:
 
 def drawing(module: ModuleType) -> list[str]:
     """The functions of a module that draw from its hidden generator: methods bound to it."""
-    seeded = getattr(module, "seed", None)
-    generator = getattr(seeded, "__self__", None)
+    generator = module.random.__self__
     return [name for name, item in vars(module).items() if getattr(item, "__self__", None) is generator]
 
 

@@ -6,19 +6,19 @@ modules' `forward`: which names they read, and what simple values stand under th
 program; a value that the job changes itself cannot be part of any, and is refused.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from rankless.errors import CaptureError
 from rankless.program.tracing import is_users_file
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None))
 MISSING = object()
+DEEPEST = 3
+"""How many attributes deep a job's names are followed: settings.optimizer.scale."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Finder:
     def __init__(self) -> None:
         self.guards: dict[tuple[int, str], Guard] = {}
         self.seen: set[int] = set()
+        self.walked: set[tuple[int, int]] = set()
         self.names_of_type: dict[type, set[str]] = {}
 
     def function(self, function: Any) -> None:
@@ -110,28 +111,48 @@ class Finder:
             self.names_of_type[kind] = set().union(*(names_in(method.__code__) for method in methods))
             for method in methods:
                 self.function(method)
-        for name in sorted(self.names_of_type[kind] & module.__dict__.keys()):
-            if name != "training":
-                self.simple(Guard(f"{path}.{name}", module.__dict__, name, module.__dict__[name]))
+        self.attributes(path, module, self.names_of_type[kind], depth=0)
+
+    def attributes(self, label: str, value: Any, names: set[str], depth: int) -> None:
+        """The attributes of an object that code names."""
+        scope = getattr(value, "__dict__", None)
+        if not isinstance(scope, dict) or (id(value), id(names)) in self.walked:
+            return
+        self.walked.add((id(value), id(names)))
+        # A module's own tables hold tensors and modules, its flag is part of what tells programs apart.
+        hidden = {"training", "_parameters", "_buffers", "_modules"} if isinstance(value, nn.Module) else set()
+        for name in sorted((names & scope.keys()) - hidden):
+            self.found(Guard(f"{label}.{name}", scope, name, scope[name]), names, depth + 1)
 
     def simple(self, guard: Guard) -> None:
         """Keep a guard if its value is simple."""
         if is_simple(guard.value):
             self.guards[id(guard.scope), guard.name] = replace(guard, value=frozen(guard.value))
 
-    def found(self, guard: Guard, names: set[str]) -> None:
+    def found(self, guard: Guard, names: set[str], depth: int = 0) -> None:
         """Guard a value that a function names, or go on into it."""
         value = guard.value
         if is_simple(value):
             self.simple(guard)
-        elif isinstance(value, FunctionType | MethodType | nn.Module | Tensor | type):
+            return
+        if isinstance(value, list | dict | set):
+            self.guards[id(guard.scope), guard.name] = replace(guard, value=Length(value, len(value)))
+            return
+        if isinstance(value, FunctionType | MethodType | nn.Module | Tensor | type):
             # Another object under the same name would be another program.
             self.guards[id(guard.scope), guard.name] = guard
             self.function(value)
-        elif not isinstance(value, ModuleType) or is_users_file(getattr(value, "__file__", None)):
-            inner = getattr(value, "__dict__", {})
-            for name in sorted(names & inner.keys()):
-                self.simple(Guard(f"{guard.label}.{name}", inner, name, inner[name]))
+        is_foreign = isinstance(value, ModuleType) and not is_users_file(getattr(value, "__file__", None))
+        if depth < DEEPEST and not is_foreign and not isinstance(value, Tensor | type | FunctionType):
+            self.attributes(guard.label, value, names, depth)
+
+
+@dataclass(frozen=True)
+class Length:
+    """Stands for a container of other than simple values: the same one, as long as it was."""
+
+    container: Any
+    length: int
 
 
 def methods_of(kind: type) -> list[FunctionType]:
@@ -150,6 +171,8 @@ NOT_RUN = frozenset({"__init__", "__repr__", "__setstate__", "extra_repr", "rese
 
 def equal(now: Any, value: Any) -> bool:
     """Whether two plain values are equal; of other objects only the same one is."""
+    if isinstance(value, Length):
+        return now is value.container and len(now) == value.length
     return is_simple(value) and type(now) is type(value) and bool(now == value)
 
 
@@ -186,36 +209,3 @@ def names_in(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             names |= names_in(constant)
     return names
-
-
-@contextlib.contextmanager
-def python_state_kept(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Refuse a job that changes the Python values that it reads while it runs inside."""
-    guards = guards_of(function, modules)
-    tables = {
-        (f"{name}.{path}" if path else name): (part, dict(part._buffers), dict(part._parameters))
-        for name, module in modules.items()
-        for path, part in module.named_modules()
-    }
-    yield
-    changed = guards.first_changed()
-    if changed is not None:
-        raise CaptureError(
-            expected="a job that leaves Python values as they are: its Python runs once, not at every step",
-            found=f"{changed.label} was {changed.value!r} and is {changed.read()!r} after the job has run",
-            fix="count or change it outside the job, or keep it in a buffer and change that in place",
-        )
-    for path, (part, buffers, parameters) in tables.items():
-        replaced = first_replaced(part._buffers, buffers) or first_replaced(part._parameters, parameters)
-        if replaced is not None:
-            raise CaptureError(
-                expected="buffers and parameters that stay the same tensors",
-                found=f"{path}.{replaced} is replaced by another tensor inside the job",
-                fix=f"change it in place: self.{replaced}.copy_(new)",
-            )
-
-
-def first_replaced(now: Mapping[str, Tensor | None], before: Mapping[str, Tensor | None]) -> str | None:
-    """The first name under which another object stands."""
-    names = [*before, *(name for name in now if name not in before)]
-    return next((name for name in names if now.get(name) is not before.get(name)), None)

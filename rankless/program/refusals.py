@@ -20,45 +20,61 @@ VALUE_READ = (
 )
 # Messages of PyTorch that mean one of the things below; each is tested against the installed version.
 REASONS: tuple[tuple[str, str, str], ...] = (
-    ("requires_grad_", "parameters whose requires_grad is set outside the job", "move it before the call"),
+    ("requires_grad", "parameters whose requires_grad is set outside the job", "set it before the call"),
     ("numpy", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
     ("data-dependent", "a program that is the same for all values of its tensors", VALUE_READ),
+    ("Cannot access data pointer", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
     (
-        "Cannot access data pointer",
-        "a job that stays in PyTorch",
-        "use torch functions, or convert outside the job",
+        "Unexpected fake",
+        "tensors that are made in the job to stay in it",
+        "return the tensor as a metric instead of keeping it in an attribute, a list or a closure",
+    ),
+    (
+        "use_reentrant=True",
+        "activation checkpointing that autograd can see through",
+        "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+    ),
+    (
+        "Cannot backprop through mirrored meta",
+        "a job that returns its loss and leaves backward to the system",
+        "take .backward() out of the job",
+    ),
+    (
+        "mutating a non-functional tensor",
+        "a job that changes nothing but buffers of its modules",
+        "make the tensor a buffer of a module given as model=, or change it outside the job",
     ),
 )
 
 
 @contextlib.contextmanager
-def capture_error(job: str) -> Iterator[None]:
+def capture_error(job: str, line: str) -> Iterator[None]:
     """Turn what PyTorch raises while tracing into a `CaptureError` with the user's line; user errors pass."""
     try:
         yield
     except RanklessError as error:
         # Raised while tracing, so between it and the script there are only frames of PyTorch's machinery.
-        raise error.located(raised_at(error)).with_traceback(None) from error.__cause__
+        raise error.located(raised_at(error) or line or None).with_traceback(None) from error.__cause__
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         operator = getattr(error, "func", "a value")
         raise CaptureError(
             expected=f"job {job!r} to be one program: no branch, loop or shape that depends on a tensor's value",
             found=f"{operator} needs the value of a tensor",
             fix=VALUE_READ,
-            where=raised_at(error),
+            where=raised_at(error) or line,
         ) from error
     except UnsupportedOperatorException as error:
         raise CaptureError(
             expected=f"job {job!r} to use operators that PyTorch can trace",
             found=str(error.func),
             fix="use another operator, or compute it outside the job",
-            where=raised_at(error),
+            where=raised_at(error) or line,
         ) from error
-    except RuntimeError as error:
-        raise refused(job, error) from error
+    except (RuntimeError, AssertionError) as error:
+        raise refused(job, error, line) from error
 
 
-def refused(job: str, error: RuntimeError) -> Exception:
+def refused(job: str, error: RuntimeError | AssertionError, line: str) -> Exception:
     """The `CaptureError` that a RuntimeError of PyTorch means, or the error itself if it is the user's own."""
     message = str(error)
     for sign, expected, fix in REASONS:
@@ -67,7 +83,7 @@ def refused(job: str, error: RuntimeError) -> Exception:
                 expected=f"job {job!r} to be one program: {expected}",
                 found=message.splitlines()[0],
                 fix=fix,
-                where=raised_at(error),
+                where=raised_at(error) or line,
             )
     return error
 

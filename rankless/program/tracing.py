@@ -13,6 +13,7 @@ import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F  # the field's name for it
 from torch.overrides import TorchFunctionMode
 
+from rankless.errors import CaptureError
 from rankless.program.whole_operators import RECURRENT, whole_linear, whole_recurrent
 
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -37,6 +38,16 @@ def user_line(frame: FrameType | None) -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+REFUSED: dict[Any, str] = {
+    torch.Tensor.__repr__: "print of a tensor",
+    torch.Tensor.__format__: "a tensor formatted as text",
+    torch.Tensor.numpy: "a tensor turned into a NumPy array",
+    torch.Tensor.requires_grad_: "requires_grad_() of a tensor",
+    torch.Tensor.requires_grad.__set__: "requires_grad set",  # type: ignore[attr-defined]  # a getset descriptor
+}
+"""Functions that would do something else while a job is captured than when it runs plainly."""
+
+
 class LineMode(TorchFunctionMode):
     """Writes the user's line into the metadata of what is traced, and keeps some operators whole."""
 
@@ -48,6 +59,14 @@ class LineMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in REFUSED and is_users_file(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(
+                expected="a job that computes with tensors and does not look at them: they have no values while "
+                "it is captured",
+                found=f"{REFUSED[func]} inside the job",
+                fix="return the tensor as a metric and do this outside the job",
+                where=user_line(sys._getframe(1)),
+            )
         fx_traceback.current_meta["stack_trace"] = user_line(sys._getframe(1))
         if func is F.linear:
             return whole_linear(*args, **kwargs)

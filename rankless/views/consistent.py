@@ -118,9 +118,10 @@ class Consistent:
     def _prepare(self, arguments: Arguments) -> Prepared:
         """Capture, compare with the other ranks, place, lower."""
         job, mesh = self._job, self._world.mesh
-        guards = guards_of(job.function, job.modules)
-        source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains)
+        source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
         captured = capture(source, arguments.joined, shapes_of(arguments), mesh.device)
+        # After the capture: in its first pass a model may have set itself up.
+        guards = guards_of(job.function, job.modules)
         require_same_program(captured.program, mesh)
         placements = tuple(placement_of(tensor, mesh) for tensor in arguments.tensors)
         local = built(captured.program, placements, mesh)
