@@ -58,6 +58,7 @@ def plan_workers(plan: RunPlan, *, folder: str, store: socket.socket, reserved: 
             log_file=os.path.abspath(log_file(folder, rank)),
             recording=plan.recording,
             perturbation_seed=plan.perturbation_seed,
+            dtype=plan.dtype,
             progress=plan.progress,
             store_descriptor=store.fileno() if rank == 0 else None,
             store_port=store.getsockname()[1],

@@ -6,13 +6,17 @@
 #   - 10 x the noise in the same tensor, the largest of this and earlier steps;
 #   - the rounding bound: 1e-12 (float64), 1e-5 (float32), 1e-2 (float16), 5e-2 (bfloat16) of the tensor's
 #     largest element, or of its norm where only a sketch is kept;
-#   - 10 rounding errors (eps) of the largest parameter or gradient: some tensors are zero but for rounding;
+#   - 10 rounding errors (eps) of the largest parameter, 100 of the largest gradient: some tensors are zero but
+#     for rounding, and a gradient is a sum over the whole batch;
 #   - twice the tensor's own motion, for a parameter whose gradient the noise changes by a tenth or more of its
 #     norm: it is all rounding, and an adaptive optimizer makes whole steps of it, in any direction.
 # An integer result must be equal, unless the noise run's differs too (10 x that), or unless the relative noise
 # of float results and parameters so far, ten times over, makes a flip likelier than one in ten among what was counted:
 # then as many as it makes likely, but not more than 2 % of what was counted, and at least one.
 # Ranks of one run must agree within the rounding bound alone: they hold copies, and copies do not drift apart.
+# Where a max-pool, a ReLU or an argmax is turned over by rounding, a step jumps, and one noise run need not jump
+# at the same one. No measured floor bounds that; exacter arithmetic does: `rounding_may_explain` says when float64
+# is to decide (docs/decisions/0004-noise-floor.md).
 # If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step is made,
 # the script is not repeatable, and nothing can be said.
 """
@@ -20,13 +24,15 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from rankless.observe.differences import Difference, Mismatch, Place, measure
+from rankless.observe.differences import RESOLUTION, Difference, Mismatch, Place, measure
 from rankless.observe.recordings import Recording, array_of
 from rankless.records.results import Called, Stepped
 
 NOISE_FACTOR = 10.0
 ROUNDING_ERRORS = 10.0
+GRADIENT_ROUNDING_ERRORS = 100.0
 ROUNDING_BOUND: Mapping[str, float] = {
     "float64": 1e-12,
     "complex128": 1e-12,
@@ -41,6 +47,11 @@ LIKELY_FLIP = 0.1
 MOST_FLIPS = 0.02
 NOT_REPEATABLE_FACTOR = 1e3
 
+Cause = Literal["values", "structure", "ranks", "repetition"]
+"""What is not the same: numbers, which rounding may explain; calls, shapes or tensors; ranks of one run among
+each other; the one-worker run and its repetition.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -50,6 +61,7 @@ class Finding:
     tensor: str
     expected: str
     found: str
+    cause: Cause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +90,16 @@ class Comparison:
     largest_parameter_difference: float
     loss_noise: float
     parameter_noise: float
+    precision: str
+    """The coarsest dtype of all that was compared, as "float32"; empty if there were whole numbers only."""
+
+    @property
+    def rounding_may_explain(self) -> bool:
+        """Whether what was found begins with numbers that finer arithmetic than the runs' may bring together."""
+        causes = {finding.cause for finding in self.findings}
+        begins_with_numbers = bool(self.findings) and self.findings[0].cause == "values"
+        coarse = RESOLUTION.get(self.precision, 0.0) > RESOLUTION["float64"]
+        return coarse and begins_with_numbers and causes <= {"values", "structure"}
 
 
 class Allowance:
@@ -132,7 +154,8 @@ class Allowance:
 
 def rounding_limit(item: Difference) -> float:
     """What rounding alone explains, with no training between."""
-    return max(ROUNDING_BOUND.get(item.dtype, 0.0) * item.scale, ROUNDING_ERRORS * item.resolution)
+    errors = GRADIENT_ROUNDING_ERRORS if item.kind == "gradient" else ROUNDING_ERRORS
+    return max(ROUNDING_BOUND.get(item.dtype, 0.0) * item.scale, errors * item.resolution)
 
 
 def compare(one: Recording, many: Sequence[Recording], noise: Sequence[Recording]) -> Comparison:
@@ -171,6 +194,7 @@ def compare(one: Recording, many: Sequence[Recording], noise: Sequence[Recording
         largest_parameter_difference=_largest_parameter(one, against_one),
         loss_noise=max((_apart(losses_one, losses(run)) for run in noise), default=0.0),
         parameter_noise=_largest_parameter(one, noise_differences),
+        precision=max((item.dtype for item in flat), key=lambda dtype: RESOLUTION.get(dtype, 0.0), default=""),
     )
 
 
@@ -210,10 +234,11 @@ def _unrepeatable(differences: Sequence[Difference], mismatch: Mismatch | None) 
                 tensor=item.tensor,
                 expected=expected,
                 found=f"they differ by {item.size:.3g}",
+                cause="repetition",
             )
             return
     if mismatch is not None:
-        yield _finding_of(mismatch, "the run on one worker, repeated")
+        yield _finding_of(mismatch, "the run on one worker, repeated", cause="repetition")
 
 
 def _beyond(
@@ -224,28 +249,31 @@ def _beyond(
         limit = allowance.limit(item)
         if not item.size <= limit:
             expected = f"at most {limit:.3g} from the run on one worker (noise {allowance.noise(item):.3g})"
-            yield Finding(place=item.place, tensor=item.tensor, expected=expected, found=f"{item.size:.3g} on {who}")
+            found = f"{item.size:.3g} on {who}"
+            yield Finding(place=item.place, tensor=item.tensor, expected=expected, found=found, cause="values")
             break
     if mismatch is not None:
-        yield _finding_of(mismatch, who)
+        yield _finding_of(mismatch, who, cause="structure")
 
 
 def _disagreeing(differences: Sequence[Difference], mismatch: Mismatch | None, rank: int) -> Iterator[Finding]:
     for item in differences:
         if not item.size <= rounding_limit(item):
             expected = f"rank {rank} to agree with rank 0, within {rounding_limit(item):.3g}"
-            yield Finding(place=item.place, tensor=item.tensor, expected=expected, found=f"{item.size:.3g}")
+            found = f"{item.size:.3g}"
+            yield Finding(place=item.place, tensor=item.tensor, expected=expected, found=found, cause="ranks")
             break
     if mismatch is not None:
-        yield _finding_of(mismatch, f"rank {rank}, beside rank 0")
+        yield _finding_of(mismatch, f"rank {rank}, beside rank 0", cause="ranks")
 
 
-def _finding_of(mismatch: Mismatch, who: str) -> Finding:
+def _finding_of(mismatch: Mismatch, who: str, *, cause: Cause) -> Finding:
     return Finding(
         place=mismatch.place,
         tensor=mismatch.tensor,
         expected=mismatch.expected,
         found=f"{mismatch.found}, on {who}" if who.startswith("rank") else f"{mismatch.found}, in {who}",
+        cause=cause,
     )
 
 

@@ -36,6 +36,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     losses_many: tuple[float, ...]
     failure: str | None = None
     """What kept the runs from being compared."""
+    decided_in: str = ""
+    """The precision of the runs that all the figures above are of, as "float64"."""
+    own_precision: "Report | None" = None
+    """What the runs in the script's own precision gave, where float64 decided instead."""
+    float64_failure: str | None = None
+    """Why float64 could not decide, where it was tried and failed."""
 
 
 def failed_report(failure: str, *, workers: int) -> Report:
@@ -69,6 +75,7 @@ def make_report(comparison: Comparison, *, workers: int) -> Report:
         first_difference=None if first is None else _first_difference(first),
         losses_one=comparison.losses_one,
         losses_many=comparison.losses_many,
+        decided_in=comparison.precision,
     )
 
 
@@ -90,17 +97,35 @@ def render_verdict(report: Report) -> str:
         return f"NOT the same training: {report.failure}"
     first = report.first_difference
     if first is not None:
-        where = f" ({os.path.basename(first.line)})" if first.line else ""
         return (
-            f"NOT the same training: first at step {first.step}, {first.tensor}{where}: "
-            f"expected {first.expected}, found {first.found}"
+            f"NOT the same training: first at {render_place(first)}: expected {first.expected}, found {first.found}"
+            f"{_decision(report)}"
         )
     return (
         f"same training: {report.steps} steps and {report.calls} job calls on 1 and on {workers}; "
         f"losses within {report.largest_loss_difference:.2g} (noise {report.noise_floor['loss']:.2g}), "
         f"final parameters within {report.largest_parameter_difference:.2g} "
-        f"(noise {report.noise_floor['parameter']:.2g})"
+        f"(noise {report.noise_floor['parameter']:.2g}){_decision(report)}"
     )
+
+
+def render_place(first: FirstDifference) -> str:
+    """Where two trainings part, as "step 2, result of train (train.py:14)"."""
+    where = f" ({os.path.basename(first.line)})" if first.line else ""
+    return f"step {first.step}, {first.tensor}{where}"
+
+
+def _decision(report: Report) -> str:
+    """Which runs decided, where there were others; with a space before it."""
+    if report.float64_failure is not None:
+        return f" (float64 could not tell whether it is rounding: {report.float64_failure})"
+    own = report.own_precision
+    if own is None or own.first_difference is None:
+        return ""
+    parting = f"in {own.decided_in} the runs part at {render_place(own.first_difference)}"
+    if not report.same:
+        return f" (decided in float64; {parting})"
+    return f" (decided in float64: {parting}, by rounding, which can turn over a max-pool, ReLU or argmax)"
 
 
 def encode_report(report: Report) -> bytes:

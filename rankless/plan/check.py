@@ -32,6 +32,7 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         seed=secrets.randbelow(2**32) if seed is None else seed,
         recording=request.recording,
         perturbation_seed=request.perturbation_seed,
+        dtype=request.dtype,
         progress=request.progress,
     )
 

@@ -6,6 +6,7 @@ import msgspec
 
 ProgramKind = Literal["script", "module", "code"]
 ShowChoice = Literal["first", "all"]
+Precision = Literal["float64"]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     progress: bool = True
     recording: str | None = None
     perturbation_seed: int | None = None
+    dtype: Precision | None = None
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Set only for `verify`'s noise-floor run: gradients are disturbed in their last bit, drawn from this
     seed.
     """
+    dtype: Precision | None = None
+    """What jobs compute in, whatever the script says; None leaves it to the script."""
     progress: bool = True
 
 
@@ -77,6 +81,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     log_file: str
     recording: str | None = None
     perturbation_seed: int | None = None
+    dtype: Precision | None = None
     progress: bool = True
     """Send progress records up."""
     records_descriptor: int | None = None

@@ -51,6 +51,7 @@ class Runtime:
             record=up,
             recorder=Recorder(plan.recording, mesh.rank) if plan is not None and plan.recording is not None else None,
             perturbation_seed=plan.perturbation_seed if plan is not None else None,
+            dtype=getattr(torch, plan.dtype) if plan is not None and plan.dtype is not None else None,
             meter=ProgressMeter(rank=mesh.rank, record=up) if progress and mesh.rank == 0 else None,
         )
         atexit.register(self.leave)

@@ -17,6 +17,7 @@ from rankless.views.arguments import taken_apart
 from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition
 from rankless.views.plain import Plain
+from rankless.views.precision import cast_arguments, cast_job
 from rankless.views.world import World, WorldSource
 
 Parameters = ParamSpec("Parameters")
@@ -44,11 +45,16 @@ class Job(Generic[Parameters, Result]):
         """
         world, job = self._world(), self.definition
         if self._view is None:
+            if world.dtype is not None:
+                cast_job(job, world.dtype)
             self._view = Plain(job, world) if world.mesh.size == 1 else Consistent(job, world)
         if world.recorder is not None:
             for name, module in job.modules.items():
                 world.recorder.register(name, module)
-        result: Result = self._view.run(taken_apart(args, kwargs, device_of(job.modules, world)))
+        arguments = taken_apart(args, kwargs, device_of(job.modules, world))
+        if world.dtype is not None:
+            arguments = cast_arguments(arguments, world.dtype)
+        result: Result = self._view.run(arguments)
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=result)
             if job.trains:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from rankless.collectives.mesh import Mesh
 from rankless.records.events import AnyRecord
 from rankless.views.progress import ProgressMeter
@@ -22,6 +24,8 @@ class World:
     record: Callable[[AnyRecord], None]
     recorder: Recorder | None = None
     perturbation_seed: int | None = None
+    dtype: torch.dtype | None = None
+    """What jobs compute in, whatever the script says; None leaves it to the script."""
     meter: ProgressMeter | None = None
     """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
 
