@@ -79,7 +79,8 @@ class TracedJob(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
-        with lines_recorded(), frozen_calls_refused(), self.effects.watched():
+        traced = [*self.parameters(), *self.buffers()]
+        with lines_recorded(traced), frozen_calls_refused(), self.effects.watched():
             args, kwargs = self.arguments(tensors)
             result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
@@ -139,13 +140,29 @@ def capture(
         stack.enter_context(torch.set_grad_enabled(source.trains))
         with fake:
             inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
-        with capture_error(source.name, source.line), seems_compiling():
+        with capture_error(source.name, source.line), seems_compiling(), tensors_kept(source.modules):
             require_no_parameter_hooks(source.modules)
             joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
             job.effects.require_none()
             program = cleaned(named(source.name, joint.graph_module), source.modules)
     assert job.result_spec is not None
     return Captured(program=program, result_spec=job.result_spec, result_leaves=job.result_leaves)
+
+
+@contextlib.contextmanager
+def tensors_kept(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """After, every module has its own tensors again: PyTorch leaves traced ones in a module that has two names."""
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table))
+        for module in modules.values()
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
+    ]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.update(before)
 
 
 @contextlib.contextmanager

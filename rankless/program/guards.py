@@ -119,9 +119,7 @@ class Finder:
         if not isinstance(scope, dict) or (id(value), id(names)) in self.walked:
             return
         self.walked.add((id(value), id(names)))
-        # A module's own tables hold tensors and modules, its flag is part of what tells programs apart.
-        hidden = {"training", "_parameters", "_buffers", "_modules"} if isinstance(value, nn.Module) else set()
-        for name in sorted((names & scope.keys()) - hidden):
+        for name in sorted((names & scope.keys()) - (OWN_TABLES if isinstance(value, nn.Module) else frozenset())):
             self.found(Guard(f"{label}.{name}", scope, name, scope[name]), names, depth + 1)
 
     def simple(self, guard: Guard) -> None:
@@ -165,6 +163,14 @@ def methods_of(kind: type) -> list[FunctionType]:
         if isinstance(method, FunctionType) and name not in NOT_RUN
     ]
 
+
+OWN_TABLES = frozenset(
+    {"training", "_parameters", "_buffers", "_modules"}
+    | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"}
+)
+"""What modules keep of their parameters and modules, and recurrent ones write anew whenever a parameter is set. The
+training flag is part of what tells programs apart anyway.
+"""
 
 NOT_RUN = frozenset({"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters"})
 

@@ -53,7 +53,10 @@ def dropout_mask(
     """What stays, drawn for the whole logical value as `torch.nn.functional.dropout` does on this device."""
     shape, strides, dtype = example
     like = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    if device.type == "cpu":
+    if probability == 1:
+        # Nothing stays, and PyTorch draws nothing.
+        whole = torch.zeros_like(like, dtype=torch.bool)
+    elif device.type == "cpu":
         whole = torch.empty_like(like, dtype=torch.bool).bernoulli_(1 - probability)
     else:
         whole = aten.native_dropout.default(like, probability, True)[1]

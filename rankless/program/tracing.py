@@ -4,13 +4,14 @@ import contextlib
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F  # the field's name for it
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rankless.errors import CaptureError
@@ -42,14 +43,23 @@ REFUSED: dict[Any, str] = {
     torch.Tensor.__repr__: "print of a tensor",
     torch.Tensor.__format__: "a tensor formatted as text",
     torch.Tensor.numpy: "a tensor turned into a NumPy array",
-    torch.Tensor.requires_grad_: "requires_grad_() of a tensor",
-    torch.Tensor.requires_grad.__set__: "requires_grad set",  # type: ignore[attr-defined]  # a getset descriptor
 }
 """Functions that would do something else while a job is captured than when it runs plainly."""
 
+REFUSED_OF_PARAMETERS: dict[Any, str] = {
+}
+"""Which gradients a program makes is settled before; of other tensors a job may ask for them (gradient penalties)."""
+
 
 class LineMode(TorchFunctionMode):
-    """Writes the user's line into the metadata of what is traced, and keeps some operators whole."""
+    """Writes the user's line into the metadata of what is traced, and keeps some operators whole.
+
+    `tensors` are the traced parameters and buffers of the job's modules.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._known = {id(tensor) for tensor in tensors}
 
     def __torch_function__(  # PyTorch's protocol
         self,
@@ -59,11 +69,14 @@ class LineMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in REFUSED and is_users_file(sys._getframe(1).f_code.co_filename):
+        refused = REFUSED.get(func)
+        if refused is None and args and id(args[0]) in self._known:
+            refused = REFUSED_OF_PARAMETERS.get(func)
+        if refused is not None and is_users_file(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
                 expected="a job that computes with tensors and does not look at them: they have no values while "
                 "it is captured",
-                found=f"{REFUSED[func]} inside the job",
+                found=f"{refused} inside the job",
                 fix="return the tensor as a metric and do this outside the job",
                 where=user_line(sys._getframe(1)),
             )
@@ -78,21 +91,10 @@ class LineMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def lines_recorded() -> Iterator[None]:
+def lines_recorded(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Every operator traced inside carries its user's line as `meta["stack_trace"]`."""
     before = dict(fx_traceback.current_meta)
-    with fx_traceback.preserve_node_meta(), compilation_told(), LineMode():
+    with fx_traceback.preserve_node_meta(), LineMode(tensors):
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)
-
-
-@contextlib.contextmanager
-def compilation_told() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` is true inside: libraries ask it before they look at a tensor's values."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
