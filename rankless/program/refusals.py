@@ -15,9 +15,13 @@ from rankless.errors import CaptureError, RanklessError
 from rankless.program.tracing import is_users_file
 
 VALUE_READ = (
-    "compute with tensors instead (torch.where, masks, sums), return the tensor as a metric, "
-    'or read the value outside the job; view="mirrored" will take any Python'
+    "compute with tensors instead (torch.where, masks, sums), or return the tensor as a metric and read it outside"
 )
+USERS_WORDS = {
+    "aten._local_scalar_dense.default": ".item(), float(), int() or bool() of a tensor, or an `if` on one,",
+    "aten.nonzero.default": "nonzero(), or indexing with a mask,",
+    "aten._pack_padded_sequence.default": "pack_padded_sequence",
+}
 # Messages of PyTorch that mean one of the things below; each is tested against the installed version.
 REASONS: tuple[tuple[str, str, str], ...] = (
     ("requires_grad", "parameters whose requires_grad is set outside the job", "set it before the call"),
@@ -56,22 +60,31 @@ def capture_error(job: str, line: str) -> Iterator[None]:
         # Raised while tracing, so between it and the script there are only frames of PyTorch's machinery.
         raise error.located(raised_at(error) or line or None).with_traceback(None) from error.__cause__
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        operator = getattr(error, "func", "a value")
+        operator = str(getattr(error, "func", "a value"))
         raise CaptureError(
             expected=f"job {job!r} to be one program: no branch, loop or shape that depends on a tensor's value",
-            found=f"{operator} needs the value of a tensor",
+            found=f"{USERS_WORDS.get(operator, operator)} needs the value of a tensor",
             fix=VALUE_READ,
             where=raised_at(error) or line,
-        ) from error
+        ) from brief(error)
     except UnsupportedOperatorException as error:
         raise CaptureError(
             expected=f"job {job!r} to use operators that PyTorch can trace",
             found=str(error.func),
             fix="use another operator, or compute it outside the job",
             where=raised_at(error) or line,
-        ) from error
+        ) from brief(error)
     except (RuntimeError, AssertionError) as error:
-        raise refused(job, error, line) from error
+        refusal = refused(job, error, line)
+        if refusal is error:
+            raise
+        raise refusal from brief(error)
+
+
+def brief(error: BaseException) -> BaseException:
+    """The error without the dozens of frames of PyTorch's tracing."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def refused(job: str, error: RuntimeError | AssertionError, line: str) -> Exception:

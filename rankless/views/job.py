@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankless.errors import PlanError
+from rankless.errors import PlanError, RanklessError
 from rankless.views.arguments import taken_apart
 from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition
@@ -54,7 +54,11 @@ class Job(Generic[Parameters, Result]):
         arguments = taken_apart(args, kwargs, device_of(job.modules, world))
         if world.dtype is not None:
             arguments = cast_arguments(arguments, world.dtype)
-        result: Result = self._view.run(arguments)
+        try:
+            result: Result = self._view.run(arguments)
+        except RanklessError as error:
+            # The message has the script's line; the frames below this one are ours and PyTorch's.
+            raise error.with_traceback(None) from error.__cause__
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=result)
             if job.trains:
