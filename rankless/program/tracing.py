@@ -46,7 +46,10 @@ REFUSED: dict[Any, str] = {
 }
 """Functions that would do something else while a job is captured than when it runs plainly."""
 
+SETTING = "requires_grad of a parameter or buffer set"
 REFUSED_OF_PARAMETERS: dict[Any, str] = {
+    torch.Tensor.requires_grad_: SETTING,
+    torch.Tensor.requires_grad.__set__: SETTING,  # type: ignore[attr-defined]  # a getset descriptor
 }
 """Which gradients a program makes is settled before; of other tensors a job may ask for them (gradient penalties)."""
 
@@ -69,15 +72,15 @@ class LineMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        refused = REFUSED.get(func)
+        refused = REFUSED.get(func) if is_users_file(sys._getframe(1).f_code.co_filename) else None
         if refused is None and args and id(args[0]) in self._known:
             refused = REFUSED_OF_PARAMETERS.get(func)
-        if refused is not None and is_users_file(sys._getframe(1).f_code.co_filename):
+        if refused is not None:
             raise CaptureError(
                 expected="a job that computes with tensors and does not look at them: they have no values while "
                 "it is captured",
                 found=f"{refused} inside the job",
-                fix="return the tensor as a metric and do this outside the job",
+                fix="do this outside the job; a tensor's values may be returned as a metric",
                 where=user_line(sys._getframe(1)),
             )
         fx_traceback.current_meta["stack_trace"] = user_line(sys._getframe(1))

@@ -170,10 +170,11 @@ def assert_same_as_plain(
     for position, leaf in enumerate(leaves):
         assert_near(found.results[position + 1], leaf.detach(), bound, f"result {position}")
     largest = max((float(grad.abs().max()) for grad in grads if grad is not None), default=0.0)
+    by_identity = {id(wanted[name]): value for name, value in found.gradients.items()}
     by_tensor = {id(item): name for name, item in reversed(wanted.items())}
     for (name, item), grad in zip(wanted.items(), grads, strict=True):
         if grad is not None and by_tensor[id(item)] == name:
-            assert_near(found.gradients[name], grad, bound, f"the gradient of {name}", floor=largest)
+            assert_near(by_identity[id(item)], grad, bound, f"the gradient of {name}", floor=largest)
     for name, value in found.mutations.items():
         assert_near(value, named_tensors(modules)[name].detach(), bound, f"buffer {name}")
     return found

@@ -215,21 +215,40 @@ def same_bits(wanted: Any, found: Any) -> bool:
 def assert_every_step_plain(scenario: Scenario, dtype: torch.dtype, calls: Sequence[Call]) -> None:
     """Comparison (a)."""
     script, batches = started(scenario, dtype)
-    steps = [(step, batch) for batch in batches for step in script.steps]
-    for number, ((step, batch), call) in enumerate(zip(steps, calls, strict=True)):
-        label = f"call {number}"
-        with torch.no_grad():
-            for name, tensor in tensors_of(script.modules).items():
-                tensor.copy_(call.state[name])
-        torch.set_rng_state(call.generator)
-        results = plainly(script, step, batch)
-        assert torch.equal(torch.get_rng_state(), call.generator_after), f"{label}: the generator moved differently"
-        assert_results_alike(call.results, results, dtype, label)
-        if step.optimizer is not None:
-            assert_gradients_alike(call.gradients, gradients_of(script.modules), dtype, scenario.vanishing, label)
+    numbered = iter(enumerate(calls))
+    for batch in batches:
+        for step in script.steps:
+            number, call = next(numbered)
+            assert_call_plain(script, step, batch, call, dtype=dtype, vanishing=scenario.vanishing, number=number)
+        script.after_batch()
+    assert next(numbered, None) is None
+
+
+def assert_call_plain(
+    script: Script,
+    step: Step,
+    batch: Any,
+    call: Call,
+    *,
+    dtype: torch.dtype,
+    vanishing: Sequence[str],
+    number: int,
+) -> None:
+    label = f"call {number}"
+    with torch.no_grad():
         for name, tensor in tensors_of(script.modules).items():
-            if not isinstance(tensor, nn.Parameter):
-                assert_near(call.state_after[name], tensor, dtype, f"{label}: buffer {name}")
+            tensor.copy_(call.state[name])
+    torch.set_rng_state(call.generator)
+    results = plainly(script, step, batch)
+    assert torch.equal(torch.get_rng_state(), call.generator_after), f"{label}: the generator moved differently"
+    assert_results_alike(call.results, results, dtype, label)
+    if step.optimizer is not None:
+        assert_gradients_alike(call.gradients, gradients_of(script.modules), dtype, vanishing, label)
+        # A schedule counts the optimizer's steps; what this one makes of the parameters, the next call overwrites.
+        step.optimizer.step()
+    for name, tensor in tensors_of(script.modules).items():
+        if not isinstance(tensor, nn.Parameter):
+            assert_near(call.state_after[name], tensor, dtype, f"{label}: buffer {name}")
 
 
 def assert_results_alike(found: Any, wanted: Any, dtype: torch.dtype, label: str) -> None:

@@ -291,7 +291,9 @@ def two_models():
 
 
 def predictions():
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+    model = nn.Sequential(
+        nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, CLASSES)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train(x, y):
@@ -305,6 +307,19 @@ def predictions():
         return {"out": out, "best": best, "hits": hits, "share": hits / len(x), "top": (top, out.norm(dim=1)), "n": 3}
 
     return Script(modules={"model": model}, steps=[Step(function=train, optimizer=optimizer), Step(function=predict)])
+
+
+def train_and_eval_in_turn():
+    script = predictions()
+    model = script.modules["model"]
+    return Script(modules=script.modules, steps=script.steps, after_batch=lambda: model.train(not model.training))
+
+
+def unused_parts():
+    model = nn.ModuleList([nn.Linear(6, CLASSES), nn.Linear(6, CLASSES)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    step = Step(function=lambda x, y: F.cross_entropy(model[0](x), y), optimizer=optimizer)
+    return Script(modules={"model": model}, steps=[step])
 
 
 MANY = (7,) * 10 + (5,) * 9 + (3,)
@@ -329,8 +344,10 @@ SCENARIOS = [
     Scenario(build=tied_embedding, batch=tokens),
     Scenario(build=buffers_and_a_function_of_the_users, batch=vectors),
     Scenario(build=frozen_parts, batch=vectors),
+    Scenario(build=unused_parts, batch=vectors),
+    Scenario(build=train_and_eval_in_turn, batch=vectors, rows=MANY),
     Scenario(build=two_models, batch=vectors, rows=MANY, vanishing=["critic.0.bias"]),
-    Scenario(build=predictions, batch=vectors, rows=MANY, vanishing=["0.bias"]),
+    Scenario(build=predictions, batch=vectors, rows=MANY),
 ]
 
 

@@ -158,7 +158,7 @@ def rows_by_index():
         turned = out.flip(0)[torch.arange(len(out)) // 2]
         return chosen.square().mean() + scattered.square().sum() + counts.square().sum() + (turned * out).mean()
 
-    return perceptron(loss)
+    return perceptron(loss, rate=0.001)
 
 
 def gradient_penalty():
