@@ -25,7 +25,9 @@ class Ending:
         atexit.register(self._end)
 
     def arm(self) -> None:
-        """Call in a forked worker, before its script: the modules of now are the parent's."""
+        """Call in a forked worker, before its script, and in the parent at its end: the modules of now are the
+        parent's.
+        """
         self._process_id = os.getpid()
         self._parents_modules = frozenset(id(module) for module in sys.modules.values())
 
