@@ -102,7 +102,8 @@ def _judge_exit(record: Exited) -> Verdict:
 
 
 def _who_left(records: Sequence[AnyRecord], victim: Raised) -> Verdict | None:
-    for record in records[: records.index(victim)]:
+    at = records.index(victim)
+    for record in [*records[:at], *_silent_ends(records, after=at)]:
         if record.rank == victim.rank:
             continue
         if isinstance(record, Leaving) and record.traceback and not is_victim(record):
@@ -124,6 +125,12 @@ def _who_left(records: Sequence[AnyRecord], victim: Raised) -> Verdict | None:
                 settling_seconds=SETTLING_SECONDS,
             )
     return None
+
+
+def _silent_ends(records: Sequence[AnyRecord], *, after: int) -> list[Exited]:
+    # As `os._exit(0)` does: the kernel closes a process's connections before its parent learns of its end.
+    told = {record.rank for record in records if isinstance(record, Left)}
+    return [record for record in records[after:] if isinstance(record, Exited) and record.rank not in told]
 
 
 def _first_line(record: Raised | Leaving) -> str:

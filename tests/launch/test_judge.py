@@ -69,6 +69,11 @@ def test_one_who_left_after_the_connection_was_lost_is_not_blamed() -> None:
     assert (verdict.culprit, verdict.cause) == (0, "lost")
 
 
+def test_one_who_ended_without_a_word_is_blamed_though_its_end_is_known_after_its_victims_failure() -> None:
+    verdict = verdict_on(raised(0, LOST), exited(1, 0))
+    assert (verdict.culprit, verdict.cause) == (1, "left")
+
+
 def test_a_death_by_signal_outweighs_a_polite_exit_that_was_reported_earlier() -> None:
     verdict = verdict_on(left(0, 3), exited(1, -9))
     assert (verdict.culprit, verdict.exit_code) == (1, 137)
