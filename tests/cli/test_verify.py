@@ -37,10 +37,6 @@ for epoch in range(2):
     model.train()
     for batch in rankless.loader(torch.utils.data.TensorDataset(images, labels), batch_size=20, shuffle=True, seed=0):
         steps += 1
-        if SABOTAGE == "skipped" and steps == 3:
-            continue
-        if SABOTAGE == "doubled" and steps == 3:
-            batch = (batch[0] * 2, batch[1])
         if SABOTAGE == "drift" and steps == 3 and os.environ["RANK"] == "1":
             model[0].weight.data[0, 0] += 1e-1
         print("loss", train(*batch)["loss"].item())
@@ -50,6 +46,30 @@ if SABOTAGE == "longer":
     model.train()
     train(images[:20], labels[:20])
 """
+
+FLIPS = """
+import os
+import torch, torch.nn.functional as F
+import rankless
+
+SABOTAGE = {sabotage!r} if os.environ["WORLD_SIZE"] != "1" else ""
+
+torch.manual_seed(0)
+model = torch.nn.Linear(10, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs, labels = torch.randn(80, 10), torch.randint(0, 4, (80,))
+weights = torch.ones(4)
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(inputs, labels):
+    loss = F.cross_entropy(model(inputs), labels, weight={weight})
+    last_bit = (inputs * 5).square().sum().mul(2**12).floor() % 2
+    return {{"loss": loss, "last bit": last_bit}}
+
+for inputs, labels in rankless.loader(torch.utils.data.TensorDataset(inputs, labels), batch_size=10):
+    train(inputs * (2 if SABOTAGE else 1), labels)
+"""
+"""In float32 the last bit of a sum is another in another order of summation; in float64 it is 30 bits further down."""
 
 
 def verify(folder: Path, script: str, *options: str, workers: int = 2):
@@ -75,21 +95,23 @@ def test_a_training_is_the_same_on_three_workers_and_its_output_is_in_the_logs(t
     assert report["losses_one"] == pytest.approx(report["losses_many"], rel=1e-4)
     assert report["largest_loss_difference"] < 1e-4
     assert report["first_difference"] is None
+    assert report["decided_in"] == "float32"
+    assert report["own_precision"] is None
     assert sorted(path.name for path in (tmp_path / "recordings").iterdir()) == ["many", "noise0", "one"]
     assert any("loss 1." in log.read_text() for log in (tmp_path / "log").glob("*/rank0.log"))
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "step", "tensor"),
+    ("sabotage", "step", "tensor", "decided_in"),
     [
-        ("rate", 1, "model."),
-        ("skipped", 3, "result ['loss'] of train"),
-        ("doubled", 3, "gradient of model.0.weight"),  # batch norm hides it from the loss
-        ("drift", 3, "result ['loss'] of train"),
-        ("longer", 9, "the calls"),
+        ("rate", 1, "model.", "float64"),
+        ("drift", 3, "result ['loss'] of train", "float32"),  # ranks that disagree are no matter of rounding
+        ("longer", 9, "the calls", "float32"),  # nor are more calls
     ],
 )
-def test_a_sabotage_is_found_and_the_step_named(tmp_path: Path, sabotage: str, step: int, tensor: str) -> None:
+def test_a_fault_of_the_script_is_found_and_the_step_named(
+    tmp_path: Path, sabotage: str, step: int, tensor: str, decided_in: str
+) -> None:
     job, report = verify(tmp_path, SCRIPT.format(sabotage=sabotage))
     assert job.returncode == 1, job.stdout + job.stderr
     verdict = job.stdout.splitlines()[-1]
@@ -97,6 +119,51 @@ def test_a_sabotage_is_found_and_the_step_named(tmp_path: Path, sabotage: str, s
     assert report["same"] is False
     assert report["first_difference"]["step"] == step
     assert tensor in report["first_difference"]["tensor"]
+    assert report["decided_in"] == decided_in
+    assert (report["own_precision"] is not None) == (decided_in == "float64")
+
+
+def test_float64_decides_where_rounding_turns_something_over_in_float32(tmp_path: Path) -> None:
+    job, report = verify(tmp_path, FLIPS.format(sabotage="", weight=None))
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("gradients, each step") == 2
+    verdict = job.stdout.splitlines()[-1]
+    assert verdict.startswith("same training: 8 steps")
+    own = report["own_precision"]
+    step = own["first_difference"]["step"]
+    assert f"(decided in float64: in float32 the runs part at step {step}, result ['last bit'] of train" in verdict
+    assert (report["same"], report["decided_in"]) == (True, "float64")
+    assert (own["same"], own["decided_in"]) == (False, "float32")
+    assert report["largest_loss_difference"] < 1e-14 < own["largest_loss_difference"] < 1e-6
+
+
+def test_float64_does_not_hide_a_fault_beside_the_rounding(tmp_path: Path) -> None:
+    job, report = verify(tmp_path, FLIPS.format(sabotage="doubled", weight=None))
+    assert job.returncode == 1
+    verdict = job.stdout.splitlines()[-1]
+    assert verdict.startswith("NOT the same training: first at step 1, result ['loss'] of train")
+    assert "(decided in float64; in float32 the runs part at step 1, " in verdict
+    assert report["decided_in"] == "float64"
+
+
+def test_where_float64_cannot_run_the_own_precision_stands_and_that_is_said(tmp_path: Path) -> None:
+    job, report = verify(
+        tmp_path, FLIPS.format(sabotage="", weight="weights")
+    )  # of float32, whatever the job computes in
+    assert job.returncode == 1
+    verdict = job.stdout.splitlines()[-1]
+    assert verdict.startswith("NOT the same training: first at step ")
+    assert "(float64 could not tell whether it is rounding: the run on 1 worker, float64 failed" in verdict
+    assert (report["decided_in"], report["own_precision"]) == ("float32", None)
+    assert "exit code 1" in report["float64_failure"]
+
+
+def test_a_script_can_be_compared_in_float64_at_once(tmp_path: Path) -> None:
+    job, report = verify(tmp_path, FLIPS.format(sabotage="", weight=None), "--dtype", "float64")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("gradients, each step") == 1
+    assert (report["decided_in"], report["own_precision"]) == ("float64", None)
+    assert report["largest_parameter_difference"] < 1e-14
 
 
 def test_a_script_without_a_job_is_refused_with_a_remedy(tmp_path: Path) -> None:
