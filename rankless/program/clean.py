@@ -152,6 +152,8 @@ def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logica
     outputs = [(without_final_copy(node) if output.kind == "result" else node, output) for node, output in outputs]
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
+    drop_double_transposes(program.graph)
+    outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
     # Random operators stay even if unused: the script's generator moves past them.
     program.graph.eliminate_dead_code(is_impure_node=is_kept)
     # A copy has none of the nodes that tracing made and dropped, nor the fake tensors that they hold.
@@ -163,6 +165,13 @@ def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logica
         inputs={copied[node]: given for node, given in inputs.items() if node in copied},
         outputs=tuple((copied[node], output) for node, output in outputs),
     )
+
+
+def drop_double_transposes(graph: fx.Graph) -> None:
+    """A matrix transposed twice is itself; autograd leaves such pairs behind every weight's gradient."""
+    for node in graph.nodes:
+        if node.target is aten.t.default and node.args[0].target is aten.t.default:
+            node.replace_all_uses_with(node.args[0].args[0])
 
 
 def is_kept(node: fx.Node) -> bool:

@@ -3,8 +3,7 @@
 The scheme of PyTorch's DistributedDataParallel (Li et al., VLDB 2020), here as a pass over the local graph.
 """
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -14,33 +13,44 @@ from torch import Tensor, fx
 
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.tensors import start_all_reduce
+from rankless.program.logical_program import LogicalValue
 from rankless.program.lower import LocalGraph
 from rankless.program.moves import Move
+from rankless.program.whole_operators import run_linear_weight
+
+aten = torch.ops.aten
 
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that reducing begins early."""
 
 
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: aten.mm.out,
+    run_linear_weight: run_linear_weight,
+}
+"""Operators that give most gradients, and the same with an `out` argument: a copy of every weight saved per step."""
+
+
 class Bucket:
     """Gradients that travel together. Its memory lives from step to step; `.grad` of the parameters are views of it."""
 
-    def __init__(self, mesh: Mesh, values: Sequence[Tensor]) -> None:
+    def __init__(self, mesh: Mesh, values: Sequence[LogicalValue]) -> None:
         self.mesh = mesh
-        self.shapes = [tuple(value.shape) for value in values]
-        self.dtype = values[0].dtype
-        self.views: list[Tensor] = []
-        self.flat: Tensor | None = None
+        sizes = [value.numel() for value in values]
+        self.flat = torch.empty(sum(sizes), dtype=values[0].dtype, device=values[0].device)
+        pieces = self.flat.split(sizes)
+        self.views: list[Tensor] = [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
         self.work: dist.Work | None = None
 
-    def start(self, *gradients: Tensor) -> None:
-        """Copy the gradients in and begin to reduce them."""
-        if self.flat is None:
-            sizes = [prod(shape) for shape in self.shapes]
-            self.flat = torch.empty(sum(sizes), dtype=self.dtype, device=gradients[0].device)
-            pieces = self.flat.split(sizes)
-            self.views = [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
-        torch._foreach_copy_(self.views, list(gradients))
+    def slot(self, index: int) -> Tensor:
+        """The memory of one gradient, for an operator to write into."""
+        return self.views[index]
+
+    def start(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Copy in the gradients that were not written in place, and begin to reduce all."""
+        if gradients:
+            torch._foreach_copy_([self.views[index] for index in indices], list(gradients))
         self.work = start_all_reduce(self.flat, mesh=self.mesh)
 
     def finish(self) -> list[Tensor]:
@@ -62,8 +72,9 @@ def scheduled(local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mes
     for nodes in buckets(pending, gradients):
         values = [gradients[node].meta["val"] for node in nodes]
         bucket = Bucket(mesh, values)
+        copied = [index for index, node in enumerate(nodes) if not written_in_place(local.graph, node, bucket, index)]
         with local.graph.inserting_after(nodes[-1]):
-            local.graph.call_function(bucket.start, tuple(nodes))
+            local.graph.call_function(bucket.start, (copied, [nodes[index] for index in copied]))
         with local.graph.inserting_before(returned):
             finished = local.graph.call_function(bucket.finish, ())
             for index, node in enumerate(nodes):
@@ -80,6 +91,17 @@ def scheduled(local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mes
     outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)
     returned.args = (tuple(node for node, _ in outputs),)
     return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending=(), moves=tuple(moves))
+
+
+def written_in_place(graph: fx.Graph, node: fx.Node, bucket: Bucket, index: int) -> bool:
+    """Let a gradient that is a product of matrices be written where it travels from; False if it is another."""
+    if node.target not in PRODUCTS or len(node.users) > 1:
+        return False
+    with graph.inserting_before(node):
+        slot = graph.call_function(bucket.slot, (index,))
+    node.target = PRODUCTS[node.target]
+    node.kwargs = {"out": slot}
+    return True
 
 
 def buckets(pending: Sequence[fx.Node], gradients: Mapping[fx.Node, fx.Node]) -> list[list[fx.Node]]:

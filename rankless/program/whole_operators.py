@@ -44,9 +44,9 @@ def _linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
 linear.register_autograd(_linear_gradients, setup_context=_keep_linear_inputs)
 
 
-def run_linear_weight(grad: Tensor, x: Tensor) -> Tensor:
+def run_linear_weight(grad: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     """The weight's gradient of `linear`: a product of matrices over all rows."""
-    return grad.flatten(0, -2).t().mm(x.flatten(0, -2))
+    return torch.mm(grad.flatten(0, -2).t(), x.flatten(0, -2), out=out)
 
 
 @torch.library.custom_op("rankless::linear_weight", mutates_args=())

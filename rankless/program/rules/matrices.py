@@ -7,7 +7,7 @@ import torch
 
 from rankless.program import whole_operators  # noqa: F401  # registers the operators named below
 from rankless.program.placement import Partial, Placement, Replicate, Shard
-from rankless.program.rules.pattern import by_pattern, letters, split
+from rankless.program.rules.pattern import by_pattern, letters, split, sums
 from rankless.program.rules.strategy import Call, Rule, Strategy, shape_of
 
 aten = torch.ops.aten
@@ -59,6 +59,7 @@ def embedding_back(call: Call) -> Iterator[Strategy]:
     if not call.argument("scale_grad_by_freq"):
         text = letters(len(shape_of(call.inputs[1])))
         yield from split(call, f"{text}.,{text}->..")
+    yield from sums(call, (0,))
 
 
 def convolution_back(call: Call) -> Iterator[Strategy]:
