@@ -19,7 +19,7 @@ from rankless.observe.verdict import (
     encode_report,
     failed_report,
     make_report,
-    render_place,
+    render_doubt,
     render_table,
     render_verdict,
 )
@@ -83,10 +83,9 @@ def _verify(trial: Trial, *, workers: int, noise_runs: int) -> Report:
     """The report on the script's own precision, or on float64 where only that can tell rounding from a fault."""
     comparison = _compared(trial, workers=workers, noise_runs=noise_runs)
     report = make_report(comparison, workers=workers)
-    first = report.first_difference
-    if trial.dtype is not None or first is None or not comparison.rounding_may_explain:
+    if trial.dtype is not None or not comparison.needs_float64:
         return report
-    print(f"in {comparison.precision} the runs part at {render_place(first)}; is it rounding? Again in float64:")
+    print(f"{render_doubt(report)}; so again in float64:", flush=True)
     try:
         exact = _compared(replace(trial, dtype="float64"), workers=workers, noise_runs=noise_runs)
     except TrialFailed as end:

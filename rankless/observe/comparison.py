@@ -15,8 +15,8 @@
 # then as many as it makes likely, but not more than 2 % of what was counted, and at least one.
 # Ranks of one run must agree within the rounding bound alone: they hold copies, and copies do not drift apart.
 # Where a max-pool, a ReLU or an argmax is turned over by rounding, a step jumps, and one noise run need not jump
-# at the same one. No measured floor bounds that; exacter arithmetic does: `rounding_may_explain` says when float64
-# is to decide (docs/decisions/0004-noise-floor.md).
+# at the same one. No measured floor bounds that; exacter arithmetic does: `needs_float64` says when it is to decide,
+# also where noise is so loud that faults could hide in it (docs/decisions/0004-noise-floor.md).
 # If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step is made,
 # the script is not repeatable, and nothing can be said.
 """
@@ -46,6 +46,8 @@ ALL_ROUNDING = 0.1
 LIKELY_FLIP = 0.1
 MOST_FLIPS = 0.02
 NOT_REPEATABLE_FACTOR = 1e3
+LOUD_NOISE = 1e-3
+"""Noise in the losses, as a part of the largest one, from which on equal within the noise says little."""
 
 Cause = Literal["values", "structure", "ranks", "repetition"]
 """What is not the same: numbers, which rounding may explain; calls, shapes or tensors; ranks of one run among
@@ -94,12 +96,16 @@ class Comparison:
     """The coarsest dtype of all that was compared, as "float32"; empty if there were whole numbers only."""
 
     @property
-    def rounding_may_explain(self) -> bool:
-        """Whether what was found begins with numbers that finer arithmetic than the runs' may bring together."""
+    def needs_float64(self) -> bool:
+        """Whether finer arithmetic should decide: numbers part, which it may bring together, or noise hides much."""
+        if RESOLUTION.get(self.precision, 0.0) <= RESOLUTION["float64"]:
+            return False
+        if not self.findings:
+            largest = max((abs(loss) for loss in self.losses_one if math.isfinite(loss)), default=0.0)
+            return self.loss_noise > LOUD_NOISE * largest
+        # Other calls or shapes may follow from numbers that have parted before; ranks that disagree do not.
         causes = {finding.cause for finding in self.findings}
-        begins_with_numbers = bool(self.findings) and self.findings[0].cause == "values"
-        coarse = RESOLUTION.get(self.precision, 0.0) > RESOLUTION["float64"]
-        return coarse and begins_with_numbers and causes <= {"values", "structure"}
+        return self.findings[0].cause == "values" and causes <= {"values", "structure"}
 
 
 class Allowance:

@@ -98,7 +98,7 @@ def render_verdict(report: Report) -> str:
     first = report.first_difference
     if first is not None:
         return (
-            f"NOT the same training: first at {render_place(first)}: expected {first.expected}, found {first.found}"
+            f"NOT the same training: first at {_place(first)}: expected {first.expected}, found {first.found}"
             f"{_decision(report)}"
         )
     return (
@@ -109,23 +109,30 @@ def render_verdict(report: Report) -> str:
     )
 
 
-def render_place(first: FirstDifference) -> str:
+def _place(first: FirstDifference) -> str:
     """Where two trainings part, as "step 2, result of train (train.py:14)"."""
     where = f" ({os.path.basename(first.line)})" if first.line else ""
     return f"step {first.step}, {first.tensor}{where}"
 
 
+def render_doubt(own: Report) -> str:
+    """Why what the runs in the script's own precision gave is not enough."""
+    first = own.first_difference
+    if first is None:
+        return f"in {own.decided_in} noise of {own.noise_floor['loss']:.2g} in the losses could hide faults"
+    return f"in {own.decided_in} the runs part at {_place(first)}"
+
+
 def _decision(report: Report) -> str:
     """Which runs decided, where there were others; with a space before it."""
     if report.float64_failure is not None:
-        return f" (float64 could not tell whether it is rounding: {report.float64_failure})"
+        return f" ({render_doubt(report)}; float64 could not decide: {report.float64_failure})"
     own = report.own_precision
-    if own is None or own.first_difference is None:
+    if own is None:
         return ""
-    parting = f"in {own.decided_in} the runs part at {render_place(own.first_difference)}"
-    if not report.same:
-        return f" (decided in float64; {parting})"
-    return f" (decided in float64: {parting}, by rounding, which can turn over a max-pool, ReLU or argmax)"
+    rounding = ", by rounding, which can turn over a max-pool, ReLU or argmax"
+    why = rounding if report.same and own.first_difference is not None else ""
+    return f" (decided in float64: {render_doubt(own)}{why})"
 
 
 def encode_report(report: Report) -> bytes:

@@ -142,7 +142,7 @@ def test_float64_does_not_hide_a_fault_beside_the_rounding(tmp_path: Path) -> No
     assert job.returncode == 1
     verdict = job.stdout.splitlines()[-1]
     assert verdict.startswith("NOT the same training: first at step 1, result ['loss'] of train")
-    assert "(decided in float64; in float32 the runs part at step 1, " in verdict
+    assert "(decided in float64: in float32 the runs part at step 1, " in verdict
     assert report["decided_in"] == "float64"
 
 
@@ -153,7 +153,7 @@ def test_where_float64_cannot_run_the_own_precision_stands_and_that_is_said(tmp_
     assert job.returncode == 1
     verdict = job.stdout.splitlines()[-1]
     assert verdict.startswith("NOT the same training: first at step ")
-    assert "(float64 could not tell whether it is rounding: the run on 1 worker, float64 failed" in verdict
+    assert "; float64 could not decide: the run on 1 worker, float64 failed with exit code 1)" in verdict
     assert (report["decided_in"], report["own_precision"]) == ("float32", None)
     assert "exit code 1" in report["float64_failure"]
 

@@ -97,11 +97,15 @@ def whole_step(models, batch, step, sabotage):
     return [loss.detach()] * workers
 
 
-def verdict(tmp_path, sabotage="", workers=2, **options):
+def compared(tmp_path, sabotage="", workers=2, **options):
     one = train(tmp_path / "one", 1, **options)[0]
     many = train(tmp_path / "many", workers, sabotage=sabotage, **options)
     noise = train(tmp_path / "noise", 1, noise_seed=5, **options)
-    return make_report(compare(one, many, noise), workers=workers)
+    return compare(one, many, noise)
+
+
+def verdict(tmp_path, sabotage="", workers=2, **options):
+    return make_report(compared(tmp_path, sabotage, workers, **options), workers=workers)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -188,6 +192,63 @@ def test_nan_in_both_runs_is_no_difference_and_in_one_it_is(tmp_path):
     assert not compare(nan[0], again, nan).findings
     assert compare(nan[0], one, nan).findings
     assert compare(one[0], nan, one).findings
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "asked"),
+    [
+        ("", False),
+        ("skipped batch", True),
+        ("dropped reduction", False),  # ranks part from each other, which no rounding makes
+        ("wrong hits", True),
+        ("extra step", False),
+        ("other shape", False),
+        ("ranks disagreeing", False),
+        ("missing call", False),
+    ],
+)
+def test_float64_is_asked_about_numbers_that_part_and_nothing_else(tmp_path, sabotage, asked):
+    comparison = compared(tmp_path, sabotage, workers=2)
+    assert bool(comparison.findings) == bool(sabotage)
+    assert comparison.precision == "float32"
+    assert comparison.needs_float64 == asked
+    assert not compared(tmp_path / "exact", sabotage, workers=2, dtype=torch.float64).needs_float64
+
+
+@pytest.mark.parametrize(("noise", "asked"), [(1e-2, True), (1e-4, False)])
+def test_float64_is_asked_where_noise_is_so_loud_that_equal_says_little(tmp_path, noise, asked):
+    def constant(folder, loss):
+        recorder, model = Recorder(str(tmp_path / folder), 0), nn.Linear(1, 1)
+        nn.init.ones_(model.weight).grad = torch.ones(1, 1)
+        nn.init.ones_(model.bias)
+        recorder.register("model", model)
+        recorder.record_call(job="train", line="", results=torch.tensor(loss))
+        recorder.record_step(job="train", model={"model": model})
+        recorder.finish()
+        return read_recordings(str(tmp_path / folder), 1)
+
+    [one], many = constant("one", 2.0), constant("many", 2.0)
+    comparison = compare(one, many, constant("noise", 2.0 + 2.0 * noise))
+    assert not comparison.findings
+    assert comparison.needs_float64 == asked
+    own = make_report(comparison, workers=1)
+    exact = msgspec.structs.replace(own, decided_in="float64", own_precision=own)
+    expected = "(decided in float64: in float32 noise of 0.02 in the losses could hide faults)"
+    assert not asked or render_verdict(exact).endswith(expected)
+
+
+def test_a_gradient_of_rounding_errors_may_be_a_hundred_of_the_largest_gradients_off_and_no_more(tmp_path):
+    def constant(folder, error):
+        recorder, model = Recorder(str(tmp_path / folder), 0), nn.Linear(1, 1, dtype=torch.float64)
+        nn.init.ones_(model.weight).grad = torch.ones(1, 1, dtype=torch.float64)
+        nn.init.ones_(model.bias).grad = torch.tensor([error], dtype=torch.float64)
+        recorder.record_step(job="train", model={"model": model})
+        recorder.finish()
+        return read_recordings(str(tmp_path / folder), 1)
+
+    [one] = constant("one", 0.0)
+    assert not compare(one, constant("rounding", 99 * 2.0**-52), [one]).findings
+    assert compare(one, constant("more", 101 * 2.0**-52), [one]).findings
 
 
 @pytest.mark.parametrize(("noisy", "same"), [(100, False), (99, True)])
