@@ -10,7 +10,10 @@ from rankless.plan.check import make_run_plan
 from rankless.plan.run_plan import RunRequest
 
 NAME = "run"
-HELP = "Run a script on one or more workers of this host, one per device."
+HELP = (
+    "Run a script on one or more workers of this host, one per device. "
+    "Workers have no standard input: what reads it, as input() does, finds its end."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 from types import ModuleType
 
 
@@ -30,6 +31,10 @@ class Ending:
         """
         self._process_id = os.getpid()
         self._parents_modules = frozenset(id(module) for module in sys.modules.values())
+        # Torch would take back every operator it has registered: 24 ms in each worker. And what the parent made,
+        # as a temporary folder, is not a worker's to take away.
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # no public way to them
+            finalizer.atexit = False
 
     def remember(self, exit_code: int) -> None:
         """Note what the process is to exit with."""
