@@ -1,18 +1,23 @@
 """Every trap of capture: the job does what the plain script does, or is refused with the line of the script."""
 
+import inspect
 import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 import traps_autograd
 import traps_modules
 import traps_python_state
 import traps_values
 from processes import on_mesh
-from traps import Trap, assert_alike, run_captured, run_plainly
+from traps import Script, Trap, assert_alike, perceptron, rows, run_captured, run_plainly, started
 
 from rankless.collectives.mesh import Mesh
 from rankless.errors import CaptureError
+from rankless.program.capture import JobSource, capture
+from rankless.program.logical_program import LogicalProgram
+from rankless.views.arguments import shapes_of, taken_apart
 
 TRAPS = [*traps_python_state.TRAPS, *traps_autograd.TRAPS, *traps_modules.TRAPS, *traps_values.TRAPS]
 RIGHT = [trap for trap in TRAPS if trap.refused is None]
@@ -20,6 +25,8 @@ REFUSED = [trap for trap in TRAPS if trap.refused is not None]
 WORKERS = 2
 # A refusal is told from the caller's frame, which for these is PyTorch's own `handle_torch_function`.
 NOT_YET_REFUSED = {"print_of_the_loss", "loss_formatted_as_text"}
+# Sums over rows are rounded to bfloat16 on each rank, so parts of a batch round otherwise than the whole.
+ROUNDED_IN_PARTS = {"autocast_inside"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +39,6 @@ def _random_state_is_put_back():
 def test_the_captured_job_does_what_the_plain_script_does(trap: Trap):
     wanted = run_plainly(trap)
     assert_alike(run_captured(Mesh.solo(), trap), wanted, trap.tolerance)
-
-
-# Sums over rows are rounded to bfloat16 on each rank, so parts of a batch round otherwise than the whole.
-ROUNDED_IN_PARTS = {"autocast_inside"}
 
 
 def expected_to_fail(trap: Trap):
@@ -67,3 +70,48 @@ def test_on_two_workers_the_job_is_refused_as_on_one(trap: Trap):
         on_mesh(WORKERS, run_captured, trap)
     assert re.search(trap.refused, str(raised.value.found)), raised.value.found
     assert raised.value.where == trap.line()
+
+
+def captured(script: Script) -> LogicalProgram:
+    device = torch.device("cpu")
+    arguments = taken_apart(tuple(script.batches[0]), {}, device)
+    source = JobSource(name="loss", function=script.function, modules=script.modules, trains=True)
+    return capture(source, arguments.joined, shapes_of(arguments), device).program
+
+
+# The gradient of what is minimised by itself, which is one, and for a loss per sample its mean.
+MADE_BY_THE_SYSTEM = ["aten.full.default"]
+MADE_FOR_A_LOSS_PER_SAMPLE = ["aten.full.default", "aten.mean.default", "aten.expand.default", "aten.div.Scalar"]
+
+
+@pytest.mark.parametrize("trap", RIGHT, ids=str)
+def test_every_operator_of_the_script_forward_and_backward_has_a_line_of_it(trap: Trap):
+    script, _ = started(trap)
+    operators = [node for node in captured(script).graph.nodes if node.op == "call_function"]
+    source = inspect.getsourcefile(trap.build)
+    without = [str(node.target) for node in operators if not node.meta["line"].startswith(f"{source}:")]
+    assert without == (MADE_FOR_A_LOSS_PER_SAMPLE if str(trap) == "loss_per_sample" else MADE_BY_THE_SYSTEM)
+    assert len(operators) > len(without)
+
+
+def loss_of_several_lines() -> Script:
+    model = perceptron()
+
+    def loss(features, labels):
+        scores = model(features)
+        bent = scores.sigmoid()  # the line
+        doubled = bent * 2
+        return F.cross_entropy(doubled, labels)
+
+    return Script(function=loss, modules={"model": model}, batches=[rows()])
+
+
+def test_an_operator_and_its_backward_have_the_very_line_that_they_come_from():
+    operators = [node for node in captured(loss_of_several_lines()).graph.nodes if node.op == "call_function"]
+    lines = {str(node.target): node.meta["line"] for node in operators}
+    marked = Trap(build=loss_of_several_lines).line()
+    source, number = marked.rsplit(":", 1)
+    assert lines["aten.sigmoid.default"] == lines["aten.sigmoid_backward.default"] == marked
+    softmax, backward = "aten._log_softmax.default", "aten._log_softmax_backward_data.default"
+    assert lines[softmax] == lines[backward] == f"{source}:{int(number) + 2}"
+    assert [node.meta["line"] for node in operators if "mul" in str(node.target)] == [f"{source}:{int(number) + 1}"] * 2
