@@ -26,7 +26,7 @@ class RanklessError(Exception):
         self.fix = fix
         self.where = where
         lines = [f"expected: {expected}", f"found:    {found}", f"fix:      {fix}"]
-        if where is not None:
+        if where:
             lines.append(f"where:    {where}")
         super().__init__("\n".join(lines))
 

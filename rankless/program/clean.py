@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
+    ForwardTokenAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -76,6 +77,12 @@ def named_input(descriptor: Any) -> ProgramInput | None:
             return ProgramInput(kind="argument", name=f"argument {index}", index=index)
         case TangentAOTInput(output=PlainAOTOutput(idx=0)):
             return None
+        case ForwardTokenAOTInput():
+            raise CaptureError(
+                expected="operators that give a value and do nothing else",
+                found="one that also raises errors or prints while it runs, as torch.linalg.solve and inv do",
+                fix="use another (torch.linalg.solve_ex, inv_ex, cholesky_ex), or compute it outside the job",
+            )
     raise CaptureError(
         expected="a program of parameters, buffers and tensor arguments",
         found=f"an input of the kind {type(descriptor).__name__}",

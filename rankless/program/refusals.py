@@ -74,6 +74,14 @@ def capture_error(job: str, line: str) -> Iterator[None]:
             fix="use another operator, or compute it outside the job",
             where=raised_at(error) or line,
         ) from brief(error)
+    except SyntaxError as error:
+        # PyTorch writes a graph as Python code, and cannot for an overload named by a keyword, as random_.from.
+        raise CaptureError(
+            expected=f"job {job!r} to use operators that PyTorch can write down",
+            found="one that it cannot, such as tensor.random_(low, high)",
+            fix="use torch.randint and its kind",
+            where=raised_at(error) or line,
+        ) from brief(error)
     except (RuntimeError, AssertionError) as error:
         refusal = refused(job, error, line)
         if refusal is error:
