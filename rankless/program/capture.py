@@ -144,7 +144,7 @@ def capture(
             require_no_parameter_hooks(source.modules)
             joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
             job.effects.require_none()
-            program = cleaned(named(source.name, joint.graph_module), source.modules)
+            program = cleaned(named(source.name, source.line, joint.graph_module), source.modules)
     assert job.result_spec is not None
     return Captured(program=program, result_spec=job.result_spec, result_leaves=job.result_leaves)
 

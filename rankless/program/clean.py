@@ -38,17 +38,19 @@ VIEWS = (
 """Operators whose result may share the memory of their input."""
 
 
-def named(name: str, graph_module: fx.GraphModule) -> LogicalProgram:
-    """The program in a traced graph whose placeholders and outputs carry PyTorch's descriptors."""
+def named(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
+    """The program in a traced graph whose placeholders and outputs carry PyTorch's descriptors.
+
+    Operators that the system adds (the mean of losses per sample, a result's copy) get the job's own `line`.
+    """
     graph = graph_module.graph
     returned = next(node for node in graph.nodes if node.op == "output")
     meanings = [named_output(descriptor) for descriptor in returned.meta["desc"]]
     inputs: dict[fx.Node, ProgramInput] = {}
     for node in list(graph.nodes):
-        line, value = node.meta.get("stack_trace") or "", described(node.meta.get("val"))
-        descriptor = node.meta.get("desc")
+        value, descriptor = described(node.meta.get("val")), node.meta.get("desc")
         # Nothing else of tracing is kept: its fake tensors would live as long as the program.
-        node.meta = {"line": line, "val": value, "desc": descriptor}
+        node.meta = {"line": node.meta.get("stack_trace") or line, "val": value, "desc": descriptor}
         if node.op == "placeholder":
             stands_for = named_input(node.meta["desc"])
             if stands_for is None:

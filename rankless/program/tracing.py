@@ -46,6 +46,17 @@ REFUSED: dict[Any, str] = {
 }
 """Functions that would do something else while a job is captured than when it runs plainly."""
 
+WRITTEN_IN_PYTHON = ("__repr__", "__format__", "handle_torch_function")
+"""Frames of PyTorch's between its user and this mode, for functions of a tensor that are written in Python."""
+
+
+def caller(frame: FrameType) -> FrameType:
+    """The frame that called a function of PyTorch's."""
+    while frame.f_code.co_name in WRITTEN_IN_PYTHON and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 SETTING = "requires_grad of a parameter or buffer set"
 REFUSED_OF_PARAMETERS: dict[Any, str] = {
     torch.Tensor.requires_grad_: SETTING,
@@ -72,7 +83,7 @@ class LineMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        refused = REFUSED.get(func) if is_users_file(sys._getframe(1).f_code.co_filename) else None
+        refused = REFUSED.get(func) if is_users_file(caller(sys._getframe(1)).f_code.co_filename) else None
         if refused is None and args and id(args[0]) in self._known:
             refused = REFUSED_OF_PARAMETERS.get(func)
         if refused is not None:
