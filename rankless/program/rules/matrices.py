@@ -7,7 +7,7 @@ import torch
 
 from rankless.program import whole_operators  # noqa: F401  # registers the operators named below
 from rankless.program.placement import Partial, Placement, Replicate, Shard
-from rankless.program.rules.pattern import by_pattern, letters, split, sums
+from rankless.program.rules.pattern import by_pattern, letters, masked, split, sums
 from rankless.program.rules.strategy import Call, Rule, Strategy, shape_of
 
 aten = torch.ops.aten
@@ -62,16 +62,6 @@ def embedding_back(call: Call) -> Iterator[Strategy]:
     yield from sums(call, (0,))
 
 
-def convolution_back(call: Call) -> Iterator[Strategy]:
-    """Input, weight and bias gradients; only the batch may be split, weights then get partial sums."""
-    wanted = call.argument("output_mask")
-    for strategy in split(call, "b*,b*,*->b*,*,*"):
-        outputs = tuple(
-            placement if there else Replicate() for placement, there in zip(strategy.outputs, wanted, strict=True)
-        )
-        yield Strategy(strategy.inputs, outputs, strategy.lower)
-
-
 def recurrent(call: Call) -> Iterator[Strategy]:
     """A recurrent layer over a time-first sequence: the batch (dim 1) of sequence and states may be split."""
     yield from recurrent_split(call, gradients=0)
@@ -107,7 +97,7 @@ RULES: dict[Any, Rule] = {
     ours.linear.default: linear,
     ours.linear_weight.default: by_pattern(linear_weight, (0,), (1,)),
     aten.convolution.default: by_pattern("b*,*,*->b*"),
-    aten.convolution_backward.default: convolution_back,
+    aten.convolution_backward.default: masked(lambda _: "b*,b*,*->b*,*,*"),
     aten.embedding.default: by_pattern(embedding),
     aten.embedding_dense_backward.default: embedding_back,
     ours.recurrent.default: recurrent,

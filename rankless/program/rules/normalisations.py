@@ -1,7 +1,6 @@
 """Batch, layer, group and RMS normalisation."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from rankless.program import kernels
 from rankless.program.placement import Placement, Replicate, Shard
-from rankless.program.rules.pattern import by_pattern, letters, split
+from rankless.program.rules.pattern import by_pattern, letters, masked, split
 from rankless.program.rules.strategy import Call, Emit, Local, Rule, Strategy, local_shape, shape_of
 
 aten = torch.ops.aten
@@ -31,20 +30,6 @@ def rms_norm(call: Call) -> str:
     """Output and reciprocal root of every row."""
     text = leading(call)
     return f"{text},*->{text},{text}"
-
-
-def masked(pattern: Any, lower: Any = None) -> Rule:
-    """A rule for an operator whose `output_mask` switches outputs off."""
-
-    def rule(call: Call) -> Iterator[Strategy]:
-        wanted = call.argument("output_mask")
-        for strategy in split(call, pattern(call), lower):
-            outputs = tuple(
-                placement if there else Replicate() for placement, there in zip(strategy.outputs, wanted, strict=True)
-            )
-            yield replace(strategy, outputs=outputs)
-
-    return rule
 
 
 def layer_norm_back(call: Call) -> str:

@@ -7,6 +7,7 @@ an input already lies split on it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from rankless.program.placement import Partial, Placement, Replicate, Shard
 from rankless.program.rules.strategy import Call, Lowering, Rule, Strategy
@@ -76,6 +77,20 @@ def by_pattern(pattern: str | Callable[[Call], str], *groups: Sequence[int], low
         text = pattern if isinstance(pattern, str) else pattern(call)
         yield from split(call, text, lower)
         yield from sums(call, *groups, lower=lower)
+
+    return rule
+
+
+def masked(pattern: Callable[[Call], str], lower: Lowering | None = None) -> Rule:
+    """A rule for an operator whose `output_mask` switches outputs off."""
+
+    def rule(call: Call) -> Iterator[Strategy]:
+        wanted = call.argument("output_mask")
+        for strategy in split(call, pattern(call), lower):
+            outputs = tuple(
+                placement if there else Replicate() for placement, there in zip(strategy.outputs, wanted, strict=True)
+            )
+            yield replace(strategy, outputs=outputs)
 
     return rule
 
