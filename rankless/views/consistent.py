@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.collectives.messages import all_gather_bytes
 from rankless.collectives.tensors import broadcast
+from rankless.errors import PlanError
 from rankless.program.agreement import require_same_program
 from rankless.program.capture import LEAF, Captured, JobSource, capture
 from rankless.program.clean import named_tensors
@@ -58,6 +59,7 @@ class Consistent:
         self._world = world
         self._programs: dict[Hashable, list[Prepared]] = {}
         self._modules = [part for module in job.modules.values() for part in module.modules()]
+        require_same_kind_of_device(job, world)
         equalise(job, world)
 
     def run(self, arguments: Arguments) -> Any:
@@ -119,7 +121,7 @@ class Consistent:
         """Capture, compare with the other ranks, place, lower."""
         job, mesh = self._job, self._world.mesh
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
-        captured = capture(source, arguments.joined, shapes_of(arguments), mesh.device)
+        captured = capture(source, arguments.joined, shapes_of(arguments), job.device(mesh.device))
         # After the capture: in its first pass a model may have set itself up.
         guards = guards_of(job.function, job.modules)
         require_same_program(captured.program, mesh)
@@ -160,6 +162,17 @@ class Consistent:
         owner, _, key = path.rpartition(".")
         module = self._job.modules[name].get_submodule(owner)
         return Slot(module._parameters if is_parameter else module._buffers, key)
+
+
+def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
+    """Refuse a model on the CPU in a job of GPUs, or the reverse: its values could not be moved."""
+    device = job.device(world.mesh.device)
+    if device.type != world.mesh.device.type:
+        raise PlanError(
+            expected=f"the models of job {job.name!r} on this worker's device, {world.mesh.device}",
+            found=f"on {device}",
+            fix=f"model.to({world.mesh.device.type!r}) before the optimizer is made, or --devices {device.type}",
+        )
 
 
 def joined_result(captured: Captured, results: Sequence[Tensor]) -> Any:

@@ -1,9 +1,11 @@
 """What a job is, before it runs anywhere."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,6 +29,13 @@ class JobDefinition:
         """The parameters of all modules, tied ones once."""
         found = {id(item): item for module in self.modules.values() for item in module.parameters()}
         return list(found.values())
+
+    def device(self, default: torch.device) -> torch.device:
+        """The device of the first parameter or buffer; `default` if there is none."""
+        for module in self.modules.values():
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                return tensor.device
+        return default
 
 
 def without_gradient(leaf: Any) -> Any:

@@ -4,7 +4,6 @@ On one device a job runs as the plain script would. On a mesh it is captured, pl
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -18,7 +17,7 @@ from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition
 from rankless.views.plain import Plain
 from rankless.views.precision import cast_arguments, cast_job
-from rankless.views.world import World, WorldSource
+from rankless.views.world import WorldSource
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -51,7 +50,7 @@ class Job(Generic[Parameters, Result]):
         if world.recorder is not None:
             for name, module in job.modules.items():
                 world.recorder.register(name, module)
-        arguments = taken_apart(args, kwargs, device_of(job.modules, world))
+        arguments = taken_apart(args, kwargs, job.device(world.mesh.device))
         if world.dtype is not None:
             arguments = cast_arguments(arguments, world.dtype)
         try:
@@ -131,14 +130,6 @@ def check_optimizer(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> N
                     found=f"a parameter of shape {list(parameter.shape)} that is in none of them",
                     fix="pass its module too: model=[model, other]",
                 )
-
-
-def device_of(modules: Mapping[str, nn.Module], world: World) -> torch.device:
-    """The device of the first parameter or buffer; the mesh's if there is none."""
-    for module in modules.values():
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
-            return tensor.device
-    return world.mesh.device
 
 
 def loss_of(result: Any) -> Tensor:
