@@ -38,9 +38,7 @@ def start_rankless(*arguments: str, folder: Path, **environment: str) -> subproc
     )
 
 
-def run_script(
-    text: str, *options: str, folder: Path, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_script(text: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """What `rankless run OPTIONS script.py` prints and returns for a script of this text."""
     (folder / "script.py").write_text(text)
     return rankless("run", *options, "script.py", folder=folder, **environment)
@@ -87,7 +85,5 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def _environment(changes: dict[str, str]) -> dict[str, str]:
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "RANKLESS_"))
-    }
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "RANKLESS_"))}
     return environment | changes

@@ -88,9 +88,7 @@ class Pool:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while len(answers) < len(self.pipes):
             waiting = [rank for rank in range(len(self.pipes)) if rank not in answers]
-            if not wait(
-                [self.pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic())
-            ):
+            if not wait([self.pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic())):
                 for error in filter(lambda answer: isinstance(answer, Exception), answers.values()):
                     raise error
                 raise TimeoutError(f"{function.__qualname__}: no answer from ranks {waiting} in time")

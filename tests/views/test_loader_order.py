@@ -99,9 +99,7 @@ def test_batches_are_collated_as_a_data_loader_does(collate_fn):
     assert flat(loader_of(Samples(), batch_size=4, collate_fn=collate_fn)) == expected
 
 
-@pytest.mark.parametrize(
-    "tensor", [torch.rand(3, 8).T, torch.rand(8, 2, 4, 4).to(memory_format=torch.channels_last)]
-)
+@pytest.mark.parametrize("tensor", [torch.rand(3, 8).T, torch.rand(8, 2, 4, 4).to(memory_format=torch.channels_last)])
 def test_a_tensor_data_set_of_any_layout_gives_the_same_values_and_strides(tensor):
     (expected,), (ours,) = (
         DataLoader(TensorDataset(tensor), 8),
@@ -123,9 +121,7 @@ def test_a_sampler_of_the_users_draws_as_under_a_data_loader():
     assert [flat(ours) for _ in range(2)] == expected
 
 
-@pytest.mark.parametrize(
-    "num_workers", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["in-process", "two readers"]
-)
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["in-process", "two readers"])
 def test_replicated_reading_draws_what_a_data_loader_draws(num_workers):
     start_generators()
     expected = flat(DataLoader(Noisy(), 4, shuffle=True, num_workers=num_workers)), all_generators()
@@ -178,9 +174,7 @@ class Broken(Samples):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize(
-    "num_workers", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["in-process", "two readers"]
-)
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["in-process", "two readers"])
 def test_a_data_set_that_raises_is_named_with_its_index_and_line(num_workers):
     with pytest.raises(DataError, match="KeyError: 'no such file' \\(index 6\\)") as raised:
         list(loader_of(Broken(), batch_size=4, num_workers=num_workers))

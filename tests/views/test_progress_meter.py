@@ -67,9 +67,7 @@ def test_records_come_five_times_a_second_and_at_each_epochs_end(run: Callable[[
     script = Script()
     run(script)
     assert script.places() == [(1, 1), (1, 5), (1, 9), (1, 10), (2, 4), (2, 8), (2, 10)]
-    assert [record.last_of_epoch for record in script.records] == [
-        place[1] == 10 for place in script.places()
-    ]
+    assert [record.last_of_epoch for record in script.records] == [place[1] == 10 for place in script.places()]
     assert script.losses_read == len(script.records)
 
 
