@@ -35,7 +35,13 @@ def start_rankless(*arguments: str, folder: Path, **environment: str) -> subproc
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_heed_interrupts,
     )
+
+
+def _heed_interrupts() -> None:
+    """A shell that runs the tests in its background has SIGINT ignored, and children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_script(text: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
