@@ -1,6 +1,7 @@
 """From the graph that PyTorch traced to a logical program: inputs and outputs named, what is superfluous removed."""
 
 from collections.abc import Mapping
+from operator import getitem
 from typing import Any
 
 import torch
@@ -21,21 +22,6 @@ from rankless.program.logical_program import LogicalProgram, LogicalValue, Progr
 
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
-VIEWS = (
-    aten.view.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.expand.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.diagonal.default,
-)
-"""Operators whose result may share the memory of their input."""
 
 
 def named(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
@@ -249,8 +235,18 @@ def tied_gradients_added(
 
 
 def without_final_copy(node: fx.Node) -> fx.Node:
-    """The value behind a result's last copy, if that is a value of its own and not a view."""
+    """The value behind a result's last copy, if that is memory of its own and not a view."""
     if node.target is not aten.clone.default:
         return node
     (source,) = node.all_input_nodes
-    return source if source.op == "call_function" and source.target not in VIEWS else node
+    return source if is_fresh(source) else node
+
+
+def is_fresh(node: fx.Node) -> bool:
+    """Whether a value shares no memory with another, by its operator's own schema."""
+    if node.target is getitem:
+        return is_fresh(node.all_input_nodes[0])
+    operator = node.target
+    return isinstance(operator, torch._ops.OpOverload) and all(
+        result.alias_info is None for result in operator._schema.returns
+    )
