@@ -98,7 +98,7 @@ def loss_in_a_dict():
 
 def contrastive():
     towers = nn.ModuleList([nn.Linear(5, 6), nn.Linear(4, 6)])
-    scale = nn.Parameter(torch.tensor(1.0))
+    scale = nn.Parameter(torch.tensor(0.0))
     towers.register_parameter("scale", scale)
     optimizer = torch.optim.SGD(towers.parameters(), lr=0.1)
 
