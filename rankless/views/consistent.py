@@ -1,54 +1,18 @@
 """The consistent view: a job on a mesh, captured once per kind of call, then run as one program on every rank."""
 
-import hashlib
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rankless.collectives.messages import all_gather_bytes
-from rankless.collectives.tensors import broadcast
-from rankless.errors import PlanError
-from rankless.program.agreement import require_same_program
-from rankless.program.capture import LEAF, Captured, JobSource, capture
-from rankless.program.clean import named_tensors
-from rankless.program.guards import Guards, guards_of
-from rankless.program.logical_program import ProgramInput
-from rankless.program.run import LocalProgram, built
-from rankless.views.arguments import Arguments, piece_of, placement_of, shapes_of
+from rankless.program.capture import LEAF, Captured
+from rankless.views.arguments import Arguments, piece_of, placement_of
 from rankless.views.definition import JobDefinition
+from rankless.views.equalising import equalise, require_same_kind_of_device
+from rankless.views.preparing import Prepared, Programs
 from rankless.views.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A program ready to run, what it was captured from, and how its result is put together."""
-
-    local: LocalProgram
-    captured: Captured
-    guards: Guards
-    slots: tuple["Slot | Tensor | int", ...]
-    """Where each input comes from: a module's entry, a constant, or the number of a tensor argument."""
-    targets: tuple["Slot | None", ...]
-    """Where each output goes: a parameter (its gradient), a buffer, or None for a result."""
-    parameters: tuple[nn.Parameter, ...]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A parameter's or buffer's place in its module, so that whatever stands there is used."""
-
-    table: Mapping[str, Tensor | None]
-    key: str
-
-    def tensor(self) -> Tensor:
-        """What stands there now."""
-        tensor = self.table[self.key]
-        assert tensor is not None, f"{self.key} was captured and is gone"
-        return tensor
 
 
 class Consistent:
@@ -57,14 +21,13 @@ class Consistent:
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
-        self._programs: dict[Hashable, list[Prepared]] = {}
-        self._modules = [part for module in job.modules.values() for part in module.modules()]
+        self._programs = Programs(job, world)
         require_same_kind_of_device(job, world)
         equalise(job, world)
 
     def run(self, arguments: Arguments) -> Any:
         """The job's whole result, the same on every rank; a train job's step is made."""
-        prepared = self._prepared(arguments)
+        prepared = self._programs.program_for(arguments)
         mesh = self._world.mesh
         values = []
         for slot in prepared.slots:
@@ -95,103 +58,9 @@ class Consistent:
         # A train job's first result is what is minimised; the script gets its own results only.
         return results[1:] if self._job.trains else results
 
-    def _prepared(self, arguments: Arguments) -> Prepared:
-        """The program for this kind of call: captured now if it is new, or if a value it has taken in has changed."""
-        key = self._key(arguments)
-        known = self._programs.setdefault(key, [])
-        for prepared in known:
-            if prepared.guards.hold():
-                return prepared
-        prepared = self._prepare(arguments)
-        known.append(prepared)
-        return prepared
-
-    def _key(self, arguments: Arguments) -> Hashable:
-        """What a program depends on, other than guarded values: shapes, modes, which parameters train."""
-        return (
-            arguments.key(self._job.name),
-            tuple(placement_of(tensor, self._world.mesh) for tensor in arguments.tensors),
-            tuple([part.training for part in self._modules]),
-            tuple(
-                [item.requires_grad for part in self._modules for item in part._parameters.values() if item is not None]
-            ),
-        )
-
-    def _prepare(self, arguments: Arguments) -> Prepared:
-        """Capture, compare with the other ranks, place, lower."""
-        job, mesh = self._job, self._world.mesh
-        source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
-        captured = capture(source, arguments.joined, shapes_of(arguments), job.device(mesh.device))
-        # After the capture: in its first pass a model may have set itself up.
-        guards = guards_of(job.function, job.modules)
-        require_same_program(captured.program, mesh)
-        placements = tuple(placement_of(tensor, mesh) for tensor in arguments.tensors)
-        local = built(captured.program, placements, mesh)
-        self._tell(local)
-        return Prepared(
-            local=local,
-            captured=captured,
-            guards=guards,
-            slots=tuple(self._slot(described) for described in local.inputs),
-            targets=tuple(
-                None if described.kind == "result" else self._entry(described.name, described.kind == "gradient")
-                for described in local.outputs
-            ),
-            parameters=tuple(job.parameters()) if job.trains else (),
-        )
-
-    def _tell(self, local: LocalProgram) -> None:
-        """Say once which operators no rule covers."""
-        for node in local.placed.ruleless:
-            self._world.say(
-                f"{node.meta.get('line', '')}: no rule to split {node.target} yet; in job {self._job.name!r} it is "
-                "gathered and computed whole on every rank (right, but not faster with more workers)"
-            )
-
-    def _slot(self, described: ProgramInput) -> "Slot | Tensor | int":
-        """Where an input's value is found at each call."""
-        if described.kind == "argument":
-            return described.index
-        if described.constant is not None:
-            return described.constant
-        return self._entry(described.name, described.kind == "parameter")
-
-    def _entry(self, full_name: str, is_parameter: bool) -> Slot:
-        """The entry of a module's table that a name like "model.layer.weight" stands for."""
-        name, _, path = full_name.partition(".")
-        owner, _, key = path.rpartition(".")
-        module = self._job.modules[name].get_submodule(owner)
-        return Slot(module._parameters if is_parameter else module._buffers, key)
-
-
-def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
-    """Refuse a model on the CPU in a job of GPUs, or the reverse: its values could not be moved."""
-    device = job.device(world.mesh.device)
-    if device.type != world.mesh.device.type:
-        raise PlanError(
-            expected=f"the models of job {job.name!r} on this worker's device, {world.mesh.device}",
-            found=f"on {device}",
-            fix=f"model.to({world.mesh.device.type!r}) before the optimizer is made, or --devices {device.type}",
-        )
-
 
 def joined_result(captured: Captured, results: Sequence[Tensor]) -> Any:
     """The job's result as the script returns it, with whole tensors."""
     remaining = iter(results)
     leaves = [next(remaining) if leaf is LEAF else leaf for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_spec)
-
-
-def equalise(job: JobDefinition, world: World) -> None:
-    """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
-    tensors = named_tensors(job.modules)
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    if len(set(all_gather_bytes(digest.digest(), mesh=world.mesh))) == 1:
-        return
-    for _, tensor in sorted(tensors.items()):
-        with torch.no_grad():
-            broadcast(tensor, mesh=world.mesh)
-    world.say(f"the models of job {job.name!r} differed between ranks at the first call; all now have rank 0's")

@@ -9,7 +9,7 @@ from torch import nn
 from rankless.collectives.mesh import Mesh
 from rankless.program import capture as capturing
 from rankless.program.guards import Guards, guards_of
-from rankless.views import consistent
+from rankless.views import preparing
 from rankless.views.arguments import taken_apart
 from rankless.views.consistent import Consistent
 from rankless.views.job import make_job
@@ -198,7 +198,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         captures.append(source.name)
         return capturing.capture(source, *arguments)
 
-    monkeypatch.setattr(consistent, "capture", capture)
+    monkeypatch.setattr(preparing, "capture", capture)
     return captures
 
 
