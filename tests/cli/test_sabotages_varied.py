@@ -125,11 +125,11 @@ def require_nothing_found(baseline: Baseline, kind: str, workers: int) -> None:
 def require_found(baseline: Baseline, sabotage: str, workers: int) -> None:
     try:
         report = baseline.verdict(sabotage, workers)
-    except TrialFailed as end:
+    except TrialFailed:
         # Ranks whose batches differ in shape stop by themselves: there is no recording to compare.
-        assert sabotage == "skipped_batch_on_one_rank"
-        assert end.exit_code == 1
-        return
+        if sabotage == "skipped_batch_on_one_rank":
+            return
+        raise
     assert not report.same
     assert report.first_difference is not None
     assert report.first_difference.step == STEP
