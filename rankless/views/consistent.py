@@ -1,6 +1,6 @@
 """The consistent view: a job on a mesh, captured once per kind of call, then run as one program on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from rankless.program.capture import LEAF, Captured
 from rankless.views.arguments import Arguments, piece_of, placement_of
 from rankless.views.definition import JobDefinition
 from rankless.views.equalising import equalise, require_same_kind_of_device
+from rankless.views.inspecting import tapped
 from rankless.views.preparing import Prepared, Programs
 from rankless.views.world import World
 
@@ -36,7 +37,10 @@ class Consistent:
                 values.append(piece_of(tensor, placement_of(tensor, mesh), mesh))
             else:
                 values.append(slot if isinstance(slot, Tensor) else slot.tensor())
-        outputs = prepared.local([value.detach() for value in values])
+        program: Callable[[Sequence[Tensor]], Sequence[Tensor]] = prepared.local
+        if self._world.values is not None and self._world.values.begins(self._job.name):
+            program = tapped(prepared, self._world)
+        outputs = program([value.detach() for value in values])
         results = self._apply(prepared, outputs)
         if self._job.optimizer is not None:
             self._job.optimizer.step()

@@ -85,6 +85,8 @@ class Programs:
         placements = tuple(placement_of(tensor, mesh) for tensor in arguments.tensors)
         local = built(captured.program, placements, mesh)
         self._tell(local)
+        if self._world.programs is not None:
+            self._world.programs.record(job, local)
         return Prepared(
             local=local,
             captured=captured,
