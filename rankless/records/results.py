@@ -11,6 +11,8 @@ import msgspec
 from rankless.records.programs import KnownJob
 
 LENGTH_BYTES = 4
+TEXT = "text"
+"""The dtype of a leaf that is no number; its data are the bytes of its text, one whole number each."""
 
 
 def results_file(folder: str, rank: int) -> Path:

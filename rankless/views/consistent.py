@@ -39,7 +39,7 @@ class Consistent:
                 values.append(slot if isinstance(slot, Tensor) else slot.tensor())
         program: Callable[[Sequence[Tensor]], Sequence[Tensor]] = prepared.local
         if self._world.values is not None and self._world.values.begins(self._job.name):
-            program = tapped(prepared, self._world)
+            program = tapped(prepared.local.placed, self._world)
         outputs = program([value.detach() for value in values])
         results = self._apply(prepared, outputs)
         if self._job.optimizer is not None:

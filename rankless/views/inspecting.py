@@ -16,15 +16,17 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh import Mesh
+from rankless.program.logical_program import LogicalProgram, ProgramInput
 from rankless.program.lower import Lowering
-from rankless.program.placement import Placement
+from rankless.program.place import PlacedProgram, place
+from rankless.program.placement import Placement, Replicate
 from rankless.program.run import LocalProgram, compiled, logical_gradients
 from rankless.program.schedule import scheduled
 from rankless.program.tracing import user_line
 from rankless.records.values import Role
 from rankless.views.arguments import Arguments
 from rankless.views.definition import JobDefinition
-from rankless.views.preparing import Prepared, Programs
+from rankless.views.preparing import Programs
 from rankless.views.values import ValueRecorder, whole
 from rankless.views.world import World
 
@@ -57,48 +59,47 @@ class Tap:
             )
 
 
-def tapped(prepared: Prepared, world: World) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """A prepared program that gives what it gives, and writes down its values; for the call that is being made now."""
+def tapped(placed: PlacedProgram, world: World) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """A placed program that gives what it gives, and writes down its values; for the call that is being made now."""
     assert world.values is not None
-    placed, recorder = prepared.local.placed, world.values
+    logical, recorder = placed.logical, world.values
     lowering = Lowering(placed, world.mesh)
     graph = lowering.run()
     values = {node: lowering.values[node][placed.placements[node]] for node in lowering.values}
-    local = scheduled(graph, logical_gradients(graph, placed.logical), world.mesh)
+    local = scheduled(graph, logical_gradients(graph, logical), world.mesh)
     call_line = user_line(sys._getframe(1))
     for node, value in values.items():
-        given = placed.logical.inputs.get(node)
+        is_input = node in logical.inputs
         tap = Tap(
             recorder=recorder,
             mesh=world.mesh,
             placement=placed.placements[node],
-            role="value" if given is None else "input",
-            name=node.name if given is None else f"{given.kind} {given.name.removeprefix('argument ')}",
-            operator=operator_name(node) if given is None else "",
-            line=str(node.meta.get("line", "")) if given is None else call_line,
-            inputs=tuple(item.name for item in node.all_input_nodes),
+            role="input" if is_input else "value",
+            name=value_name(node, logical),
+            operator="" if is_input else operator_name(node),
+            line=call_line if is_input else str(node.meta.get("line", "")),
+            inputs=tuple(value_name(item, logical) for item in node.all_input_nodes),
         )
         with local.graph.inserting_after(value):
             local.graph.call_function(tap, (value,))
-    function = compiled(local.graph)
     program = LocalProgram(
-        inputs=prepared.local.inputs,
-        outputs=prepared.local.outputs,
-        function=function,
+        inputs=tuple(described for _, described in local.inputs),
+        outputs=tuple(described for _, described in local.outputs),
+        function=compiled(local.graph),
         placed=placed,
-        moves=prepared.local.moves,
+        moves=(),
     )
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         outputs = program(inputs)
-        for output, described, (node, _) in zip(outputs, program.outputs, placed.logical.outputs, strict=True):
+        for output, described, (node, _) in zip(outputs, program.outputs, logical.outputs, strict=True):
             recorder.record(
                 "output",
                 output_name(described.kind, described.name),
                 output,
                 operator=operator_name(node),
                 line=str(node.meta.get("line", "")),
-                inputs=(node.name,),
+                inputs=(value_name(node, logical),),
             )
         return outputs
 
@@ -115,7 +116,9 @@ def run_beside(job: JobDefinition, world: World, arguments: Arguments) -> None:
             values.append(arguments.tensors[slot])
         else:
             values.append(slot if isinstance(slot, Tensor) else slot.tensor())
-    tapped(prepared, world)([value.detach() for value in values])
+    # Whole, though a mesh of one could split as well: what runs is PyTorch's own operators, none of ours.
+    placed = place(prepared.captured.program, (Replicate(),) * len(arguments.tensors), 1)
+    tapped(placed, world)([value.detach() for value in values])
     torch.set_rng_state(state)
     for device, device_state in enumerate(cuda):
         torch.cuda.set_rng_state(device_state, device)
@@ -142,6 +145,16 @@ def plain_gradients(job: JobDefinition) -> Mapping[str, Tensor]:
         for name, parameter in module.named_parameters(model)
         if parameter.grad is not None
     }
+
+
+def input_name(given: ProgramInput) -> str:
+    """What an input is called in words, as "parameter model.0.weight" or "argument 1"."""
+    return given.name if given.kind == "argument" else f"{given.kind} {given.name}"
+
+
+def value_name(node: fx.Node, logical: LogicalProgram) -> str:
+    """What a value of a program is recorded as."""
+    return input_name(logical.inputs[node]) if node in logical.inputs else str(node.name)
 
 
 def output_name(kind: str, name: str) -> str:

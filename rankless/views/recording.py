@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rankless.records.results import (
+    TEXT,
     AnyResult,
     Called,
     FinalTensor,
@@ -156,10 +157,11 @@ def _leaf(path: str, value: Any) -> Leaf:
     """A leaf of a result; what is no number is kept as its text's bytes."""
     if isinstance(value, bool | int | float | complex):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    if not isinstance(value, Tensor):
-        text = repr(value).encode()
-        value = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dtype = TEXT
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+    else:
+        value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
     numbers = wide(value).cpu()
-    dtype = str(value.dtype).removeprefix("torch.")
     data = numbers.numpy().tobytes()
     return Leaf(path, dtype, tuple(numbers.shape), not numbers.is_floating_point(), data)

@@ -43,6 +43,6 @@ def whole(local: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
     """A value from all ranks' pieces, on every rank; a copy that each rank has stays its own."""
     if isinstance(placement, Replicate) or mesh.size == 1:
         return local
-    if local.dtype == torch.bool:
-        local = local.to(torch.uint8)  # not every backend gathers truth values
-    return Collective(mesh, placement, Replicate())(local)
+    gather = Collective(mesh, placement, Replicate())
+    # Not every backend gathers truth values.
+    return gather(local.to(torch.uint8)).to(torch.bool) if local.dtype == torch.bool else gather(local)
