@@ -108,7 +108,7 @@ class Trial:
         )
         what = _what(plan)
         _remove_old(folder)
-        _run(plan, what, show=self.show)
+        silent_run(plan, what, show=self.show)
         return _whole(read_recordings(folder, workers), what, single=workers == 1)
 
 
@@ -121,8 +121,8 @@ def _what(plan: RunPlan) -> str:
     return ", ".join(words)
 
 
-def _run(plan: RunPlan, what: str, *, show: bool) -> None:
-    """Make one run; its output is shown only if asked for, or if it fails."""
+def silent_run(plan: RunPlan, what: str, *, show: bool) -> None:
+    """Make one run, its output not shown unless asked for, and print how long it took. Raises `TrialFailed`."""
     started = time.monotonic()
     with ExitStack() as stack:
         words = io.StringIO()

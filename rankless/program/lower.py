@@ -131,7 +131,8 @@ class Lowering:
                 if local not in pending:
                     pending.append(local)
             else:
-                local = self.moved(node, Replicate(), f"{described.kind} {described.name}")
+                what = described.name if described.kind == "result" else f"{described.kind} of {described.name}"
+                local = self.moved(node, Replicate(), f"{what}, whole on every worker")
             outputs.append((local, described))
         return outputs, pending
 
