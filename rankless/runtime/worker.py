@@ -113,6 +113,8 @@ class WorkerProcess:
         importlib.import_module("rankless.runtime.torch_settings").apply(
             seed=self._plan.seed, threads=environment.user_threads(), before_leaving=self._before_leaving
         )
+        if self._plan.watch.is_twin:
+            importlib.import_module("rankless.runtime.twin").watch(self._plan)
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._plan.rank == 0:
             self._say(
