@@ -78,7 +78,9 @@ class Trial:
         """What the jobs became in the run on several workers."""
         return list(read_facts(self._folder("many")))
 
-    def first_value(self, wanted: InspectedCall, *, workers: int, step: int) -> FirstValue | None:
+    def first_value(
+        self, wanted: InspectedCall, *, workers: int, step: int, tolerance: float | None = None
+    ) -> FirstValue | None:
         """The first value of a job call, no later than training step `step`, that differs on `workers` workers.
 
         None if the call was not made again, or could not be captured.
@@ -88,7 +90,7 @@ class Trial:
         looking.on_many(workers)
         looking.disturbed(1)
         (one,), many, (noise,) = looking.values("one"), looking.values("many", workers), looking.values("noise0")
-        return first_value(one, many, noise, call=wanted)
+        return first_value(one, many, noise, call=wanted, tolerance=tolerance)
 
     def values(self, run: Literal["one", "many", "noise0"], workers: int = 1) -> list[list[Computed]]:
         """What each rank of a run has written down of the inspected call."""

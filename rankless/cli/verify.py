@@ -154,11 +154,14 @@ def _compared(trial: Trial, question: Question) -> tuple[Comparison, Report]:
 def _located(trial: Trial, question: Question, comparison: Comparison, report: Report) -> Report:
     """The report with the first value that differs, where numbers part: the call in question is run once more."""
     finding = comparison.findings[0] if comparison.findings else None
-    if finding is None or finding.call is None:
+    unmet = report.tolerance is not None and report.tolerance.unmet is not None
+    if finding is None or finding.call is None or unmet:
         return report
     print(f"looking for the first value that differs, in call {finding.call.call} of {finding.call.job}:", flush=True)
     try:
-        first = trial.first_value(finding.call, workers=question.workers, step=finding.place.step + 1)
+        first = trial.first_value(
+            finding.call, workers=question.workers, step=finding.place.step + 1, tolerance=question.tolerance
+        )
     except TrialFailed as end:
         if end.exit_code == INTERRUPTED:
             raise

@@ -150,7 +150,7 @@ def _use(
         tolerance=tolerance,
         largest=max(map(allowance.relative, found), default=0.0),
         noise=max(map(allowance.relative, repeated), default=0.0),
-        unmet=next((item for item in repeated if allowance.relative(item) > tolerance), None),
+        unmet=next((item for item in repeated if not item.size <= allowance.limit(item)), None),
     )
 
 
