@@ -59,7 +59,9 @@ class Lowering:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator or a function of ours."""
-        node = self.graph.call_function(RUN_AS.get(target, target), args, kwargs)
+        node = self.graph.call_function(RUN_AS.get(target, target))
+        # Set afterwards, for PyTorch warns of sizes among the arguments that a node is made with.
+        node.args, node.kwargs = args, kwargs
         node.meta["line"] = self.line
         return node
 
@@ -86,7 +88,7 @@ class Lowering:
     def collective(self, target: Collective | StackedGather, value: fx.Node, size: int, reason: str) -> fx.Node:
         """Add a collective and write down what it moves and why."""
         self.moves.append(Move(kind=target.__name__, value=value.name, bytes=size, line=self.line, reason=reason))
-        return self.call(target, value)
+        return self.call(target, value, *(target.lengths if isinstance(target, Collective) else ()))
 
     def run(self) -> LocalGraph:
         """The whole local graph."""

@@ -11,6 +11,7 @@ from rankless.collectives.mesh import Mesh
 from rankless.program import kernels
 from rankless.program.placement import Partial, Placement, Replicate, Shard
 from rankless.program.rules.pattern import is_sum
+from rankless.program.sizes import known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Move:
 def bytes_of(node: fx.Node) -> int:
     """The size of a logical value."""
     value = node.meta["val"]
-    return int(value.numel() * value.element_size())
+    return int(known(value.numel()) * value.element_size())
 
 
 def cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
@@ -51,7 +52,7 @@ def cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
 
 
 class Collective:
-    """A collective as a step of a local program: a function of one tensor that knows its mesh."""
+    """A collective as a step of a local program: a function of one tensor, and of lengths, that knows its mesh."""
 
     def __init__(self, mesh: Mesh, source: Placement, target: Placement) -> None:
         self.mesh = mesh
@@ -71,22 +72,27 @@ class Collective:
                 return "reduce_scatter"
         return "all_reduce"
 
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
-        """Move this rank's piece."""
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """The shard lengths before and after, where there are any: they may vary from call to call."""
+        return tuple(item.lengths for item in (self.source, self.target) if isinstance(item, Shard))
+
+    def __call__(self, value: torch.Tensor, *lengths: tuple[int, ...]) -> torch.Tensor:
+        """Move this rank's piece; `lengths` are those of `self.lengths` in the present call."""
         source, target = self.source, self.target
         if isinstance(source, Shard) and isinstance(target, Shard):
             return tensors.all_to_all(
                 value,
                 mesh=self.mesh,
                 from_dim=source.dim,
-                from_lengths=source.lengths,
+                from_lengths=lengths[0],
                 to_dim=target.dim,
-                to_lengths=target.lengths,
+                to_lengths=lengths[1],
             )
         if isinstance(source, Shard):
-            return tensors.all_gather(value, mesh=self.mesh, dim=source.dim, lengths=source.lengths)
+            return tensors.all_gather(value, mesh=self.mesh, dim=source.dim, lengths=lengths[0])
         if isinstance(target, Shard):
-            return tensors.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=target.lengths)
+            return tensors.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=lengths[0])
         if isinstance(source, Partial) and not is_sum(source):
             everyone = tensors.all_gather(value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size)
             return kernels.extreme_of(everyone, source.reduce_op)
