@@ -29,6 +29,7 @@ class Agreement:
         self.summary = ""
 
     def __enter__(self) -> "Agreement":
+        self._mesh.come(f"rankless.save or load: to {self._doing}")
         return self
 
     def __exit__(

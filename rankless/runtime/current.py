@@ -17,3 +17,9 @@ def current(*, observer: Callable[[], Observer]) -> Runtime:
     if _joined is None or _joined.process_id != os.getpid():
         _joined = join(observer=observer)
     return _joined
+
+
+def end_in_step() -> None:
+    """Raise `RanksParted` if this process's script is over while other ranks wait for it in a call."""
+    if _joined is not None and _joined.process_id == os.getpid():
+        _joined.end_in_step()

@@ -97,6 +97,7 @@ class Loader:
         seeded = self.options.reading == "split" and not columns
         seed = self._epoch_seed() if seeded else None
         self.epoch += 1
+        world.mesh.come(f"pass {self.epoch} of a loader of {type(self.dataset).__name__}")
         whole = world.mesh.size == 1 or self.options.reading == "replicated"
         loader: DataLoader[Any] = DataLoader(
             SampleReader(self.dataset, as_columns=as_columns),
