@@ -24,7 +24,7 @@ from rankless.program.effects import Effects, require_no_parameter_hooks
 from rankless.program.frozen_calls import frozen_calls_refused
 from rankless.program.logical_program import LogicalProgram
 from rankless.program.refusals import capture_error
-from rankless.program.sizes import Environment, Sizes
+from rankless.program.sizes import Environment, Sizes, sizes_spelled_out
 from rankless.program.tracing import lines_recorded
 
 ArgumentsOf = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -81,7 +81,7 @@ class TracedJob(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
         traced = [*self.parameters(), *self.buffers()]
-        with lines_recorded(traced), frozen_calls_refused(), self.effects.watched():
+        with lines_recorded(traced), frozen_calls_refused(), sizes_spelled_out(), self.effects.watched():
             args, kwargs = self.arguments(tensors)
             result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)

@@ -58,14 +58,17 @@ def named(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
 
 def sizes_inlined(graph: fx.Graph) -> None:
     """Put sizes themselves where nodes stand that compute them: they are known before the program runs."""
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), size_itself)
     computed = [node for node in graph.nodes if is_size(node.meta.get("val"))]
-    for node in computed:
-        for user in list(node.users):
-            user.args, user.kwargs = fx.node.map_arg(
-                (user.args, user.kwargs), lambda item, node=node: node.meta["val"] if item is node else item
-            )
     for node in reversed(computed):
         graph.erase_node(node)
+
+
+def size_itself(node: fx.Node) -> Any:
+    """The size that a node computes, or the node."""
+    value = node.meta.get("val")
+    return value if is_size(value) else node
 
 
 def named_input(descriptor: Any) -> ProgramInput | None:

@@ -7,20 +7,20 @@ that it must be that number. So a program is right wherever its guards hold, by 
 strategies that are all right looks at the number alone (`known`). docs/decisions/0006-variable-shapes.md.
 """
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
-from rankless.program.tracing import user_line
+from rankless.program.tracing import is_users_file, user_line
 
 SMALLEST = 2
 """PyTorch gives sizes of 0 and 1 a meaning of their own (empty, broadcast), so those are never symbols."""
@@ -36,7 +36,7 @@ class Environment(ShapeEnv):
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
         self.fixing_lines: list[str] = []
 
-    def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+    def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         if tgt.is_number:
             self.fixing_lines.append(user_line(sys._getframe(1)))
         super()._set_replacement(a, tgt, msg)
@@ -49,7 +49,7 @@ class Sizes:
     environment: Environment = field(default_factory=Environment)
     symbols: dict[str, SymInt] = field(default_factory=dict)
 
-    def size(self, number: int, name: str) -> SymInt:
+    def size(self, number: int, name: str) -> Any:
         """A new varying size, `number` in the present call."""
         source = ConstantSource(name)
         symbol = self.environment.create_symbol(number, source=source, dynamic_dim=DimDynamic.DYNAMIC)
@@ -66,6 +66,29 @@ class Sizes:
     def vary(self) -> bool:
         """Whether any size is still free: none is, if the job has asked for the number of each."""
         return any(not is_number(size) for size in self.symbols.values())
+
+
+@contextlib.contextmanager
+def sizes_spelled_out() -> Iterator[None]:
+    """Within, a size that the user's code turns into text is the number that it then must be."""
+    kinds: tuple[tuple[Any, type], ...] = ((SymInt, int), (SymFloat, float), (SymBool, bool))
+    originals = [kind.__repr__ for kind, _ in kinds]
+    for (kind, plain), original in zip(kinds, originals, strict=True):
+        kind.__repr__ = spelling(original, plain)
+    try:
+        yield
+    finally:
+        for (kind, _), original in zip(kinds, originals, strict=True):
+            kind.__repr__ = original
+
+
+def spelling(original: Callable[[Any], str], plain: type) -> Callable[[Any], str]:
+    """How a size is written: by name, but for the user's code as a number, which is then part of the program."""
+
+    def spelled(size: Any) -> str:
+        return repr(plain(size)) if is_users_file(sys._getframe(1).f_code.co_filename) else original(size)
+
+    return spelled
 
 
 def condition_of(texts: Sequence[str], count: int) -> Callable[[Sequence[int]], bool]:

@@ -1,6 +1,6 @@
 """The consistent view: a job on a mesh, captured once per kind of call, then run as one program on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,11 +8,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rankless.program.capture import LEAF, Captured
-from rankless.views.arguments import Arguments, piece_of, placement_of
+from rankless.program.sizes import numbers_of
+from rankless.views.arguments import Arguments, piece_of, placements_of
 from rankless.views.call_digest import GENERATOR, call_text, digests_of, generator_digest, names_of
 from rankless.views.definition import JobDefinition
 from rankless.views.equalising import equalise, require_equal, require_same_kind_of_device
-from rankless.views.preparing import Prepared, Programs
+from rankless.views.prepared import Prepared
+from rankless.views.preparing import Programs
 from rankless.views.world import World
 
 CHANGED = ", its models changed outside jobs since"
@@ -34,26 +36,28 @@ class Consistent:
     def run(self, arguments: Arguments) -> Any:
         """The job's whole result, the same on every rank; a train job's step is made."""
         self._meet(arguments)
-        prepared = self._programs.program_for(arguments)
+        placements = placements_of(arguments, self._world.mesh)
+        prepared = self._programs.program_for(arguments, placements)
         self._draws = self._draws or prepared.captured.program.draws
         mesh = self._world.mesh
         values, states = [], []
         for slot in prepared.slots:
             if isinstance(slot, int):
                 tensor = arguments.tensors[slot]
-                values.append(piece_of(tensor, placement_of(tensor, mesh), mesh))
+                values.append(piece_of(tensor, placements[slot], mesh))
             elif isinstance(slot, Tensor):
                 values.append(slot)
             else:
                 values.append(state := slot.tensor())
                 states.append(state)
-        outputs = prepared.local([value.detach() for value in values])
+        sizes = prepared.sizes(arguments)
+        outputs = prepared.local([value.detach() for value in values], list(sizes.values()))
         results = self._apply(prepared, outputs)
         if self._job.optimizer is not None:
             self._job.optimizer.step()
         self._tensors = states
         self._world.watch.note(states)
-        return joined_result(prepared.captured, results)
+        return joined_result(prepared.captured, results, sizes)
 
     def _meet(self, arguments: Arguments) -> None:
         """Make sure that all ranks make this call, with the same inputs and models; raises `RanksParted`."""
@@ -96,10 +100,10 @@ class Consistent:
         return results[1:] if self._job.trains else results
 
 
-def joined_result(captured: Captured, results: Sequence[Tensor]) -> Any:
-    """The job's result as the script returns it, with whole tensors."""
+def joined_result(captured: Captured, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:
+    """The job's result as the script returns it, with whole tensors, and sizes as the numbers they are now."""
     remaining = iter(results)
-    leaves = [next(remaining) if leaf is LEAF else leaf for leaf in captured.result_leaves]
+    leaves = [next(remaining) if leaf is LEAF else numbers_of(leaf, sizes) for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_spec)
 
 
