@@ -84,21 +84,18 @@ class Lockstep:
     def _open(self) -> None:
         """Share memory: rank 0 makes a file, all map it, and its name goes at once."""
         self._opened = True
-        mesh, here = self._mesh, host_identity()
+        mesh = self._mesh
         size = mesh.size * SLOTS * ENTRY_BYTES
-        path = ""
-        if mesh.rank == 0:
-            folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-            descriptor, path = tempfile.mkstemp(prefix="rankless-lockstep-", dir=folder)
-            os.ftruncate(descriptor, size)
-            os.close(descriptor)
+        path = shared_file(size) if mesh.rank == 0 else ""
         try:
-            told = [data.decode() for data in all_gather_bytes(f"{here}\n{path}".encode(), mesh=mesh)]
-            hosts = [text.partition("\n")[0] for text in told]
-            if len(set(hosts)) > 1:
-                self._say("ranks on several hosts: that all make the same calls in the same order is not checked")
+            mine = f"{host_identity()}\n{path}".encode()
+            told = [data.decode().partition("\n") for data in all_gather_bytes(mine, mesh=mesh)]
+            shared = told[0][2]
+            if len({host for host, _, _ in told}) > 1 or not shared:
+                why = "they are on several hosts" if shared else "they could get no shared memory"
+                self._say(f"that all ranks make the same calls in the same order is not checked: {why}")
                 return
-            with open(told[0].partition("\n")[2], "r+b") as file:
+            with open(shared, "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), size)
             barrier(mesh)
         finally:
@@ -187,6 +184,22 @@ def read_entry(payload: bytes) -> tuple[str, tuple[int, ...], str]:
     at = HEADER.size + length
     digests = struct.unpack_from(f"<{count}Q", payload, at)
     return text, digests, payload[at + 8 * count :].decode(errors="replace")
+
+
+def shared_file(size: int) -> str:
+    """The path of a new file of that size, all its memory reserved; empty if there is none to be had."""
+    for folder in ("/dev/shm", None):
+        with suppress(OSError):
+            descriptor, path = tempfile.mkstemp(prefix="rankless-lockstep-", dir=folder)
+            try:
+                # Writing to a mapped file for which there is no room would kill the process.
+                os.write(descriptor, bytes(size))
+                return path
+            except OSError:
+                os.unlink(path)
+            finally:
+                os.close(descriptor)
+    return ""
 
 
 def host_identity() -> str:

@@ -79,3 +79,24 @@ def test_long_texts_and_many_digests_fit():
 def test_a_difference_at_the_end_of_a_long_text_is_found_by_its_digest():
     steps = [[("x" * 5000 + end, ())] for end in "ab"]
     assert any(outcomes(steps))
+
+
+def without_memory(mesh):
+    said: list[str] = []
+    lockstep = Lockstep(mesh, say=said.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.mkstemp", full)
+        for number in range(3):
+            lockstep.come(f"call {number} on rank {mesh.rank}")
+    barrier(mesh)
+    return said
+
+
+def full(**_: object):
+    raise OSError(28, "No space left on device")
+
+
+def test_without_shared_memory_nothing_is_compared_and_that_is_said():
+    said = on_mesh(2, without_memory)
+    assert [len(texts) for texts in said] == [1, 1]
+    assert "is not checked" in said[0][0]
