@@ -17,3 +17,9 @@ def current(*, observer: Callable[[], Observer]) -> Runtime:
     if _joined is None or _joined.process_id != os.getpid():
         _joined = join(observer=observer)
     return _joined
+
+
+def finish() -> None:
+    """Wait for what this process still does in the background; raises its error."""
+    if _joined is not None and _joined.process_id == os.getpid():
+        _joined.saver.join()

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rankless.checkpoint import Saver
 from rankless.collectives.mesh import Mesh
 from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
@@ -45,6 +47,7 @@ class Runtime:
         self._rank = mesh.rank
         self._said: set[str] = set()
         self._owns_group = owns_group
+        self.saver = Saver(mesh=mesh)
         self.world = World(
             mesh=mesh,
             say=self.say,
@@ -63,9 +66,11 @@ class Runtime:
             self._up(Said(rank=0, time_ns=time.monotonic_ns(), text=text))
 
     def leave(self) -> None:
-        """Finish what is being recorded, and destroy the group that joining made."""
+        """Finish what is being recorded, tell of a save that failed, and destroy the group that joining made."""
         if os.getpid() != self.process_id:
             return
+        if (failure := self.saver.close()) is not None:
+            print(f"rankless: {failure}", file=sys.stderr)
         if self.world.recorder is not None:
             self.world.recorder.finish()
         if self._owns_group and dist.is_initialized():
