@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -93,3 +94,33 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     later = msgspec.structs.replace(manifest, version=3)
     (tmp_path / "c" / "manifest.json").write_bytes(seal(later))
     assert "version 3" in refusal(tmp_path / "c")
+
+
+def test_everything_is_on_disk_before_the_commit_and_the_manifest_is_written_last(tmp_path, monkeypatch):
+    events = []
+    sync, rename, write = os.fsync, Path.rename, Path.write_bytes
+
+    def note_sync(descriptor):
+        events.append(("on disk", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        sync(descriptor)
+
+    def note_rename(path, target):
+        events.append(("renamed", Path(target).name))
+        return rename(path, target)
+
+    def note_write(path, data):
+        events.append(("written", path.name))
+        return write(path, data)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    monkeypatch.setattr(Path, "write_bytes", note_write)
+    save(tmp_path / "c", {"number": Number(1)})
+    assert events == [
+        ("on disk", "tensors.safetensors"),
+        ("written", "manifest.json"),
+        ("on disk", "manifest.json"),
+        ("on disk", ".c.new"),
+        ("renamed", "c"),
+        ("on disk", tmp_path.name),
+    ]
