@@ -1,6 +1,7 @@
 """What `import rankless` offers a script. Each function hands the process's world to the views."""
 
 import atexit
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -130,14 +131,59 @@ def loader(
     return Loader(dataset, options=options, world=_world)
 
 
-def save(path: str, **objects: Any) -> None:
-    """Write the state of `objects` (anything with a `state_dict`) to the folder `path`; rank 0 writes."""
-    checkpoint.save(path, objects, mesh=_world().mesh)
+def save(
+    path: str | os.PathLike[str],
+    *,
+    layout: checkpoint.Layout = "whole",
+    background: bool = False,
+    extra: Any = None,
+    **objects: Any,
+) -> None:
+    """Write the state of `objects` (anything with a `state_dict`) and of all random generators to the folder `path`.
+
+    `layout` is "whole" (one file, by rank 0) or "sharded" (a file by each rank). With `background` the state is copied
+    and written while the script goes on; the next save or load, and the end of the script, wait for it and raise its
+    error. `extra` is plain data that `load` gives back: numbers, text, lists, dicts, tensors. Raises `CheckpointError`.
+    """
+    options = checkpoint.SaveOptions(layout=layout, background=background, extra=extra)
+    _current().saver.save(path, objects, options=options)
 
 
-def load(path: str, **objects: Any) -> None:
-    """Give `objects` the state that was saved in the folder `path` under their names."""
-    checkpoint.load(path, objects, mesh=_world().mesh)
+def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
+    """The `extra` of the checkpoint in the folder `path`, once `objects` have the state saved under their names.
+
+    With `strict=False` modules take what fits and keep the rest; what was left out is said. With `random=False` the
+    generators stay as they are. Any number of workers may load what any number has saved. Raises `CheckpointError`.
+    """
+    saver = _current().saver
+    saver.wait()
+    loaded = checkpoint.load(path, objects, mesh=saver.mesh, strict=strict, random=random)
+    if loaded.left_out:
+        _world().say(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
+    return loaded.extra
+
+
+def checkpoints(
+    folder: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    keep_best: int = 0,
+    mode: checkpoint.Mode = "min",
+    layout: checkpoint.Layout = "whole",
+    background: bool = False,
+) -> checkpoint.Checkpoints:
+    """The row of checkpoints in `folder`: `.save(step, metric=…, model=…)`, `.load(model=…)`, `.latest`, `.best`.
+
+    Of those saved the last `keep_last` stay (None: all) and the `keep_best` of the least metric (`mode="max"`: of the
+    most); the others are removed once a new one is on disk. `layout` and `background` are as for `save`.
+    """
+    return checkpoint.Checkpoints(
+        folder,
+        keeping=checkpoint.Keeping(keep_last=keep_last, keep_best=keep_best, mode=mode),
+        options=checkpoint.SaveOptions(layout=layout, background=background),
+        saver=lambda: _current().saver,
+        say=lambda text: _world().say(text),
+    )
 
 
 def _world() -> World:

@@ -16,10 +16,11 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from rankless.checkpoint import Saver
 from rankless.collectives.lockstep import Lockstep
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.messages import all_gather_bytes
-from rankless.errors import RanksParted
+from rankless.errors import RanklessError
 from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
 from rankless.records.channel import send_record
@@ -63,6 +64,7 @@ class Runtime:
             dtype=getattr(torch, plan.dtype) if plan is not None and plan.dtype is not None else None,
             meter=ProgressMeter(rank=mesh.rank, record=up) if progress and mesh.rank == 0 else None,
         )
+        self.saver = Saver(mesh=self.world.mesh)
         atexit.register(self.leave)
 
     def say(self, text: str) -> None:
@@ -71,30 +73,35 @@ class Runtime:
             self._said.add(text)
             self._up(Said(rank=0, time_ns=time.monotonic_ns(), text=text))
 
-    def end_in_step(self) -> None:
-        """At the end of a script that did not fail: raise `RanksParted` if other ranks still wait for this one."""
-        if self._meeting is not None and os.getpid() == self.process_id:
+    def finish(self) -> None:
+        """At the end of a script that did not fail: wait for a save in the background, and raise `RanksParted` if other
+        ranks still wait for this one.
+        """
+        self.saver.join()
+        if self._meeting is not None:
             meeting, self._meeting = self._meeting, None
             meeting.end()
 
     def leave(self) -> None:
-        """Finish what is being recorded, and destroy the group that joining made."""
+        """Finish what is being recorded, tell of a save that failed, and destroy the group that joining made."""
         if os.getpid() != self.process_id:
             return
         if not self._has_agent and not hasattr(sys, "last_value"):
-            self._end_in_step_or_fail()
+            self._finish_or_fail()
+        if (failure := self.saver.close()) is not None:
+            print(f"rankless: {failure}", file=sys.stderr)
         if self.world.recorder is not None:
             self.world.recorder.finish()
         if self._owns_group and dist.is_initialized():
             self._owns_group = False
             dist.destroy_process_group()
 
-    def _end_in_step_or_fail(self) -> None:
+    def _finish_or_fail(self) -> None:
         """As the interpreter ends: what is raised now would be printed and forgotten, with exit code 0."""
         try:
-            self.end_in_step()
-        except RanksParted as error:
-            print(f"rankless: RanksParted{error}", file=sys.stderr, flush=True)
+            self.finish()
+        except RanklessError as error:
+            print(f"rankless: {type(error).__name__}{error}", file=sys.stderr, flush=True)
             os._exit(1)
 
 

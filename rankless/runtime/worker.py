@@ -89,9 +89,8 @@ class WorkerProcess:
     def _run_program(self, program: Callable[[], None]) -> int:
         try:
             exit_code = _exit_code_of(program)
-            joined = sys.modules.get("rankless.runtime.current")
-            if exit_code == 0 and joined is not None:
-                joined.end_in_step()
+            if exit_code == 0:
+                _finish()
         except BaseException as error:
             self._report(_without_our_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
@@ -147,6 +146,13 @@ def _exit_code_of(program: Callable[[], None]) -> int:
     except SystemExit as leaving:
         return _exit_code(leaving)
     return 0
+
+
+def _finish() -> None:
+    # Who has not imported this module has joined nothing.
+    current = sys.modules.get("rankless.runtime.current")
+    if current is not None:
+        current.finish()
 
 
 def _exit_code(leaving: SystemExit) -> int:
