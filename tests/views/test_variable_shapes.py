@@ -1,15 +1,10 @@
 """Jobs whose batches vary in rows and length: exact on workers, and captured a few times only."""
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 from exactness import Scenario, Script, Step, assert_exact, sampled
 from torch import nn
-
-from rankless.views import preparing
 
 WORDS = 13
 WIDTH = 8
