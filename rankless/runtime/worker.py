@@ -111,7 +111,10 @@ class WorkerProcess:
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy")
         importlib.import_module("rankless.runtime.torch_settings").apply(
-            seed=self._plan.seed, threads=environment.user_threads(), before_leaving=self._before_leaving
+            seed=self._plan.seed,
+            threads=environment.user_threads(),
+            dtype=self._plan.dtype,
+            before_leaving=self._before_leaving,
         )
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._plan.rank == 0:
