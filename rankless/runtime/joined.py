@@ -25,8 +25,12 @@ from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Said
+from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder
+from rankless.views.stopping import StepLimit
+from rankless.views.survey import surveyed
+from rankless.views.values import ValueRecorder
 from rankless.views.world import World
 
 STORE_TIMEOUT = timedelta(minutes=5)
@@ -59,13 +63,32 @@ class Runtime:
             mesh=replace(mesh, meeting=self._meeting),
             say=self.say,
             record=up,
-            recorder=Recorder(plan.recording, mesh.rank) if plan is not None and plan.recording is not None else None,
-            perturbation_seed=plan.perturbation_seed if plan is not None else None,
-            dtype=getattr(torch, plan.dtype) if plan is not None and plan.dtype is not None else None,
+            **({} if plan is None else self._watched(plan)),
             meter=ProgressMeter(rank=mesh.rank, record=up) if progress and mesh.rank == 0 else None,
         )
         self.saver = Saver(mesh=self.world.mesh)
         atexit.register(self.leave)
+
+    def _watched(self, plan: WorkerPlan) -> dict[str, Any]:
+        """The parts of the world by which `rankless verify` and `rankless plan` look at a run."""
+        watch, rank = plan.watch, self._rank
+        limit = watch.stop_after_steps
+        inspected = None if plan.recording is None else watch.inspected
+        return {
+            "recorder": None if plan.recording is None else Recorder(plan.recording, rank, survey=surveyed),
+            "perturbation_seed": plan.perturbation_seed,
+            "dtype": None if plan.dtype is None else getattr(torch, plan.dtype),
+            "limit": None if limit is None else StepLimit(limit, at_end=lambda: self._close(stopped=True)),
+            "programs": None if watch.programs is None or rank != 0 else ProgramRecorder(watch.programs),
+            "values": None if inspected is None else ValueRecorder(str(plan.recording), rank, inspected),
+        }
+
+    def _close(self, *, stopped: bool) -> None:
+        """Finish what is being recorded."""
+        if self.world.recorder is not None:
+            self.world.recorder.finish(stopped=stopped)
+        if self.world.programs is not None:
+            self.world.programs.finish(surveyed(()).jobs)
 
     def say(self, text: str) -> None:
         """Tell the user something, once; the ranks say the same things, so rank 0 speaks for all."""
@@ -90,8 +113,7 @@ class Runtime:
             self._finish_or_fail()
         if (failure := self.saver.close()) is not None:
             print(f"rankless: {failure}", file=sys.stderr)
-        if self.world.recorder is not None:
-            self.world.recorder.finish()
+        self._close(stopped=False)
         if self._owns_group and dist.is_initialized():
             self._owns_group = False
             dist.destroy_process_group()
