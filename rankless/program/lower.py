@@ -62,7 +62,9 @@ class Lowering:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator or a function of ours."""
-        node = self.graph.call_function(RUN_AS.get(target, target), args, kwargs)
+        node = self.graph.call_function(RUN_AS.get(target, target))
+        # Set afterwards, for PyTorch warns of sizes among the arguments that a node is made with.
+        node.args, node.kwargs = args, kwargs
         node.meta["line"] = self.line
         return node
 
@@ -88,7 +90,7 @@ class Lowering:
 
     def collective(self, target: Collective | StackedGather, value: fx.Node, size: int, reason: str) -> fx.Node:
         """Add a collective and write down what it moves and why."""
-        node = self.call(target, value)
+        node = self.call(target, value, *(target.lengths if isinstance(target, Collective) else ()))
         node.meta["move"] = Move(
             kind=target.__name__,
             value=value.name,

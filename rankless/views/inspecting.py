@@ -24,7 +24,7 @@ from rankless.program.run import LocalProgram, compiled, logical_gradients
 from rankless.program.schedule import scheduled
 from rankless.program.tracing import user_line
 from rankless.records.values import Role
-from rankless.views.arguments import Arguments
+from rankless.views.arguments import Arguments, placements_of
 from rankless.views.definition import JobDefinition
 from rankless.views.preparing import Programs
 from rankless.views.values import ValueRecorder, whole
@@ -59,7 +59,7 @@ class Tap:
             )
 
 
-def tapped(placed: PlacedProgram, world: World) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+def tapped(placed: PlacedProgram, world: World) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
     """A placed program that gives what it gives, and writes down its values; for the call that is being made now."""
     assert world.values is not None
     logical, recorder = placed.logical, world.values
@@ -90,7 +90,8 @@ def tapped(placed: PlacedProgram, world: World) -> Callable[[Sequence[Tensor]], 
         moves=(),
     )
 
-    def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(inputs: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
+        assert not sizes, "a program with sizes that vary is not one to be looked at"
         outputs = program(inputs)
         for output, described, (node, _) in zip(outputs, program.outputs, logical.outputs, strict=True):
             recorder.record(
@@ -109,7 +110,7 @@ def tapped(placed: PlacedProgram, world: World) -> Callable[[Sequence[Tensor]], 
 def run_beside(job: JobDefinition, world: World, arguments: Arguments) -> None:
     """On one worker: run the job's logical program whole, with its values written down, and change nothing."""
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    prepared = Programs(job, world).program_for(arguments)
+    prepared = Programs(job, world).exactly_for(arguments, placements_of(arguments, world.mesh))
     values = []
     for slot in prepared.slots:
         if isinstance(slot, int):
@@ -118,7 +119,7 @@ def run_beside(job: JobDefinition, world: World, arguments: Arguments) -> None:
             values.append(slot if isinstance(slot, Tensor) else slot.tensor())
     # Whole, though a mesh of one could split as well: what runs is PyTorch's own operators, none of ours.
     placed = place(prepared.captured.program, (Replicate(),) * len(arguments.tensors), 1)
-    tapped(placed, world)([value.detach() for value in values])
+    tapped(placed, world)([value.detach() for value in values], ())
     torch.set_rng_state(state)
     for device, device_state in enumerate(cuda):
         torch.cuda.set_rng_state(device_state, device)

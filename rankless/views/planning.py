@@ -6,8 +6,10 @@ from pathlib import Path
 from torch import fx
 
 from rankless.program.logical_program import LogicalProgram, LogicalValue, ProgramInput
+from rankless.program.moves import bytes_of
 from rankless.program.placement import Placement, Shard
 from rankless.program.run import LocalProgram
+from rankless.program.sizes import known
 from rankless.records.programs import (
     AnyFact,
     GatheredOperator,
@@ -86,9 +88,9 @@ def planned_input(node: fx.Node, given: ProgramInput, placement: Placement) -> P
     return PlannedInput(
         kind=given.kind,
         name=given.name,
-        shape=value.shape,
+        shape=tuple(int(known(size)) for size in value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
-        bytes=value.numel() * value.element_size(),
+        bytes=bytes_of(node),
         placement=placement_text(placement),
     )
 
@@ -96,5 +98,5 @@ def planned_input(node: fx.Node, given: ProgramInput, placement: Placement) -> P
 def placement_text(placement: Placement) -> str:
     """How a value lies, in words."""
     if isinstance(placement, Shard):
-        return f"dim {placement.dim} split {'+'.join(map(str, placement.lengths))}"
+        return f"dim {placement.dim} split {'+'.join(str(known(length)) for length in placement.lengths)}"
     return "whole on every worker"

@@ -1,12 +1,13 @@
 """What the runtime hands to the views, so that they never ask who they are."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from rankless.collectives.mesh import Mesh
 from rankless.records.events import AnyRecord
+from rankless.views.model_watch import ModelWatch
 from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder
@@ -29,6 +30,8 @@ class World:
     perturbation_seed: int | None = None
     dtype: torch.dtype | None = None
     """What jobs compute in, whatever the script says; None leaves it to the script."""
+    watch: ModelWatch = field(default_factory=ModelWatch)
+    """Knows which models were changed outside jobs."""
     limit: StepLimit | None = None
     """Told of training steps; ends the script after the last one wanted."""
     programs: ProgramRecorder | None = None

@@ -1,6 +1,7 @@
 """Batch, layer, group and RMS normalisation."""
 
 from collections.abc import Iterator
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -72,7 +73,7 @@ def counts_per_channel(call: Call, position: int, placement: Placement, mesh_siz
     counts = []
     for rank in range(mesh_size):
         sizes = local_shape(shape, placement, rank)
-        counts.append(torch.Size(sizes).numel() // sizes[1])
+        counts.append(prod(sizes[:1] + sizes[2:]))
     return counts
 
 
