@@ -69,8 +69,10 @@ class Draft:
         self._reserved(rank).write_bytes(msgspec.json.encode(file))
         self._reserved(rank).rename(self._part(rank))
 
-    def withdraw(self, rank: int) -> None:
-        """Tell rank 0 that this rank's file will not come."""
+    def withdraw(self, rank: int, because: BaseException) -> None:
+        """Tell rank 0 that this rank's file will not come. Raises CheckpointError if rank 0 gave up before."""
+        if not (self.folder / _TOKEN_NAME).exists():
+            raise self._failed(0, "it gave up; its own error says why") from because
         self._reserved(rank).unlink(missing_ok=True)
 
     def collect(self, ranks: Sequence[int]) -> list[TensorFile]:
