@@ -102,12 +102,12 @@ class Draft:
 
     def discard(self) -> None:
         """Remove the folder, and leave in the place what is or was there."""
-        if not self.place.exists() and self._old.exists():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if not self.place.exists() and self._old.exists():
                 self._old.rename(self.place)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self.place.exists():
-            shutil.rmtree(self._old, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.place.exists():
+                shutil.rmtree(self._old, ignore_errors=True)
 
     def _has_come(self, rank: int) -> bool:
         if self._part(rank).exists():
