@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
+import torch
 from torch.optim import Optimizer
 
 from rankless import checkpoint
@@ -96,20 +97,31 @@ def job(
 def loader(
     dataset: Any,
     *,
-    batch_size: int,
+    batch_size: int | None = 1,
     shuffle: bool = False,
     seed: int | None = None,
     drop_last: bool = False,
     sampler: Iterable[Any] | None = None,
+    batch_sampler: Iterable[Any] | None = None,
     num_workers: int = 0,
     collate_fn: Callable[[Any], Any] | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    multiprocessing_context: Any = None,
+    generator: torch.Generator | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    timeout: float = 0,
+    device: str | torch.device | None = None,
     reading: Reading = "split",
 ) -> Loader:
     """An iterable of whole batches, in exactly the order of a one-process DataLoader; `batch_size` is the
-    whole's.
+    whole's, and the other names are DataLoader's.
 
-    `reading` is "split" (each rank reads its own samples only) or "replicated" (each reads all, with the
-    random numbers of a plain DataLoader).
+    `reading` is "split" (each rank reads its own samples only; of a stream, collates its own only), "replicated"
+    (each reads all, with the random numbers of a plain DataLoader) or "first" (rank 0 reads, and sends each its
+    rows). `device` is where batches are handed out, on a GPU copied ahead. `state_dict()` and
+    `load_state_dict()` take up an interrupted epoch with its next batch.
     """
     options = LoaderOptions(
         batch_size=batch_size,
@@ -117,8 +129,17 @@ def loader(
         seed=seed,
         drop_last=drop_last,
         sampler=sampler,
+        batch_sampler=batch_sampler,
         num_workers=num_workers,
         collate_fn=collate_fn,
+        worker_init_fn=worker_init_fn,
+        multiprocessing_context=multiprocessing_context,
+        generator=generator,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        pin_memory=pin_memory,
+        timeout=timeout,
+        device=device,
         reading=reading,
     )
     return Loader(dataset, options=options, world=_world)
