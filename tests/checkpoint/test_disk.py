@@ -37,7 +37,7 @@ def large(bytes_of_each, count=4):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_is_told_and_the_old_checkpoint_kept(small_disk, background):
     save(small_disk / "c", {"number": Number(1)})
-    for bytes_of_each in (SMALL_DISK_BYTES, SMALL_DISK_BYTES // 5):
+    for bytes_of_each in (SMALL_DISK_BYTES, SMALL_DISK_BYTES // 4):
         with pytest.raises(CheckpointError, match="No space left on device"):
             save(small_disk / "c", {"number": Number(2), "large": large(bytes_of_each)}, background=background)
         assert loaded_number(small_disk / "c") == 1
