@@ -79,7 +79,7 @@ class Draft:
         """The other ranks' lines of the manifest, once all their files are on disk; for rank 0."""
         waiting, seen, since = list(ranks), -1, time.monotonic()
         while waiting := [rank for rank in waiting if not self._has_come(rank)]:
-            grown = sum(entry.stat().st_size for entry in self.folder.iterdir() if entry.exists())
+            grown = self._size()
             if grown != seen:
                 seen, since = grown, time.monotonic()
             if time.monotonic() - since > PATIENCE_SECONDS:
@@ -108,6 +108,13 @@ class Draft:
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.place.exists():
                 shutil.rmtree(self._old, ignore_errors=True)
+
+    def _size(self) -> int:
+        size = 0
+        for entry in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # renamed in the meantime
+                size += entry.stat().st_size
+        return size
 
     def _has_come(self, rank: int) -> bool:
         if self._part(rank).exists():

@@ -209,6 +209,7 @@ def test_a_hostile_place_in_a_manifest_is_refused_or_harmless(tmp_path):
             loaded(checkpoints)
 
 
+@pytest.mark.slow
 def test_the_facade_makes_rows_and_gives_extra_back(tmp_path):
     model = torch.nn.Linear(2, 1)
     checkpoints = rankless.checkpoints(tmp_path / "a", keep_last=1, keep_best=1, mode="max", background=True)

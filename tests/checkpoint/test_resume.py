@@ -19,7 +19,8 @@ data = torch.utils.data.TensorDataset(rows, (rows.sum(dim=1) > 0).long())
 
 torch.manual_seed(1)
 model = torch.nn.Sequential(
-    torch.nn.Linear(6, 20, bias=False), torch.nn.BatchNorm1d(20), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(20, 2)
+    torch.nn.Linear(6, 20, bias=False), torch.nn.BatchNorm1d(20), torch.nn.ReLU(),
+    torch.nn.Dropout(0.3), torch.nn.Linear(20, 2)
 )
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
