@@ -1,9 +1,11 @@
 """A job's programs: captured once per kind of call, compared between ranks, placed and lowered, and kept."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+from torch import nn
 
 from rankless.collectives.messages import all_gather_bytes
 from rankless.program.agreement import require_same_program
@@ -126,7 +128,8 @@ class Programs:
             failure = f"{raised_at(error) or self._job.line}: {type(error).__name__}: {brief(error)}".splitlines()[0]
         conditions = self._agreed(sizes, failure)
         if conditions is None:
-            kind.failures += 1
+            # What raises once raises always; a size may be asked for its number in some shapes only.
+            kind.failures += MOST_FAILURES if failure else 1
             return None
         require_same_program(captured.program, self._world.mesh)
         self._tell(local)
@@ -171,10 +174,10 @@ class Programs:
         """The logical program for arguments of the given shapes, and the Python values that it has taken in."""
         job = self._job
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
-        before = None if sizes is None else guards_of(job.function, job.modules)
+        namespaces = [] if sizes is None else namespaces_of(job.function, job.modules)
+        before = [dict(names) for names in namespaces]
         captured = capture(source, arguments.joined, shapes, job.device(self._world.mesh.device), sizes=sizes)
-        if before is not None:
-            require_no_size_kept(before)
+        require_no_size_kept(namespaces, before)
         # After the capture: in its first pass a model may have set itself up.
         return captured, guards_of(job.function, job.modules)
 
@@ -200,13 +203,18 @@ def fixing_line(sizes: Sizes) -> str:
     return next((line for line in sizes.environment.fixing_lines if line), "")
 
 
-def require_no_size_kept(before: Guards) -> None:
+def namespaces_of(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+    """Where a job may leave a size behind: the attributes of its modules, and its globals."""
+    found = [vars(part) for module in modules.values() for part in module.modules()]
+    return [*found, getattr(function, "__globals__", {})]
+
+
+def require_no_size_kept(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
     """Put back what the job has overwritten with a size, and raise: outside the job it would be no number."""
-    kept = [guard for guard in before.guards if is_size(guard.read())]
-    for guard in kept:
-        if isinstance(guard.scope, dict):
-            guard.scope[guard.name] = guard.value
-        else:
-            guard.scope.cell_contents = guard.value
+    kept = []
+    for names, known in zip(namespaces, before, strict=True):
+        for name in [name for name, value in names.items() if is_size(value)]:
+            kept.append(name)
+            names[name] = known.get(name)
     if kept:
-        raise TypeError(f"{kept[0].label} keeps a size of an argument")
+        raise TypeError(f"the job keeps a size of an argument in {kept[0]!r}")

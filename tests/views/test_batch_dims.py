@@ -139,7 +139,7 @@ def test_a_named_dim_is_split_and_what_is_no_batch_stays_whole_without_another_r
 
 def names_refused(mesh):
     def train(images, *more, scale=1.0):
-        return images
+        return images, more, scale
 
     messages = []
     for marks in ({"image": 1}, {"images": -1}, {"images": True}):
