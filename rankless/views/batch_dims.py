@@ -12,10 +12,8 @@ from torch.utils import _pytree as pytree
 
 from rankless.errors import DataError, PlanError
 from rankless.program.placement import Shard
-from rankless.views.arguments import TENSOR, Arguments
+from rankless.views.arguments import TENSOR, Arguments, leaf_names
 from rankless.views.logical import LogicalTensor
-
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class BatchDims:
@@ -23,6 +21,7 @@ class BatchDims:
 
     def __init__(self, function: Callable[..., Any], marks: Mapping[str, int | None]) -> None:
         self._parameters = inspect.signature(function).parameters
+        self._function = function
         self._name = getattr(function, "__name__", "job")
         self._marks = dict(marks)
         self._leaves: dict[tuple[pytree.TreeSpec, tuple[bool, ...]], tuple[int | None, ...]] = {}
@@ -42,8 +41,9 @@ class BatchDims:
         is_tensor = tuple([leaf is TENSOR for leaf in arguments.plain])
         key = arguments.spec, is_tensor
         if key not in self._leaves:
+            names = leaf_names(self._function, arguments)
             self._leaves[key] = tuple(
-                self._marks.get(name, 0) for name, there in zip(self._names(arguments), is_tensor, strict=True) if there
+                self._marks.get(name, 0) for name, there in zip(names, is_tensor, strict=True) if there
             )
         dims = self._leaves[key]
         for tensor, dim in zip(arguments.tensors, dims, strict=True):
@@ -70,18 +70,3 @@ class BatchDims:
             found=repr(name),
             fix="write the name that stands in the function's signature",
         )
-
-    def _names(self, arguments: Arguments) -> list[str]:
-        """The argument that each leaf of a call belongs to."""
-        tree = pytree.tree_unflatten(list(arguments.plain), arguments.spec)
-        positional = [name for name, item in self._parameters.items() if item.kind not in VARIADIC]
-        variadic = [name for name, item in self._parameters.items() if item.kind is VARIADIC[0]]
-        names = []
-        for path, _ in pytree.tree_flatten_with_path(tree)[0]:
-            # Positional arguments are a tuple, those by keyword a dict.
-            match path[1]:
-                case pytree.SequenceKey(place):
-                    names.append((positional + variadic * (place + 1))[place])
-                case pytree.MappingKey(name):
-                    names.append(name)
-        return names

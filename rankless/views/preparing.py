@@ -14,15 +14,19 @@ from rankless.program.guards import Guards, guards_of
 from rankless.program.placement import Placement, Shard
 from rankless.program.refusals import brief, raised_at
 from rankless.program.run import LocalProgram, built
+from rankless.program.schedule import GradientMemory
 from rankless.program.sizes import Sizes, condition_of, is_size
 from rankless.views.arguments import Arguments, shapes_of
 from rankless.views.definition import JobDefinition
+from rankless.views.numbers import VaryingNumbers
 from rankless.views.prepared import Prepared, ready
 from rankless.views.varying import History, Place, Shapes, Variation, placed_as, sizes_of, splits_evenly, symbolic
 from rankless.views.world import World
 
 MOST_FAILURES = 3
 """Captures for varying sizes that came to nothing, after which a kind of call is captured for every shape."""
+MOST_KINDS = 64
+"""Kinds of calls whose programs are kept."""
 MANY_PROGRAMS = 4
 """Programs for varying sizes of one kind of call, of which the user is told."""
 
@@ -32,8 +36,9 @@ class KindOfCall:
     """What calls have in common that differ in sizes only."""
 
     history: History = field(default_factory=History)
-    programs: list[Prepared] = field(default_factory=list)
-    """Those for varying sizes."""
+    by_shapes: dict[Shapes, list[Prepared]] = field(default_factory=dict)
+    varying: list[Prepared] = field(default_factory=list)
+    """Programs for varying sizes, which are also among those of the shapes that have been seen."""
     failures: int = 0
 
 
@@ -68,19 +73,26 @@ class Programs:
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
-        self._programs: dict[Hashable, list[Prepared]] = {}
         self._kinds: dict[Hashable, KindOfCall] = {}
+        self._numbers = VaryingNumbers(job, world.say)
+        self._memory = GradientMemory()
         self._modules = [part for module in job.modules.values() for part in module.modules()]
 
     def program_for(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Prepared:
         """The program for this kind of call: captured now if it is new, or if a value it has taken in has changed."""
         shapes = tuple([tensor.shape for tensor in arguments.tensors])
         key = self._key(arguments, placements)
-        known = self._programs.setdefault((key, shapes), [])
+        if key not in self._kinds:
+            self._numbers.note(arguments)
+            if len(self._kinds) == MOST_KINDS:
+                # A number that changes at every call makes a kind of each; they must not fill the memory.
+                del self._kinds[next(iter(self._kinds))]
+            self._kinds[key] = KindOfCall()
+        kind = self._kinds[key]
+        known = kind.by_shapes.setdefault(shapes, [])
         for prepared in known:
             if prepared.guards.hold():
                 return prepared
-        kind = self._kinds.setdefault(key, KindOfCall())
         kind.history.add(shapes)
         call = Call(arguments=arguments, shapes=shapes, placements=placements)
         prepared = fitting(kind, shapes) or self._for_varying_sizes(kind, call) or self._for_these_sizes(call)
@@ -109,7 +121,7 @@ class Programs:
         """Capture, compare with the other ranks, place, lower."""
         captured, guards = self._captured(call.arguments, shapes_of(call.arguments), None)
         require_same_program(captured.program, self._world.mesh)
-        local = built(captured.program, call.placements, self._world.mesh)
+        local = built(captured.program, call.placements, self._world.mesh, memory=self._memory)
         self._tell(local)
         return ready(self._job, captured, guards, local, None)
 
@@ -123,7 +135,8 @@ class Programs:
             shapes = symbolic(sizes, shapes_of(call.arguments), groups)
             captured, guards = self._captured(call.arguments, shapes, sizes)
             placements = [placed_as(item, shape.shape) for item, shape in zip(call.placements, shapes, strict=True)]
-            local = built(captured.program, tuple(placements), self._world.mesh, tuple(sizes.symbols))
+            mesh, symbols = self._world.mesh, tuple(sizes.symbols)
+            local = built(captured.program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
         except Exception as error:  # the job's own code, which may ask of a size what only a number can answer
             failure = f"{raised_at(error) or self._job.line}: {type(error).__name__}: {brief(error)}".splitlines()[0]
         conditions = self._agreed(sizes, failure)
@@ -136,13 +149,13 @@ class Programs:
         varied = {place for group in groups for place in group}
         variation = Variation(
             groups=groups,
-            symbols=tuple(sizes.symbols),
+            symbols=symbols,
             fixed={place: size for place, size in sizes_of(call.shapes).items() if place not in varied},
             holds=condition_of(conditions, len(groups)),
         )
         prepared = ready(self._job, captured, guards, local, variation)
-        kind.programs.append(prepared)
-        if len(kind.programs) == MANY_PROGRAMS:
+        kind.varying.append(prepared)
+        if len(kind.varying) == MANY_PROGRAMS:
             self._world.say(
                 f"{fixing_line(sizes) or self._job.line}: what job {self._job.name!r} computes depends on the sizes of "
                 f"its arguments, so it has been captured {MANY_PROGRAMS} times for sizes that vary, and will be again"
@@ -192,7 +205,7 @@ class Programs:
 
 def fitting(kind: KindOfCall, shapes: Shapes) -> Prepared | None:
     """A program for varying sizes that is right for these."""
-    for prepared in kind.programs:
+    for prepared in kind.varying:
         if prepared.variation is not None and prepared.variation.fits(shapes) and prepared.guards.hold():
             return prepared
     return None

@@ -114,7 +114,7 @@ def train_marked(mesh, marks, rows):
     if marks is not None:
         job.mark(marks)
     loss = job(torch.randint(4, (5, rows)), torch.rand(5, 5).double())
-    ((prepared,),) = job._view._programs._programs.values()
+    ((prepared,),) = next(iter(job._view._programs._kinds.values())).by_shapes.values()
     placements = {
         given.index: str(prepared.local.placed.placements[node])
         for node, given in prepared.captured.program.inputs.items()
@@ -194,7 +194,7 @@ def variadic(mesh):
     job = make_job(predict, model=model, optimizer=None, view="consistent", world=lambda: silent(mesh))
     job.mark({"others": 1, "extra": None})
     job(torch.ones(6, 4), torch.ones(2, 6), torch.ones(2, 6), extra=torch.ones(6))
-    ((prepared,),) = job._view._programs._programs.values()
+    ((prepared,),) = next(iter(job._view._programs._kinds.values())).by_shapes.values()
     inputs = prepared.captured.program.inputs
     return said, [
         str(prepared.local.placed.placements[node]) for node, given in inputs.items() if given.kind == "argument"
