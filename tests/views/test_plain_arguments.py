@@ -42,7 +42,7 @@ def test_a_number_that_changes_is_right_and_said_once_at_its_third_value(workers
         assert "'settings'" in notice
         assert "torch.tensor(0.25)" in notice
         assert f"{__file__}:" in notice
-        assert kinds == 6
+        assert kinds == 5
         assert memories == 1, "programs of one job share the memory of their gradients"
 
 
