@@ -16,13 +16,19 @@ from rankless.program.sizes import known
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One collective of a program, with the line of the script that it serves."""
+    """One collective of a program, with the line of the script that it serves.
+
+    `bytes` is the size of the whole value; `sent_bytes` what one worker sends, when the collective goes round a ring.
+    """
 
     kind: str
     value: str
     bytes: int
+    sent_bytes: int
     line: str
     reason: str
+    overlapped: bool = False
+    """Whether it travels while the program goes on."""
 
 
 def bytes_of(node: fx.Node) -> int:
@@ -51,6 +57,11 @@ def cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
     return inf
 
 
+def reduced_bytes(size: int, ranks: int) -> int:
+    """What one worker sends when a value is summed round a ring: each part goes round twice, but for one place."""
+    return 2 * size * (ranks - 1) // ranks
+
+
 class Collective:
     """A collective as a step of a local program: a function of one tensor, and of lengths, that knows its mesh."""
 
@@ -76,6 +87,18 @@ class Collective:
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """The shard lengths before and after, where there are any: they may vary from call to call."""
         return tuple(item.lengths for item in (self.source, self.target) if isinstance(item, Shard))
+
+    def sent_bytes(self, size: int) -> int:
+        """What one worker sends for a whole value of `size` bytes; a gathering's pieces are padded to the longest."""
+        source, target, ranks = self.source, self.target, self.mesh.size
+        if isinstance(source, Shard) and isinstance(target, Shard):
+            return size * (ranks - 1) // ranks**2
+        if isinstance(source, Shard):
+            lengths = [int(known(length)) for length in source.lengths]
+            return size * max(lengths) * (ranks - 1) // max(1, sum(lengths))
+        if not is_sum(source) and not isinstance(target, Shard):
+            return size * (ranks - 1)
+        return reduced_bytes(size, ranks)  # a reduce_scatter is an all_reduce, of which each worker keeps its part
 
     def __call__(self, value: torch.Tensor, *lengths: tuple[int, ...]) -> torch.Tensor:
         """Move this rank's piece; `lengths` are those of `self.lengths` in the present call."""
@@ -105,6 +128,10 @@ class StackedGather:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.__name__ = "all_gather"
+
+    def sent_bytes(self, size: int) -> int:
+        """What one worker sends for `size` bytes of all ranks together."""
+        return size * (self.mesh.size - 1) // self.mesh.size
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         """Gather this rank's piece with the others'."""

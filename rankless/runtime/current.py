@@ -19,7 +19,9 @@ def current(*, observer: Callable[[], Observer]) -> Runtime:
     return _joined
 
 
-def end_in_step() -> None:
-    """Raise `RanksParted` if this process's script is over while other ranks wait for it in a call."""
+def finish() -> None:
+    """At the end of a script that did not fail: wait for what goes on in the background, and see whether other ranks
+    still wait for this one. Raises what either of them finds.
+    """
     if _joined is not None and _joined.process_id == os.getpid():
-        _joined.end_in_step()
+        _joined.finish()

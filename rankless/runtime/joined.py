@@ -16,16 +16,21 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from rankless.checkpoint import Saver
 from rankless.collectives.lockstep import Lockstep
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.messages import all_gather_bytes
-from rankless.errors import RanksParted
+from rankless.errors import RanklessError
 from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Said
+from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder
+from rankless.views.stopping import StepLimit
+from rankless.views.survey import surveyed
+from rankless.views.values import ValueRecorder
 from rankless.views.world import World
 
 STORE_TIMEOUT = timedelta(minutes=5)
@@ -58,12 +63,32 @@ class Runtime:
             mesh=replace(mesh, meeting=self._meeting),
             say=self.say,
             record=up,
-            recorder=Recorder(plan.recording, mesh.rank) if plan is not None and plan.recording is not None else None,
-            perturbation_seed=plan.perturbation_seed if plan is not None else None,
-            dtype=getattr(torch, plan.dtype) if plan is not None and plan.dtype is not None else None,
+            **({} if plan is None else self._watched(plan)),
             meter=ProgressMeter(rank=mesh.rank, record=up) if progress and mesh.rank == 0 else None,
         )
+        self.saver = Saver(mesh=self.world.mesh)
         atexit.register(self.leave)
+
+    def _watched(self, plan: WorkerPlan) -> dict[str, Any]:
+        """The parts of the world by which `rankless verify` and `rankless plan` look at a run."""
+        watch, rank = plan.watch, self._rank
+        limit = watch.stop_after_steps
+        inspected = None if plan.recording is None else watch.inspected
+        return {
+            "recorder": None if plan.recording is None else Recorder(plan.recording, rank, survey=surveyed),
+            "perturbation_seed": plan.perturbation_seed,
+            "dtype": None if plan.dtype is None else getattr(torch, plan.dtype),
+            "limit": None if limit is None else StepLimit(limit, at_end=lambda: self._close(stopped=True)),
+            "programs": None if watch.programs is None or rank != 0 else ProgramRecorder(watch.programs),
+            "values": None if inspected is None else ValueRecorder(str(plan.recording), rank, inspected),
+        }
+
+    def _close(self, *, stopped: bool) -> None:
+        """Finish what is being recorded."""
+        if self.world.recorder is not None:
+            self.world.recorder.finish(stopped=stopped)
+        if self.world.programs is not None:
+            self.world.programs.finish(surveyed(()).jobs)
 
     def say(self, text: str) -> None:
         """Tell the user something, once; the ranks say the same things, so rank 0 speaks for all."""
@@ -71,30 +96,34 @@ class Runtime:
             self._said.add(text)
             self._up(Said(rank=0, time_ns=time.monotonic_ns(), text=text))
 
-    def end_in_step(self) -> None:
-        """At the end of a script that did not fail: raise `RanksParted` if other ranks still wait for this one."""
-        if self._meeting is not None and os.getpid() == self.process_id:
+    def finish(self) -> None:
+        """At the end of a script that did not fail: wait for a save in the background, and raise `RanksParted` if other
+        ranks still wait for this one.
+        """
+        self.saver.join()
+        if self._meeting is not None:
             meeting, self._meeting = self._meeting, None
             meeting.end()
 
     def leave(self) -> None:
-        """Finish what is being recorded, and destroy the group that joining made."""
+        """Finish what is being recorded, tell of a save that failed, and destroy the group that joining made."""
         if os.getpid() != self.process_id:
             return
         if not self._has_agent and not hasattr(sys, "last_value"):
-            self._end_in_step_or_fail()
-        if self.world.recorder is not None:
-            self.world.recorder.finish()
+            self._finish_or_fail()
+        if (failure := self.saver.close()) is not None:
+            print(f"rankless: {failure}", file=sys.stderr)
+        self._close(stopped=False)
         if self._owns_group and dist.is_initialized():
             self._owns_group = False
             dist.destroy_process_group()
 
-    def _end_in_step_or_fail(self) -> None:
+    def _finish_or_fail(self) -> None:
         """As the interpreter ends: what is raised now would be printed and forgotten, with exit code 0."""
         try:
-            self.end_in_step()
-        except RanksParted as error:
-            print(f"rankless: RanksParted{error}", file=sys.stderr, flush=True)
+            self.finish()
+        except RanklessError as error:
+            print(f"rankless: {type(error).__name__}{error}", file=sys.stderr, flush=True)
             os._exit(1)
 
 

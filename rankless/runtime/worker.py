@@ -89,9 +89,8 @@ class WorkerProcess:
     def _run_program(self, program: Callable[[], None]) -> int:
         try:
             exit_code = _exit_code_of(program)
-            joined = sys.modules.get("rankless.runtime.current")
-            if exit_code == 0 and joined is not None:
-                joined.end_in_step()
+            if exit_code == 0:
+                _finish()
         except BaseException as error:
             self._report(_without_our_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
@@ -112,7 +111,10 @@ class WorkerProcess:
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy")
         importlib.import_module("rankless.runtime.torch_settings").apply(
-            seed=self._plan.seed, threads=environment.user_threads(), before_leaving=self._before_leaving
+            seed=self._plan.seed,
+            threads=environment.user_threads(),
+            dtype=self._plan.dtype,
+            before_leaving=self._before_leaving,
         )
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._plan.rank == 0:
@@ -147,6 +149,13 @@ def _exit_code_of(program: Callable[[], None]) -> int:
     except SystemExit as leaving:
         return _exit_code(leaving)
     return 0
+
+
+def _finish() -> None:
+    # Who has not imported this module has joined nothing.
+    current = sys.modules.get("rankless.runtime.current")
+    if current is not None:
+        current.finish()
 
 
 def _exit_code(leaving: SystemExit) -> int:

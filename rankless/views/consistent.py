@@ -13,6 +13,7 @@ from rankless.views.arguments import Arguments, piece_of, placements_of
 from rankless.views.call_digest import GENERATOR, call_text, digests_of, generator_digest, names_of
 from rankless.views.definition import JobDefinition
 from rankless.views.equalising import equalise, require_equal, require_same_kind_of_device
+from rankless.views.inspecting import tapped
 from rankless.views.prepared import Prepared
 from rankless.views.preparing import Programs
 from rankless.views.world import World
@@ -37,7 +38,9 @@ class Consistent:
         """The job's whole result, the same on every rank; a train job's step is made."""
         self._meet(arguments)
         placements = placements_of(arguments, self._world.mesh)
-        prepared = self._programs.program_for(arguments, placements)
+        inspected = self._world.values is not None and self._world.values.begins(self._job.name)
+        prepare = self._programs.exactly_for if inspected else self._programs.program_for
+        prepared = prepare(arguments, placements)
         self._draws = self._draws or prepared.captured.program.draws
         mesh = self._world.mesh
         values, states = [], []
@@ -51,7 +54,8 @@ class Consistent:
                 values.append(state := slot.tensor())
                 states.append(state)
         sizes = prepared.sizes(arguments)
-        outputs = prepared.local([value.detach() for value in values], list(sizes.values()))
+        program = tapped(prepared.local.placed, self._world) if inspected else prepared.local
+        outputs = program([value.detach() for value in values], list(sizes.values()))
         results = self._apply(prepared, outputs)
         if self._job.optimizer is not None:
             self._job.optimizer.step()

@@ -43,6 +43,11 @@ class Job(Generic[Parameters, Result]):
         """Say which dim of which argument holds the batch; None for one that is not batch."""
         self._batch_dims = BatchDims(self.definition.function, batch_dims)
 
+    @property
+    def called(self) -> bool:
+        """Whether it has been called in this process."""
+        return self._view is not None
+
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run the job on a whole batch; a train job also makes its optimizer's step.
 
@@ -72,6 +77,8 @@ class Job(Generic[Parameters, Result]):
                 world.recorder.record_step(job=job.name, model=job.modules)
         if world.meter is not None and job.trains:
             world.meter.trained(job=job.name, loss=lambda: float(loss_of(result)))
+        if world.limit is not None and job.trains:
+            world.limit.step_made()
         return result
 
 

@@ -99,6 +99,11 @@ class Programs:
         known.append(prepared)
         return prepared
 
+    def exactly_for(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Prepared:
+        """A program captured for this very call, with no size that varies: to be looked at value by value."""
+        shapes = tuple([tensor.shape for tensor in arguments.tensors])
+        return self._for_these_sizes(Call(arguments=arguments, shapes=shapes, placements=placements))
+
     def _key(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Hashable:
         """What a program depends on, other than sizes and guarded values: modes, which parameters train."""
         return (
@@ -195,7 +200,9 @@ class Programs:
         return captured, guards_of(job.function, job.modules)
 
     def _tell(self, local: LocalProgram) -> None:
-        """Say once which operators no rule covers."""
+        """Say once which operators no rule covers, and show the program to whoever asked for it."""
+        if self._world.programs is not None:
+            self._world.programs.record(self._job, local)
         for node in local.placed.ruleless:
             self._world.say(
                 f"{node.meta.get('line', '')}: no rule to split {node.target} yet; in job {self._job.name!r} it is "
