@@ -77,14 +77,13 @@ class Loader:
         workers, and the next pass goes on with the batch after the last one handed out.
         """
         present = self._present()
-        knows_itself = self._order.streams and self.options.num_workers == 0 and hasattr(self.dataset, "state_dict")
         return {
             "version": VERSION,
             "made_of": self._order.made_of(),
             "epoch": self.epoch,
             "pass": None if present is None else present.as_plain(),
             "order": self._order.state_dict(),
-            "stream": self.dataset.state_dict() if knows_itself else None,
+            "stream": self.dataset.state_dict() if self._order.knows_itself else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
