@@ -8,6 +8,7 @@ import torch
 from rankless.views.batches import make_logical
 from rankless.views.loader_options import LoaderOptions, Reading, check_options
 from rankless.views.logical import GatherNotice
+from rankless.views.once import require_company
 from rankless.views.order import Order
 from rankless.views.positions import VERSION, Moment, Pass, require_same_loader, sampler_states
 from rankless.views.prefetching import copied, copier_for
@@ -105,9 +106,10 @@ class Loader:
         return None if present is None or present.over else present
 
     def _prepare(self, world: World) -> None:
+        require_company(world, "a pass over a loader")
         if self._notice is not None:
             return
-        self._notice = GatherNotice(world.say)
+        self._notice = GatherNotice(world.say, world=world)
         if self.options.pin_memory and not torch.accelerator.is_available():
             world.say("pin_memory=True does nothing here: there is no accelerator to copy to")
 

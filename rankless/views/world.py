@@ -1,7 +1,7 @@
 """What the runtime hands to the views, so that they never ask who they are."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -9,6 +9,14 @@ from rankless.collectives.mesh import Mesh
 from rankless.records.events import AnyRecord
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder
+
+
+class Solitude:
+    """Whether rank 0 is alone, inside `rankless.once`: then nothing may wait for the others."""
+
+    def __init__(self) -> None:
+        self.doing: str | None = None
+        """The name of what rank 0 does alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +36,8 @@ class World:
     """What jobs compute in, whatever the script says; None leaves it to the script."""
     meter: ProgressMeter | None = None
     """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
+
+    solitude: Solitude = field(default_factory=Solitude)
 
 
 WorldSource = Callable[[], World]
