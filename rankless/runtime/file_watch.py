@@ -50,13 +50,16 @@ class FileWatch:
     def begin(self) -> None:
         """Watch from now on, to the process's end."""
 
+        # Local names: the hook is called to the very end, when the module's own may be gone.
+        events, writing, own, written = _EVENTS, _WRITING, _OWN, self.written
+
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            if event not in _EVENTS:  # nearly always
+            if event not in events:  # nearly always
                 return
             if event == "os.rename":
-                self.written(arguments[1])
-            elif arguments[2] & _WRITING and not arguments[2] & _OWN:
-                self.written(arguments[0])
+                written(arguments[1])
+            elif arguments[2] & writing and not arguments[2] & own:
+                written(arguments[0])
 
         sys.addaudithook(hook)
 
@@ -85,9 +88,9 @@ class FileWatch:
                 self._send(FileOpened(rank=self._rank, time_ns=time.monotonic_ns(), path=name, line=line))
 
     def _is_ignored(self, name: str) -> bool:
-        return (
-            name.startswith(self._ignored) or name.endswith((".lock", ".pyc")) or f"{os.sep}__pycache__{os.sep}" in name
-        )
+        if name.startswith(self._ignored) or name.endswith((".lock", ".pyc")) or f"{os.sep}__pycache__{os.sep}" in name:
+            return True
+        return os.path.isdir(name)  # as tempfile names its folder before it opens a file of its own there
 
     def _line(self, frame: FrameType | None) -> str | None:
         """The line of the script that writes; None where it is Rankless that does, "" where no script is to be seen."""
