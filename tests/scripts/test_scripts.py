@@ -163,6 +163,27 @@ def test_last_batches_of_fewer_rows_than_workers_are_the_same_training(name: str
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif("accumulate" not in inspect.signature(rankless.job).parameters, reason="jobs do not know it yet")
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_accumulated_steps_are_those_of_the_plain_twin(workers: int, tmp_path: Path) -> None:
+    arguments = "--limit 55 --accumulate 3 --d-model 32 --epochs 2 --batch-size 7 --max-length 80"
+    plain = subprocess.run(
+        [sys.executable, *command(placed("plain_language_model", tmp_path), arguments)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    words = command(placed("language_model", tmp_path), arguments)
+    ours = run("run", "-n", str(workers), "--devices", "cpu", *words, folder=tmp_path)
+    assert plain.returncode == 0 == ours.returncode, plain.stderr + ours.stderr
+    expected, found = (re.findall(r"(?:loss|perplexity) ([\d.]+)", done.stdout) for done in (plain, ours))
+    assert len(expected) >= 3
+    assert list(map(float, found)) == pytest.approx(list(map(float, expected)), rel=1e-6)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 def test_augmentation_in_split_reading_is_the_same_on_any_number_of_workers(workers: int, tmp_path: Path) -> None:
     report = verified("image_classifier", tmp_path, "--dtype", "float64", split=True, workers=workers)
