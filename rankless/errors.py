@@ -6,6 +6,7 @@ RanklessError
 ├── CaptureError       a job that cannot become one program; carries the line of the user's script
 ├── ProgramMismatch    ranks that captured different programs
 ├── DataError          a data set or a batch that the loader or a job cannot take
+├── StepError          a training step that cannot be made, or must not be
 └── CheckpointError    a checkpoint that cannot be written or read
 """
 
@@ -66,6 +67,10 @@ class ProgramMismatch(RanklessError):
 
 class DataError(RanklessError):
     """A data set or a batch that the loader or a job cannot take."""
+
+
+class StepError(RanklessError):
+    """A training step that cannot be made, or must not be."""
 
 
 class CheckpointError(RanklessError):

@@ -66,6 +66,7 @@ class Runtime:
         """Finish what is being recorded, and destroy the group that joining made."""
         if os.getpid() != self.process_id:
             return
+        self.world.passes.leave(self.say)
         if self.world.recorder is not None:
             self.world.recorder.finish()
         if self._owns_group and dist.is_initialized():

@@ -9,7 +9,9 @@ from torch.utils import _pytree as pytree
 
 from rankless.program.capture import LEAF, Captured
 from rankless.views.arguments import Arguments, piece_of, placement_of
-from rankless.views.definition import JobDefinition
+from rankless.views.autocast import fresh_casts
+from rankless.views.counting import Counting
+from rankless.views.definition import JobDefinition, Outcome
 from rankless.views.equalising import equalise, require_same_kind_of_device
 from rankless.views.preparing import Prepared, Programs
 from rankless.views.world import World
@@ -21,13 +23,15 @@ class Consistent:
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
-        self._programs = Programs(job, world)
+        self._counting = Counting(job, world, alone=False) if job.gathers else None
+        self._programs = Programs(job, world) if self._counting is None else self._counting.programs
         require_same_kind_of_device(job, world)
         equalise(job, world)
 
-    def run(self, arguments: Arguments) -> Any:
-        """The job's whole result, the same on every rank; a train job's step is made."""
-        prepared = self._programs.program_for(arguments)
+    def run(self, arguments: Arguments) -> Outcome:
+        """The job's whole result, the same on every rank; a train job's gradients are made."""
+        with fresh_casts():
+            prepared = self._programs.program_for(arguments)
         mesh = self._world.mesh
         values = []
         for slot in prepared.slots:
@@ -38,9 +42,12 @@ class Consistent:
                 values.append(slot if isinstance(slot, Tensor) else slot.tensor())
         outputs = prepared.local([value.detach() for value in values])
         results = self._apply(prepared, outputs)
-        if self._job.optimizer is not None:
-            self._job.optimizer.step()
-        return joined_result(prepared.captured, results)
+        if not self._job.trains:
+            return Outcome(joined_result(prepared.captured, results))
+        # First what is minimised, then the script's own results, last what the loss was divided by.
+        loss, *results = results
+        counts = () if self._counting is None else self._counting.read(prepared, results)
+        return Outcome(joined_result(prepared.captured, results), loss=loss, counts=counts)
 
     def _apply(self, prepared: Prepared, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Give gradients to parameters and new values to buffers; the rest are the job's results."""
@@ -55,8 +62,7 @@ class Consistent:
             else:
                 with torch.no_grad():
                     target.tensor().copy_(value)
-        # A train job's first result is what is minimised; the script gets its own results only.
-        return results[1:] if self._job.trains else results
+        return results
 
 
 def joined_result(captured: Captured, results: Sequence[Tensor]) -> Any:

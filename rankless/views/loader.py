@@ -109,7 +109,7 @@ class Loader:
         return self._hand_out(iter(loader), world)
 
     def _hand_out(self, batches: Iterator[Any], world: World) -> Iterator[Any]:
-        meter = world.meter
+        meter, turn = world.meter, world.passes.begin(batches=self._length())
         epoch = meter.begin_epoch(steps=self._length()) if meter is not None else None
         # A permutation that begins alike goes on alike; a user's sampler or collation may part any time.
         always = self.options.sampler is not None or self.options.collate_fn is not None
@@ -123,7 +123,9 @@ class Loader:
             batch = make_logical(read, mesh=world.mesh, notice=self._notice)
             if meter is not None and epoch is not None:
                 meter.batch(epoch, rows=read.request.rows)
+            world.passes.hand_out(turn)
             yield batch
+        world.passes.end(turn)
         if meter is not None and epoch is not None:
             meter.end_epoch(epoch)
 

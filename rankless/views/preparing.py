@@ -1,6 +1,6 @@
 """A job's programs: captured once per kind of call, compared between ranks, placed and lowered, and kept."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from rankless.program.agreement import require_same_program
 from rankless.program.capture import Captured, JobSource, capture
 from rankless.program.guards import Guards, guards_of
-from rankless.program.logical_program import ProgramInput
+from rankless.program.logical_program import LogicalProgram, ProgramInput
 from rankless.program.run import LocalProgram, built
 from rankless.views.arguments import Arguments, placement_of, shapes_of
+from rankless.views.autocast import autocast_state
 from rankless.views.definition import JobDefinition
 from rankless.views.world import World
 
@@ -44,11 +45,17 @@ class Slot:
 
 
 class Programs:
-    """The programs of one job on a mesh."""
+    """The programs of one job on a mesh; `changed` gives what is run of a captured one."""
 
-    def __init__(self, job: JobDefinition, world: World) -> None:
+    def __init__(
+        self,
+        job: JobDefinition,
+        world: World,
+        changed: Callable[[Captured, Arguments], LogicalProgram] = lambda captured, _: captured.program,
+    ) -> None:
         self._job = job
         self._world = world
+        self._changed = changed
         self._programs: dict[Hashable, list[Prepared]] = {}
         self._modules = [part for module in job.modules.values() for part in module.modules()]
 
@@ -64,9 +71,10 @@ class Programs:
         return prepared
 
     def _key(self, arguments: Arguments) -> Hashable:
-        """What a program depends on, other than guarded values: shapes, modes, which parameters train."""
+        """What a program depends on, other than guarded values: shapes, autocast, modes, which parameters train."""
         return (
             arguments.key(self._job.name),
+            autocast_state(self._world.mesh.device.type),
             tuple(placement_of(tensor, self._world.mesh) for tensor in arguments.tensors),
             tuple([part.training for part in self._modules]),
             tuple(
@@ -83,7 +91,7 @@ class Programs:
         guards = guards_of(job.function, job.modules)
         require_same_program(captured.program, mesh)
         placements = tuple(placement_of(tensor, mesh) for tensor in arguments.tensors)
-        local = built(captured.program, placements, mesh)
+        local = built(self._changed(captured, arguments), placements, mesh)
         self._tell(local)
         return Prepared(
             local=local,

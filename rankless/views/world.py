@@ -1,12 +1,13 @@
 """What the runtime hands to the views, so that they never ask who they are."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from rankless.collectives.mesh import Mesh
 from rankless.records.events import AnyRecord
+from rankless.views.passes import Passes
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder
 
@@ -28,6 +29,8 @@ class World:
     """What jobs compute in, whatever the script says; None leaves it to the script."""
     meter: ProgressMeter | None = None
     """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
+    passes: Passes = field(default_factory=Passes)
+    """Told by loaders of batches and ends of passes, for jobs that gather several calls into a step."""
 
 
 WorldSource = Callable[[], World]

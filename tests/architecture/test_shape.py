@@ -13,6 +13,7 @@ FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Engine")
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
+    "rankless/script.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
     "rankless/script.py:loader": "takes what torch's DataLoader takes, under its names",
     "rankless/program/whole_operators.py:whole_recurrent": "takes what PyTorch's own operator takes",
 }
