@@ -15,7 +15,8 @@ from torch import fx
 
 from rankless.errors import CaptureError
 from rankless.program.logical_program import LogicalProgram, LogicalValue, ProgramOutput
-from rankless.program.row_kinds import DIVIDED, FACTOR, MEAN, NLL, VIEWED, Divisor, Lost, RowKinds, Sum
+from rankless.program.row_inference import RowKinds
+from rankless.program.row_kinds import DIVIDED, FACTOR, MEAN, NLL, VIEWED, Divisor, Lost, Sum
 
 aten = torch.ops.aten
 MEANS = (aten.mean.default, aten.mean.dim)
@@ -49,7 +50,7 @@ def counted(
     }
     found = RowKinds(more, fewer, dims, key_in(written))
     order = {node: place for place, node in enumerate(more.graph.nodes)}
-    divisors = sorted(divisors_of(more.outputs[0][0], found, line), key=lambda item: order[item.node])
+    divisors = sorted(divisors_of(minimised(more), found, line), key=lambda item: order[item.node])
     counts = []
     for divisor in divisors:
         twin = twin_of(divisor.node, more, program, line)
@@ -67,13 +68,18 @@ def nodes_of(program: LogicalProgram) -> list[fx.Node]:
 
 
 def twin_of(node: fx.Node, of: LogicalProgram, program: LogicalProgram, line: str) -> fx.Node:
-    """The node that stands for the same in the program for another number of rows: of as many of its kind, as far on."""
+    """The node that stands for the same in the program for another number of rows: the one as far on among its kind."""
     ours, theirs = (
-        [item for item in needed_for(given.outputs[0][0]) if item.target == node.target] for given in (of, program)
+        [item for item in needed_for(minimised(given)) if item.target == node.target] for given in (of, program)
     )
     if len(ours) != len(theirs):
-        require_alike(theirs, ours, line)
+        raise another_program(node, line)
     return theirs[ours.index(node)]
+
+
+def minimised(program: LogicalProgram) -> fx.Node:
+    """What a train job's program minimises: its first result."""
+    return next(node for node, output in program.outputs if output.kind == "result" and output.index == 0)
 
 
 def needed_for(node: fx.Node) -> list[fx.Node]:
@@ -100,12 +106,17 @@ def require_alike(ones: Sequence[fx.Node], others: Sequence[fx.Node], line: str)
     """Refuse a job that is another program for another number of rows."""
     differing = first_difference(ones, others)
     if differing is not None:
-        raise CaptureError(
-            expected="a job that is the same program for any number of rows, so that calls can be gathered into a step",
-            found=f"{differing.target} for this number only",
-            fix="take sizes from the batch and not from constants, or train without accumulate=",
-            where=differing.meta.get("line") or line,
-        )
+        raise another_program(differing, line)
+
+
+def another_program(differing: fx.Node, line: str) -> CaptureError:
+    """Why the numbers in a program cannot be told from numbers of rows."""
+    return CaptureError(
+        expected="a job that is the same program for any number of rows, so that calls can be gathered into a step",
+        found=f"{differing.target} for this number only",
+        fix="take sizes from the batch and not from constants, or train without accumulate=",
+        where=differing.meta.get("line") or line,
+    )
 
 
 def key_in(written: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], str]:
@@ -129,12 +140,11 @@ def divisors_of(objective: fx.Node, found: RowKinds, line: str) -> list[Divisor]
     lines = " and ".join(sorted({str(divisor.node.meta.get("line", "")) for divisor in divisors}))
     if len(divisors) < len(kind.divisors):
         raise refusal("a sum over rows plus a mean over them, whose gradients have other weights", lines)
-    if len({divisor.key for divisor in divisors}) > 1:
-        raise refusal("terms that are means over different counts, whose gradients have other weights", lines)
     finishes = {(divisor.plus, divisor.least) for divisor in divisors}
     if len(finishes) > 1 or (kind.constant and finishes != {(0.0, None)}):
         raise refusal("a mean over a count that is clamped or shifted, beside a term that is not", lines)
-    return divisors if divisors[0].literal else divisors[:1]
+    # Counts that are computed alike are one. Different ones must be in proportion, which every call shows.
+    return [*{divisor.node if divisor.literal else divisor.key: divisor for divisor in divisors}.values()]
 
 
 def refusal(found: str, line: str) -> CaptureError:

@@ -37,17 +37,19 @@ class Stepper:
         job, wanted = self._job, self._job.stepping.accumulate
         parameters = job.parameters()
         self._calls += 1
-        if job.stepping.check_finite:
-            try:
+        if wanted > 1:
+            self._enter_pass()
+        try:
+            if job.stepping.check_finite:
                 self._require_finite(loss, parameters)
-            except StepError:
-                self._group.put_back(parameters)
-                raise
+            if wanted > 1:
+                self._group.add(parameters, counts, job=job.name, line=job.line)
+        except StepError:
+            self._group.put_back(parameters)
+            raise
         if wanted == 1:
             self._step()
             return True
-        self._enter_pass()
-        self._group.add(parameters, counts, job=job.name, line=job.line)
         current = None if self._pass is None else self._pass()
         is_last = current is not None and current.is_at_last and self._calls_in_pass == current.batch
         return self.flush() if is_last or self._group.calls == wanted else False

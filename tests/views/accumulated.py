@@ -12,7 +12,6 @@ import torch
 from exactness import BOUNDS, as_tensor, difference
 from processes import on_mesh
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh import Mesh
 from rankless.views.definition import Stepping
@@ -20,7 +19,7 @@ from rankless.views.job import make_job
 from rankless.views.world import World
 
 SEED = 31
-GROUPS = ((7, 7, 7), (7, 5, 4), (6, 1, 7), (5, 3))
+GROUPS = ((7, 7, 7), (7, 5, 1), (5, 7))
 """Rows of the calls of each step; the last group is a short one."""
 
 
@@ -128,7 +127,7 @@ def assert_gathered(
     )
     for other in ranks[1:]:
         for (losses, state), (theirs, their_state) in zip(ranks[0], other, strict=True):
-            assert all(map(torch.equal, losses, theirs))
+            assert all(difference(*pair) == 0 for pair in zip(losses, theirs, strict=True))
             assert all(torch.equal(tensor, their_state[name]) for name, tensor in state.items())
     for number, ((losses, state), (plain_losses, plain)) in enumerate(zip(ranks[0], wanted, strict=True)):
         for ours, theirs in zip(losses, plain_losses, strict=False):
@@ -136,7 +135,3 @@ def assert_gathered(
         for name, tensor in plain.items():
             off = difference(state[name], tensor)
             assert off <= BOUNDS[dtype], f"step {number}: {name} off by {off:.3g}"
-
-
-def rows_of(batch: Any) -> int:
-    return len(pytree.tree_leaves(batch)[0])
