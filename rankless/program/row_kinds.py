@@ -4,6 +4,7 @@ See `row_inference`, Note [cut in time].
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
