@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from rankless.errors import CaptureError
+from rankless.program.autocast import autocast_as, autocast_state, without_autocast
 from rankless.program.clean import cleaned, named
 from rankless.program.decompositions import DECOMPOSITIONS
 from rankless.program.effects import Effects, require_no_parameter_hooks
@@ -67,12 +68,13 @@ LEAF = object()
 class TracedJob(nn.Module):
     """The job's function as a module whose parameters are those of the modules it may use."""
 
-    def __init__(self, source: JobSource, arguments: ArgumentsOf) -> None:
+    def __init__(self, source: JobSource, arguments: ArgumentsOf, device: torch.device) -> None:
         super().__init__()
         for name, module in source.modules.items():
             self.add_module(name, module)
         self.source = source
         self.arguments = arguments
+        self.autocast = autocast_state(device.type)
         self.effects = Effects(source.function, source.modules)
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
@@ -82,7 +84,8 @@ class TracedJob(nn.Module):
         traced = [*self.parameters(), *self.buffers()]
         with lines_recorded(traced), frozen_calls_refused(), self.effects.watched():
             args, kwargs = self.arguments(tensors)
-            result = self.source.function(*args, **kwargs)
+            with autocast_as(self.autocast):
+                result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
         self.result_leaves = tuple(LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         # A result may be an argument, or a view of one; a clone makes it a value of the program.
@@ -128,7 +131,7 @@ def capture(
     `arguments` puts the tensor arguments back among the plain ones. Raises `CaptureError`, with the line of the
     user's script, if the job cannot be one program.
     """
-    job = TracedJob(source, arguments)
+    job = TracedJob(source, arguments, device)
     fake = FakeTensorMode(
         allow_non_fake_inputs=True,
         shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False),
@@ -136,6 +139,8 @@ def capture(
     with contextlib.ExitStack() as stack:
         # PyTorch keeps the last capture's fake tensors here, which then die noisily with the interpreter.
         stack.callback(PhiloxStateTracker.reset)
+        # The backward is traced outside of an autocast that stands around the call.
+        stack.enter_context(without_autocast(device.type))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.set_grad_enabled(source.trains))
         with fake:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from rankless.program.autocast import fresh_casts
 from rankless.program.capture import LEAF, Captured
 from rankless.views.arguments import Arguments, piece_of, placement_of
-from rankless.views.autocast import fresh_casts
 from rankless.views.counting import Counting
 from rankless.views.definition import JobDefinition, Outcome
 from rankless.views.equalising import equalise, require_same_kind_of_device

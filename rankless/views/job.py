@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.errors import PlanError, RanklessError
+from rankless.program.autocast import without_autocast
 from rankless.views.arguments import taken_apart
-from rankless.views.autocast import without_autocast
 from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition, Stepping
 from rankless.views.plain import Plain

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rankless.program.autocast import fresh_casts, without_autocast
 from rankless.program.capture import objective
 from rankless.views.arguments import Arguments
-from rankless.views.autocast import fresh_casts, without_autocast
 from rankless.views.counting import Counting
 from rankless.views.definition import JobDefinition, Outcome, without_gradient
 from rankless.views.recording import disturb, nudged

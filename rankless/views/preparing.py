@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from rankless.program.agreement import require_same_program
+from rankless.program.autocast import autocast_state
 from rankless.program.capture import Captured, JobSource, capture
 from rankless.program.guards import Guards, guards_of
 from rankless.program.logical_program import LogicalProgram, ProgramInput
 from rankless.program.run import LocalProgram, built
 from rankless.views.arguments import Arguments, placement_of, shapes_of
-from rankless.views.autocast import autocast_state
 from rankless.views.definition import JobDefinition
 from rankless.views.world import World
 

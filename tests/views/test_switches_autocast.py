@@ -1,8 +1,9 @@
 """bfloat16 autocast, inside a job and around its call, against the plain script under the same autocast.
 
-# Note [the bound of bfloat16]: autocast rounds products to 8 bits, so the order in which a batch is summed shows. Losses
-# and gradients of a step may be off by DRIFTS times what the plain script is off from itself when the rows of its batch
-# are permuted, as exactness.py has it for adaptive optimizers; never by more than a rounding to bfloat16 of the largest.
+# Note [the bound of bfloat16]: autocast rounds products to 8 bits. A weight's gradient is a sum over rows, rounded
+# once; on workers each part of it is rounded, and the parts are added in float32. So losses and gradients of a step
+# may be off by one rounding of the largest entry, or, where PyTorch itself keeps sums in bfloat16 (a bias's gradient),
+# by twice what the plain script is off from itself when the rows of its batch are permuted.
 """
 
 import pytest
@@ -18,7 +19,7 @@ from rankless.views.definition import Stepping
 from rankless.views.job import make_job
 from rankless.views.world import World
 
-DRIFTS = 10
+DRIFTS = 2
 EPSILON = torch.finfo(torch.bfloat16).eps
 STEPS = 4
 
@@ -125,7 +126,7 @@ def test_on_workers_autocast_is_the_plain_scripts_but_for_the_rounding_of_its_ow
     drift = max(largest_difference(trained_plainly(where, generator), wanted) for _ in range(4))
     for found in on_mesh(workers, trained, where):
         off = largest_difference(found, wanted)
-        assert off <= min(DRIFTS * drift, EPSILON), f"off by {off:.3g}, plain scripts by {drift:.3g}"
+        assert off <= max(DRIFTS * drift, EPSILON), f"off by {off:.3g}, plain scripts by {drift:.3g}"
 
 
 def test_an_autocast_left_out_would_be_seen():

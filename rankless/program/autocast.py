@@ -40,3 +40,13 @@ def without_autocast(device_type: str) -> Iterator[None]:
         for kind in dict.fromkeys(("cpu", device_type)):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def autocast_as(state: tuple[tuple[str, torch.dtype] | None, ...]) -> Iterator[None]:
+    """Within, autocast does what it did when `autocast_state` was asked."""
+    with contextlib.ExitStack() as stack:
+        for entry in filter(None, state):
+            kind, dtype = entry
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
