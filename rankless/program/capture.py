@@ -5,6 +5,7 @@ graph, forward and backward (docs/decisions/0002-road-of-capture.md says why thi
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,7 @@ class Captured:
 
 
 LEAF = object()
+SHAPE_LOGGER = "torch.fx.experimental.symbolic_shapes"
 
 
 class TracedJob(nn.Module):
@@ -140,6 +142,8 @@ def capture(
         stack.callback(PhiloxStateTracker.reset)
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.set_grad_enabled(source.trains))
+        if sizes is not None:
+            stack.enter_context(unlogged())
         with fake:
             inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
         with capture_error(source.name, source.line), seems_compiling(), tensors_kept(source.modules):
@@ -149,6 +153,20 @@ def capture(
             program = cleaned(named(source.name, source.line, joint.graph_module), source.modules)
     assert job.result_spec is not None
     return Captured(program=program, result_spec=job.result_spec, result_leaves=job.result_leaves)
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Within, PyTorch does not log what fails: a capture for varying sizes that comes to nothing is no error."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SHAPE_LOGGER)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from rankless.program.lower import LocalGraph, lower
 from rankless.program.moves import Move
 from rankless.program.place import PlacedProgram, place
 from rankless.program.placement import Placement
-from rankless.program.schedule import scheduled
+from rankless.program.schedule import GradientMemory, scheduled
 from rankless.program.sizes import NUMBERS, is_size, text_of
 
 
@@ -107,12 +107,17 @@ class CodeWriter:
 
 
 def built(
-    program: LogicalProgram, arguments: tuple[Placement, ...], mesh: Mesh, sizes: Sequence[str] = ()
+    program: LogicalProgram,
+    arguments: tuple[Placement, ...],
+    mesh: Mesh,
+    *,
+    memory: GradientMemory,
+    sizes: Sequence[str] = (),
 ) -> LocalProgram:
     """Place, lower and schedule a logical program for the rank that `mesh` says we are; `sizes` names what varies."""
     placed = place(program, arguments, mesh.size)
     local = lower(placed, mesh)
-    local = scheduled(local, logical_gradients(local, program), mesh)
+    local = scheduled(local, logical_gradients(local, program), mesh, memory)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),

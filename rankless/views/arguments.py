@@ -1,6 +1,7 @@
 """A job's arguments taken apart: tensors, which travel through the program, and plain values, which are part of it."""
 
-from collections.abc import Hashable, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from rankless.program.placement import Placement, Replicate, Shard, split_length
 from rankless.views.logical import LogicalTensor
 
 TENSOR = "tensor"
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,23 @@ class Arguments:
                 fix="pass tensors and plain values, or let the job read the object from its closure",
             ) from error
         return self.spec, self.plain, tuple([tensor.dtype for tensor in self.tensors])
+
+
+def leaf_names(function: Callable[..., Any], arguments: Arguments) -> list[str]:
+    """The argument of the function that each leaf of a call belongs to."""
+    parameters = inspect.signature(function).parameters
+    positional = [name for name, item in parameters.items() if item.kind not in VARIADIC]
+    variadic = [name for name, item in parameters.items() if item.kind is VARIADIC[0]]
+    tree = pytree.tree_unflatten(list(arguments.plain), arguments.spec)
+    names = []
+    for path, _ in pytree.tree_flatten_with_path(tree)[0]:
+        # Positional arguments are a tuple, those by keyword a dict.
+        match path[1]:
+            case pytree.SequenceKey(place):
+                names.append((positional + variadic * (place + 1))[place])
+            case pytree.MappingKey(name):
+                names.append(name)
+    return names
 
 
 def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from rankless.errors import PlanError, RanklessError
 from rankless.views.arguments import taken_apart
+from rankless.views.batch_dims import BatchDims
 from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition
 from rankless.views.plain import Plain
@@ -36,6 +37,11 @@ class Job(Generic[Parameters, Result]):
         self.definition = definition
         self._world = world
         self._view: Plain | Consistent | None = None
+        self._batch_dims: BatchDims | None = None
+
+    def mark(self, batch_dims: Mapping[str, int | None]) -> None:
+        """Say which dim of which argument holds the batch; None for one that is not batch."""
+        self._batch_dims = BatchDims(self.definition.function, batch_dims)
 
     @property
     def called(self) -> bool:
@@ -56,6 +62,8 @@ class Job(Generic[Parameters, Result]):
             for name, module in job.modules.items():
                 world.recorder.register(name, module)
         arguments = taken_apart(args, kwargs, job.device(world.mesh.device))
+        if self._batch_dims is not None:
+            arguments = self._batch_dims.marked(arguments)
         if world.dtype is not None:
             arguments = cast_arguments(arguments, world.dtype)
         try:

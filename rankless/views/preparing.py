@@ -1,9 +1,11 @@
 """A job's programs: captured once per kind of call, compared between ranks, placed and lowered, and kept."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+from torch import nn
 
 from rankless.collectives.messages import all_gather_bytes
 from rankless.program.agreement import require_same_program
@@ -12,15 +14,19 @@ from rankless.program.guards import Guards, guards_of
 from rankless.program.placement import Placement, Shard
 from rankless.program.refusals import brief, raised_at
 from rankless.program.run import LocalProgram, built
+from rankless.program.schedule import GradientMemory
 from rankless.program.sizes import Sizes, condition_of, is_size
 from rankless.views.arguments import Arguments, shapes_of
 from rankless.views.definition import JobDefinition
+from rankless.views.numbers import VaryingNumbers
 from rankless.views.prepared import Prepared, ready
 from rankless.views.varying import History, Place, Shapes, Variation, placed_as, sizes_of, splits_evenly, symbolic
 from rankless.views.world import World
 
 MOST_FAILURES = 3
 """Captures for varying sizes that came to nothing, after which a kind of call is captured for every shape."""
+MOST_KINDS = 64
+"""Kinds of calls whose programs are kept."""
 MANY_PROGRAMS = 4
 """Programs for varying sizes of one kind of call, of which the user is told."""
 
@@ -30,8 +36,9 @@ class KindOfCall:
     """What calls have in common that differ in sizes only."""
 
     history: History = field(default_factory=History)
-    programs: list[Prepared] = field(default_factory=list)
-    """Those for varying sizes."""
+    by_shapes: dict[Shapes, list[Prepared]] = field(default_factory=dict)
+    varying: list[Prepared] = field(default_factory=list)
+    """Programs for varying sizes, which are also among those of the shapes that have been seen."""
     failures: int = 0
 
 
@@ -66,19 +73,26 @@ class Programs:
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
-        self._programs: dict[Hashable, list[Prepared]] = {}
         self._kinds: dict[Hashable, KindOfCall] = {}
+        self._numbers = VaryingNumbers(job, world.say)
+        self._memory = GradientMemory()
         self._modules = [part for module in job.modules.values() for part in module.modules()]
 
     def program_for(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Prepared:
         """The program for this kind of call: captured now if it is new, or if a value it has taken in has changed."""
         shapes = tuple([tensor.shape for tensor in arguments.tensors])
         key = self._key(arguments, placements)
-        known = self._programs.setdefault((key, shapes), [])
+        if key not in self._kinds:
+            self._numbers.note(arguments)
+            if len(self._kinds) == MOST_KINDS:
+                # A number that changes at every call makes a kind of each; they must not fill the memory.
+                del self._kinds[next(iter(self._kinds))]
+            self._kinds[key] = KindOfCall()
+        kind = self._kinds[key]
+        known = kind.by_shapes.setdefault(shapes, [])
         for prepared in known:
             if prepared.guards.hold():
                 return prepared
-        kind = self._kinds.setdefault(key, KindOfCall())
         kind.history.add(shapes)
         call = Call(arguments=arguments, shapes=shapes, placements=placements)
         prepared = fitting(kind, shapes) or self._for_varying_sizes(kind, call) or self._for_these_sizes(call)
@@ -112,7 +126,7 @@ class Programs:
         """Capture, compare with the other ranks, place, lower."""
         captured, guards = self._captured(call.arguments, shapes_of(call.arguments), None)
         require_same_program(captured.program, self._world.mesh)
-        local = built(captured.program, call.placements, self._world.mesh)
+        local = built(captured.program, call.placements, self._world.mesh, memory=self._memory)
         self._tell(local)
         return ready(self._job, captured, guards, local, None)
 
@@ -126,25 +140,27 @@ class Programs:
             shapes = symbolic(sizes, shapes_of(call.arguments), groups)
             captured, guards = self._captured(call.arguments, shapes, sizes)
             placements = [placed_as(item, shape.shape) for item, shape in zip(call.placements, shapes, strict=True)]
-            local = built(captured.program, tuple(placements), self._world.mesh, tuple(sizes.symbols))
+            mesh, symbols = self._world.mesh, tuple(sizes.symbols)
+            local = built(captured.program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
         except Exception as error:  # the job's own code, which may ask of a size what only a number can answer
             failure = f"{raised_at(error) or self._job.line}: {type(error).__name__}: {brief(error)}".splitlines()[0]
         conditions = self._agreed(sizes, failure)
         if conditions is None:
-            kind.failures += 1
+            # What raises once raises always; a size may be asked for its number in some shapes only.
+            kind.failures += MOST_FAILURES if failure else 1
             return None
         require_same_program(captured.program, self._world.mesh)
         self._tell(local)
         varied = {place for group in groups for place in group}
         variation = Variation(
             groups=groups,
-            symbols=tuple(sizes.symbols),
+            symbols=symbols,
             fixed={place: size for place, size in sizes_of(call.shapes).items() if place not in varied},
             holds=condition_of(conditions, len(groups)),
         )
         prepared = ready(self._job, captured, guards, local, variation)
-        kind.programs.append(prepared)
-        if len(kind.programs) == MANY_PROGRAMS:
+        kind.varying.append(prepared)
+        if len(kind.varying) == MANY_PROGRAMS:
             self._world.say(
                 f"{fixing_line(sizes) or self._job.line}: what job {self._job.name!r} computes depends on the sizes of "
                 f"its arguments, so it has been captured {MANY_PROGRAMS} times for sizes that vary, and will be again"
@@ -176,10 +192,10 @@ class Programs:
         """The logical program for arguments of the given shapes, and the Python values that it has taken in."""
         job = self._job
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
-        before = None if sizes is None else guards_of(job.function, job.modules)
+        namespaces = [] if sizes is None else namespaces_of(job.function, job.modules)
+        before = [dict(names) for names in namespaces]
         captured = capture(source, arguments.joined, shapes, job.device(self._world.mesh.device), sizes=sizes)
-        if before is not None:
-            require_no_size_kept(before)
+        require_no_size_kept(namespaces, before)
         # After the capture: in its first pass a model may have set itself up.
         return captured, guards_of(job.function, job.modules)
 
@@ -196,7 +212,7 @@ class Programs:
 
 def fitting(kind: KindOfCall, shapes: Shapes) -> Prepared | None:
     """A program for varying sizes that is right for these."""
-    for prepared in kind.programs:
+    for prepared in kind.varying:
         if prepared.variation is not None and prepared.variation.fits(shapes) and prepared.guards.hold():
             return prepared
     return None
@@ -207,13 +223,18 @@ def fixing_line(sizes: Sizes) -> str:
     return next((line for line in sizes.environment.fixing_lines if line), "")
 
 
-def require_no_size_kept(before: Guards) -> None:
+def namespaces_of(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+    """Where a job may leave a size behind: the attributes of its modules, and its globals."""
+    found = [vars(part) for module in modules.values() for part in module.modules()]
+    return [*found, getattr(function, "__globals__", {})]
+
+
+def require_no_size_kept(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
     """Put back what the job has overwritten with a size, and raise: outside the job it would be no number."""
-    kept = [guard for guard in before.guards if is_size(guard.read())]
-    for guard in kept:
-        if isinstance(guard.scope, dict):
-            guard.scope[guard.name] = guard.value
-        else:
-            guard.scope.cell_contents = guard.value
+    kept = []
+    for names, known in zip(namespaces, before, strict=True):
+        for name in [name for name, value in names.items() if is_size(value)]:
+            kept.append(name)
+            names[name] = known.get(name)
     if kept:
-        raise TypeError(f"{kept[0].label} keeps a size of an argument")
+        raise TypeError(f"the job keeps a size of an argument in {kept[0]!r}")

@@ -69,13 +69,7 @@ def test_every_truncated_or_altered_file_is_noticed(tmp_path, name):
         altered = bytearray(whole)
         altered[place] ^= 0x01
         file.write_bytes(bytes(altered))
-        try:
-            found = loaded_number(tmp_path / "c")
-        except CheckpointError:
-            continue
-        assert name == "manifest.json"
-        assert whole[place : place + 1].isspace(), f"byte {place} was altered and nobody noticed"
-        assert found == 1
+        assert "expected:" in refusal(tmp_path / "c"), f"byte {place} was altered and nobody noticed"
     file.unlink()
     assert name in refusal(tmp_path / "c")
 

@@ -12,6 +12,7 @@ from rankless.program import kernels
 from rankless.program.placement import Placement, Replicate, Shard
 from rankless.program.rules.pattern import by_pattern, letters, masked, split
 from rankless.program.rules.strategy import Call, Emit, Local, Rule, Strategy, local_shape, shape_of
+from rankless.program.sizes import known
 
 aten = torch.ops.aten
 
@@ -91,7 +92,7 @@ def batch_norm(call: Call) -> Iterator[Strategy]:
 def moments_bytes(x: fx.Node) -> int:
     """The size of two numbers per channel, in float32 at least."""
     value = x.meta["val"]
-    return int(2 * value.shape[1] * max(value.element_size(), torch.float32.itemsize))
+    return int(2 * known(value.shape[1]) * max(value.element_size(), torch.float32.itemsize))
 
 
 def batch_norm_over(placement: Placement) -> Any:
