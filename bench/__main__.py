@@ -18,6 +18,8 @@ MODULES = {
     "help": "help_text",
     "save_stall": "save_stall",
     "resume": "resume",
+    "checks": "checks",
+    "variable_shapes": "variable_shapes",
 }
 
 

@@ -3,7 +3,7 @@
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -54,6 +54,7 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
     raises: rank 0 what it was, the others a `RanklessError` that names it.
     """
     mesh = _current().world.mesh
+    mesh.come(f"rankless.once({_name(function)})")
     failure: Exception | None = None
     answer = _Answer(msgspec.Raw(b"\xc0"))
     if mesh.rank == 0:
@@ -77,19 +78,30 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
 
 
 def job(
-    *, model: Models, optimizer: Optimizer | None = None, view: str = "consistent"
+    *,
+    model: Models,
+    optimizer: Optimizer | None = None,
+    view: str = "consistent",
+    check_every: int | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
     """A decorator that makes a function on whole batches a job: written for one device, run on all of them.
 
     `model` is a module, or a list or dict of modules: all that the function uses. With an `optimizer` it is a
     train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; a loss per sample means
     its mean), and each call makes zero_grad, backward and step. Without one it predicts, without gradients.
-    Calls return the whole batch's results, the same on every rank. Raises `PlanError` for what cannot be
-    right, `CaptureError` at a call on several workers that cannot be one program.
+    Calls return the whole batch's results, the same on every rank. Tensors hold the batch in dim 0, unless
+    `batch_dims` names another for an argument, or None for one that is not batch: this decides what a call costs,
+    not its result. Models are compared between ranks at the first call, when they were changed outside jobs, and
+    before every `check_every`-th call. Raises `PlanError` for what cannot be right; on several workers `CaptureError`
+    at a call that cannot be one program, `RanksParted` where ranks differ.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
-        return make_job(function, model=model, optimizer=optimizer, view=view, world=_world)
+        made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, check_every=check_every)
+        if batch_dims is not None:
+            made.mark(batch_dims)
+        return made
 
     return decorate
 

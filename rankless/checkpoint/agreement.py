@@ -34,6 +34,7 @@ class Agreement:
         self.notes: list[bytes] = []
 
     def __enter__(self) -> "Agreement":
+        self._mesh.come(f"rankless.save or load: to {self._doing}")
         return self
 
     def __exit__(

@@ -20,6 +20,8 @@ def current(*, observer: Callable[[], Observer]) -> Runtime:
 
 
 def finish() -> None:
-    """Wait for what this process still does in the background; raises its error."""
+    """At the end of a script that did not fail: wait for what goes on in the background, and see whether other ranks
+    still wait for this one. Raises what either of them finds.
+    """
     if _joined is not None and _joined.process_id == os.getpid():
-        _joined.saver.join()
+        _joined.finish()
