@@ -15,6 +15,7 @@ from rankless.errors import PlanError, RanklessError
 from rankless.views.arguments import taken_apart
 from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition
+from rankless.views.once import require_company
 from rankless.views.plain import Plain
 from rankless.views.precision import cast_arguments, cast_job
 from rankless.views.world import WorldSource
@@ -43,6 +44,7 @@ class Job(Generic[Parameters, Result]):
         Raises `CaptureError` on a mesh if the job cannot be one program.
         """
         world, job = self._world(), self.definition
+        require_company(world, f"job {job.name!r}")
         if self._view is None:
             if world.dtype is not None:
                 cast_job(job, world.dtype)
