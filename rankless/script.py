@@ -1,8 +1,9 @@
 """What `import rankless` offers a script. Each function hands the process's world to the views."""
 
 import atexit
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -49,19 +50,30 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
 
 
 def job(
-    *, model: Models, optimizer: Optimizer | None = None, view: str = "consistent"
+    *,
+    model: Models,
+    optimizer: Optimizer | None = None,
+    view: str = "consistent",
+    check_every: int | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
     """A decorator that makes a function on whole batches a job: written for one device, run on all of them.
 
     `model` is a module, or a list or dict of modules: all that the function uses. With an `optimizer` it is a
     train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; a loss per sample means
     its mean), and each call makes zero_grad, backward and step. Without one it predicts, without gradients.
-    Calls return the whole batch's results, the same on every rank. Raises `PlanError` for what cannot be
-    right, `CaptureError` at a call on several workers that cannot be one program.
+    Calls return the whole batch's results, the same on every rank. Tensors hold the batch in dim 0, unless
+    `batch_dims` names another for an argument, or None for one that is not batch: this decides what a call costs,
+    not its result. Models are compared between ranks at the first call, when they were changed outside jobs, and
+    before every `check_every`-th call. Raises `PlanError` for what cannot be right; on several workers `CaptureError`
+    at a call that cannot be one program, `RanksParted` where ranks differ.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
-        return make_job(function, model=model, optimizer=optimizer, view=view, world=_world)
+        made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, check_every=check_every)
+        if batch_dims is not None:
+            made.mark(batch_dims)
+        return made
 
     return decorate
 
@@ -117,14 +129,59 @@ def loader(
     return Loader(dataset, options=options, world=_world)
 
 
-def save(path: str, **objects: Any) -> None:
-    """Write the state of `objects` (anything with a `state_dict`) to the folder `path`; rank 0 writes."""
-    checkpoint.save(path, objects, mesh=_world().mesh)
+def save(
+    path: str | os.PathLike[str],
+    *,
+    layout: checkpoint.Layout = "whole",
+    background: bool = False,
+    extra: Any = None,
+    **objects: Any,
+) -> None:
+    """Write the state of `objects` (anything with a `state_dict`) and of all random generators to the folder `path`.
+
+    `layout` is "whole" (one file, by rank 0) or "sharded" (a file by each rank). With `background` the state is copied
+    and written while the script goes on; the next save or load, and the end of the script, wait for it and raise its
+    error. `extra` is plain data that `load` gives back: numbers, text, lists, dicts, tensors. Raises `CheckpointError`.
+    """
+    options = checkpoint.SaveOptions(layout=layout, background=background, extra=extra)
+    _current().saver.save(path, objects, options=options)
 
 
-def load(path: str, **objects: Any) -> None:
-    """Give `objects` the state that was saved in the folder `path` under their names."""
-    checkpoint.load(path, objects, mesh=_world().mesh)
+def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
+    """The `extra` of the checkpoint in the folder `path`, once `objects` have the state saved under their names.
+
+    With `strict=False` modules take what fits and keep the rest; what was left out is said. With `random=False` the
+    generators stay as they are. Any number of workers may load what any number has saved. Raises `CheckpointError`.
+    """
+    saver = _current().saver
+    saver.wait()
+    loaded = checkpoint.load(path, objects, mesh=saver.mesh, strict=strict, random=random)
+    if loaded.left_out:
+        _world().say(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
+    return loaded.extra
+
+
+def checkpoints(
+    folder: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    keep_best: int = 0,
+    mode: checkpoint.Mode = "min",
+    layout: checkpoint.Layout = "whole",
+    background: bool = False,
+) -> checkpoint.Checkpoints:
+    """The row of checkpoints in `folder`: `.save(step, metric=…, model=…)`, `.load(model=…)`, `.latest`, `.best`.
+
+    Of those saved the last `keep_last` stay (None: all) and the `keep_best` of the least metric (`mode="max"`: of the
+    most); the others are removed once a new one is on disk. `layout` and `background` are as for `save`.
+    """
+    return checkpoint.Checkpoints(
+        folder,
+        keeping=checkpoint.Keeping(keep_last=keep_last, keep_best=keep_best, mode=mode),
+        options=checkpoint.SaveOptions(layout=layout, background=background),
+        saver=lambda: _current().saver,
+        say=lambda text: _world().say(text),
+    )
 
 
 def _world() -> World:

@@ -37,16 +37,20 @@ def make_logical(read: BatchRead, *, mesh: Mesh, notice: GatherNotice) -> Any:
 
     def convert(path: str, leaf: Any) -> Any:
         if isinstance(leaf, OwnRows):
-            return LogicalTensor(leaf.local, placement=placement, mesh=mesh, notice=notice)
+            return identified(LogicalTensor(leaf.local, placement=placement, mesh=mesh, notice=notice))
         if not isinstance(leaf, Tensor):
             return _whole_or_refused(path, leaf, request)
         if request.divided:
             _require_rows(path, leaf, len(request.indices))
-            return LogicalTensor(leaf, placement=placement, mesh=mesh, notice=notice)
+            return identified(LogicalTensor(leaf, placement=placement, mesh=mesh, notice=notice))
         if leaf.dim() == 0 or leaf.shape[0] != rows:
             return leaf
         local = leaf.narrow(0, placement.start(mesh.rank), placement.lengths[mesh.rank])
-        return LogicalTensor(local, placement=placement, mesh=mesh, notice=notice, whole=leaf)
+        return identified(LogicalTensor(local, placement=placement, mesh=mesh, notice=notice, whole=leaf))
+
+    def identified(tensor: LogicalTensor) -> LogicalTensor:
+        tensor.identity = int.from_bytes(request.digest[:8], "little")
+        return tensor
 
     return map_leaves(convert, read.data)
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from rankless.errors import PlanError, RanklessError
 from rankless.views.arguments import taken_apart
+from rankless.views.batch_dims import BatchDims
 from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition
 from rankless.views.once import require_company
@@ -37,6 +38,16 @@ class Job(Generic[Parameters, Result]):
         self.definition = definition
         self._world = world
         self._view: Plain | Consistent | None = None
+        self._batch_dims: BatchDims | None = None
+
+    def mark(self, batch_dims: Mapping[str, int | None]) -> None:
+        """Say which dim of which argument holds the batch; None for one that is not batch."""
+        self._batch_dims = BatchDims(self.definition.function, batch_dims)
+
+    @property
+    def called(self) -> bool:
+        """Whether it has been called in this process."""
+        return self._view is not None
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run the job on a whole batch; a train job also makes its optimizer's step.
@@ -53,6 +64,8 @@ class Job(Generic[Parameters, Result]):
             for name, module in job.modules.items():
                 world.recorder.register(name, module)
         arguments = taken_apart(args, kwargs, job.device(world.mesh.device))
+        if self._batch_dims is not None:
+            arguments = self._batch_dims.marked(arguments)
         if world.dtype is not None:
             arguments = cast_arguments(arguments, world.dtype)
         try:
@@ -66,6 +79,8 @@ class Job(Generic[Parameters, Result]):
                 world.recorder.record_step(job=job.name, model=job.modules)
         if world.meter is not None and job.trains:
             world.meter.trained(job=job.name, loss=lambda: float(loss_of(result)))
+        if world.limit is not None and job.trains:
+            world.limit.step_made()
         return result
 
 
@@ -76,6 +91,7 @@ def make_job(
     optimizer: Optimizer | None,
     view: str,
     world: WorldSource,
+    check_every: int | None = None,
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
     if view != "consistent":
@@ -84,6 +100,8 @@ def make_job(
             found=f"view={view!r}",
             fix="leave view= away; the mirrored view is not part of this release",
         )
+    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
+        raise PlanError(expected="check_every= as a number of calls, from 1 up", found=check_every, fix="leave it away")
     modules = named_modules(model)
     if optimizer is not None:
         check_optimizer(optimizer, modules)
@@ -94,6 +112,7 @@ def make_job(
         modules=modules,
         optimizer=optimizer,
         line="" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+        check_every=check_every,
     )
     return Job(definition, world)
 

@@ -70,6 +70,7 @@ class Loader:
                 'draw in reader processes are drawn anew (reading="split" gives the same ones)'
             )
         self._pass = current
+        world.mesh.come(f"pass {current.number + 1} of a loader of {type(self.dataset).__name__}")
         # Not inside the generator below: DataLoader draws its base seed when iteration begins.
         return self._hand_out(self._source.begin(current, world, stream_state=stream_state), current, world)
 

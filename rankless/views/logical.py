@@ -141,6 +141,8 @@ class LogicalTensor(Tensor):
 
     placement: Shard
     mesh: Mesh
+    identity: int = 0
+    """64 bits that are equal on all ranks if they hold rows of the same batch; 0 if nobody knows."""
 
     @staticmethod
     def __new__(
@@ -185,6 +187,7 @@ class LogicalTensor(Tensor):
         if self._whole is None:
             where = _line_of_the_script()
             with self._notice.waiting(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self.mesh.come(f"an operation on a whole batch of {list(self.shape)} outside jobs")
                 self._whole = _gather(self._local, placement=self.placement, mesh=self.mesh)
                 dim, rank = self.placement.dim, self.mesh.rank
                 length = self.placement.lengths[rank]
@@ -231,7 +234,9 @@ def _keep(func: Callable[..., Any], tensor: LogicalTensor, rest: tuple[Any, ...]
         return tensor
     if not isinstance(result, Tensor):
         return result
-    return LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, notice=tensor._notice)
+    kept = LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, notice=tensor._notice)
+    kept.identity = tensor.identity
+    return kept
 
 
 def _on_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
