@@ -16,6 +16,7 @@ from rankless.views.arguments import taken_apart
 from rankless.views.batch_dims import BatchDims
 from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition
+from rankless.views.once import require_company
 from rankless.views.plain import Plain
 from rankless.views.precision import cast_arguments, cast_job
 from rankless.views.world import WorldSource
@@ -54,6 +55,7 @@ class Job(Generic[Parameters, Result]):
         Raises `CaptureError` on a mesh if the job cannot be one program.
         """
         world, job = self._world(), self.definition
+        require_company(world, f"job {job.name!r}")
         if self._view is None:
             if world.dtype is not None:
                 cast_job(job, world.dtype)
