@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rankless.errors import CaptureError
+from rankless.program.unwatched import called_unwatched, plain_parts
 from rankless.program.whole_operators import RECURRENT, whole_linear, whole_recurrent
 
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -68,11 +69,13 @@ REFUSED_OF_PARAMETERS: dict[Any, str] = {
 class LineMode(TorchFunctionMode):
     """Writes the user's line into the metadata of what is traced, and keeps some operators whole.
 
-    `tensors` are the traced parameters and buffers of the job's modules.
+    `tensors` are the traced parameters and buffers of the job's modules; `trail` gets every call with its plain
+    arguments.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], trail: list[Any]) -> None:
         super().__init__()
+        self._trail = trail
         self._known = {id(tensor) for tensor in tensors}
 
     def __torch_function__(  # PyTorch's protocol
@@ -94,21 +97,22 @@ class LineMode(TorchFunctionMode):
                 fix="do this outside the job; a tensor's values may be returned as a metric",
                 where=user_line(sys._getframe(1)),
             )
-        fx_traceback.current_meta["stack_trace"] = user_line(sys._getframe(1))
+        line = fx_traceback.current_meta["stack_trace"] = user_line(sys._getframe(1))
+        self._trail.append((getattr(func, "__name__", ""), line, plain_parts((*args, *kwargs.items()))))
         if func is F.linear:
             return whole_linear(*args, **kwargs)
         kind = getattr(func, "__name__", "")
         # A packed sequence calls the same functions with other arguments; those are left to PyTorch.
         if RECURRENT.get(kind) is func and len(args) == 9 and isinstance(args[3], bool):
             return whole_recurrent(kind, *args)
-        return func(*args, **kwargs)
+        return called_unwatched(func, args, kwargs)
 
 
 @contextlib.contextmanager
-def lines_recorded(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Every operator traced inside carries its user's line as `meta["stack_trace"]`."""
+def lines_recorded(tensors: Iterable[Tensor], trail: list[Any]) -> Iterator[None]:
+    """Every operator traced inside carries its user's line as `meta["stack_trace"]`; `trail` tells them in order."""
     before = dict(fx_traceback.current_meta)
-    with fx_traceback.preserve_node_meta(), LineMode(tensors):
+    with fx_traceback.preserve_node_meta(), LineMode(tensors, trail):
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)

@@ -37,6 +37,8 @@ class Consistent:
             else:
                 values.append(slot if isinstance(slot, Tensor) else slot.tensor())
         outputs = prepared.local([value.detach() for value in values])
+        for module, training in prepared.captured.modes_set:
+            module.training = training
         results = self._apply(prepared, outputs)
         if self._job.optimizer is not None:
             self._job.optimizer.step()

@@ -8,6 +8,7 @@ from rankless.collectives.messages import all_gather_bytes
 from rankless.collectives.tensors import broadcast
 from rankless.errors import PlanError
 from rankless.program.clean import named_tensors
+from rankless.program.effects import require_initialised
 from rankless.views.definition import JobDefinition
 from rankless.views.world import World
 
@@ -25,6 +26,7 @@ def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
 
 def equalise(job: JobDefinition, world: World) -> None:
     """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
+    require_initialised(job.modules)
     tensors = named_tensors(job.modules)
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):

@@ -7,12 +7,20 @@ from torch import Tensor, nn
 
 from rankless.program.agreement import require_same_program
 from rankless.program.capture import Captured, JobSource, capture
-from rankless.program.guards import Guards, guards_of
+from rankless.program.guards import Guard
 from rankless.program.logical_program import ProgramInput
+from rankless.program.modes import modes
+from rankless.program.plain_values import kinds_of_plain
 from rankless.program.run import LocalProgram, built
 from rankless.views.arguments import Arguments, placement_of, shapes_of
 from rankless.views.definition import JobDefinition
 from rankless.views.world import World
+
+KEPT = 16
+"""Programs kept per kind of call, the latest used: a value that changes at every step must not fill the memory."""
+
+TOLD_AT = 4
+"""After so many captures because of one value the script is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +29,6 @@ class Prepared:
 
     local: LocalProgram
     captured: Captured
-    guards: Guards
     slots: tuple["Slot | Tensor | int", ...]
     """Where each input comes from: a module's entry, a constant, or the number of a tensor argument."""
     targets: tuple["Slot | None", ...]
@@ -50,28 +57,40 @@ class Programs:
         self._job = job
         self._world = world
         self._programs: dict[Hashable, list[Prepared]] = {}
-        self._modules = [part for module in job.modules.values() for part in module.modules()]
+        self._recaptures: dict[str, int] = {}
 
     def program_for(self, arguments: Arguments) -> Prepared:
         """The program for this kind of call: captured now if it is new, or if a value it has taken in has changed."""
         key = self._key(arguments)
         known = self._programs.setdefault(key, [])
-        for prepared in known:
-            if prepared.guards.hold():
+        for place, prepared in enumerate(known):
+            if prepared.captured.guards.hold():
+                known.insert(0, known.pop(place))
                 return prepared
+        stale = known[0].captured.guards.first_changed() if known else None
         prepared = self._prepare(arguments)
-        known.append(prepared)
+        known.insert(0, prepared)
+        del known[KEPT:]
+        if stale is not None:
+            self._captured_again(stale)
         return prepared
 
+    def _captured_again(self, stale: Guard) -> None:
+        """Say once of a value that it makes the job be captured again and again."""
+        count = self._recaptures[stale.label] = self._recaptures.get(stale.label, 0) + 1
+        if count == TOLD_AT:
+            self._world.say(
+                f"{self._job.line}: job {self._job.name!r} has been captured {count} times again because {stale.label} "
+                "changes (right, but slow); pass it as a tensor argument"
+            )
+
     def _key(self, arguments: Arguments) -> Hashable:
-        """What a program depends on, other than guarded values: shapes, modes, which parameters train."""
+        """What a program depends on, other than guarded values: arguments, shapes, PyTorch's switches."""
         return (
             arguments.key(self._job.name),
             tuple(placement_of(tensor, self._world.mesh) for tensor in arguments.tensors),
-            tuple([part.training for part in self._modules]),
-            tuple(
-                [item.requires_grad for part in self._modules for item in part._parameters.values() if item is not None]
-            ),
+            kinds_of_plain(arguments.plain),
+            modes(self._job.device(self._world.mesh.device).type),
         )
 
     def _prepare(self, arguments: Arguments) -> Prepared:
@@ -79,16 +98,13 @@ class Programs:
         job, mesh = self._job, self._world.mesh
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
         captured = capture(source, arguments.joined, shapes_of(arguments), job.device(mesh.device))
-        # After the capture: in its first pass a model may have set itself up.
-        guards = guards_of(job.function, job.modules)
         require_same_program(captured.program, mesh)
         placements = tuple(placement_of(tensor, mesh) for tensor in arguments.tensors)
         local = built(captured.program, placements, mesh)
-        self._tell(local)
+        self._tell(local, captured)
         return Prepared(
             local=local,
             captured=captured,
-            guards=guards,
             slots=tuple(self._slot(described) for described in local.inputs),
             targets=tuple(
                 None if described.kind == "result" else self._entry(described.name, described.kind == "gradient")
@@ -97,8 +113,12 @@ class Programs:
             parameters=tuple(job.parameters()) if job.trains else (),
         )
 
-    def _tell(self, local: LocalProgram) -> None:
-        """Say once which operators no rule covers."""
+    def _tell(self, local: LocalProgram, captured: Captured) -> None:
+        """Say once which operators no rule covers, and what does not happen at every call."""
+        if captured.printed is not None:
+            self._world.say(
+                f"{captured.printed}: print inside job {self._job.name!r} happens only while it is captured"
+            )
         for node in local.placed.ruleless:
             self._world.say(
                 f"{node.meta.get('line', '')}: no rule to split {node.target} yet; in job {self._job.name!r} it is "
