@@ -11,7 +11,8 @@ object is compared by value.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_, itemgetter
+from itertools import repeat
+from operator import is_
 from types import CellType
 from typing import Any, Protocol
 
@@ -107,39 +108,21 @@ def contents(cell: CellType) -> Any:
 
 
 @dataclass(frozen=True)
-class Namespace:
-    """Entries of one namespace, laid out for a quick check."""
-
-    scope: Mapping[str, Any]
-    present: Callable[[Any], tuple[Any, ...]]
-    values: tuple[Any, ...]
-    absent: tuple[str, ...]
-    entries: tuple[Entry, ...]
-
-    def holds(self) -> bool:
-        """Whether every entry is the same object, or else an equal plain value."""
-        try:
-            now = self.present(self.scope)
-        except KeyError:
-            return False
-        if all(map(is_, now, self.values)) and (not self.absent or self.scope.keys().isdisjoint(self.absent)):
-            return True
-        return all(entry.holds() for entry in self.entries)
-
-
-@dataclass(frozen=True)
 class Guards:
-    """All that was found for one capture; `namespaces` and `others` are the same guards, laid out for a quick check."""
+    """All that was found for one capture; the other fields are the same guards, laid out for a quick check."""
 
     guards: tuple[Guard, ...]
-    namespaces: tuple[Namespace, ...]
+    entries: tuple[Entry, ...]
+    scopes: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
     others: tuple[Guard, ...]
 
     def hold(self) -> bool:
         """Whether everything is what it was."""
-        for namespace in self.namespaces:
-            if not namespace.holds():
-                return False
+        now = map(dict.get, self.scopes, self.names, repeat(MISSING))
+        if not all(map(is_, now, self.values)) and not all(entry.holds() for entry in self.entries):
+            return False
         return all(guard.holds() for guard in self.others)
 
     def first_changed(self) -> Guard | None:
@@ -149,32 +132,18 @@ class Guards:
 
 def laid_out(guards: Sequence[Guard], modules: ModuleState) -> Guards:
     """Guards in the order that they were found, and in the layout that is quick to check."""
-    scopes: dict[int, list[Entry]] = {}
-    others: list[Guard] = [modules]
-    for guard in guards:
-        # Of a plain list or dict a copy is kept, which is never the same object.
-        if isinstance(guard, Entry) and (not is_simple(guard.value) or frozen(guard.value) is guard.value):
-            scopes.setdefault(id(guard.scope), []).append(guard)
-        else:
-            others.append(guard)
+    entries = tuple(guard for guard in guards if isinstance(guard, Entry) and is_quick(guard))
+    quick = set(map(id, entries))
     return Guards(
         guards=(*guards, modules),
-        namespaces=tuple(namespace_of(entries) for entries in scopes.values()),
-        others=tuple(others),
+        entries=entries,
+        scopes=tuple(entry.scope for entry in entries if isinstance(entry.scope, dict)),
+        names=tuple(entry.name for entry in entries),
+        values=tuple(entry.value for entry in entries),
+        others=(modules, *(guard for guard in guards if id(guard) not in quick)),
     )
 
 
-def namespace_of(entries: Sequence[Entry]) -> Namespace:
-    """The entries of one namespace together."""
-    present = [entry for entry in entries if entry.value is not MISSING]
-    names = [entry.name for entry in present]
-    # itemgetter of one name gives no tuple.
-    getter = itemgetter(names[0], *names) if names else lambda _: ()
-    values = tuple(entry.value for entry in present)
-    return Namespace(
-        scope=entries[0].scope,
-        present=getter,
-        values=values[:1] + values,
-        absent=tuple(entry.name for entry in entries if entry.value is MISSING),
-        entries=tuple(entries),
-    )
+def is_quick(entry: Entry) -> bool:
+    """Whether it can be compared by identity: a copy is kept of a plain list, which is never the same object."""
+    return isinstance(entry.scope, dict) and (not is_simple(entry.value) or frozen(entry.value) is entry.value)

@@ -1,6 +1,7 @@
 """What modules are made of, watched: their parts, tensors, hooks and flags."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -13,7 +14,9 @@ HOOKS_OF_ALL = tuple(
     for name, table in vars(of_all_modules).items()
     if name.startswith("_global_") and name.endswith("_hooks") and isinstance(table, dict)
 )
-kind_of = attrgetter("shape", "dtype", "requires_grad")
+kind_of = attrgetter("shape", "dtype", "device", "requires_grad")
+ATTRIBUTES = tuple(map(attrgetter, ("shape", "dtype", "device", "requires_grad")))
+training_of = attrgetter("training")
 
 
 class ModuleState:
@@ -40,15 +43,12 @@ class ModuleState:
         tables += [("a hook of all modules", table) for table in HOOKS_OF_ALL]
         self._empty = [table for _, table in tables if not table]
         self._full = [(label, table, [*table], [*table.values()]) for label, table in tables if table]
-        self._parameter_tables = [part._parameters for part in self._parts if part._parameters]
+        self._tables = [table for part in self._parts for table in (part._parameters, part._buffers) if table]
         self._no_tensors = [table for part in self._parts for table in (part._parameters, part._buffers) if not table]
-        self._buffer_tables = [part._buffers for part in self._parts if part._buffers]
-        self._parameter_names = keys_of(self._parameter_tables)
-        self._buffer_names = keys_of(self._buffer_tables)
-        self._parameters = tensors_of(self._parameter_tables)
-        self._buffers = tensors_of(self._buffer_tables)
-        self._parameter_kinds = kinds_of(self._parameters)
-        self._buffer_kinds = kinds_of(self._buffers)
+        self._names = list(chain.from_iterable(self._tables))
+        self._tensors = tensors_of(self._tables)
+        self._are_parameters = [isinstance(tensor, nn.Parameter) for tensor in self._tensors]
+        self._kinds_of_tensors = kinds_of(self._tensors)
 
     def holds(self) -> bool:
         """Whether all is what it was."""
@@ -66,40 +66,35 @@ class ModuleState:
                 return f"has other entries in {label}"
         if list(map(type, self._parts)) != self._kinds:
             return "has a part that is of another class"
-        if self._training is not None and [part.training for part in self._parts] != self._training:
+        if self._training is not None and list(map(training_of, self._parts)) != self._training:
             return "is in another mode, train or eval"
         return self._tensor_difference()
 
     def _tensor_difference(self) -> str | None:
-        parameters = tensors_of(self._parameter_tables)
-        if len(parameters) != len(self._parameters) or not all(map(is_, parameters, self._parameters)):
-            return "has a parameter that is another tensor"
-        buffers = tensors_of(self._buffer_tables)
-        if len(buffers) != len(self._buffers):
-            return "has other buffers"
-        if not all(map(is_, buffers, self._buffers)) and aliases(buffers) != aliases(self._buffers):
-            return "has buffers that are one tensor, or no longer are"
-        if kinds_of(parameters) != self._parameter_kinds or kinds_of(buffers) != self._buffer_kinds:
-            return "has a tensor of another shape, dtype or requires_grad"
-        tables = (self._parameter_tables, self._buffer_tables)
-        if [keys_of(table) for table in tables] != [self._parameter_names, self._buffer_names]:
+        if list(chain.from_iterable(self._tables)) != self._names:
             return "has tensors under other names"
+        tensors = tensors_of(self._tables)
+        if not all(map(is_, tensors, self._tensors)):
+            for now, before, is_parameter in zip(tensors, self._tensors, self._are_parameters, strict=True):
+                if now is not before and (is_parameter or isinstance(now, nn.Parameter)):
+                    return "has a parameter that is another tensor"
+            if aliases(tensors) != aliases(self._tensors):
+                return "has buffers that are one tensor, or no longer are"
+        if kinds_of(tensors) != self._kinds_of_tensors:
+            return "has a tensor of another shape, dtype or requires_grad"
         return None
 
 
-def tensors_of(tables: Sequence[Mapping[str, Tensor | None]]) -> list[Tensor | None]:
-    """All entries of several tables."""
-    return [tensor for table in tables for tensor in table.values()]
+def tensors_of(tables: Sequence[dict[str, Any]]) -> list[Any]:
+    """All entries of several tables, None included."""
+    return list(chain.from_iterable(map(dict.values, tables)))
 
 
-def keys_of(tables: Sequence[Mapping[str, Tensor | None]]) -> list[str]:
-    """All names of several tables."""
-    return [name for table in tables for name in table]
-
-
-def kinds_of(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Shapes and dtypes, and which need gradients."""
-    return [None if tensor is None else kind_of(tensor) for tensor in tensors]
+def kinds_of(tensors: Sequence[Any]) -> tuple[list[Any], ...]:
+    """Shapes, dtypes, devices, and which need gradients."""
+    if any(map(is_, tensors, repeat(None))):
+        tensors = [tensor for tensor in tensors if tensor is not None]
+    return tuple(list(map(attribute, tensors)) for attribute in ATTRIBUTES)
 
 
 def aliases(tensors: Sequence[Tensor | None]) -> list[int]:

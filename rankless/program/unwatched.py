@@ -14,16 +14,15 @@ PYTHON = (FunctionType, MethodType, nn.Module)
 """An argument of one of these kinds may be Python code of the user's."""
 
 
-def called_unwatched(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of PyTorch's; if it is given a function of the user's, that is watched."""
-    profile = sys.getprofile()
-    if profile is None or any(isinstance(item, PYTHON) for item in (*args, *kwargs.values())):
+def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], profile: Any) -> Any:
+    """Call a function of PyTorch's; if it is given Python code of the user's, that is watched by `profile`."""
+    if profile is None or not any(isinstance(item, PYTHON) for item in (*args, *kwargs.values())):
         return function(*args, **kwargs)
-    sys.setprofile(None)
+    sys.setprofile(profile)
     try:
         return function(*args, **kwargs)
     finally:
-        sys.setprofile(profile)
+        sys.setprofile(None)
 
 
 def plain_parts(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
