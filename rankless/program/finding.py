@@ -24,6 +24,7 @@ from rankless.program.states import (
     drawing_state,
     is_builtin_iterator,
     is_users_class,
+    itself,
     methods_of,
     place_in,
     too_large,
@@ -85,6 +86,7 @@ class Finder:
         self._functions: set[int] = set()
         self._codes: set[CodeType] = set()
         self._walked: set[tuple[int, int]] = set()
+        self._walked_classes: set[tuple[int, int]] = set()
         self._part_identities: set[int] = set()
         self._class_scopes: dict[type, Mapping[str, Any]] = {}
         self._names_of_class: dict[type, Names] = {}
@@ -105,7 +107,12 @@ class Finder:
                 if isinstance(item, FunctionType):
                     self._function(item)
         for (_, code), (label, value) in list(watch.objects.items()):
-            self._into(label, value, self._reader.names(code))
+            if is_simple(value):
+                # A list or array that no name leads to; what cannot be changed in place is part of something else.
+                if frozen(value) is not value:
+                    self._ask(label, functools.partial(itself, value), (id(value), "itself"))
+            else:
+                self._into(label, value, self._reader.names(code))
         environment: Mapping[Any, Any] = vars(os.environ)["_data"]  # without a copy and decoding
         for name in sorted(watch.environment):
             key: Any = os.fsencode(name)
@@ -195,10 +202,10 @@ class Finder:
             self._callable(label, value, names)
         elif isinstance(value, CONTAINERS):
             self._items(label, value, names)
-        elif not isinstance(value, type):
-            self._object(label, value, names)
-        elif is_users_class(value):
+        elif isinstance(value, type):
             self._class(label, value, names)
+        else:
+            self._object(label, value, names)
 
     def _python_module(self, label: str, module: ModuleType, names: Names) -> None:
         """A user's module like any object; of others plain settings, functions and modules in them."""
@@ -218,9 +225,9 @@ class Finder:
             inner = [self._reader.names(function.__code__) for function in functions_in(value)]
             self._into(label, value.__self__, inner[0] if inner else names)
         elif isinstance(value, functools.partial):
-            self._into(label, value.func, names)
-            self._into(label, value.args, names)
-            self._into(label, value.keywords, names)
+            for name in ("func", "args", "keywords"):
+                self._ask(f"{label}.{name}", functools.partial(getattr, value, name), (id(value), name))
+                self._into(label, getattr(value, name), names)
 
     def _items(self, label: str, container: Any, names: Names) -> None:
         """A container's items, and what stands behind each."""
@@ -271,9 +278,8 @@ class Finder:
             for name in names.among(scope):
                 if name not in own:
                     self._entry(f"{label}.{name}", scope, name, names)
+        self._class(label, kind, names)
         for parent in kind.__mro__:
-            if is_users_class(parent):
-                self._class(label, parent, names)
             for name, item in vars(parent).items():
                 if isinstance(item, MemberDescriptorType) and (names.every or name in names.read):
                     self._slot(f"{label}.{name}", value, item, names)
@@ -292,14 +298,21 @@ class Finder:
         self._into(label, ask(), names)
 
     def _class(self, label: str, kind: type, names: Names) -> None:
-        """What a user's class itself holds under the names that code reads."""
-        scope = self._scope_of(kind)
-        if (id(kind), id(names)) in self._walked:
+        """What a user's class holds or inherits under the names that code reads."""
+        if (id(kind), id(names)) in self._walked_classes:
             return
-        self._walked.add((id(kind), id(names)))
-        for name in sorted((names.read | {"__call__", "__getattr__"}) & scope.keys()):
-            if not isinstance(scope[name], MemberDescriptorType):
-                self._entry(f"{label}.{name}", scope, name, names)
+        self._walked_classes.add((id(kind), id(names)))
+        scopes = [(parent, self._scope_of(parent)) for parent in kind.__mro__]
+        for name in sorted(names.read | {"__call__", "__getattr__"}):
+            for place, (parent, scope) in enumerate(scopes):
+                if not is_users_class(parent):
+                    continue
+                if name in scope:
+                    if not isinstance(scope[name], MemberDescriptorType):
+                        self._entry(f"{label}.{name}", scope, name, names)
+                    break
+                if any(name in later for _, later in scopes[place + 1 :]):
+                    self.guards.setdefault((id(scope), name), Entry(f"{label}.{name}", scope, name, MISSING))
 
     def _scope_of(self, kind: type) -> Mapping[str, Any]:
         """A class's namespace; the same object whenever it is asked for."""

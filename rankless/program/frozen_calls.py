@@ -31,10 +31,8 @@ FROZEN: dict[Any, str] = {
 FROZEN_NAMES = frozenset(function.__name__ for function in FROZEN) | {"random", "getrandbits", "seed", "setstate"}
 FROZEN_NAMES |= {"now", "utcnow", "today", "fork_exec"}
 
-QUIET = tuple(
-    STANDARD_FOLDER + name
-    for name in ("logging", "warnings.py", "linecache.py", "tokenize.py", "inspect.py", "importlib", "traceback.py")
-)
+QUIET_MODULES = ("logging", "warnings.py", "linecache.py", "tokenize.py", "inspect.py", "importlib", "traceback.py")
+QUIET = ("<frozen importlib", *(STANDARD_FOLDER + name for name in QUIET_MODULES))
 """Parts of Python that ask for the time or read source files without giving the answer to their caller."""
 
 
@@ -63,7 +61,7 @@ def user_asking(frame: FrameType | None) -> FrameType | None:
         file = frame.f_code.co_filename
         if is_users_file(file):
             return frame
-        if not file.startswith(STANDARD_FOLDER) or file.startswith((*INSTALLED_FOLDERS, *QUIET)):
+        if not file.startswith((STANDARD_FOLDER, "<frozen ")) or file.startswith((*INSTALLED_FOLDERS, *QUIET)):
             return None
         frame = frame.f_back
     return None

@@ -85,6 +85,7 @@ class Items:
         keys, values = elements(self.container)
         if all(map(is_, values, self.values)) and (self.keys is None or all(map(is_, keys, self.keys))):
             return True
+        keys, values = elements(self.container)
         return all(map(same, values, self.values)) and (self.keys is None or all(map(same, keys, self.keys)))
 
     def change(self) -> str:

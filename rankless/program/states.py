@@ -3,6 +3,7 @@
 import hashlib
 import io
 import sys
+import threading
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -31,10 +32,17 @@ def methods_of(kind: type) -> list[FunctionType]:
 def vars_of(value: Any) -> dict[str, Any] | None:
     """An object's own namespace, if it has one; code of its class does not run."""
     try:
-        scope = object.__getattribute__(value, "__dict__")
+        # Each thread has its own namespace in a threading.local.
+        lookup = threading.local if isinstance(value, threading.local) else object
+        scope = lookup.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
     return scope if isinstance(scope, dict) else None
+
+
+def itself(value: Any) -> Any:
+    """The value, for guards on what no name leads to."""
+    return value
 
 
 def is_users_class(kind: type) -> bool:
