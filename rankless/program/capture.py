@@ -84,6 +84,10 @@ class TracedJob(nn.Module):
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
 
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Like `forward`: hooks that the script has put on all modules are not for this one."""
+        return self.forward(*tensors)
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
         traced = [*self.parameters(), *self.buffers()]

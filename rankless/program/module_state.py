@@ -16,6 +16,7 @@ HOOKS_OF_ALL = tuple(
 )
 kind_of = attrgetter("shape", "dtype", "device", "requires_grad")
 ATTRIBUTES = tuple(map(attrgetter, ("shape", "dtype", "device", "requires_grad")))
+TENSOR_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 training_of = attrgetter("training")
 
 
@@ -49,6 +50,7 @@ class ModuleState:
         self._tensors = tensors_of(self._tables)
         self._are_parameters = [isinstance(tensor, nn.Parameter) for tensor in self._tensors]
         self._kinds_of_tensors = kinds_of(self._tensors)
+        self._hooked = hooks_on(self._tensors)
 
     def holds(self) -> bool:
         """Whether all is what it was."""
@@ -82,6 +84,8 @@ class ModuleState:
                 return "has buffers that are one tensor, or no longer are"
         if kinds_of(tensors) != self._kinds_of_tensors:
             return "has a tensor of another shape, dtype or requires_grad"
+        if hooks_on(tensors) != self._hooked:
+            return "has other hooks on its parameters"
         return None
 
 
@@ -95,6 +99,12 @@ def kinds_of(tensors: Sequence[Any]) -> tuple[list[Any], ...]:
     if any(map(is_, tensors, repeat(None))):
         tensors = [tensor for tensor in tensors if tensor is not None]
     return tuple(list(map(attribute, tensors)) for attribute in ATTRIBUTES)
+
+
+def hooks_on(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """How many tensors have hooks of their own, of each kind."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    return tuple(sum(map(bool, map(hooks, present))) for hooks in TENSOR_HOOKS)
 
 
 def aliases(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -4,21 +4,28 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
+import traps_stale_modules
 import traps_stale_values
+from torch import nn
 from traps import Trap, assert_alike, run_captured, run_plainly
 
 from rankless.collectives.mesh import Mesh
 from rankless.errors import CaptureError
 
-TRAPS = [*traps_stale_values.TRAPS]
+TRAPS = [*traps_stale_values.TRAPS, *traps_stale_modules.TRAPS]
 RIGHT = [trap for trap in TRAPS if trap.refused is None]
 REFUSED = [trap for trap in TRAPS if trap.refused is not None]
 
 
 @pytest.fixture(autouse=True)
-def _random_state_is_put_back():
+def _what_scripts_change_is_put_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(F, "relu", F.relu)
+    monkeypatch.setattr(nn.Tanh, "forward", nn.Tanh.forward)
     with torch.random.fork_rng(devices=[]):
         yield
+    torch.set_default_dtype(torch.float32)
+    nn.modules.module._global_forward_hooks.clear()
 
 
 @pytest.mark.parametrize("trap", RIGHT, ids=str)
