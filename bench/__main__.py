@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bench.pairs import Row
 
-MODULES = {"step": "step", "start": "start", "first_result": "first_result", "help": "help_text"}
+MODULES = {"step": "step", "start": "start", "first_result": "first_result", "help": "help_text", "checks": "checks"}
 
 
 def main() -> None:

@@ -1,11 +1,13 @@
 """What `import rankless` offers a script. Each function hands the process's world to the views."""
 
 import atexit
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
+import torch
 from torch.optim import Optimizer
 
 from rankless import checkpoint
@@ -52,6 +54,7 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
     raises: rank 0 what it was, the others a `RanklessError` that names it.
     """
     mesh = _current().world.mesh
+    mesh.come(f"rankless.once({_name(function)})")
     failure: Exception | None = None
     answer = _Answer(msgspec.Raw(b"\xc0"))
     if mesh.rank == 0:
@@ -75,19 +78,25 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
 
 
 def job(
-    *, model: Models, optimizer: Optimizer | None = None, view: str = "consistent"
+    *,
+    model: Models,
+    optimizer: Optimizer | None = None,
+    view: str = "consistent",
+    check_every: int | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
     """A decorator that makes a function on whole batches a job: written for one device, run on all of them.
 
     `model` is a module, or a list or dict of modules: all that the function uses. With an `optimizer` it is a
     train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; a loss per sample means
     its mean), and each call makes zero_grad, backward and step. Without one it predicts, without gradients.
-    Calls return the whole batch's results, the same on every rank. Raises `PlanError` for what cannot be
-    right, `CaptureError` at a call on several workers that cannot be one program.
+    Calls return the whole batch's results, the same on every rank. Models are compared between ranks at the first
+    call, when they were changed outside jobs, and before every `check_every`-th call. Raises `PlanError` for what
+    cannot be right; on several workers `CaptureError` at a call that cannot be one program, `RanksParted` where ranks
+    differ.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
-        return make_job(function, model=model, optimizer=optimizer, view=view, world=_world)
+        return make_job(function, model=model, optimizer=optimizer, view=view, world=_world, check_every=check_every)
 
     return decorate
 
@@ -95,20 +104,31 @@ def job(
 def loader(
     dataset: Any,
     *,
-    batch_size: int,
+    batch_size: int | None = 1,
     shuffle: bool = False,
     seed: int | None = None,
     drop_last: bool = False,
     sampler: Iterable[Any] | None = None,
+    batch_sampler: Iterable[Any] | None = None,
     num_workers: int = 0,
     collate_fn: Callable[[Any], Any] | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    multiprocessing_context: Any = None,
+    generator: torch.Generator | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    timeout: float = 0,
+    device: str | torch.device | None = None,
     reading: Reading = "split",
 ) -> Loader:
     """An iterable of whole batches, in exactly the order of a one-process DataLoader; `batch_size` is the
-    whole's.
+    whole's, and the other names are DataLoader's.
 
-    `reading` is "split" (each rank reads its own samples only) or "replicated" (each reads all, with the
-    random numbers of a plain DataLoader).
+    `reading` is "split" (each rank reads its own samples only; of a stream, collates its own only), "replicated"
+    (each reads all, with the random numbers of a plain DataLoader) or "first" (rank 0 reads, and sends each its
+    rows). `device` is where batches are handed out, on a GPU copied ahead. `state_dict()` and
+    `load_state_dict()` take up an interrupted epoch with its next batch.
     """
     options = LoaderOptions(
         batch_size=batch_size,
@@ -116,21 +136,75 @@ def loader(
         seed=seed,
         drop_last=drop_last,
         sampler=sampler,
+        batch_sampler=batch_sampler,
         num_workers=num_workers,
         collate_fn=collate_fn,
+        worker_init_fn=worker_init_fn,
+        multiprocessing_context=multiprocessing_context,
+        generator=generator,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        pin_memory=pin_memory,
+        timeout=timeout,
+        device=device,
         reading=reading,
     )
     return Loader(dataset, options=options, world=_world)
 
 
-def save(path: str, **objects: Any) -> None:
-    """Write the state of `objects` (anything with a `state_dict`) to the folder `path`; rank 0 writes."""
-    checkpoint.save(path, objects, mesh=_world().mesh)
+def save(
+    path: str | os.PathLike[str],
+    *,
+    layout: checkpoint.Layout = "whole",
+    background: bool = False,
+    extra: Any = None,
+    **objects: Any,
+) -> None:
+    """Write the state of `objects` (anything with a `state_dict`) and of all random generators to the folder `path`.
+
+    `layout` is "whole" (one file, by rank 0) or "sharded" (a file by each rank). With `background` the state is copied
+    and written while the script goes on; the next save or load, and the end of the script, wait for it and raise its
+    error. `extra` is plain data that `load` gives back: numbers, text, lists, dicts, tensors. Raises `CheckpointError`.
+    """
+    options = checkpoint.SaveOptions(layout=layout, background=background, extra=extra)
+    _current().saver.save(path, objects, options=options)
 
 
-def load(path: str, **objects: Any) -> None:
-    """Give `objects` the state that was saved in the folder `path` under their names."""
-    checkpoint.load(path, objects, mesh=_world().mesh)
+def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
+    """The `extra` of the checkpoint in the folder `path`, once `objects` have the state saved under their names.
+
+    With `strict=False` modules take what fits and keep the rest; what was left out is said. With `random=False` the
+    generators stay as they are. Any number of workers may load what any number has saved. Raises `CheckpointError`.
+    """
+    saver = _current().saver
+    saver.wait()
+    loaded = checkpoint.load(path, objects, mesh=saver.mesh, strict=strict, random=random)
+    if loaded.left_out:
+        _world().say(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
+    return loaded.extra
+
+
+def checkpoints(
+    folder: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    keep_best: int = 0,
+    mode: checkpoint.Mode = "min",
+    layout: checkpoint.Layout = "whole",
+    background: bool = False,
+) -> checkpoint.Checkpoints:
+    """The row of checkpoints in `folder`: `.save(step, metric=…, model=…)`, `.load(model=…)`, `.latest`, `.best`.
+
+    Of those saved the last `keep_last` stay (None: all) and the `keep_best` of the least metric (`mode="max"`: of the
+    most); the others are removed once a new one is on disk. `layout` and `background` are as for `save`.
+    """
+    return checkpoint.Checkpoints(
+        folder,
+        keeping=checkpoint.Keeping(keep_last=keep_last, keep_best=keep_best, mode=mode),
+        options=checkpoint.SaveOptions(layout=layout, background=background),
+        saver=lambda: _current().saver,
+        say=lambda text: _world().say(text),
+    )
 
 
 def _world() -> World:

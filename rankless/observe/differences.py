@@ -195,11 +195,11 @@ def _of_states(
                 kind="gradient" if kind == "gradient" else "parameter",
                 tensor=f"gradient of {state.name}" if kind == "gradient" else state.name,
                 dtype=state.dtype,
-                size=_sketch_distance(a, b),
+                size=sketch_distance(a, b),
                 scale=a.norm if math.isfinite(a.norm) else 0.0,
                 resolution=RESOLUTION.get(state.dtype, 0.0) * largest,
                 count=state.size,
-                motion=_sketch_distance(start, a) if start is not None else 0.0,
+                motion=sketch_distance(start, a) if start is not None else 0.0,
             )
 
 
@@ -220,7 +220,7 @@ def _of_final(one: Recording, other: Recording, place: Place, initial: Mapping[s
             scale=_largest(first),
             resolution=RESOLUTION.get(final.dtype, 0.0) * largest,
             count=first.size,
-            motion=_sketch_distance(start, end) if start is not None and end is not None else 0.0,
+            motion=sketch_distance(start, end) if start is not None and end is not None else 0.0,
         )
 
 
@@ -244,7 +244,7 @@ def _leaf_distance(leaf: Leaf, first: Array, second: Array) -> float:
     return _distance(first, second)
 
 
-def _sketch_distance(first: Summary, second: Summary) -> float:
+def sketch_distance(first: Summary, second: Summary) -> float:
     """About the Euclidean distance of two tensors, from their sketches."""
     if first == second or (math.isnan(first.norm) and math.isnan(second.norm)):
         return 0.0

@@ -15,7 +15,6 @@ from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from rankless.errors import CaptureError
@@ -26,6 +25,7 @@ from rankless.program.guards import Guards
 from rankless.program.logical_program import LogicalProgram
 from rankless.program.modes import require_gradients
 from rankless.program.refusals import capture_error
+from rankless.program.sizes import Environment, Sizes, sizes_spelled_out
 from rankless.program.tracing import lines_recorded
 
 ArgumentsOf = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -37,6 +37,7 @@ class ArgumentShape:
     """The logical shape and dtype of one tensor argument."""
 
     shape: tuple[int, ...]
+    """Sizes that vary from call to call are symbols (see `sizes`)."""
     dtype: torch.dtype
 
 
@@ -91,7 +92,7 @@ class TracedJob(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
         traced = [*self.parameters(), *self.buffers()]
-        with self.effects.watched() as trail, lines_recorded(traced, trail):
+        with self.effects.watched() as trail, lines_recorded(traced, trail), sizes_spelled_out():
             args, kwargs = self.arguments(tensors)
             result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
@@ -133,19 +134,20 @@ def capture(
     arguments: ArgumentsOf,
     shapes: Sequence[ArgumentShape],
     device: torch.device,
+    *,
+    sizes: Sizes | None = None,
 ) -> Captured:
     """The logical program of a job for arguments of the given logical shapes.
 
-    `arguments` puts the tensor arguments back among the plain ones. Raises `CaptureError`, with the line of the
+    `arguments` puts the tensor arguments back among the plain ones; `sizes` made the symbols in `shapes`, if there
+    are any. Raises `CaptureError`, with the line of the
     user's script, if the job cannot be one program.
     """
     if source.trains:
         require_gradients(source.name, source.line)
     job = TracedJob(source, arguments)
-    fake = FakeTensorMode(
-        allow_non_fake_inputs=True,
-        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False),
-    )
+    environment = Environment() if sizes is None else sizes.environment
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
     with contextlib.ExitStack() as stack:
         # PyTorch keeps the last capture's fake tensors here, which then die noisily with the interpreter.
         stack.callback(PhiloxStateTracker.reset)

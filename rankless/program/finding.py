@@ -15,7 +15,7 @@ from weakref import ReferenceType
 import numpy
 from torch import Tensor, nn
 
-from rankless.program.guards import Answer, Entry, Guard, Guards, Items, contents, laid_out
+from rankless.program.guards import Answer, Cell, Entry, Guard, Guards, Items, contents, laid_out
 from rankless.program.module_state import ModuleState, kind_of
 from rankless.program.plain_values import CONTAINERS, MISSING, elements, frozen, is_simple
 from rankless.program.reading import NOTHING, Names, Reader, functions_in, names_in
@@ -152,7 +152,7 @@ class Finder:
         names = self._reader.names(code)
         self._codes.add(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._ask(name, functools.partial(contents, cell), (id(cell), name))
+            self._keep((id(cell), name), contents(cell), functools.partial(Cell, name, cell))
             self._into(name, contents(cell), names)
         self._globals(code, function.__globals__)
         label = function.__name__

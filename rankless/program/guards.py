@@ -53,8 +53,25 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Cell:
+    """What a closure's cell holds."""
+
+    label: str
+    cell: CellType
+    value: Any
+
+    def holds(self) -> bool:
+        """Whether it holds the same."""
+        return same(contents(self.cell), self.value)
+
+    def change(self) -> str:
+        """What it held and what it holds now."""
+        return f"was {brief(self.value)} and is {brief(contents(self.cell))}"
+
+
+@dataclass(frozen=True)
 class Answer:
-    """What something says when asked: a closure's cell, a slot, the state of a cache."""
+    """What something says when asked: a slot, the state of a cache."""
 
     label: str
     ask: Callable[[], Any]
@@ -125,6 +142,19 @@ class Guards:
         if not all(map(is_, now, self.values)) and not all(entry.holds() for entry in self.entries):
             return False
         return all(guard.holds() for guard in self.others)
+
+    def put_back(self, is_wrong: Callable[[Any], bool]) -> str | None:
+        """Put back what was there in place of values that are wrong; the label of the first."""
+        first = None
+        for guard in self.guards:
+            if isinstance(guard, Entry) and isinstance(guard.scope, dict) and is_wrong(guard.scope.get(guard.name)):
+                guard.scope[guard.name] = guard.value
+            elif isinstance(guard, Cell) and is_wrong(contents(guard.cell)):
+                guard.cell.cell_contents = guard.value
+            else:
+                continue
+            first = first or guard.label
+        return first
 
     def first_changed(self) -> Guard | None:
         """The first guard that does not hold."""

@@ -15,7 +15,7 @@ from rankless.collectives.mesh import Mesh
 from rankless.collectives.tensors import start_all_reduce
 from rankless.program.logical_program import LogicalValue
 from rankless.program.lower import LocalGraph
-from rankless.program.moves import Move
+from rankless.program.moves import Move, reduced_bytes
 from rankless.program.whole_operators import run_linear_weight
 
 aten = torch.ops.aten
@@ -67,30 +67,31 @@ def scheduled(local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mes
     order = {node: place for place, node in enumerate(local.graph.nodes)}
     pending = sorted(local.pending, key=order.__getitem__)
     reduced: dict[fx.Node, fx.Node] = {}
-    moves = list(local.moves)
+    names = {node: described.name for node, described in local.outputs}
     returned = next(node for node in local.graph.nodes if node.op == "output")
     for nodes in buckets(pending, gradients):
         values = [gradients[node].meta["val"] for node in nodes]
         bucket = Bucket(mesh, values)
         copied = [index for index, node in enumerate(nodes) if not written_in_place(local.graph, node, bucket, index)]
         with local.graph.inserting_after(nodes[-1]):
-            local.graph.call_function(bucket.start, (copied, [nodes[index] for index in copied]))
+            started = local.graph.call_function(bucket.start, (copied, [nodes[index] for index in copied]))
         with local.graph.inserting_before(returned):
             finished = local.graph.call_function(bucket.finish, ())
             for index, node in enumerate(nodes):
                 reduced[node] = local.graph.call_function(getitem, (finished, index))
-        moves.append(
-            Move(
-                kind="all_reduce",
-                value=", ".join(node.name for node in nodes),
-                bytes=sum(value.numel() * value.element_size() for value in values),
-                line=str(nodes[-1].meta.get("line", "")),
-                reason=f"{len(nodes)} gradients",
-            )
+        size = sum(value.numel() * value.element_size() for value in values)
+        started.meta["move"] = Move(
+            kind="all_reduce",
+            value=", ".join(names[node] for node in nodes),
+            bytes=size,
+            sent_bytes=reduced_bytes(size, mesh.size),
+            line=str(nodes[-1].meta.get("line", "")),
+            reason=f"{len(nodes)} gradients" if len(nodes) > 1 else "a gradient",
+            overlapped=True,
         )
     outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)
     returned.args = (tuple(node for node, _ in outputs),)
-    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending=(), moves=tuple(moves))
+    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending=())
 
 
 def written_in_place(graph: fx.Graph, node: fx.Node, bucket: Bucket, index: int) -> bool:

@@ -88,14 +88,14 @@ class WorkerProcess:
 
     def _run_program(self, program: Callable[[], None]) -> int:
         try:
-            program()
-        except SystemExit as leaving:
-            return _exit_code(leaving)
+            exit_code = _exit_code_of(program)
+            if exit_code == 0:
+                _finish()
         except BaseException as error:
             self._report(_without_our_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
             return 130 if isinstance(error, KeyboardInterrupt) else 1
-        return 0
+        return exit_code
 
     def _report(self, error: BaseException) -> None:
         rank, now = self._plan.rank, time.monotonic_ns()
@@ -111,7 +111,10 @@ class WorkerProcess:
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy")
         importlib.import_module("rankless.runtime.torch_settings").apply(
-            seed=self._plan.seed, threads=environment.user_threads(), before_leaving=self._before_leaving
+            seed=self._plan.seed,
+            threads=environment.user_threads(),
+            dtype=self._plan.dtype,
+            before_leaving=self._before_leaving,
         )
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._plan.rank == 0:
@@ -138,6 +141,21 @@ def _texts(error: BaseException) -> dict[str, str]:
         "message": str(error)[:_LONGEST_TEXT],
         "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TEXT:],
     }
+
+
+def _exit_code_of(program: Callable[[], None]) -> int:
+    try:
+        program()
+    except SystemExit as leaving:
+        return _exit_code(leaving)
+    return 0
+
+
+def _finish() -> None:
+    # Who has not imported this module has joined nothing.
+    current = sys.modules.get("rankless.runtime.current")
+    if current is not None:
+        current.finish()
 
 
 def _exit_code(leaving: SystemExit) -> int:

@@ -19,6 +19,8 @@ class JobDefinition:
     modules: Mapping[str, nn.Module]
     optimizer: Optimizer | None
     line: str
+    check_every: int | None = None
+    """Compare the models of all ranks before every so many calls; None: only when there is a reason."""
 
     @property
     def trains(self) -> bool:

@@ -37,6 +37,11 @@ class Job(Generic[Parameters, Result]):
         self._world = world
         self._view: Plain | Consistent | None = None
 
+    @property
+    def called(self) -> bool:
+        """Whether it has been called in this process."""
+        return self._view is not None
+
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run the job on a whole batch; a train job also makes its optimizer's step.
 
@@ -64,6 +69,8 @@ class Job(Generic[Parameters, Result]):
                 world.recorder.record_step(job=job.name, model=job.modules)
         if world.meter is not None and job.trains:
             world.meter.trained(job=job.name, loss=lambda: float(loss_of(result)))
+        if world.limit is not None and job.trains:
+            world.limit.step_made()
         return result
 
 
@@ -74,6 +81,7 @@ def make_job(
     optimizer: Optimizer | None,
     view: str,
     world: WorldSource,
+    check_every: int | None = None,
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
     if view != "consistent":
@@ -82,6 +90,8 @@ def make_job(
             found=f"view={view!r}",
             fix="leave view= away; the mirrored view is not part of this release",
         )
+    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
+        raise PlanError(expected="check_every= as a number of calls, from 1 up", found=check_every, fix="leave it away")
     modules = named_modules(model)
     if optimizer is not None:
         check_optimizer(optimizer, modules)
@@ -92,6 +102,7 @@ def make_job(
         modules=modules,
         optimizer=optimizer,
         line="" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+        check_every=check_every,
     )
     return Job(definition, world)
 

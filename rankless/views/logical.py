@@ -105,6 +105,8 @@ class LogicalTensor(Tensor):
 
     placement: Shard
     mesh: Mesh
+    identity: int = 0
+    """64 bits that are equal on all ranks if they hold rows of the same batch; 0 if nobody knows."""
 
     @staticmethod
     def __new__(
@@ -147,6 +149,7 @@ class LogicalTensor(Tensor):
     def whole(self) -> Tensor:
         """The whole as a plain tensor, gathered from all ranks at the first call: a collective operation."""
         if self._whole is None:
+            self.mesh.come(f"an operation on a whole batch of {list(self.shape)} outside jobs")
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._whole = _gather(self._local, placement=self.placement, mesh=self.mesh)
                 dim, rank = self.placement.dim, self.mesh.rank
@@ -194,7 +197,9 @@ def _keep(func: Callable[..., Any], tensor: LogicalTensor, rest: tuple[Any, ...]
         return tensor
     if not isinstance(result, Tensor):
         return result
-    return LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, notice=tensor._notice)
+    kept = LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, notice=tensor._notice)
+    kept.identity = tensor.identity
+    return kept
 
 
 def _on_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

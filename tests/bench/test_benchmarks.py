@@ -65,3 +65,12 @@ def test_steps_of_both_sides_are_timed(model: str, tmp_path: Path):
     ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
     assert ours > 0
     assert peer > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["digest", "guards"])
+def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
+    command = rankless_run(2, "checks.py", "lenet", check, "--blocks", "1", "--steps", "2")
+    run(command, threads=1, folder=str(tmp_path))
+    ((part, whole),) = json.loads((tmp_path / "times.json").read_text())
+    assert 0 < part < whole

@@ -195,9 +195,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by one entry per capture."""
     captures: list[str] = []
 
-    def capture(source, *arguments):
+    def capture(source, *arguments, **options):
         captures.append(source.name)
-        return capturing.capture(source, *arguments)
+        return capturing.capture(source, *arguments, **options)
 
     monkeypatch.setattr(preparing, "capture", capture)
     return captures
