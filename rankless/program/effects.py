@@ -144,7 +144,7 @@ def require_no_parameter_hooks(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def require_initialised(modules: Mapping[str, nn.Module]) -> None:
+def require_initialised(modules: Mapping[str, nn.Module], line: str) -> None:
     """Refuse lazy modules that have no parameters yet: every rank must start from the same ones."""
     for name, module in modules.items():
         for path, tensor in (*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)):
@@ -153,6 +153,7 @@ def require_initialised(modules: Mapping[str, nn.Module]) -> None:
                     expected="modules whose parameters are made before the job's first call",
                     found=f"{path}, which a lazy module has not made yet",
                     fix="call the model once on a batch before the optimizer is made",
+                    where=line or None,
                 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rankless.program.guards import Answer, Cell, Entry, Guard, Guards, Items, contents, laid_out
 from rankless.program.module_state import ModuleState, kind_of
-from rankless.program.plain_values import CONTAINERS, MISSING, elements, frozen, is_simple
+from rankless.program.plain_values import BUFFERS, COMPARED_BYTES, CONTAINERS, MISSING, elements, frozen, is_simple
 from rankless.program.reading import NOTHING, Names, Reader, functions_in, names_in
 from rankless.program.states import (
     cache_state,
@@ -247,6 +247,10 @@ class Finder:
         """An object of any class: what it is made of, as far as code names it."""
         if isinstance(value, numpy.ndarray):
             raise too_large(label, f"a NumPy array of {value.nbytes} bytes and dtype {value.dtype}")
+        if isinstance(value, BUFFERS):
+            if memoryview(value).nbytes > COMPARED_BYTES:
+                raise too_large(label, f"{memoryview(value).nbytes} bytes")
+            self._ask(label, lambda: bytes(value), (id(value), "bytes"))
         if isinstance(value, ReferenceType):
             self._ask(f"{label}()", value, (id(value), "referent"))
             self._into(label, value(), names)

@@ -1,6 +1,8 @@
 """Plain values: which values can be compared with what they were, and how, without calling the user's code."""
 
+import array
 import math
+import mmap
 from collections import deque
 from collections.abc import Iterable
 from datetime import date, time, timedelta
@@ -26,6 +28,7 @@ SMALL = 64
 
 SEQUENCES: tuple[type[Any], ...] = (list, tuple, set, frozenset, deque)
 CONTAINERS: tuple[type[Any], ...] = (*SEQUENCES, dict, MappingProxyType)
+BUFFERS = (array.array, memoryview, mmap.mmap)
 COMPARED_BYTES = 1 << 20
 """Up to so many bytes of a NumPy array are compared at every call."""
 

@@ -29,7 +29,7 @@ def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
 
 def equalise(job: JobDefinition, world: World, *, when: str) -> None:
     """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
-    require_initialised(job.modules)
+    require_initialised(job.modules, job.line)
     parted = differing(job, world)
     if not parted:
         return

@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import traps_stale_modules
+import traps_stale_objects
+import traps_stale_process
+import traps_stale_tensors
 import traps_stale_values
 from torch import nn
 from traps import Trap, assert_alike, run_captured, run_plainly
@@ -13,7 +16,13 @@ from traps import Trap, assert_alike, run_captured, run_plainly
 from rankless.collectives.mesh import Mesh
 from rankless.errors import CaptureError
 
-TRAPS = [*traps_stale_values.TRAPS, *traps_stale_modules.TRAPS]
+TRAPS = [
+    *traps_stale_values.TRAPS,
+    *traps_stale_objects.TRAPS,
+    *traps_stale_process.TRAPS,
+    *traps_stale_modules.TRAPS,
+    *traps_stale_tensors.TRAPS,
+]
 RIGHT = [trap for trap in TRAPS if trap.refused is None]
 REFUSED = [trap for trap in TRAPS if trap.refused is not None]
 
