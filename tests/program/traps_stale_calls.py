@@ -166,9 +166,9 @@ def generator_of_numpy():
 def generator_of_numpy_behind_a_method():
     model, draw_number = perceptron(), numpy.random.default_rng(3).random
 
-    def loss(features, labels):
+    def loss(features, labels):  # the line
         value = F.cross_entropy(model(features), labels)
-        return value * draw_number()  # the line
+        return value * draw_number()
 
     return script(loss, model)
 
