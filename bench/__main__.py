@@ -11,7 +11,16 @@ from rich.table import Table
 
 from bench.pairs import Row
 
-MODULES = {"step": "step", "start": "start", "first_result": "first_result", "help": "help_text"}
+MODULES = {
+    "step": "step",
+    "start": "start",
+    "first_result": "first_result",
+    "help": "help_text",
+    "save_stall": "save_stall",
+    "resume": "resume",
+    "checks": "checks",
+    "variable_shapes": "variable_shapes",
+}
 
 
 def main() -> None:

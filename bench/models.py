@@ -77,3 +77,15 @@ def random_classes(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """A batch of noise, and classes for it."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator), torch.randint(10, shape[:1], generator=generator)
+
+
+def random_batch(name: str) -> tuple[Tensor, Tensor]:
+    """A whole batch for a model that is known by its name, as "gpt_dropout"."""
+    if name.startswith("gpt"):
+        return random_text(rows=32)
+    return random_classes((256, 512) if name.startswith("mlp") else (100, 1, 28, 28))
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy of a batch's classes, or of all its characters."""
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())

@@ -11,7 +11,7 @@ from rankless.errors import RanklessError
 from rankless.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from rankless.script import job, load, loader, local_rank, once, rank, save, world_size
+    from rankless.script import checkpoints, job, load, loader, local_rank, once, rank, save, world_size
 
 if sys.platform == "win32":
     raise ImportError("Rankless runs on Linux (and, best effort, macOS), not on Windows: use WSL there.")
@@ -19,6 +19,7 @@ if sys.platform == "win32":
 __all__ = [
     "RanklessError",
     "__version__",
+    "checkpoints",
     "job",
     "load",
     "loader",

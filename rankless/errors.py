@@ -5,6 +5,7 @@ RanklessError
 ├── LaunchError        processes that could not be started, or a job whose worker failed
 ├── CaptureError       a job that cannot become one program; carries the line of the user's script
 ├── ProgramMismatch    ranks that captured different programs
+├── RanksParted        ranks that come to different calls, or to the same with different inputs
 ├── DataError          a data set or a batch that the loader or a job cannot take
 ├── StepError          a training step that cannot be made, or must not be
 └── CheckpointError    a checkpoint that cannot be written or read
@@ -63,6 +64,10 @@ class CaptureError(RanklessError):
 
 class ProgramMismatch(RanklessError):
     """Ranks that captured different programs."""
+
+
+class RanksParted(RanklessError):
+    """Ranks that come to different calls, or to the same call with different inputs or models."""
 
 
 class DataError(RanklessError):

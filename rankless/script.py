@@ -1,15 +1,14 @@
 """What `import rankless` offers a script. Each function hands the process's world to the views."""
 
 import atexit
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-import msgspec
+import torch
 
 from rankless import checkpoint
-from rankless.collectives.messages import broadcast_bytes
-from rankless.errors import RanklessError
 from rankless.observe.progress import ProgressDisplay
 from rankless.records.events import AnyRecord, Progress, Said
 from rankless.runtime.current import current
@@ -17,17 +16,11 @@ from rankless.runtime.joined import Observer, Runtime
 from rankless.views.definition import Stepping
 from rankless.views.job import Job, Models, Optimizers, make_job
 from rankless.views.loader import Loader, LoaderOptions, Reading
+from rankless.views.once import call_once
 from rankless.views.world import World
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """What `once` sends to the other ranks."""
-
-    value: msgspec.Raw
-    error: str = ""
 
 
 def rank() -> int:
@@ -48,30 +41,12 @@ def local_rank() -> int:
 def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
     """What `function` returns on rank 0, the only one that calls it, on every rank.
 
-    The result must be plain data (numbers, text, bytes, lists, dicts, None). If `function` raises, every rank
-    raises: rank 0 what it was, the others a `RanklessError` that names it.
+    Tensors, NumPy arrays, paths, dates, enums, tuples, sets, named tuples, dataclasses and plain data keep their
+    types. If `function` raises, every rank raises: rank 0 what it was, the others a `RanklessError` that names it.
+    Inside `function` only rank 0 is there: `once` calls directly, and what needs all ranks is refused.
     """
-    mesh = _current().world.mesh
-    failure: Exception | None = None
-    answer = _Answer(msgspec.Raw(b"\xc0"))
-    if mesh.rank == 0:
-        try:
-            answer = _Answer(msgspec.Raw(_encode(function(*args, **kwargs), function)))
-        except Exception as error:  # it is raised below, after the others have been told
-            failure = error
-            answer = _Answer(msgspec.Raw(b"\xc0"), f"{type(error).__name__}: {error}")
-    data = broadcast_bytes(msgspec.msgpack.encode(answer), mesh=mesh)
-    if failure is not None:
-        raise failure
-    received = msgspec.msgpack.decode(data, type=_Answer)
-    if received.error:
-        raise RanklessError(
-            expected=f"rankless.once({_name(function)}) to succeed on rank 0",
-            found=f"rank 0 raised {received.error}",
-            fix="mend what rank 0 reports",
-        )
-    result: Result = msgspec.msgpack.decode(received.value)
-    return result
+    world = _current().world
+    return call_once(lambda: function(*args, **kwargs), name=_name(function), world=world)
 
 
 def job(
@@ -84,6 +59,8 @@ def job(
     gradient_norm: bool = False,
     check_finite: bool = False,
     view: str = "consistent",
+    check_every: int | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
     """A decorator that makes a function on whole batches a job: written for one device, run on all of them.
 
@@ -98,7 +75,11 @@ def job(
     with `gradient_norm=True` (or `clip_norm`) the job's `gradient_norm` is the norm before clipping.
     `check_finite=True` raises `StepError` instead of stepping on a loss or gradient that is not finite.
 
-    Raises `PlanError` for what cannot be right, `CaptureError` at a call on several workers that cannot be one program.
+    Tensors hold the batch in dim 0, unless `batch_dims` names another for an argument, or None for one that is not
+    batch: this decides what a call costs, not its result. Models are compared between ranks at the first call, when
+    they were changed outside jobs, and before every `check_every`-th call. Raises `PlanError` for what cannot be right;
+    on several workers, or with `accumulate`, `CaptureError` at a call that cannot be one program, and `RanksParted`
+    where ranks differ.
     """
     stepping = Stepping(
         accumulate=accumulate,
@@ -106,10 +87,14 @@ def job(
         clip_value=clip_value,
         gradient_norm=gradient_norm,
         check_finite=check_finite,
+        check_every=check_every,
     )
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
-        return make_job(function, model=model, optimizer=optimizer, view=view, world=_world, stepping=stepping)
+        made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, stepping=stepping)
+        if batch_dims is not None:
+            made.mark(batch_dims)
+        return made
 
     return decorate
 
@@ -117,20 +102,31 @@ def job(
 def loader(
     dataset: Any,
     *,
-    batch_size: int,
+    batch_size: int | None = 1,
     shuffle: bool = False,
     seed: int | None = None,
     drop_last: bool = False,
     sampler: Iterable[Any] | None = None,
+    batch_sampler: Iterable[Any] | None = None,
     num_workers: int = 0,
     collate_fn: Callable[[Any], Any] | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    multiprocessing_context: Any = None,
+    generator: torch.Generator | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    timeout: float = 0,
+    device: str | torch.device | None = None,
     reading: Reading = "split",
 ) -> Loader:
     """An iterable of whole batches, in exactly the order of a one-process DataLoader; `batch_size` is the
-    whole's.
+    whole's, and the other names are DataLoader's.
 
-    `reading` is "split" (each rank reads its own samples only) or "replicated" (each reads all, with the
-    random numbers of a plain DataLoader).
+    `reading` is "split" (each rank reads its own samples only; of a stream, collates its own only), "replicated"
+    (each reads all, with the random numbers of a plain DataLoader) or "first" (rank 0 reads, and sends each its
+    rows). `device` is where batches are handed out, on a GPU copied ahead. `state_dict()` and
+    `load_state_dict()` take up an interrupted epoch with its next batch.
     """
     options = LoaderOptions(
         batch_size=batch_size,
@@ -138,21 +134,75 @@ def loader(
         seed=seed,
         drop_last=drop_last,
         sampler=sampler,
+        batch_sampler=batch_sampler,
         num_workers=num_workers,
         collate_fn=collate_fn,
+        worker_init_fn=worker_init_fn,
+        multiprocessing_context=multiprocessing_context,
+        generator=generator,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        pin_memory=pin_memory,
+        timeout=timeout,
+        device=device,
         reading=reading,
     )
     return Loader(dataset, options=options, world=_world)
 
 
-def save(path: str, **objects: Any) -> None:
-    """Write the state of `objects` (anything with a `state_dict`) to the folder `path`; rank 0 writes."""
-    checkpoint.save(path, objects, mesh=_world().mesh)
+def save(
+    path: str | os.PathLike[str],
+    *,
+    layout: checkpoint.Layout = "whole",
+    background: bool = False,
+    extra: Any = None,
+    **objects: Any,
+) -> None:
+    """Write the state of `objects` (anything with a `state_dict`) and of all random generators to the folder `path`.
+
+    `layout` is "whole" (one file, by rank 0) or "sharded" (a file by each rank). With `background` the state is copied
+    and written while the script goes on; the next save or load, and the end of the script, wait for it and raise its
+    error. `extra` is plain data that `load` gives back: numbers, text, lists, dicts, tensors. Raises `CheckpointError`.
+    """
+    options = checkpoint.SaveOptions(layout=layout, background=background, extra=extra)
+    _current().saver.save(path, objects, options=options)
 
 
-def load(path: str, **objects: Any) -> None:
-    """Give `objects` the state that was saved in the folder `path` under their names."""
-    checkpoint.load(path, objects, mesh=_world().mesh)
+def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
+    """The `extra` of the checkpoint in the folder `path`, once `objects` have the state saved under their names.
+
+    With `strict=False` modules take what fits and keep the rest; what was left out is said. With `random=False` the
+    generators stay as they are. Any number of workers may load what any number has saved. Raises `CheckpointError`.
+    """
+    saver = _current().saver
+    saver.wait()
+    loaded = checkpoint.load(path, objects, mesh=saver.mesh, strict=strict, random=random)
+    if loaded.left_out:
+        _world().say(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
+    return loaded.extra
+
+
+def checkpoints(
+    folder: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    keep_best: int = 0,
+    mode: checkpoint.Mode = "min",
+    layout: checkpoint.Layout = "whole",
+    background: bool = False,
+) -> checkpoint.Checkpoints:
+    """The row of checkpoints in `folder`: `.save(step, metric=…, model=…)`, `.load(model=…)`, `.latest`, `.best`.
+
+    Of those saved the last `keep_last` stay (None: all) and the `keep_best` of the least metric (`mode="max"`: of the
+    most); the others are removed once a new one is on disk. `layout` and `background` are as for `save`.
+    """
+    return checkpoint.Checkpoints(
+        folder,
+        keeping=checkpoint.Keeping(keep_last=keep_last, keep_best=keep_best, mode=mode),
+        options=checkpoint.SaveOptions(layout=layout, background=background),
+        saver=lambda: _current().saver,
+        say=lambda text: _world().say(text),
+    )
 
 
 def _world() -> World:
@@ -176,17 +226,6 @@ def _watch_alone() -> Observer:
                 print(f"rankless: {record.text}", file=sys.stderr)
 
     return take
-
-
-def _encode(value: object, function: Callable[..., object]) -> bytes:
-    try:
-        return msgspec.msgpack.encode(value)
-    except TypeError as error:
-        raise RanklessError(
-            expected=f"numbers, text, bytes, lists, dicts or None from rankless.once({_name(function)})",
-            found=str(error),
-            fix="return plain data, or do the work on every rank",
-        ) from error
 
 
 def _name(function: Callable[..., object]) -> str:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
-from bench.models import GPT, MLP, LeNet, random_classes, random_text
+from bench.models import GPT, MLP, LeNet, loss_of, random_batch
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": MLP,
@@ -24,16 +23,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": GPT,
     "gpt_dropout": lambda: GPT(dropout=0.1),
 }
-
-
-def batch_for(name: str) -> tuple[Tensor, Tensor]:
-    if name.startswith("gpt"):
-        return random_text(rows=32)
-    return random_classes((256, 512) if name.startswith("mlp") else (100, 1, 28, 28))
-
-
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
 def seconds_of(step: Callable[[], object], steps: int) -> float:
@@ -56,7 +45,7 @@ model = MODELS[arguments.model]()
 parallel = DistributedDataParallel(copy.deepcopy(model))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 parallel_optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
-inputs, targets = batch_for(arguments.model)
+inputs, targets = random_batch(arguments.model)
 own_inputs, own_targets = inputs.chunk(size)[rank].clone(), targets.chunk(size)[rank].clone()
 
 

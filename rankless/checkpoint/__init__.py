@@ -2,10 +2,13 @@
 ranks.
 
 Enters: a path, objects by name, the mesh. Leaves: a folder that safetensors alone can read (its layout is
-described in `manifest`), or the objects restored. Called by `rankless.script`, the facade, on every rank.
+described in `manifest`), or the objects restored. Called by `rankless.script`, the facade, on every rank; the
+runtime makes the one `Saver` of a process.
 """
 
+from rankless.checkpoint.checkpoints import Checkpoints, Restored
 from rankless.checkpoint.loading import load
-from rankless.checkpoint.saving import save
+from rankless.checkpoint.saving import Layout, SaveOptions, Saver
+from rankless.checkpoint.series import Keeping, Mode
 
-__all__ = ["load", "save"]
+__all__ = ["Checkpoints", "Keeping", "Layout", "Mode", "Restored", "SaveOptions", "Saver", "load"]

@@ -14,30 +14,37 @@ class _Outcome(msgspec.Struct):
 
     error: str | None
     summary: str
+    note: bytes
 
 
 class Agreement:
     """A context at whose end every rank raises if any rank raised, or if their `summary` differs.
 
     Without it a rank that raises would leave the others waiting in their next collective. The rank that
-    raised keeps its own error; the others get a CheckpointError that names it.
+    raised keeps its own error; the others get a CheckpointError that names it. `fix` is for ranks that differ.
+    What each rank puts into `note`, all find in `notes` afterwards, in the order of ranks.
     """
 
-    def __init__(self, *, mesh: Mesh, doing: str) -> None:
+    def __init__(self, *, mesh: Mesh, doing: str, fix: str = "let every rank come here alike") -> None:
         self._mesh = mesh
         self._doing = doing
+        self._fix = fix
         self.summary = ""
+        self.note = b""
+        self.notes: list[bytes] = []
 
     def __enter__(self) -> "Agreement":
+        self._mesh.come(f"rankless.save or load: to {self._doing}")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._mesh.size == 1:
+            self.notes = [self.note]
             return
         text = None if error is None else f"{type(error).__name__}: {str(error).strip()}"
-        mine = msgspec.msgpack.encode(_Outcome(error=text, summary=self.summary))
+        mine = msgspec.msgpack.encode(_Outcome(error=text, summary=self.summary, note=self.note))
         outcomes = [msgspec.msgpack.decode(data, type=_Outcome) for data in all_gather_bytes(mine, mesh=self._mesh)]
         if error is not None:
             return
@@ -53,5 +60,6 @@ class Agreement:
                 raise CheckpointError(
                     expected=f"every rank to {self._doing} alike",
                     found=f"rank 0: {outcomes[0].summary}; rank {rank}: {outcome.summary}",
-                    fix="give every rank the same files, by a shared folder or a copy on each host",
+                    fix=self._fix,
                 )
+        self.notes = [outcome.note for outcome in outcomes]

@@ -1,58 +1,151 @@
-"""The folder on disk: written beside its place, committed by renaming, read back with every check.
+"""The folder on disk: written beside its place by all ranks that hold something, committed by rank 0's renaming.
 
-# Note [commit]: the new checkpoint is written whole and synced to disk as the sibling `.NAME.new`. Then the
-# old one is renamed to `.NAME.old`, the new one to `NAME`, and the old one removed. Killed at any point,
-# `NAME` is the old or the new checkpoint, or it is missing and `.NAME.old` is the old one:
-# `find_checkpoint` and the next save look there.
+# Note [commit]: the new checkpoint is written and synced to disk as the sibling `.NAME.new`, its manifest last. Then
+# the old one is renamed to `.NAME.old`, the new one to `NAME`, and the old one removed. Killed at any point, `NAME` is
+# the old or the new checkpoint, or it is missing and `.NAME.old` is the old one: `find_checkpoint` and the next save
+# look there.
+
+# Note [parts]: no collective may run beside the training's, so while a save goes on the ranks speak through the folder.
+# A rank that will write reserves `rank-R.reserved` at the start, while all ranks still wait for one another. When its
+# file is on disk it writes that file's line of the manifest there and renames it to `rank-R.part`; if it fails, it
+# removes it, which succeeds on a full disk too. Rank 0 waits until no reservation is left.
 """
 
-import hashlib
+import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import safetensors
-import safetensors.torch
-from torch import Tensor
 
-from rankless.checkpoint.manifest import (
-    FORMAT,
-    MANIFEST_NAME,
-    TENSORS_NAME,
-    VERSION,
-    Manifest,
-    Node,
-    Preamble,
-    TensorFile,
-    digest,
-    seal,
-)
+from rankless.checkpoint.files import sync
+from rankless.checkpoint.manifest import MANIFEST_NAME, TENSORS_NAME, TensorFile
 from rankless.errors import CheckpointError
-from rankless.version import VERSION as RANKLESS_VERSION
+
+PATIENCE_SECONDS = 600.0
+"""How long rank 0 waits for another rank's file while nothing in the folder grows."""
+POLL_SECONDS = 0.005
+_TOKEN_NAME = "token"
 
 
-def write_checkpoint(path: str | os.PathLike[str], objects: dict[str, Node], tensors: dict[str, Tensor]) -> None:
-    """Put a checkpoint at `path`, in place of the one there, which stays if CheckpointError is raised."""
-    place = Path(os.path.realpath(path))
-    new, old = _siblings(place)
+class Draft:
+    """A checkpoint that is not committed yet: the sibling of its place, and what ranks tell each other there."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.folder, self._old = _siblings(place)
+
+    def open(self, token: str) -> None:
+        """Make the folder; on rank 0, before the others look. Raises CheckpointError for a place that is taken."""
+        with disk_errors(self.place):
+            self.place.parent.mkdir(parents=True, exist_ok=True)
+            if not self.place.exists() and self._old.exists():
+                self._old.rename(self.place)
+            _refuse_foreign(self.place)
+            _remove(self.folder)
+            self.folder.mkdir()
+            (self.folder / _TOKEN_NAME).write_text(token)
+
+    def reserve(self, rank: int, token: str) -> None:
+        """Promise a part of rank `rank`; raises CheckpointError if the folder is not the one that rank 0 made."""
+        with disk_errors(self.place):
+            try:
+                found = (self.folder / _TOKEN_NAME).read_text()
+            except FileNotFoundError:
+                found = ""
+            if found != token:
+                raise CheckpointError(
+                    expected=f"the folder {self.place.parent} to be one and the same for all ranks",
+                    found=f"rank {rank} does not see there what rank 0 has written",
+                    fix='save to a folder that all hosts share, or with layout="whole"',
+                )
+            self._reserved(rank).touch()
+
+    def deliver(self, rank: int, file: TensorFile) -> None:
+        """Tell rank 0 that this rank's file is on disk."""
+        self._reserved(rank).write_bytes(msgspec.json.encode(file))
+        self._reserved(rank).rename(self._part(rank))
+
+    def withdraw(self, rank: int, because: BaseException) -> None:
+        """Tell rank 0 that this rank's file will not come. Raises CheckpointError if rank 0 gave up before."""
+        if not (self.folder / _TOKEN_NAME).exists():
+            raise self._failed(0, "it gave up; its own error says why") from because
+        self._reserved(rank).unlink(missing_ok=True)
+
+    def collect(self, ranks: Sequence[int]) -> list[TensorFile]:
+        """The other ranks' lines of the manifest, once all their files are on disk; for rank 0."""
+        waiting, seen, since = list(ranks), -1, time.monotonic()
+        while waiting := [rank for rank in waiting if not self._has_come(rank)]:
+            grown = self._size()
+            if grown != seen:
+                seen, since = grown, time.monotonic()
+            if time.monotonic() - since > PATIENCE_SECONDS:
+                raise self._failed(waiting[0], f"nothing has grown for {PATIENCE_SECONDS:.0f} s")
+            time.sleep(POLL_SECONDS)
+        files = [msgspec.json.decode(self._part(rank).read_bytes(), type=TensorFile) for rank in ranks]
+        for rank in ranks:
+            self._part(rank).unlink()
+        (self.folder / _TOKEN_NAME).unlink()
+        return files
+
+    def commit(self) -> None:
+        """Put the finished folder in its place."""
+        _remove(self._old)
+        if self.place.exists():
+            self.place.rename(self._old)
+        self.folder.rename(self.place)
+        sync(self.place.parent)
+        _remove(self._old)
+
+    def discard(self) -> None:
+        """Remove the folder, and leave in the place what is or was there."""
+        with contextlib.suppress(OSError):
+            if not self.place.exists() and self._old.exists():
+                self._old.rename(self.place)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.place.exists():
+                shutil.rmtree(self._old, ignore_errors=True)
+
+    def _size(self) -> int:
+        size = 0
+        for entry in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # renamed in the meantime
+                size += entry.stat().st_size
+        return size
+
+    def _has_come(self, rank: int) -> bool:
+        if self._part(rank).exists():
+            return True
+        if self._reserved(rank).exists():
+            return False
+        # Looked at again: it may have been renamed between the two looks.
+        if not self._part(rank).exists():
+            raise self._failed(rank, "it gave up; its own error says why")
+        return True
+
+    def _failed(self, rank: int, found: str) -> CheckpointError:
+        return CheckpointError(
+            expected=f"rank {rank} to write its part of {self.place}",
+            found=found,
+            fix=f"mend the cause on rank {rank}; the checkpoint that was there before is kept",
+        )
+
+    def _reserved(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.reserved"
+
+    def _part(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.part"
+
+
+@contextlib.contextmanager
+def disk_errors(place: Path) -> Iterator[None]:
+    """What the disk refuses, raised as a CheckpointError that names the place."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if not place.exists() and old.exists():
-            old.rename(place)
-        _refuse_foreign(place)
-        _remove(new)
-        new.mkdir()
-        _write_files(new, objects, tensors)
-        _remove(old)
-        if place.exists():
-            place.rename(old)
-        new.rename(place)
-        _sync_folder(place.parent)
-        _remove(old)
-    except OSError as error:
-        shutil.rmtree(new, ignore_errors=True)
+        yield
+    except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             expected=f"to write a checkpoint at {place}",
             found=f"{type(error).__name__}: {error}",
@@ -60,9 +153,19 @@ def write_checkpoint(path: str | os.PathLike[str], objects: dict[str, Node], ten
         ) from error
 
 
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint goes that is saved to `path`: a link to a checkpoint stays a link."""
+    place = Path(os.path.realpath(path))
+    if not place.name:
+        raise CheckpointError(
+            expected="the path of a checkpoint", found=os.fspath(path), fix="save to a folder of its own"
+        )
+    return place
+
+
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """The folder to read for `path`: itself, or the old one kept aside by a save that was killed."""
-    place = Path(os.path.realpath(path))
+    place = place_of(path)
     _, old = _siblings(place)
     if not place.exists() and (old / MANIFEST_NAME).exists():
         return old
@@ -75,50 +178,12 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     return place
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked: its format, its version and its own checksum."""
-    try:
-        data = (folder / MANIFEST_NAME).read_bytes()
-    except FileNotFoundError as error:
-        raise _not_ours(folder, f"a folder without {MANIFEST_NAME}") from error
-    try:
-        preamble = msgspec.json.decode(data, type=Preamble)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _not_ours(folder, f"a {MANIFEST_NAME} that cannot be read ({error})") from error
-    if preamble.format != FORMAT:
-        raise _not_ours(folder, f"a {MANIFEST_NAME} of format {preamble.format!r}")
-    if preamble.version != VERSION:
-        raise CheckpointError(
-            expected=f"a checkpoint of version {VERSION}, in {folder}",
-            found=f"version {preamble.version}",
-            fix=f"load it with the Rankless that wrote it; this one is {RANKLESS_VERSION}",
-        )
-    try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _damaged(folder / MANIFEST_NAME, str(error)) from error
-    if digest(manifest) != manifest.sha256:
-        raise _damaged(folder / MANIFEST_NAME, "contents that do not have the checksum written in it")
-    return manifest
-
-
-def read_tensors(folder: Path, files: list[TensorFile]) -> Mapping[str, Tensor]:
-    """All tensors of a checkpoint by name, on the CPU, after their files' checksums were compared.
-
-    They are mapped from the file and owned by nobody: clone what is kept.
-    """
-    tensors: dict[str, Tensor] = {}
-    for entry in files:
-        file = folder / entry.name
-        try:
-            found = _describe(file)
-            if found != entry:
-                size = f"{found.size_bytes} bytes instead of {entry.size_bytes}"
-                raise _damaged(file, size if found.size_bytes != entry.size_bytes else "another checksum")
-            tensors.update(safetensors.torch.load_file(file))
-        except (OSError, safetensors.SafetensorError) as error:
-            raise _damaged(file, f"{type(error).__name__}: {error}") from error
-    return tensors
+def remove_checkpoint(place: Path) -> None:
+    """Remove a committed checkpoint; killed on the way, it leaves nothing that would pass for one."""
+    folder, _ = _siblings(place)
+    _remove(folder)
+    place.rename(folder)
+    _remove(folder)
 
 
 def _siblings(place: Path) -> tuple[Path, Path]:
@@ -126,17 +191,17 @@ def _siblings(place: Path) -> tuple[Path, Path]:
 
 
 def _refuse_foreign(place: Path) -> None:
-    """A save replaces a whole folder, so what is not a checkpoint of ours must not be there."""
+    """Raise unless `place` is free, empty, or a checkpoint: what is there will be removed."""
     if not place.exists():
         return
     if not place.is_dir():
         raise CheckpointError(
-            expected=f"a checkpoint, an empty folder or nothing at {place}",
+            expected=f"a folder to save to at {place}",
             found="a file",
             fix="save to another path, or remove it",
         )
     names = {entry.name for entry in place.iterdir()}
-    foreign = sorted(names - {MANIFEST_NAME, TENSORS_NAME})
+    foreign = sorted(name for name in names - {MANIFEST_NAME} if TENSORS_NAME.fullmatch(name) is None)
     if foreign or (names and MANIFEST_NAME not in names):
         raise CheckpointError(
             expected=f"a checkpoint, an empty folder or nothing at {place}",
@@ -145,53 +210,6 @@ def _refuse_foreign(place: Path) -> None:
         )
 
 
-def _write_files(folder: Path, objects: dict[str, Node], tensors: dict[str, Tensor]) -> None:
-    """The tensors, then the manifest that vouches for them; all on disk when this returns."""
-    tensor_file = folder / TENSORS_NAME
-    safetensors.torch.save_file(tensors, tensor_file, metadata={"format": "pt"})
-    _sync(tensor_file)
-    manifest = Manifest(rankless=RANKLESS_VERSION, files=[_describe(tensor_file)], objects=objects)
-    manifest_file = folder / MANIFEST_NAME
-    manifest_file.write_bytes(seal(manifest))
-    _sync(manifest_file)
-    _sync_folder(folder)
-
-
-def _describe(file: Path) -> TensorFile:
-    with file.open("rb") as stream:
-        checksum = hashlib.file_digest(stream, "sha256").hexdigest()
-    return TensorFile(name=file.name, size_bytes=file.stat().st_size, sha256=checksum)
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb+") as stream:
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _remove(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def _not_ours(folder: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        expected=f"a checkpoint that rankless.save wrote, in {folder}",
-        found=found,
-        fix="give the path that rankless.save was given",
-    )
-
-
-def _damaged(file: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        expected=f"{file} as it was written",
-        found=found,
-        fix="the checkpoint is damaged: load another one",
-    )

@@ -1,79 +1,129 @@
 """`load`: every rank reads the files."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import nn
 
 from rankless.checkpoint.agreement import Agreement
-from rankless.checkpoint.folder import find_checkpoint, read_manifest, read_tensors
-from rankless.checkpoint.manifest import RANDOM_STATE, Manifest
-from rankless.checkpoint.random_state import restore_random_state
+from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, fitting
+from rankless.checkpoint.files import read_manifest, read_tensors
+from rankless.checkpoint.folder import find_checkpoint
+from rankless.checkpoint.manifest import Manifest, Node, TensorReference
+from rankless.checkpoint.manifest import Mapping as MappingNode
+from rankless.checkpoint.manifest import Sequence as SequenceNode
+from rankless.checkpoint.random_state import restore_random_state, state_of_rank
 from rankless.checkpoint.tree import decode
 from rankless.collectives.mesh import Mesh
 from rankless.errors import CheckpointError
 
 
-def load(path: str | os.PathLike[str], objects: Mapping[str, Any], *, mesh: Mesh, random: bool = True) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a checkpoint held beside the objects, and what of it did not fit them."""
+
+    extra: Any
+    left_out: str
+    """Empty if everything fitted."""
+
+
+def load(
+    path: str | os.PathLike[str], objects: Mapping[str, Any], *, mesh: Mesh, strict: bool = True, random: bool = True
+) -> Loaded:
     """The objects restored from the checkpoint at `path`, and the random generators unless `random` is False.
 
-    Every object gets the state saved under its name through its own `load_state_dict`; a checkpoint may
-    hold more than is asked for. Called on every rank, each of which reads the files; they may be on one
-    rank now and have been saved by many, or the reverse. Raises CheckpointError, on every rank; nothing is
-    restored unless all files are whole and every name is there.
+    Every object gets the state saved under its name through its own `load_state_dict`; a checkpoint may hold more
+    objects than are asked for. If not `strict`, a module keeps what it has where the checkpoint has no tensor of that
+    name and shape, an object of a name that was not saved stays as it is, and dtypes are converted. Called on every
+    rank, each of which reads the files; they may be on one rank now and have been saved by many, or the reverse.
+    Raises CheckpointError, on every rank; nothing is restored unless all files are whole and all states fit.
     """
-    with Agreement(mesh=mesh, doing=f"read {os.fspath(path)}") as agreement:
+    fix = "give every rank the same files, by a shared folder or a copy on each host"
+    with Agreement(mesh=mesh, doing=f"read {os.fspath(path)}", fix=fix) as agreement:
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
-        for name, subject in objects.items():
-            _check(name, subject, manifest)
-        mapped = read_tensors(folder, manifest.files)
+        held = _held(objects, manifest, strict=strict)
+        nodes: list[Node] = [manifest.objects[name] for name in held]
+        generators = state_of_rank(manifest.random, mesh.rank)
+        nodes += [manifest.extra, *([generators] if random else [])]
+        tensors = read_tensors(folder, manifest.files, {name for node in nodes for name in _references(node)})
+        states = {name: decode(manifest.objects[name], tensors) for name in held}
+        extra = decode(manifest.extra, tensors)
+        random_state = decode(generators, tensors) if random else None
+        differences = {name: _compare(name, subject, states[name]) for name, subject in held.items()}
+        # An optimizer cannot be restored in part: what it keeps belongs to all parameters or to none.
+        _refuse({name: found for name, found in differences.items() if strict or not isinstance(held[name], nn.Module)})
         agreement.summary = f"a checkpoint with checksum {manifest.sha256}"
     with Agreement(mesh=mesh, doing=f"restore {os.fspath(path)}"):
-        tensors = _Owned(mapped)
-        for name, subject in objects.items():
-            _restore(name, subject, decode(manifest.objects[name], tensors))
+        for name, subject in held.items():
+            _restore(name, subject, states[name], strict=strict)
         if random:
-            restore_random_state(decode(manifest.objects[RANDOM_STATE], tensors))
+            restore_random_state(random_state, mesh.device)
+    unsaved = [f"nothing was saved as {name}" for name in objects if name not in held]
+    left_out = [*unsaved, *(difference.describe() for difference in differences.values() if difference)]
+    return Loaded(extra=extra, left_out="\n".join(left_out))
 
 
-class _Owned(dict[str, Tensor]):
-    """Tensors cloned out of the mapped file when first asked for, once each, so that tied ones stay tied."""
+def _held(objects: Mapping[str, Any], manifest: Manifest, *, strict: bool) -> dict[str, Any]:
+    """The objects for which the checkpoint has a state."""
+    for name, subject in objects.items():
+        if not callable(getattr(subject, "load_state_dict", None)):
+            raise CheckpointError(
+                expected=f"{name} to have load_state_dict()",
+                found=f"a {type(subject).__name__} without it",
+                fix="pass an object that has it",
+            )
+        if strict and name not in manifest.objects:
+            raise CheckpointError(
+                expected=f"an object that the checkpoint holds: {', '.join(manifest.objects) or 'none'}",
+                found=name,
+                fix="load it under the name that it was saved with, or with strict=False to leave it as it is",
+            )
+    return {name: subject for name, subject in objects.items() if name in manifest.objects}
 
-    def __init__(self, mapped: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._mapped = mapped
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """The tensor of that name, or `default`."""
-        if name not in self and name in self._mapped:
-            self[name] = self._mapped[name].clone()
-        return super().get(name, default)
+def _references(node: Node) -> Iterator[str]:
+    match node:
+        case TensorReference():
+            yield node.name
+        case SequenceNode():
+            for item in node.items:
+                yield from _references(item)
+        case MappingNode():
+            for _, item in node.items:
+                yield from _references(item)
+            yield from _references(node.metadata)
 
 
-def _check(name: str, subject: Any, manifest: Manifest) -> None:
-    if not callable(getattr(subject, "load_state_dict", None)):
+def _compare(name: str, subject: Any, state: Any) -> Differences:
+    if isinstance(subject, nn.Module) and isinstance(state, Mapping):
+        return compare_module(name, subject, state)
+    if isinstance(subject, torch.optim.Optimizer) and isinstance(state, Mapping):
+        return compare_optimizer(name, subject, state)
+    return Differences()
+
+
+def _refuse(differences: Mapping[str, Differences]) -> None:
+    if any(differences.values()):
         raise CheckpointError(
-            expected=f"{name} to have load_state_dict()",
-            found=f"a {type(subject).__name__} without it",
-            fix="pass an object that has it",
-        )
-    names = [known for known in manifest.objects if known != RANDOM_STATE]
-    if name not in names:
-        raise CheckpointError(
-            expected=f"an object that the checkpoint holds: {', '.join(names) or 'none'}",
-            found=name,
-            fix="load it under the name that it was saved with",
+            expected=f"the states saved as {', '.join(name for name in differences if differences[name])} to fit",
+            found="\n" + "\n".join(difference.describe() for difference in differences.values() if difference),
+            fix="build the objects as they were saved, or pass strict=False: modules then take what fits",
         )
 
 
-def _restore(name: str, subject: Any, state: Any) -> None:
+def _restore(name: str, subject: Any, state: Any, *, strict: bool) -> None:
     try:
-        subject.load_state_dict(state)
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        if not strict and isinstance(subject, nn.Module) and isinstance(state, Mapping):
+            subject.load_state_dict(fitting(subject, state), strict=False)
+        else:
+            subject.load_state_dict(state)
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             expected=f"the state saved as {name} to fit the {type(subject).__name__} it is loaded into",
-            found=str(error).strip(),
+            found=f"{type(error).__name__}: {str(error).strip()}",
             fix="build the object as it was when it was saved",
         ) from error

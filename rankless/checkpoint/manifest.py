@@ -1,31 +1,32 @@
 """The layout of a checkpoint's folder, as typed data.
 
-# Note [layout]: a checkpoint is a folder with `manifest.json` and the tensor files it lists: today one,
-# `tensors.safetensors`, written by rank 0. A tensor is named by its way from the object's name to it,
-# joined by dots: `model.conv.weight`, `optimizer.state.0.exp_avg`; a second tensor of the same name gets
-# "#2". A tensor that several ways lead to (tied weights) lies in the file once, under the first of them. So
-# `safetensors.torch.load_file` alone gives all weights. The manifest holds the rest: for every object its
-# state as a tree of typed nodes, in which a tensor is a reference. Nothing is pickled: a manifest can be
-# read in any editor, and reading it runs no code.
+# Note [layout]: a checkpoint is a folder with `manifest.json` and the tensor files it lists: one,
+# `tensors.safetensors`, if it was saved whole; one for each rank that holds something, `tensors-RANK.safetensors`,
+# if sharded. A tensor is named by its way from the object's name to it, joined by dots: `model.conv.weight`,
+# `optimizer.state.0.exp_avg`; a second tensor of the same name gets "#2". A tensor that several ways lead to (tied
+# weights) lies in a file once, under the first of them. So `safetensors.torch.load_file` alone gives all weights. The
+# manifest holds the rest: for every object its state as a tree of typed nodes, in which a tensor is a reference.
+# Nothing is pickled: a manifest can be read in any editor, and reading it runs no code. docs/checkpoints.md
+# describes it for other programs.
 """
 
 import hashlib
+import re
 from typing import Literal
 
 import msgspec
 
 FORMAT = "rankless checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST_NAME = "manifest.json"
-TENSORS_NAME = "tensors.safetensors"
-RANDOM_STATE = "random"
-"""The name under which the random state is kept; no object may have it."""
+TENSORS_NAME = re.compile(r"tensors(-(0|[1-9][0-9]{0,6}))?\.safetensors")
+"""What a tensor file may be called: nothing that leads out of the folder."""
 
 
 class SpecialFloat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="float"):
-    """A float that JSON has no word for: "nan", "inf" or "-inf"."""
+    """A float that JSON has no word for."""
 
-    text: str
+    text: Literal["nan", "inf", "-inf"]
 
 
 class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="bytes"):
@@ -70,21 +71,39 @@ Node = None | bool | int | float | str | SpecialFloat | Bytes | NumpyScalar | Te
 
 
 class TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor file of the folder, its size and the SHA-256 of its bytes."""
+    """A tensor file of the folder, its size, the SHA-256 of its bytes and the names of all tensors in it."""
 
     name: str
     size_bytes: int
     sha256: str
+    tensors: list[str]
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a checkpoint stands in a series of them.
+
+    `order` grows by one from save to save, whatever `step` says; `metric` is None where there is none.
+    """
+
+    order: int
+    step: int
+    metric: float | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of a checkpoint but the tensors. `sha256` is that of the manifest itself with this field empty."""
+    """All of a checkpoint but the tensors. `sha256` is that of the file's bytes with nothing between its quotes.
+
+    `random` holds one state for each rank, or one alone if all ranks had the same; `place` is set in a series.
+    """
 
     format: str = FORMAT
     version: int = VERSION
     rankless: str
+    place: Place | None = None
     files: list[TensorFile]
     objects: dict[str, Node]
+    extra: Node = None
+    random: list[Node]
     sha256: str = ""
 
 
@@ -95,12 +114,17 @@ class Preamble(msgspec.Struct, frozen=True):
     version: int
 
 
-def digest(manifest: Manifest) -> str:
-    """The SHA-256 of a manifest, whatever its own `sha256` says."""
-    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, sha256=""))).hexdigest()
-
-
 def seal(manifest: Manifest) -> bytes:
-    """A manifest as the file's bytes, with its own checksum, indented for people."""
-    sealed = msgspec.structs.replace(manifest, sha256=digest(manifest))
-    return msgspec.json.format(msgspec.json.encode(sealed), indent=1)
+    """A manifest as the file's bytes, indented for people, with its checksum."""
+    unsealed = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, sha256="")), indent=1)
+    return unsealed.removesuffix(_seal("")) + _seal(hashlib.sha256(unsealed).hexdigest())
+
+
+def is_sealed(data: bytes, manifest: Manifest) -> bool:
+    """Whether a manifest's checksum is that of the bytes it was read from."""
+    unsealed = data.removesuffix(_seal(manifest.sha256)) + _seal("")
+    return len(unsealed) < len(data) and hashlib.sha256(unsealed).hexdigest() == manifest.sha256
+
+
+def _seal(checksum: str) -> bytes:
+    return f'"sha256": "{checksum}"\n}}'.encode()

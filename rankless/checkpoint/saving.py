@@ -1,47 +1,184 @@
-"""`save`: rank 0 writes, all ranks wait until it is committed."""
+"""`Saver`: all ranks say what they hold, those that hold something write it, rank 0 commits; now or in the background.
 
+# Note [in the background]: the tensors are copied, and written by a thread of the same process. The thread calls no
+# collective: two threads that start collectives on one group start them in a different order on every rank sooner or
+# later, and then all wait for ever. Ranks agree before it starts; after that they speak through the folder (Note
+# [parts] in `folder`); how it ended they tell one another at the next save, load or wait, which the script calls on
+# every rank. It is a thread and not a forked process because a fork inherits the locks of torch's threads, whoever
+# holds them.
+"""
+
+import hashlib
 import os
+import threading
+import uuid
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor
 
 from rankless.checkpoint.agreement import Agreement
-from rankless.checkpoint.folder import write_checkpoint
-from rankless.checkpoint.manifest import RANDOM_STATE, Node
-from rankless.checkpoint.random_state import capture_random_state
-from rankless.checkpoint.tree import TreeWriter
+from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
+from rankless.checkpoint.folder import Draft, place_of
+from rankless.checkpoint.manifest import Manifest, Node
+from rankless.checkpoint.snapshot import Snapshot, deal
+from rankless.checkpoint.writing import Series, Writing
 from rankless.collectives.mesh import Mesh
+from rankless.collectives.messages import all_gather_bytes, broadcast_bytes
 from rankless.errors import CheckpointError
+from rankless.version import VERSION as RANKLESS_VERSION
+
+Layout = Literal["whole", "sharded"]
 
 
-def save(path: str | os.PathLike[str], objects: Mapping[str, Any], *, mesh: Mesh) -> None:
-    """A checkpoint folder at `path`, complete on disk when this returns on any rank.
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """How to save. "whole": one file, by rank 0. "sharded": a file by each rank that holds something.
 
-    `objects` are things with `state_dict()` by name: modules, optimizers, schedulers, your own. The state
-    of the random generators goes with them. The old checkpoint at `path`, if any, is replaced in one piece:
-    a kill at any point leaves the old or the new one. Called on every rank; rank 0's state is written.
-    Raises CheckpointError, on every rank.
+    With `background` the objects are copied, and written while the script goes on. `extra` is plain data.
     """
-    with Agreement(mesh=mesh, doing=f"save {os.fspath(path)}"):
+
+    layout: Layout = "whole"
+    background: bool = False
+    extra: object = None
+
+
+class Saver:
+    """Saves, of which one at most is in flight. `save` and `wait` are called on every rank alike."""
+
+    def __init__(self, *, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._kept = Snapshot(kept=True)
+        self._thread: threading.Thread | None = None
+        self._failures: list[BaseException] = []
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        objects: Mapping[str, Any],
+        *,
+        options: SaveOptions | None = None,
+        series: Series | None = None,
+    ) -> None:
+        """A checkpoint folder at `path`: complete on disk on return, or later with `background`.
+
+        `objects` are things with `state_dict()` by name: modules, optimizers, schedulers, loaders, your own. The state
+        of the random generators goes with them. The old checkpoint at `path`, if any, is replaced in one piece: a kill
+        of any rank at any point leaves the old or the new one. Raises CheckpointError, on every rank; that of a save
+        in the background is raised by the next call of any method.
+        """
+        options = options or SaveOptions()
+        draft = Draft(place_of(path))
+        doing = f"save {os.fspath(path)}"
+        try:
+            writing = self._prepare(draft, objects, options=options, series=series, doing=doing)
+        except BaseException:
+            if self.mesh.rank == 0:
+                draft.discard()
+            raise
+        if options.background:
+            self._thread = threading.Thread(target=self._run, args=(writing,), name="rankless-save")
+            self._thread.start()
+        else:
+            with Agreement(mesh=self.mesh, doing=doing):
+                writing.run()
+
+    def wait(self) -> None:
+        """Return when no save is in flight; raises the error of the last one, on every rank."""
+        if self._thread is not None:
+            with Agreement(mesh=self.mesh, doing="finish a save in the background"):
+                self.join()
+
+    def join(self) -> None:
+        """The same without a word to the other ranks: only this one's error is raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failures:
+            raise self._failures.pop()
+
+    def close(self) -> str | None:
+        """At the end of the process: what went wrong and nobody has been told, if anything."""
+        if self._thread is not None and self._thread.is_alive():
+            return "a save in the background was not finished; the checkpoint that was there before is kept"
+        return f"a save in the background failed: {self._failures.pop()}" if self._failures else None
+
+    def _run(self, writing: Writing) -> None:
+        try:
+            writing.run()
+        except BaseException as error:  # it is raised where the script can see it
+            self._failures.append(error)
+
+    def _prepare(
+        self, draft: Draft, objects: Mapping[str, Any], *, options: SaveOptions, series: Series | None, doing: str
+    ) -> Writing:
+        """Everything that the other ranks, or the objects as they are now, are needed for."""
+        mesh = self.mesh
+        sharded = options.layout == "sharded"
+        token = uuid.uuid4().hex
+        fix = "build and save the same objects, to the same path, on every rank"
+        with Agreement(mesh=mesh, doing=doing, fix=fix) as agreement:
+            self.join()
+            _check(options)
+            content = gather_content(objects, options.extra)
+            shares = deal(content.object_tensors, ranks=mesh.size if sharded else 1)
+            tensors = self._copy(content, shares, keep=options.background)
+            place = None
+            if mesh.rank == 0:
+                place = series.next_place() if series is not None else None
+                draft.open(token)
+            what = content.describe() if sharded else ", ".join(objects)
+            agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {what}"
+            agreement.note = hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
+        random = self._gather_random(same=len(set(agreement.notes)) == 1, tensors=tensors)
+        writers = [rank for rank, share in enumerate(shares) if rank > 0 and share]
+        if writers:
+            token = broadcast_bytes(token.encode(), mesh=mesh).decode()
+            with Agreement(mesh=mesh, doing=doing):
+                if mesh.rank in writers:
+                    draft.reserve(mesh.rank, token)
+        return Writing(
+            rank=mesh.rank,
+            writers=writers,
+            draft=draft,
+            file_name=f"tensors-{mesh.rank}.safetensors" if sharded else "tensors.safetensors",
+            tensors=tensors,
+            manifest=Manifest(
+                rankless=RANKLESS_VERSION,
+                place=place,
+                files=[],
+                objects=content.objects,
+                extra=content.extra,
+                random=random,
+            ),
+            series=series,
+        )
+
+    def _copy(self, content: Content, shares: list[list[str]], *, keep: bool) -> dict[str, Tensor]:
+        """The tensors that this rank writes, as they are now."""
+        rank = self.mesh.rank
+        names = list(shares[rank]) if rank < len(shares) else []
+        names += content.extra_tensors if rank == 0 else []
+        snapshot = self._kept if keep else Snapshot(kept=False)
+        snapshot.take(content.object_tensors | content.extra_tensors, names)
+        return dict(snapshot.tensors)
+
+    def _gather_random(self, *, same: bool, tensors: dict[str, Tensor]) -> list[Node]:
+        """Every rank's random state, or the one that all have; their tensors are added to those rank 0 writes."""
+        mesh = self.mesh
+        packed = pack_random_state(mesh.device, rank=0 if same else mesh.rank)
+        states = [unpack_random_state(data) for data in ([packed] if same else all_gather_bytes(packed, mesh=mesh))]
         if mesh.rank == 0:
-            writer = TreeWriter()
-            nodes: dict[str, Node] = {}
-            for name, subject in objects.items():
-                nodes[name] = writer.encode(_state(name, subject), (name,))
-            nodes[RANDOM_STATE] = writer.encode(capture_random_state(), (RANDOM_STATE,))
-            write_checkpoint(path, nodes, writer.tensors)
+            for _, of_rank in states:
+                tensors.update(of_rank)
+        return [node for node, _ in states]
 
 
-def _state(name: str, subject: Any) -> object:
-    if name == RANDOM_STATE or not name:
+def _check(options: SaveOptions) -> None:
+    if options.layout not in get_args(Layout):
         raise CheckpointError(
-            expected=f"a name that is not empty and not {RANDOM_STATE!r}, which the generators' state has",
-            found=f"an object named {name!r}",
-            fix="give it another name",
+            expected=f"a layout of {', '.join(get_args(Layout))}",
+            found=repr(options.layout),
+            fix='pass layout="sharded" for one file per rank, or leave it out',
         )
-    if not callable(getattr(subject, "state_dict", None)):
-        raise CheckpointError(
-            expected=f"{name} to have state_dict() and load_state_dict()",
-            found=f"a {type(subject).__name__} without state_dict",
-            fix="pass an object that has them; the random generators are saved without being named",
-        )
-    return subject.state_dict()

@@ -1,6 +1,7 @@
 """An object's state as a tree of typed nodes and the tensors it refers to, and back."""
 
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping as AnyMapping
 from typing import Any
@@ -22,6 +23,9 @@ from rankless.errors import CheckpointError
 
 WRITABLE = "dict, list, tuple, int, float, str, bool, None, bytes, tensors and numpy numbers, keyed by int or str"
 TENSOR_CLASSES: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+DEEPEST = 100
+"""How deep a state may be nested; the reader's parser has a limit of its own, not far above."""
+NUMPY_DTYPE = re.compile(r"[<>|]?[biufc][0-9]{1,2}")
 MAPPING_TYPES: dict[type, Any] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 ELEMENT_TYPES = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool}
@@ -40,19 +44,19 @@ ELEMENT_TYPES = frozenset(
 
 
 class TreeWriter:
-    """Turns states into nodes, one after the other, and keeps the tensors they refer to in `tensors`.
-
-    The tensors are contiguous, on the CPU and share no memory, as safetensors demands.
+    """Turns states into nodes, one after the other, and keeps the tensors they refer to in `tensors`: the very ones,
+    not copies.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._references: dict[tuple[object, ...], TensorReference] = {}
-        self._alive: list[Tensor] = []
 
     def encode(self, value: object, path: tuple[str, ...]) -> Node:
         """The node of `value`; `path` is the way to it. Raises CheckpointError for what cannot be written."""
         kind = type(value)
+        if len(path) > DEEPEST:
+            raise _unwritable(path[:4], f"values nested more than {DEEPEST} deep")
         if value is None or kind in (bool, int, str):
             return value  # type: ignore[return-value]  # narrowed by its exact type
         if isinstance(value, Tensor):
@@ -60,7 +64,7 @@ class TreeWriter:
         if isinstance(value, np.generic):
             return self._numpy_scalar(value, path)
         if isinstance(value, float) and kind is float:
-            return value if math.isfinite(value) else SpecialFloat(repr(value))
+            return value if math.isfinite(value) else _special(value)
         if isinstance(value, bytes) and kind is bytes:
             return Bytes(value)
         if isinstance(value, list | tuple) and kind in (list, tuple):
@@ -108,11 +112,8 @@ class TreeWriter:
         while name in self.tensors:
             number += 1
             name = f"{'.'.join(path)}#{number}"
-        # A clone always: safetensors takes no two tensors that share memory, be it in part.
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        self.tensors[name] = plain.cpu().clone(memory_format=torch.contiguous_format)
-        # The original stays alive, or a temporary's address could come back as another tensor's.
-        self._alive.append(tensor)
+        # The tensor stays alive here, or a temporary's address could come back as another tensor's.
+        self.tensors[name] = tensor.detach()
         reference = TensorReference(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         self._references[identity] = reference
         return reference
@@ -126,7 +127,7 @@ def decode(node: Node, tensors: AnyMapping[str, Tensor]) -> Any:
         case Bytes(data):
             return data
         case NumpyScalar(dtype, data):
-            return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+            return _numpy_scalar(dtype, data)
         case TensorReference():
             return _referred(node, tensors)
         case Sequence(kind, items):
@@ -151,15 +152,40 @@ def _referred(reference: TensorReference, tensors: AnyMapping[str, Tensor]) -> A
         reference.shape,
     ):
         found = "no such tensor" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise CheckpointError(
-            expected=f"the tensor {reference.name}, {reference.dtype} {reference.shape}, as in the manifest",
-            found=found,
-            fix="the checkpoint is damaged: load another one",
-        )
+        raise _damaged(f"the tensor {reference.name}, {reference.dtype} {reference.shape}", found)
     if reference.numpy is None:
         return tensor
     # A copy: the caller may write to it, and two references to one array are two arrays, as numpy has it.
-    return tensor.numpy().astype(np.dtype(reference.numpy))
+    return tensor.numpy().astype(_numpy_dtype(reference.numpy))
+
+
+def _special(value: float) -> SpecialFloat:
+    if math.isnan(value):
+        return SpecialFloat("nan")
+    return SpecialFloat("inf" if value > 0 else "-inf")
+
+
+def _numpy_scalar(dtype: str, data: bytes) -> Any:
+    numbers = _numpy_dtype(dtype)
+    if len(data) != numbers.itemsize:
+        raise _damaged(f"the {numbers.itemsize} bytes of a numpy {dtype}", f"{len(data)} bytes")
+    return np.frombuffer(data, dtype=numbers)[0]
+
+
+def _numpy_dtype(text: str) -> "np.dtype[Any]":
+    """The dtype of that name, if it is one of plain numbers: numpy's others name objects and structures."""
+    if NUMPY_DTYPE.fullmatch(text) is None:
+        raise _damaged("a numpy dtype of numbers", f"{text!r:.80}")
+    try:
+        return np.dtype(text)
+    except TypeError as error:
+        raise _damaged("a numpy dtype of numbers", f"{text!r:.80}") from error
+
+
+def _damaged(expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        expected=f"{expected}, in the manifest", found=found, fix="the checkpoint is damaged: load another one"
+    )
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
@@ -179,5 +205,5 @@ def _unwritable(path: tuple[str, ...], found: str) -> CheckpointError:
     return CheckpointError(
         expected=f"{'.'.join(path)} to be made of {WRITABLE}",
         found=found,
-        fix="let its state_dict() return such values; nothing is pickled",
+        fix="give it such values, from its state_dict() if it has one; nothing is pickled",
     )

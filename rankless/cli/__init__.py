@@ -16,6 +16,7 @@ from rankless.version import VERSION
 
 COMMANDS = {
     "run": "run a script on one or more workers of this host",
+    "plan": "show what a script's jobs become on several workers, and what moves in a step",
     "verify": "run a script on one worker and on several, and compare the two trainings",
 }
 """What `rankless --help` lists, so that it need not import the commands."""

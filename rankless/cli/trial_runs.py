@@ -6,13 +6,18 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from rankless.launch import agent
+from rankless.observe.first_value import FirstValue, first_value
 from rankless.observe.recordings import Recording, read_recordings
+from rankless.observe.twins import Twin
 from rankless.plan.check import make_run_plan
-from rankless.plan.run_plan import Precision, Program, RunRequest
+from rankless.plan.run_plan import InspectedCall, Precision, Program, RunPlan, RunRequest, Watch
+from rankless.records.programs import AnyFact, read_facts
+from rankless.records.values import Computed, read_values
 
 INTERRUPTED = 130
 
@@ -37,51 +42,113 @@ class Trial:
     show: bool = False
     dtype: Precision | None = None
     """What all its runs compute in; None leaves it to the script."""
+    steps: int | None = None
+    """End each run after so many training steps; None leaves it to the script."""
+    inspected: InspectedCall | None = None
+    """A job call of which all runs write down every value."""
+    against: str | None = None
+    """A plain script that takes the same arguments, or None."""
 
     def on_one(self) -> Recording:
         """The run on one worker. Raises `TrialFailed`, as all runs do."""
-        return _recorded(self, "one", workers=1)[0]
+        return self._recorded("one", workers=1)[0]
 
     def on_many(self, workers: int) -> list[Recording]:
         """What every rank of the run on several workers recorded."""
-        return _recorded(self, "many", workers=workers)
+        return self._recorded("many", workers=workers)
 
     def disturbed(self, repetitions: int) -> list[Recording]:
         """The run on one worker, repeated with its last bits disturbed, each time otherwise."""
         noise: list[Recording] = []
         for number in range(repetitions):
-            noise += _recorded(self, f"noise{number}", workers=1, perturbation_seed=self.seed + number)
+            noise += self._recorded(f"noise{number}", workers=1, perturbation_seed=self.seed + number)
         return noise
 
+    def twin(self) -> Twin | None:
+        """The run of the plain script on one worker, if there is one."""
+        if self.against is None:
+            return None
+        program = Program(kind="script", target=self.against, arguments=self.program.arguments)
+        (recording,) = replace(self, program=program)._recorded("twin", workers=1)
+        if not recording.steps:
+            raise TrialFailed(f"{self.against} made no optimizer step: there is nothing to compare", 1)
+        return Twin(name=os.path.basename(self.against), recording=recording)
 
-def _recorded(trial: Trial, name: str, *, workers: int, perturbation_seed: int | None = None) -> list[Recording]:
-    folder = os.path.join(trial.folder, name if trial.dtype is None else f"{name}-{trial.dtype}")
-    plan = make_run_plan(
-        trial.program,
-        RunRequest(
-            worker_count=workers,
-            devices=trial.devices,
-            seed=trial.seed,
-            log_folder=trial.log_folder,
-            progress=False,
-            recording=os.path.abspath(folder),
-            perturbation_seed=perturbation_seed,
-            dtype=trial.dtype,
-        ),
-    )
-    _remove_old(folder)
-    what = f"{workers} worker{'s' if workers != 1 else ''}" + (", disturbed" if perturbation_seed is not None else "")
-    what += f", {trial.dtype}" if trial.dtype is not None else ""
+    def programs(self) -> list[AnyFact]:
+        """What the jobs became in the run on several workers."""
+        return list(read_facts(self._folder("many")))
+
+    def first_value(
+        self, wanted: InspectedCall, *, workers: int, step: int, tolerance: float | None = None
+    ) -> FirstValue | None:
+        """The first value of a job call, no later than training step `step`, that differs on `workers` workers.
+
+        None if the call was not made again, or could not be captured.
+        """
+        looking = replace(self, inspected=wanted, steps=step)
+        looking.on_one()
+        looking.on_many(workers)
+        looking.disturbed(1)
+        (one,), many, (noise,) = looking.values("one"), looking.values("many", workers), looking.values("noise0")
+        return first_value(one, many, noise, call=wanted, tolerance=tolerance)
+
+    def values(self, run: Literal["one", "many", "noise0"], workers: int = 1) -> list[list[Computed]]:
+        """What each rank of a run has written down of the inspected call."""
+        return [list(read_values(self._folder(run), rank)) for rank in range(workers)]
+
+    def _folder(self, name: str) -> str:
+        endings = ["" if self.dtype is None else f"-{self.dtype}", "" if self.inspected is None else "-values"]
+        return os.path.abspath(os.path.join(self.folder, name + "".join(endings)))
+
+    def _recorded(self, name: str, *, workers: int, perturbation_seed: int | None = None) -> list[Recording]:
+        folder = self._folder(name)
+        watch = Watch(
+            stop_after_steps=self.steps,
+            programs=folder if name == "many" else None,
+            inspected=self.inspected,
+            is_twin=name == "twin",
+        )
+        plan = make_run_plan(
+            self.program,
+            RunRequest(
+                worker_count=workers,
+                devices=self.devices,
+                seed=self.seed,
+                log_folder=self.log_folder,
+                progress=False,
+                recording=folder,
+                perturbation_seed=perturbation_seed,
+                dtype=self.dtype,
+                watch=watch,
+            ),
+        )
+        what = _what(plan)
+        _remove_old(folder)
+        silent_run(plan, what, show=self.show)
+        return _whole(read_recordings(folder, workers), what, single=workers == 1)
+
+
+def _what(plan: RunPlan) -> str:
+    """A run in a few words."""
+    words = [f"{plan.worker_count} worker{'s' if plan.worker_count != 1 else ''}"]
+    words += ["disturbed"] if plan.perturbation_seed is not None else []
+    words += [plan.dtype] if plan.dtype is not None else []
+    words += [os.path.basename(plan.program.target)] if plan.watch.is_twin else []
+    words += ["every value"] if plan.watch.inspected is not None else []
+    return ", ".join(words)
+
+
+def silent_run(plan: RunPlan, what: str, *, show: bool) -> None:
+    """Make one run, its output not shown unless asked for, and print how long it took. Raises `TrialFailed`."""
     started = time.monotonic()
     with ExitStack() as stack:
         words = io.StringIO()
-        out = sys.stdout if trial.show else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        exit_code = agent.run(plan, on_record=lambda _record: None, out=out, err=sys.stderr if trial.show else words)
+        out = sys.stdout if show else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        exit_code = agent.run(plan, on_record=lambda _record: None, out=out, err=sys.stderr if show else words)
     if exit_code != 0:
         print(words.getvalue(), file=sys.stderr, end="")
         raise TrialFailed(f"the run on {what} failed with exit code {exit_code}", exit_code)
     print(f"  {what:30}{time.monotonic() - started:6.1f} s", flush=True)
-    return _whole(read_recordings(folder, workers), what, single=workers == 1)
 
 
 def _whole(recordings: Sequence[Recording | None], what: str, *, single: bool) -> list[Recording]:
@@ -100,6 +167,6 @@ def _whole(recordings: Sequence[Recording | None], what: str, *, single: bool) -
 
 def _remove_old(folder: str) -> None:
     """Recordings that an earlier run has left in the same place would be taken for this one's."""
-    for pattern in ("rank*.results", "rank*.safetensors"):
+    for pattern in ("rank*.results", "rank*.safetensors", "rank*.values", "jobs.programs"):
         for file in Path(folder).glob(pattern):
             file.unlink()

@@ -4,7 +4,7 @@ import argparse
 import secrets
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -14,16 +14,22 @@ from rankless.cli.program import add_program_arguments, take_program
 from rankless.cli.trial_runs import INTERRUPTED, Trial, TrialFailed
 from rankless.errors import PlanError
 from rankless.observe.comparison import Comparison, compare
+from rankless.observe.coverage import not_covered
+from rankless.observe.first_value import render_first_value
+from rankless.observe.twins import with_twin
 from rankless.observe.verdict import (
     Report,
     encode_report,
     failed_report,
     make_report,
+    render_coverage,
     render_doubt,
     render_table,
+    render_tolerance,
     render_verdict,
 )
-from rankless.plan.run_plan import Precision
+from rankless.plan.check import check_program
+from rankless.plan.run_plan import Precision, Program
 from rankless.records.results import Called
 
 NAME = "verify"
@@ -37,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="where all runs' random numbers start (drawn)")
     parser.add_argument(
         "--dtype", choices=get_args(Precision), help="compute in it (the script's own, and float64 where that parts)"
+    )
+    parser.add_argument("--against", metavar="PLAIN.PY", help="compare with this plain script too; same arguments")
+    parser.add_argument("--steps", type=int, metavar="K", help="end all runs after K training steps (the script's end)")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="allow this part of each tensor (what the noise floor allows)"
     )
     parser.add_argument("--noise-runs", type=int, default=1, metavar="K", help="runs for the noise floor (1)")
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
@@ -53,8 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise PlanError(
             expected="at least 1 run for the noise floor", found=arguments.noise_runs, fix="leave --noise-runs away"
         )
+    if arguments.tolerance is not None and not 0 < arguments.tolerance < 1:
+        raise PlanError(
+            expected="a tolerance between 0 and 1, a part of each tensor",
+            found=arguments.tolerance,
+            fix="give one as 1e-6, or leave --tolerance away: the noise floor is measured",
+        )
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     name = {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
+    if arguments.against is not None:
+        check_program(Program(kind="script", target=arguments.against))
     print(f"rankless verify: {name}, on 1 and on {arguments.workers} workers, seed {seed}", flush=True)
     with ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-verify-"))
@@ -66,9 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
             log_folder=arguments.log_dir,
             show=arguments.show,
             dtype=arguments.dtype,
+            steps=arguments.steps,
+            against=arguments.against,
         )
+        question = Question(workers=arguments.workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
         try:
-            report = _verify(trial, workers=arguments.workers, noise_runs=arguments.noise_runs)
+            report = _verify(trial, question)
         except TrialFailed as end:
             if end.exit_code == INTERRUPTED:
                 return INTERRUPTED
@@ -79,23 +101,33 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.same else 1
 
 
-def _verify(trial: Trial, *, workers: int, noise_runs: int) -> Report:
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of a trial."""
+
+    workers: int
+    noise_runs: int
+    tolerance: float | None
+
+
+def _verify(trial: Trial, question: Question) -> Report:
     """The report on the script's own precision, or on float64 where only that can tell rounding from a fault."""
-    comparison = _compared(trial, workers=workers, noise_runs=noise_runs)
-    report = make_report(comparison, workers=workers)
+    comparison, report = _compared(trial, question)
     if trial.dtype is not None or not comparison.needs_float64:
-        return report
+        return _located(trial, question, comparison, report)
     print(f"{render_doubt(report)}; so again in float64:", flush=True)
+    exact = replace(trial, dtype="float64")
     try:
-        exact = _compared(replace(trial, dtype="float64"), workers=workers, noise_runs=noise_runs)
+        decisive, decision = _compared(exact, question)
     except TrialFailed as end:
         if end.exit_code == INTERRUPTED:
             raise
-        return msgspec.structs.replace(report, float64_failure=str(end))
-    return msgspec.structs.replace(make_report(exact, workers=workers), own_precision=report)
+        stands = msgspec.structs.replace(report, float64_failure=str(end))
+        return _located(trial, question, comparison, stands)
+    return _located(exact, question, decisive, msgspec.structs.replace(decision, own_precision=report))
 
 
-def _compared(trial: Trial, *, workers: int, noise_runs: int) -> Comparison:
+def _compared(trial: Trial, question: Question) -> tuple[Comparison, Report]:
     """All runs made and compared; the table is printed."""
     one = trial.on_one()
     if not any(isinstance(result, Called) for result in one.results):
@@ -104,6 +136,37 @@ def _compared(trial: Trial, *, workers: int, noise_runs: int) -> Comparison:
             found=f"{trial.program.target}, which calls none",
             fix="put @rankless.job(model=…, optimizer=…) on its training function: results of jobs are compared",
         )
-    comparison = compare(one, trial.on_many(workers), trial.disturbed(noise_runs))
-    print(f"\n{render_table(comparison)}\n", flush=True)
-    return comparison
+    many, noise, twin = trial.on_many(question.workers), trial.disturbed(question.noise_runs), trial.twin()
+    comparison = compare(one, many, noise, tolerance=question.tolerance)
+    if twin is not None:
+        comparison = with_twin(comparison, twin, one, many, noise)
+    report = msgspec.structs.replace(
+        make_report(comparison, workers=question.workers),
+        against=None if twin is None else twin.name,
+        not_covered=not_covered(comparison, one, trial.programs()),
+    )
+    tolerance = "" if report.tolerance is None else render_tolerance(report.tolerance)
+    parts = (render_table(comparison), tolerance, render_coverage(report.not_covered))
+    print("\n" + "\n".join(part for part in parts if part) + "\n", flush=True)
+    return comparison, report
+
+
+def _located(trial: Trial, question: Question, comparison: Comparison, report: Report) -> Report:
+    """The report with the first value that differs, where numbers part: the call in question is run once more."""
+    finding = comparison.findings[0] if comparison.findings else None
+    unmet = report.tolerance is not None and report.tolerance.unmet is not None
+    if finding is None or finding.call is None or unmet:
+        return report
+    print(f"looking for the first value that differs, in call {finding.call.call} of {finding.call.job}:", flush=True)
+    try:
+        first = trial.first_value(
+            finding.call, workers=question.workers, step=finding.place.step + 1, tolerance=question.tolerance
+        )
+    except TrialFailed as end:
+        if end.exit_code == INTERRUPTED:
+            raise
+        print(f"  it cannot be told: {end}", flush=True)
+        return report
+    if first is not None:
+        print(render_first_value(first), flush=True)
+    return msgspec.structs.replace(report, first_value=first)

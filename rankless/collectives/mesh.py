@@ -1,9 +1,23 @@
 """The mesh: which processes take part, and who this one is. Handed down by the runtime, never looked up."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+
+class Meeting(Protocol):
+    """What tells ranks that have parted: see `collectives.lockstep`."""
+
+    def come(self, text: str, *, names: Callable[[], Sequence[str]] = tuple, digests: Sequence[int] = ()) -> None:
+        """Note where this rank is; raise if another is known to be elsewhere."""
+        ...
+
+    def end(self) -> None:
+        """Note that this rank's script is over."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +31,14 @@ class Mesh:
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    meeting: Meeting | None = None
+
+    def come(self, text: str, *, names: Callable[[], Sequence[str]] = tuple, digests: Sequence[int] = ()) -> None:
+        """Say that this rank has come to a place where all ranks must meet; raises `RanksParted` if another is not
+        there. `digests` are of what must be equal, and `names` gives their names.
+        """
+        if self.meeting is not None:
+            self.meeting.come(text, names=names, digests=digests)
 
     @staticmethod
     def solo(device: torch.device | str = "cpu") -> "Mesh":

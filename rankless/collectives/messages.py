@@ -10,7 +10,14 @@ def broadcast_bytes(data: bytes, *, mesh: Mesh, source: int = 0) -> bytes:
     """What rank `source` passed, on every rank; the others' `data` is not looked at."""
     if mesh.group is None:
         return data
-    return all_gather_bytes(data if mesh.rank == source else b"", mesh=mesh)[source]
+    size = torch.tensor([len(data)], dtype=torch.int64, device=mesh.device)
+    dist.broadcast(size, group=mesh.group, group_src=source)
+    received = torch.empty(int(size.item()), dtype=torch.uint8, device=mesh.device)
+    if mesh.rank == source and data:
+        received.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    if received.numel():
+        dist.broadcast(received, group=mesh.group, group_src=source)
+    return received.cpu().numpy().tobytes()
 
 
 def all_gather_bytes(data: bytes, *, mesh: Mesh) -> list[bytes]:

@@ -92,3 +92,19 @@ def broadcast(tensor: Tensor, *, mesh: Mesh, source: int = 0) -> None:
         contiguous = tensor.detach().contiguous()
         dist.broadcast(contiguous, group=mesh.group, group_src=source)
         tensor.detach().copy_(contiguous)
+
+
+def scatter(tensor: Tensor, *, mesh: Mesh, lengths: Sequence[int], source: int = 0) -> Tensor:
+    """This rank's rows along dim 0 of rank `source`'s tensor; the others pass one of no rows, for type and shape."""
+    if mesh.group is None:
+        return tensor
+    longest = max(lengths)
+    row = tensor.new_empty((longest, *tensor.shape[1:]))
+    pieces = None
+    if mesh.rank == source:
+        # As in `all_gather`: backends take equal pieces only.
+        pieces = [row.new_zeros(row.shape) for _ in lengths]
+        for piece, part in zip(pieces, tensor.split(list(lengths)), strict=True):
+            piece[: part.shape[0]] = part
+    dist.scatter(row, pieces, group=mesh.group, group_src=source)
+    return row[: lengths[mesh.rank]]

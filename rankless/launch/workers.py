@@ -59,6 +59,7 @@ def plan_workers(plan: RunPlan, *, folder: str, store: socket.socket, reserved: 
             recording=plan.recording,
             perturbation_seed=plan.perturbation_seed,
             dtype=plan.dtype,
+            watch=plan.watch,
             progress=plan.progress,
             store_descriptor=store.fileno() if rank == 0 else None,
             store_port=store.getsockname()[1],

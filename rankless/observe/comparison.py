@@ -1,50 +1,16 @@
-"""Are two runs the same training? Recordings in, a verdict out.
-
-# Note [what is allowed]: two right runs sum in different orders, so they differ by rounding, and training
-# amplifies it. How much, no constant can say; the noise run can: the one-worker run with its last bits
-# disturbed (views/recording.py, Note [noise floor]). A difference is allowed up to the largest of
-#   - 10 x the noise in the same tensor, the largest of this and earlier steps;
-#   - the rounding bound: 1e-12 (float64), 1e-5 (float32), 1e-2 (float16), 5e-2 (bfloat16) of the tensor's
-#     largest element, or of its norm where only a sketch is kept;
-#   - 10 rounding errors (eps) of the largest parameter, 100 of the largest gradient: some tensors are zero but
-#     for rounding, and a gradient is a sum over the whole batch;
-#   - twice the tensor's own motion, for a parameter whose gradient the noise changes by a tenth or more of its
-#     norm: it is all rounding, and an adaptive optimizer makes whole steps of it, in any direction.
-# An integer result must be equal, unless the noise run's differs too (10 x that), or unless the relative noise
-# of float results and parameters so far, ten times over, makes a flip likelier than one in ten among what was counted:
-# then as many as it makes likely, but not more than 2 % of what was counted, and at least one.
-# Ranks of one run must agree within the rounding bound alone: they hold copies, and copies do not drift apart.
-# Where a max-pool, a ReLU or an argmax is turned over by rounding, a step jumps, and one noise run need not jump
-# at the same one. No measured floor bounds that; exacter arithmetic does: `needs_float64` says when it is to decide,
-# also where noise is so loud that faults could hide in it (docs/decisions/0004-noise-floor.md).
-# If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step is made,
-# the script is not repeatable, and nothing can be said.
-"""
+"""Are two runs the same training? Recordings in, a verdict out: `allowance` says how far they may be apart."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from rankless.observe.allowance import Allowance, rounding_limit
 from rankless.observe.differences import RESOLUTION, Difference, Mismatch, Place, measure
 from rankless.observe.recordings import Recording, array_of
-from rankless.records.results import Called, Stepped
+from rankless.plan.run_plan import InspectedCall
+from rankless.records.results import Called, Leaf, Stepped
 
-NOISE_FACTOR = 10.0
-ROUNDING_ERRORS = 10.0
-GRADIENT_ROUNDING_ERRORS = 100.0
-ROUNDING_BOUND: Mapping[str, float] = {
-    "float64": 1e-12,
-    "complex128": 1e-12,
-    "float32": 1e-5,
-    "complex64": 1e-5,
-    "float16": 1e-2,
-    "bfloat16": 5e-2,
-}
-ALL_ROUNDING = 0.1
-"""A gradient that the noise changes by this part of its norm says nothing but rounding."""
-LIKELY_FLIP = 0.1
-MOST_FLIPS = 0.02
 NOT_REPEATABLE_FACTOR = 1e3
 LOUD_NOISE = 1e-3
 """Noise in the losses, as a part of the largest one, from which on equal within the noise says little."""
@@ -64,6 +30,10 @@ class Finding:
     expected: str
     found: str
     cause: Cause
+    is_of_twin: bool = False
+    """Whether it is the plain twin that the script differs from."""
+    call: InspectedCall | None = None
+    """The job call to look into for the cause; None where numbers are not what parts, or no call made them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +46,19 @@ class Row:
     noise: float | None
     worst: Difference | None
     worst_allowed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToleranceUse:
+    """A tolerance of the user's own beside what was measured; all as parts of each tensor, the largest of all tensors.
+
+    `unmet` is the first tensor in which not even the script on one worker, repeated, stays within it.
+    """
+
+    tolerance: float
+    largest: float
+    noise: float
+    unmet: Difference | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +77,16 @@ class Comparison:
     parameter_noise: float
     precision: str
     """The coarsest dtype of all that was compared, as "float32"; empty if there were whole numbers only."""
+    stopped: bool
+    """Whether the runs were ended before the script was."""
+    tolerance: ToleranceUse | None
+    all_rounding: tuple[str, ...]
+    """Parameters whose gradients are all rounding: in effect they are not compared."""
 
     @property
     def needs_float64(self) -> bool:
         """Whether finer arithmetic should decide: numbers part, which it may bring together, or noise hides much."""
-        if RESOLUTION.get(self.precision, 0.0) <= RESOLUTION["float64"]:
+        if self.tolerance is not None or RESOLUTION.get(self.precision, 0.0) <= RESOLUTION["float64"]:
             return False
         if not self.findings:
             largest = max((abs(loss) for loss in self.losses_one if math.isfinite(loss)), default=0.0)
@@ -108,63 +96,9 @@ class Comparison:
         return self.findings[0].cause == "values" and causes <= {"values", "structure"}
 
 
-class Allowance:
-    """How far a difference may go, learned from how far the noise runs are from the one-worker run."""
-
-    def __init__(self, noise: Sequence[Sequence[Difference]]) -> None:
-        self._noise: dict[tuple[str, str, int], float] = {}
-        self._relative: dict[int, float] = {}
-        self._last: dict[str, float] = {}
-        self._all_rounding: dict[str, int] = {}
-        for differences in noise:
-            self._learn(differences)
-
-    def _learn(self, differences: Sequence[Difference]) -> None:
-        running: dict[tuple[str, str], float] = {}
-        relative = 0.0
-        for item in differences:
-            position = item.place.position
-            tensor = (item.kind, item.tensor)
-            running[tensor] = max(running.get(tensor, 0.0), item.size)
-            key = (*tensor, position)
-            self._noise[key] = max(self._noise.get(key, 0.0), running[tensor])
-            if item.kind in ("result", "parameter") and not item.is_integer_result and item.scale > 0:
-                relative = max(relative, item.size / item.scale)
-            self._relative[position] = max(self._relative.get(position, 0.0), relative)
-            if item.kind == "parameter":
-                self._last[item.tensor] = max(self._last.get(item.tensor, 0.0), running[tensor])
-            if item.kind == "gradient" and item.size > ALL_ROUNDING * item.scale:
-                name = item.tensor.removeprefix("gradient of ")
-                self._all_rounding[name] = min(self._all_rounding.get(name, position), position)
-
-    def noise(self, item: Difference) -> float:
-        """The noise in this tensor so far."""
-        noise = self._noise.get((item.kind, item.tensor, item.place.position), 0.0)
-        if item.kind == "final":
-            # A lone number may by chance end where it would have without noise; its way there tells more.
-            noise = max(noise, self._last.get(item.tensor, 0.0) / math.sqrt(max(1, item.count)))
-        return noise
-
-    def limit(self, item: Difference) -> float:
-        """The largest `size` that is still the same training."""
-        limit = max(NOISE_FACTOR * self.noise(item), rounding_limit(item))
-        if item.is_integer_result:
-            flips = NOISE_FACTOR * self._relative.get(item.place.position, 0.0) * item.count
-            if flips >= LIKELY_FLIP:
-                limit = max(limit, math.ceil(min(flips, MOST_FLIPS * item.count)))
-        name_position = self._all_rounding.get(item.tensor, math.inf)
-        if item.kind in ("parameter", "final") and name_position <= item.place.position:
-            limit = max(limit, 2 * item.motion)
-        return limit
-
-
-def rounding_limit(item: Difference) -> float:
-    """What rounding alone explains, with no training between."""
-    errors = GRADIENT_ROUNDING_ERRORS if item.kind == "gradient" else ROUNDING_ERRORS
-    return max(ROUNDING_BOUND.get(item.dtype, 0.0) * item.scale, errors * item.resolution)
-
-
-def compare(one: Recording, many: Sequence[Recording], noise: Sequence[Recording]) -> Comparison:
+def compare(
+    one: Recording, many: Sequence[Recording], noise: Sequence[Recording], *, tolerance: float | None = None
+) -> Comparison:
     """What sets `many`, all ranks of a run, apart from `one`, the run on one worker; `noise` repeats that."""
     findings: list[Finding] = []
     noise_differences = []
@@ -172,7 +106,7 @@ def compare(one: Recording, many: Sequence[Recording], noise: Sequence[Recording
         differences, mismatch = measure(one, repetition)
         noise_differences.append(differences)
         findings += _unrepeatable(differences, mismatch)
-    allowance = Allowance(noise_differences)
+    allowance = Allowance(noise_differences, tolerance=tolerance)
     against_one = []
     for recording in many:
         differences, mismatch = measure(one, recording)
@@ -184,6 +118,7 @@ def compare(one: Recording, many: Sequence[Recording], noise: Sequence[Recording
         among.append(differences)
         findings += _disagreeing(differences, mismatch, recording.rank)
     findings.sort(key=lambda finding: finding.place.position)
+    findings = [replace(finding, call=_call_of(finding, one)) for finding in findings]
     flat = [item for differences in against_one for item in differences]
     losses_one, losses_many = losses(one), losses(many[0]) if many else ()
     return Comparison(
@@ -201,7 +136,31 @@ def compare(one: Recording, many: Sequence[Recording], noise: Sequence[Recording
         loss_noise=max((_apart(losses_one, losses(run)) for run in noise), default=0.0),
         parameter_noise=_largest_parameter(one, noise_differences),
         precision=max((item.dtype for item in flat), key=lambda dtype: RESOLUTION.get(dtype, 0.0), default=""),
+        stopped=one.stopped,
+        tolerance=None if tolerance is None else _use(tolerance, allowance, flat, noise_differences),
+        all_rounding=allowance.all_rounding,
     )
+
+
+def _use(
+    tolerance: float, allowance: Allowance, found: Sequence[Difference], noise: Sequence[Sequence[Difference]]
+) -> ToleranceUse:
+    repeated = [item for differences in noise for item in differences]
+    return ToleranceUse(
+        tolerance=tolerance,
+        largest=max(map(allowance.relative, found), default=0.0),
+        noise=max(map(allowance.relative, repeated), default=0.0),
+        unmet=next((item for item in repeated if not item.size <= allowance.limit(item)), None),
+    )
+
+
+def _call_of(finding: Finding, one: Recording) -> InspectedCall | None:
+    """The job call in which, or after which, numbers part."""
+    if finding.cause not in ("values", "ranks") or finding.place.position >= len(one.results):
+        return None
+    before = (result for result in reversed(one.results[: finding.place.position + 1]) if isinstance(result, Called))
+    called = next(before, None)
+    return None if called is None else InspectedCall(job=called.job, call=called.call)
 
 
 def losses(recording: Recording) -> tuple[float, ...]:
@@ -209,12 +168,18 @@ def losses(recording: Recording) -> tuple[float, ...]:
     found = []
     for call, step in zip(recording.results, recording.results[1:], strict=False):
         if isinstance(call, Called) and isinstance(step, Stepped):
-            floats = [leaf for leaf in call.leaves if not leaf.is_integer]
-            named = [leaf for leaf in floats if leaf.path in ("", "['loss']")]
-            for leaf in (named or floats)[:1]:
+            leaf = loss_leaf(call)
+            if leaf is not None:
                 values = array_of(leaf)
                 found.append(float(values.mean()) if values.size else math.nan)
     return tuple(found)
+
+
+def loss_leaf(call: Called) -> Leaf | None:
+    """The loss among a training call's results; None if it has no floats."""
+    floats = [leaf for leaf in call.leaves if not leaf.is_integer]
+    named = [leaf for leaf in floats if leaf.path in ("", "['loss']")]
+    return next(iter(named or floats), None)
 
 
 def _apart(first: Sequence[float], second: Sequence[float]) -> float:
@@ -254,7 +219,8 @@ def _beyond(
     for item in differences:
         limit = allowance.limit(item)
         if not item.size <= limit:
-            expected = f"at most {limit:.3g} from the run on one worker (noise {allowance.noise(item):.3g})"
+            bound = "" if allowance.tolerance is None else f"tolerance {allowance.tolerance:g}, "
+            expected = f"at most {limit:.3g} from the run on one worker ({bound}noise {allowance.noise(item):.3g})"
             found = f"{item.size:.3g} on {who}"
             yield Finding(place=item.place, tensor=item.tensor, expected=expected, found=found, cause="values")
             break
@@ -292,17 +258,22 @@ def _rows(differences: Sequence[Difference], allowance: Allowance) -> Iterator[R
         "parameters and buffers, final": ("final", False),
     }
     for name, sort in names.items():
-        items = [item for item in differences if (item.kind, item.is_integer_result) == sort]
-        limits = [allowance.limit(item) for item in items]
-        worst, limit = _nearest(items, limits)
-        yield Row(
-            name=name,
-            compared=len(items),
-            largest=max((item.size for item in items), default=0.0),
-            noise=max((allowance.noise(item) for item in items), default=0.0),
-            worst=worst,
-            worst_allowed=limit,
+        yield measured_row(
+            name, [item for item in differences if (item.kind, item.is_integer_result) == sort], allowance
         )
+
+
+def measured_row(name: str, items: Sequence[Difference], allowance: Allowance) -> Row:
+    """The line of the table on some differences."""
+    worst, limit = _nearest(items, [allowance.limit(item) for item in items])
+    return Row(
+        name=name,
+        compared=len(items),
+        largest=max((item.size for item in items), default=0.0),
+        noise=max((allowance.noise(item) for item in items), default=0.0),
+        worst=worst,
+        worst_allowed=limit,
+    )
 
 
 def _agreement_row(items: Sequence[Difference]) -> Row:

@@ -1,6 +1,6 @@
 """The recordings of one run, read back: one per rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rankless.records.results import (
     FinalTensor,
     Finished,
     Leaf,
+    Survey,
     read_frames,
     results_file,
     tensors_file,
@@ -30,6 +31,9 @@ class Recording:
     steps: int
     described: tuple[FinalTensor, ...]
     tensors: dict[str, Array]
+    stopped: bool = False
+    """Whether the run was ended before the script was."""
+    survey: Survey = field(default_factory=Survey)
 
 
 def read_recordings(folder: str, worker_count: int) -> list[Recording | None]:
@@ -56,4 +60,6 @@ def _read(folder: str, rank: int) -> Recording | None:
         steps=ended.steps if ended else 0,
         described=tuple(ended.tensors) if ended else (),
         tensors=safetensors.numpy.load_file(tensors_file(folder, rank)) if ended else {},
+        stopped=ended.stopped if ended else False,
+        survey=ended.survey if ended else Survey(),
     )

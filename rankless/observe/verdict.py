@@ -2,10 +2,12 @@
 
 import math
 import os
+from collections.abc import Sequence
 
 import msgspec
 
-from rankless.observe.comparison import Comparison, Finding, Row
+from rankless.observe.comparison import Comparison, Finding, Row, ToleranceUse
+from rankless.observe.first_value import FirstValue
 
 HEADERS = ("compared", "number", "largest difference", "noise floor", "nearest to its limit")
 
@@ -18,6 +20,16 @@ class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
     line: str
     expected: str
     found: str
+
+
+class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
+    """A bound of the user's own and what was measured, each as a part of the tensor, the largest of all tensors."""
+
+    tolerance: float
+    largest_difference: float
+    noise_floor: float
+    unmet: str | None
+    """The first tensor in which not even the script on one worker, repeated, stays within the tolerance."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +54,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What the runs in the script's own precision gave, where float64 decided instead."""
     float64_failure: str | None = None
     """Why float64 could not decide, where it was tried and failed."""
+    stopped: bool = False
+    """Whether the runs were ended after `steps`, before the script was."""
+    tolerance: Tolerance | None = None
+    """The user's own bound, if there is one; it then takes the place of the measured one."""
+    against: str | None = None
+    """The plain script that the runs were compared with, too."""
+    first_value: FirstValue | None = None
+    """The first value, in the job call where the runs part, that differs; None if nobody looked, or nothing did."""
+    not_covered: tuple[str, ...] = ()
+    """What the comparison did not cover."""
 
 
 def failed_report(failure: str, *, workers: int) -> Report:
@@ -76,7 +98,37 @@ def make_report(comparison: Comparison, *, workers: int) -> Report:
         losses_one=comparison.losses_one,
         losses_many=comparison.losses_many,
         decided_in=comparison.precision,
+        stopped=comparison.stopped,
+        tolerance=None if comparison.tolerance is None else _tolerance(comparison.tolerance),
     )
+
+
+def _tolerance(use: ToleranceUse) -> Tolerance:
+    unmet = use.unmet
+    return Tolerance(
+        tolerance=use.tolerance,
+        largest_difference=use.largest,
+        noise_floor=use.noise,
+        unmet=None if unmet is None else f"{unmet.tensor}, step {unmet.place.step}",
+    )
+
+
+def render_tolerance(tolerance: Tolerance) -> str:
+    """The user's bound beside the noise floor, in a line or two."""
+    line = (
+        f"tolerance {tolerance.tolerance:g} of each tensor: the largest difference is "
+        f"{tolerance.largest_difference:.2g}, the noise floor {tolerance.noise_floor:.2g}"
+    )
+    if tolerance.unmet is None:
+        return line
+    return (
+        f"{line};\nnot even the script on one worker, with its last bits disturbed, stays within it ({tolerance.unmet})"
+    )
+
+
+def render_coverage(not_covered: Sequence[str]) -> str:
+    """What the comparison did not cover, a line for each kind; empty if there is nothing."""
+    return "\n".join(["not covered:", *(f"  - {text}" for text in not_covered)]) if not_covered else ""
 
 
 def render_table(comparison: Comparison) -> str:
@@ -105,7 +157,7 @@ def render_verdict(report: Report) -> str:
         f"same training: {report.steps} steps and {report.calls} job calls on 1 and on {workers}; "
         f"losses within {report.largest_loss_difference:.2g} (noise {report.noise_floor['loss']:.2g}), "
         f"final parameters within {report.largest_parameter_difference:.2g} "
-        f"(noise {report.noise_floor['parameter']:.2g}){_decision(report)}"
+        f"(noise {report.noise_floor['parameter']:.2g}){_stop(report)}{_decision(report)}"
     )
 
 
@@ -121,6 +173,13 @@ def render_doubt(own: Report) -> str:
     if first is None:
         return f"in {own.decided_in} noise of {own.noise_floor['loss']:.2g} in the losses could hide faults"
     return f"in {own.decided_in} the runs part at {_place(first)}"
+
+
+def _stop(report: Report) -> str:
+    """Where the runs were ended, and within which bound they were compared; with a space before it."""
+    stop = f", and as in {report.against}" if report.against is not None else ""
+    stop += f" (stopped after {report.steps} step{'s' if report.steps != 1 else ''})" if report.stopped else ""
+    return stop + (f" (within the tolerance {report.tolerance.tolerance:g})" if report.tolerance is not None else "")
 
 
 def _decision(report: Report) -> str:

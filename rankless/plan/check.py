@@ -18,6 +18,9 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         raise PlanError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
     if threads is not None and threads < 1:
         raise PlanError(expected="at least 1 thread per worker", found=threads, fix="give --threads 1 or more")
+    steps = request.watch.stop_after_steps
+    if steps is not None and steps < 1:
+        raise PlanError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
     if seed is not None and not 0 <= seed < 2**63:
         raise PlanError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
     check_program(program)
@@ -33,6 +36,7 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         recording=request.recording,
         perturbation_seed=request.perturbation_seed,
         dtype=request.dtype,
+        watch=request.watch,
         progress=request.progress,
     )
 

@@ -19,6 +19,25 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
 
 
+class InspectedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A job call of which every value is to be written down: the `call`-th of the job, from 1."""
+
+    job: str
+    call: int
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run leaves behind, beside its recording, for those who look at it; and how soon it ends."""
+
+    stop_after_steps: int | None = None
+    """End the script, as `sys.exit(0)` would, after so many training steps."""
+    programs: str | None = None
+    """A folder into which the jobs' programs are written (for `rankless plan`), or None."""
+    inspected: InspectedCall | None = None
+    is_twin: bool = False
+    """The script is plain PyTorch, and recorded by its optimizers' steps instead of by jobs."""
+
+
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a user asks for; `plan.check.make_run_plan` makes a `RunPlan` of it."""
 
@@ -36,6 +55,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
+    watch: Watch = Watch()
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +81,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
     dtype: Precision | None = None
     """What jobs compute in, whatever the script says; None leaves it to the script."""
+    watch: Watch = Watch()
     progress: bool = True
 
 
@@ -82,6 +103,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
+    watch: Watch = Watch()
     progress: bool = True
     """Send progress records up."""
     records_descriptor: int | None = None

@@ -5,6 +5,7 @@ graph, forward and backward (docs/decisions/0002-road-of-capture.md says why thi
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from rankless.errors import CaptureError
@@ -23,9 +23,11 @@ from rankless.program.autocast import autocast_as, autocast_state, without_autoc
 from rankless.program.clean import cleaned, named
 from rankless.program.decompositions import DECOMPOSITIONS
 from rankless.program.effects import Effects, require_no_parameter_hooks
-from rankless.program.frozen_calls import frozen_calls_refused
+from rankless.program.guards import Guards
 from rankless.program.logical_program import LogicalProgram
+from rankless.program.modes import require_gradients
 from rankless.program.refusals import capture_error
+from rankless.program.sizes import Environment, Sizes, sizes_spelled_out
 from rankless.program.tracing import lines_recorded
 
 ArgumentsOf = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -37,6 +39,7 @@ class ArgumentShape:
     """The logical shape and dtype of one tensor argument."""
 
     shape: tuple[int, ...]
+    """Sizes that vary from call to call are symbols (see `sizes`)."""
     dtype: torch.dtype
 
 
@@ -60,9 +63,16 @@ class Captured:
     result_spec: pytree.TreeSpec
     result_leaves: tuple[Any, ...]
     """One entry per leaf of the job's result: `LEAF` for the next tensor result, else the plain value itself."""
+    guards: Guards
+    """What the job's Python has read: if it changes, this is no longer its program."""
+    modes_set: Sequence[tuple[nn.Module, bool]]
+    """The modules that the job puts into train or eval mode."""
+    printed: str | None
+    """The line of a print in the job, which a program does not do."""
 
 
 LEAF = object()
+SHAPE_LOGGER = "torch.fx.experimental.symbolic_shapes"
 
 
 class TracedJob(nn.Module):
@@ -79,10 +89,14 @@ class TracedJob(nn.Module):
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
 
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Like `forward`: hooks that the script has put on all modules are not for this one."""
+        return self.forward(*tensors)
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
         traced = [*self.parameters(), *self.buffers()]
-        with lines_recorded(traced), frozen_calls_refused(), self.effects.watched():
+        with self.effects.watched() as trail, lines_recorded(traced, trail), sizes_spelled_out():
             args, kwargs = self.arguments(tensors)
             with autocast_as(self.autocast):
                 result = self.source.function(*args, **kwargs)
@@ -125,17 +139,20 @@ def capture(
     arguments: ArgumentsOf,
     shapes: Sequence[ArgumentShape],
     device: torch.device,
+    *,
+    sizes: Sizes | None = None,
 ) -> Captured:
     """The logical program of a job for arguments of the given logical shapes.
 
-    `arguments` puts the tensor arguments back among the plain ones. Raises `CaptureError`, with the line of the
+    `arguments` puts the tensor arguments back among the plain ones; `sizes` made the symbols in `shapes`, if there
+    are any. Raises `CaptureError`, with the line of the
     user's script, if the job cannot be one program.
     """
+    if source.trains:
+        require_gradients(source.name, source.line)
     job = TracedJob(source, arguments, device)
-    fake = FakeTensorMode(
-        allow_non_fake_inputs=True,
-        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False),
-    )
+    environment = Environment() if sizes is None else sizes.environment
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
     with contextlib.ExitStack() as stack:
         # PyTorch keeps the last capture's fake tensors here, which then die noisily with the interpreter.
         stack.callback(PhiloxStateTracker.reset)
@@ -143,15 +160,43 @@ def capture(
         stack.enter_context(without_autocast(device.type))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.set_grad_enabled(source.trains))
+        if sizes is not None:
+            stack.enter_context(unlogged())
         with fake:
             inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
         with capture_error(source.name, source.line), seems_compiling(), tensors_kept(source.modules):
             require_no_parameter_hooks(source.modules)
             joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
             job.effects.require_none()
+            if not job.effects.settled():
+                # The first pass may have set the model up; then two more are the same, or nothing ever is.
+                joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+                job.effects.require_none()
+                job.effects.require_settled()
             program = cleaned(named(source.name, source.line, joint.graph_module), source.modules)
     assert job.result_spec is not None
-    return Captured(program=program, result_spec=job.result_spec, result_leaves=job.result_leaves)
+    return Captured(
+        program=program,
+        result_spec=job.result_spec,
+        result_leaves=job.result_leaves,
+        guards=job.effects.guards(),
+        modes_set=job.effects.modes_set(),
+        printed=job.effects.printed(),
+    )
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Within, PyTorch does not log what fails: a capture for varying sizes that comes to nothing is no error."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SHAPE_LOGGER)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
 
 from rankless.errors import CaptureError
 from rankless.program.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput, described
+from rankless.program.sizes import is_size
 
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
@@ -45,6 +46,7 @@ def named(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
                 inputs[node] = stands_for
         elif node.op == "get_attr":
             inputs[node] = constant_input(node, graph_module)
+    sizes_inlined(graph)
     (values,) = returned.args
     outputs = tuple(
         (value, output)
@@ -52,6 +54,21 @@ def named(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
         if isinstance(value, fx.Node) and output is not None
     )
     return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
+
+
+def sizes_inlined(graph: fx.Graph) -> None:
+    """Put sizes themselves where nodes stand that compute them: they are known before the program runs."""
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), size_itself)
+    computed = [node for node in graph.nodes if is_size(node.meta.get("val"))]
+    for node in reversed(computed):
+        graph.erase_node(node)
+
+
+def size_itself(node: fx.Node) -> Any:
+    """The size that a node computes, or the node."""
+    value = node.meta.get("val")
+    return value if is_size(value) else node
 
 
 def named_input(descriptor: Any) -> ProgramInput | None:
@@ -151,15 +168,25 @@ def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logica
     outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
     # Random operators stay even if unused: the script's generator moves past them.
     program.graph.eliminate_dead_code(is_impure_node=is_kept)
-    # A copy has none of the nodes that tracing made and dropped, nor the fake tensors that they hold.
-    copy, copied = fx.Graph(), dict[fx.Node, fx.Node]()
-    copy.output(copy.graph_copy(program.graph, copied))
+    copy, copied = copy_of(program.graph)
     return LogicalProgram(
         name=program.name,
         graph=copy,
         inputs={copied[node]: given for node, given in inputs.items() if node in copied},
         outputs=tuple((copied[node], output) for node, output in outputs),
     )
+
+
+def copy_of(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph without the nodes that tracing made and dropped, and the fake tensors that they hold; node by node."""
+    copy, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        # Arguments are set afterwards, for PyTorch warns of sizes among those that a node is made with.
+        new = copy.create_node(node.op, node.target, name=node.name)
+        new.args, new.kwargs = fx.node.map_arg((node.args, node.kwargs), copied.__getitem__)
+        new.meta = dict(node.meta)
+        copied[node] = new
+    return copy, copied
 
 
 def drop_double_transposes(graph: fx.Graph) -> None:

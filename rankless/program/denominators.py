@@ -17,6 +17,7 @@ from rankless.errors import CaptureError
 from rankless.program.logical_program import LogicalProgram, LogicalValue, ProgramOutput
 from rankless.program.row_inference import RowKinds
 from rankless.program.row_kinds import DIVIDED, FACTOR, MEAN, NLL, VIEWED, Divisor, Lost, Sum
+from rankless.program.sizes import is_size
 
 aten = torch.ops.aten
 MEANS = (aten.mean.default, aten.mean.dim)
@@ -38,7 +39,9 @@ def counted(
     `with_rows(k)` captures the same job for k times the rows; `dims` are the batch's dims of tensor arguments.
     Raises `CaptureError` with the line if calls cannot be gathered.
     """
-    fewer, more = program, with_rows(FACTOR)
+    varies = any(is_size(size) for node in program.inputs for size in node.meta["val"].shape)
+    # Comparing a size that varies with a number would settle it.
+    fewer, more = with_rows(1) if varies else program, with_rows(FACTOR)
     if first_difference(nodes_of(fewer), nodes_of(more)) is not None:
         # A batch of one row may lie in memory in more ways than one, and its program then has other views.
         fewer, more = more, with_rows(FACTOR**2)

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -88,6 +89,14 @@ class LogicalProgram:
             lines.append(f"{node.name} = {what} : {value_text(node)}  # {node.meta.get('line', '')}")
         lines += [f"-> {node.name} : {output.kind} {output.name}" for node, output in self.outputs]
         return "\n".join(lines)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(
+            isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+            for node in self.graph.nodes
+        )
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits of `text`'s SHA-256."""

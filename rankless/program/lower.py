@@ -32,7 +32,7 @@ RUN_AS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LocalGraph:
-    """One rank's program as a graph on local values. `moves` are its collectives.
+    """One rank's program as a graph on local values. Its collectives carry a `Move` as `meta["move"]`.
 
     Gradients may still be partial sums: `pending` names those that `schedule` is to reduce.
     """
@@ -41,7 +41,11 @@ class LocalGraph:
     inputs: tuple[tuple[fx.Node, ProgramInput], ...]
     outputs: tuple[tuple[fx.Node, ProgramOutput], ...]
     pending: tuple[fx.Node, ...]
-    moves: tuple[Move, ...]
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """All collectives, in the order in which the program starts them."""
+        return tuple(node.meta["move"] for node in self.graph.nodes if "move" in node.meta)
 
 
 class Lowering:
@@ -52,14 +56,15 @@ class Lowering:
         self.mesh = mesh
         self.rank = mesh.rank
         self.graph = fx.Graph()
-        self.moves: list[Move] = []
         self.values: dict[fx.Node, dict[Placement, fx.Node]] = {}
         self.results: dict[fx.Node, Local] = {}
         self.at: fx.Node | None = None
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator or a function of ours."""
-        node = self.graph.call_function(RUN_AS.get(target, target), args, kwargs)
+        node = self.graph.call_function(RUN_AS.get(target, target))
+        # Set afterwards, for PyTorch warns of sizes among the arguments that a node is made with.
+        node.args, node.kwargs = args, kwargs
         node.meta["line"] = self.line
         return node
 
@@ -75,18 +80,26 @@ class Lowering:
         shape = tuple((value[index] if isinstance(value, tuple | list) else value).shape)
         return local_shape(shape, self.placed.strategies[self.at].outputs[index], self.rank)
 
-    def all_reduce(self, value: fx.Node, reason: str) -> fx.Node:
-        """Add a sum over all ranks."""
-        return self.collective(Collective(self.mesh, Partial(), Replicate()), value, 0, reason)
+    def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
+        """Add a sum over all ranks of a value of `size` bytes."""
+        return self.collective(Collective(self.mesh, Partial(), Replicate()), value, size, reason)
 
-    def all_gather(self, value: fx.Node, reason: str) -> fx.Node:
-        """Add a gathering of equal pieces along a new dim 0."""
-        return self.collective(StackedGather(self.mesh), value, 0, reason)
+    def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
+        """Add a gathering of equal pieces, of `size` bytes each, along a new dim 0."""
+        return self.collective(StackedGather(self.mesh), value, size * self.mesh.size, reason)
 
     def collective(self, target: Collective | StackedGather, value: fx.Node, size: int, reason: str) -> fx.Node:
         """Add a collective and write down what it moves and why."""
-        self.moves.append(Move(kind=target.__name__, value=value.name, bytes=size, line=self.line, reason=reason))
-        return self.call(target, value)
+        node = self.call(target, value, *(target.lengths if isinstance(target, Collective) else ()))
+        node.meta["move"] = Move(
+            kind=target.__name__,
+            value=value.name,
+            bytes=size,
+            sent_bytes=target.sent_bytes(size),
+            line=self.line,
+            reason=reason,
+        )
+        return node
 
     def run(self) -> LocalGraph:
         """The whole local graph."""
@@ -107,7 +120,6 @@ class Lowering:
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             pending=tuple(pending),
-            moves=tuple(self.moves),
         )
 
     def lower_outputs(self) -> tuple[list[tuple[fx.Node, ProgramOutput]], list[fx.Node]]:
@@ -121,7 +133,8 @@ class Lowering:
                 if local not in pending:
                     pending.append(local)
             else:
-                local = self.moved(node, Replicate(), f"{described.kind} {described.name}")
+                what = described.name if described.kind == "result" else f"{described.kind} of {described.name}"
+                local = self.moved(node, Replicate(), f"{what}, whole on every worker")
             outputs.append((local, described))
         return outputs, pending
 

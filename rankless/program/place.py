@@ -18,6 +18,7 @@ from rankless.program.moves import cost
 from rankless.program.placement import Partial, Placement, Replicate
 from rankless.program.rules.strategy import Call, Strategy, call_of, replicated
 from rankless.program.rules.table import REFUSED, rule_for
+from rankless.program.sizes import known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,4 +125,4 @@ def outputs_of(call: Call) -> tuple[Any, ...]:
 
 def size_of(value: Any) -> int:
     """Bytes of a logical value; nothing for one that is absent."""
-    return int(value.numel() * value.element_size()) if isinstance(value, LogicalValue) else 0
+    return int(known(value.numel()) * value.element_size()) if isinstance(value, LogicalValue) else 0

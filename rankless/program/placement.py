@@ -12,8 +12,8 @@ __all__ = ["Partial", "Placement", "Replicate", "Shard", "split_lengths"]
 
 def split_lengths(length: int, parts: int) -> tuple[int, ...]:
     """The lengths of `length` rows dealt to `parts` ranks: the first `length % parts` get one row more."""
-    quotient, remainder = divmod(length, parts)
-    return tuple(quotient + (1 if part < remainder else 0) for part in range(parts))
+    # One formula for every remainder, so that a varying length is not fixed to one (sizes, Note [sizes that vary]).
+    return tuple((length + (parts - 1 - part)) // parts for part in range(parts))
 
 
 class Shard(TorchShard):
@@ -33,7 +33,8 @@ class Shard(TorchShard):
         return isinstance(other, Shard) and (self.dim, self.lengths) == (other.dim, other.lengths)
 
     def __hash__(self) -> int:
-        return hash((self.dim, self.lengths))
+        # Varying lengths have no hash; placements that differ in nothing else are few.
+        return hash(self.dim)
 
     def __repr__(self) -> str:
         return f"Shard({self.dim}, {list(self.lengths)})"

@@ -13,12 +13,13 @@ from rankless.program.lower import LocalGraph, lower
 from rankless.program.moves import Move
 from rankless.program.place import PlacedProgram, place
 from rankless.program.placement import Placement
-from rankless.program.schedule import scheduled
+from rankless.program.schedule import GradientMemory, scheduled
+from rankless.program.sizes import NUMBERS, is_size, text_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProgram:
-    """What one rank runs: `function` takes the values of `inputs` and returns those of `outputs`."""
+    """What one rank runs: `function` takes varying sizes and the values of `inputs`, and returns those of `outputs`."""
 
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
@@ -26,15 +27,18 @@ class LocalProgram:
     placed: PlacedProgram
     moves: tuple[Move, ...]
 
-    def __call__(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
         """Run it once; no gradient is recorded, and autocast's casts are those that were captured."""
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            return self.function(*values)
+            return self.function(*sizes, *values)
 
 
-def compiled(graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
-    """A graph as one Python function: an assignment per node, each value dropped after its last use."""
-    code = CodeWriter()
+def compiled(graph: fx.Graph, sizes: Sequence[str] = ()) -> Callable[..., Sequence[Tensor]]:
+    """A graph as one Python function: an assignment per node, each value dropped after its last use.
+
+    `sizes` names the varying sizes, which it takes first.
+    """
+    code = CodeWriter(sizes)
     last_use = {}
     for node in graph.nodes:
         for value in node.all_input_nodes:
@@ -60,10 +64,11 @@ def compiled(graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
 class CodeWriter:
     """Collects lines of code and the constants they name."""
 
-    def __init__(self) -> None:
-        self.parameters: list[str] = []
+    def __init__(self, sizes: Sequence[str]) -> None:
+        self.parameters: list[str] = list(sizes)
         self.lines: list[str] = []
-        self.constants: dict[str, Any] = {}
+        self.constants: dict[str, Any] = dict(NUMBERS)
+        self.computed: dict[str, str] = {}
 
     def text(self, argument: Any) -> str:
         """An argument as code."""
@@ -71,11 +76,19 @@ class CodeWriter:
             return argument.name
         if argument is None or isinstance(argument, bool | int | str):
             return repr(argument)
+        if is_size(argument):
+            return self.size(text_of(argument))
         if isinstance(argument, list):
             return f"[{', '.join(map(self.text, argument))}]"
-        if type(argument) is tuple:
+        if type(argument) in (tuple, torch.Size):
             return f"({''.join(f'{self.text(item)}, ' for item in argument)})"
         return self.constant(argument)
+
+    def size(self, expression: str) -> str:
+        """The name of a number that depends on varying sizes, each computed once per call."""
+        if expression not in self.computed:
+            self.computed[expression] = f"size_{len(self.computed)}"
+        return self.computed[expression]
 
     def constant(self, value: Any) -> str:
         """The name of a constant."""
@@ -85,22 +98,30 @@ class CodeWriter:
 
     def function(self) -> Callable[..., Sequence[Tensor]]:
         """The lines as a function."""
-        body = "\n    ".join(self.lines)
+        computed = [f"{name} = {expression}" for expression, name in self.computed.items()]
+        body = "\n    ".join(computed + self.lines)
         source = f"def program({', '.join(self.parameters)}):\n    {body}\n"
         exec(compile(source, "<rankless program>", "exec"), self.constants)
         function: Callable[..., Sequence[Tensor]] = self.constants["program"]
         return function
 
 
-def built(program: LogicalProgram, arguments: tuple[Placement, ...], mesh: Mesh) -> LocalProgram:
-    """Place, lower and schedule a logical program for the rank that `mesh` says we are."""
+def built(
+    program: LogicalProgram,
+    arguments: tuple[Placement, ...],
+    mesh: Mesh,
+    *,
+    memory: GradientMemory,
+    sizes: Sequence[str] = (),
+) -> LocalProgram:
+    """Place, lower and schedule a logical program for the rank that `mesh` says we are; `sizes` names what varies."""
     placed = place(program, arguments, mesh.size)
     local = lower(placed, mesh)
-    local = scheduled(local, logical_gradients(local, program), mesh)
+    local = scheduled(local, logical_gradients(local, program), mesh, memory)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
-        function=compiled(local.graph),
+        function=compiled(local.graph, sizes),
         placed=placed,
         moves=local.moves,
     )

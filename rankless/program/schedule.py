@@ -3,7 +3,7 @@
 The scheme of PyTorch's DistributedDataParallel (Li et al., VLDB 2020), here as a pass over the local graph.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -15,7 +15,7 @@ from rankless.collectives.mesh import Mesh
 from rankless.collectives.tensors import start_all_reduce
 from rankless.program.logical_program import LogicalValue
 from rankless.program.lower import LocalGraph
-from rankless.program.moves import Move
+from rankless.program.moves import Move, reduced_bytes
 from rankless.program.whole_operators import run_linear_weight
 
 aten = torch.ops.aten
@@ -32,13 +32,27 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
 """Operators that give most gradients, and the same with an `out` argument: a copy of every weight saved per step."""
 
 
+class GradientMemory:
+    """The memory of a job's buckets, shared by its programs, of which one runs at a time."""
+
+    def __init__(self) -> None:
+        self._flats: dict[Hashable, Tensor] = {}
+
+    def flat(self, number: int, size: int, like: LogicalValue) -> Tensor:
+        """The memory of the bucket with this number among a program's."""
+        key = number, size, like.dtype, like.device
+        if key not in self._flats:
+            self._flats[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._flats[key]
+
+
 class Bucket:
     """Gradients that travel together. Its memory lives from step to step; `.grad` of the parameters are views of it."""
 
-    def __init__(self, mesh: Mesh, values: Sequence[LogicalValue]) -> None:
+    def __init__(self, mesh: Mesh, values: Sequence[LogicalValue], flat: Tensor) -> None:
         self.mesh = mesh
         sizes = [value.numel() for value in values]
-        self.flat = torch.empty(sum(sizes), dtype=values[0].dtype, device=values[0].device)
+        self.flat = flat
         pieces = self.flat.split(sizes)
         self.views: list[Tensor] = [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
         self.work: dist.Work | None = None
@@ -62,35 +76,38 @@ class Bucket:
         return [view.detach() for view in self.views]
 
 
-def scheduled(local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mesh) -> LocalGraph:
+def scheduled(
+    local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mesh, memory: GradientMemory
+) -> LocalGraph:
     """The same program with its pending gradients reduced; `gradients` maps each to its logical node."""
     order = {node: place for place, node in enumerate(local.graph.nodes)}
     pending = sorted(local.pending, key=order.__getitem__)
     reduced: dict[fx.Node, fx.Node] = {}
-    moves = list(local.moves)
+    names = {node: described.name for node, described in local.outputs}
     returned = next(node for node in local.graph.nodes if node.op == "output")
-    for nodes in buckets(pending, gradients):
+    for number, nodes in enumerate(buckets(pending, gradients)):
         values = [gradients[node].meta["val"] for node in nodes]
-        bucket = Bucket(mesh, values)
+        bucket = Bucket(mesh, values, memory.flat(number, sum(value.numel() for value in values), values[0]))
         copied = [index for index, node in enumerate(nodes) if not written_in_place(local.graph, node, bucket, index)]
         with local.graph.inserting_after(nodes[-1]):
-            local.graph.call_function(bucket.start, (copied, [nodes[index] for index in copied]))
+            started = local.graph.call_function(bucket.start, (copied, [nodes[index] for index in copied]))
         with local.graph.inserting_before(returned):
             finished = local.graph.call_function(bucket.finish, ())
             for index, node in enumerate(nodes):
                 reduced[node] = local.graph.call_function(getitem, (finished, index))
-        moves.append(
-            Move(
-                kind="all_reduce",
-                value=", ".join(node.name for node in nodes),
-                bytes=sum(value.numel() * value.element_size() for value in values),
-                line=str(nodes[-1].meta.get("line", "")),
-                reason=f"{len(nodes)} gradients",
-            )
+        size = sum(value.numel() * value.element_size() for value in values)
+        started.meta["move"] = Move(
+            kind="all_reduce",
+            value=", ".join(names[node] for node in nodes),
+            bytes=size,
+            sent_bytes=reduced_bytes(size, mesh.size),
+            line=str(nodes[-1].meta.get("line", "")),
+            reason=f"{len(nodes)} gradients" if len(nodes) > 1 else "a gradient",
+            overlapped=True,
         )
     outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)
     returned.args = (tuple(node for node, _ in outputs),)
-    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending=(), moves=tuple(moves))
+    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending=())
 
 
 def written_in_place(graph: fx.Graph, node: fx.Node, bucket: Bucket, index: int) -> bool:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from rankless.records.programs import KnownJob
+
 LENGTH_BYTES = 4
+TEXT = "text"
+"""The dtype of a leaf that is no number; its data are the bytes of its text, one whole number each."""
 
 
 def results_file(folder: str, rank: int) -> Path:
@@ -85,17 +89,26 @@ class FinalTensor(msgspec.Struct, frozen=True, array_like=True):
     is_parameter: bool
 
 
+class Survey(msgspec.Struct, frozen=True, array_like=True):
+    """What the script held at the end: its jobs, and modules with parameters that no job has been given."""
+
+    jobs: tuple[KnownJob, ...] = ()
+    outside: tuple[str, ...] = ()
+
+
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """The script is over and the tensor file is whole."""
+    """The run is over and the tensor file is whole. `stopped` if the script was ended before its own end."""
 
     steps: int
     tensors: list[FinalTensor]
+    stopped: bool = False
+    survey: Survey = Survey()
 
 
 AnyResult = Registered | Called | Stepped | Finished
 
 
-def frame(result: AnyResult) -> bytes:
+def frame(result: msgspec.Struct) -> bytes:
     """A result as it stands in the file."""
     body = msgspec.msgpack.encode(result)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
@@ -104,9 +117,15 @@ def frame(result: AnyResult) -> bytes:
 def read_frames(file: Path) -> Iterator[AnyResult]:
     """The results of a file, up to the last whole one: a worker may have died while it wrote."""
     decoder = msgspec.msgpack.Decoder(AnyResult)
+    for body in read_bodies(file):
+        yield decoder.decode(body)
+
+
+def read_bodies(file: Path) -> Iterator[bytes]:
+    """What stands in the frames of a file, up to the last whole one."""
     with file.open("rb") as stream:
         while len(header := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
             body = stream.read(length := int.from_bytes(header, "little"))
             if len(body) < length:
                 return
-            yield decoder.decode(body)
+            yield body

@@ -17,3 +17,11 @@ def current(*, observer: Callable[[], Observer]) -> Runtime:
     if _joined is None or _joined.process_id != os.getpid():
         _joined = join(observer=observer)
     return _joined
+
+
+def finish() -> None:
+    """At the end of a script that did not fail: wait for what goes on in the background, and see whether other ranks
+    still wait for this one. Raises what either of them finds.
+    """
+    if _joined is not None and _joined.process_id == os.getpid():
+        _joined.finish()

@@ -3,22 +3,34 @@
 import atexit
 import contextlib
 import os
+import random
 import socket
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
+from rankless.checkpoint import Saver
+from rankless.collectives.lockstep import Lockstep
 from rankless.collectives.mesh import Mesh
+from rankless.collectives.messages import all_gather_bytes
+from rankless.errors import PlanError, RanklessError
 from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Said
+from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder
+from rankless.views.stopping import StepLimit
+from rankless.views.survey import surveyed
+from rankless.views.values import ValueRecorder
 from rankless.views.world import World
 
 STORE_TIMEOUT = timedelta(minutes=5)
@@ -45,16 +57,38 @@ class Runtime:
         self._rank = mesh.rank
         self._said: set[str] = set()
         self._owns_group = owns_group
+        self._meeting = Lockstep(mesh, say=self.say) if mesh.size > 1 else None
+        self._has_agent = plan is not None
         self.world = World(
-            mesh=mesh,
+            mesh=replace(mesh, meeting=self._meeting),
             say=self.say,
             record=up,
-            recorder=Recorder(plan.recording, mesh.rank) if plan is not None and plan.recording is not None else None,
-            perturbation_seed=plan.perturbation_seed if plan is not None else None,
-            dtype=getattr(torch, plan.dtype) if plan is not None and plan.dtype is not None else None,
+            **({} if plan is None else self._watched(plan)),
             meter=ProgressMeter(rank=mesh.rank, record=up) if progress and mesh.rank == 0 else None,
         )
+        self.saver = Saver(mesh=self.world.mesh)
         atexit.register(self.leave)
+
+    def _watched(self, plan: WorkerPlan) -> dict[str, Any]:
+        """The parts of the world by which `rankless verify` and `rankless plan` look at a run."""
+        watch, rank = plan.watch, self._rank
+        limit = watch.stop_after_steps
+        inspected = None if plan.recording is None else watch.inspected
+        return {
+            "recorder": None if plan.recording is None else Recorder(plan.recording, rank, survey=surveyed),
+            "perturbation_seed": plan.perturbation_seed,
+            "dtype": None if plan.dtype is None else getattr(torch, plan.dtype),
+            "limit": None if limit is None else StepLimit(limit, at_end=lambda: self._close(stopped=True)),
+            "programs": None if watch.programs is None or rank != 0 else ProgramRecorder(watch.programs),
+            "values": None if inspected is None else ValueRecorder(str(plan.recording), rank, inspected),
+        }
+
+    def _close(self, *, stopped: bool) -> None:
+        """Finish what is being recorded."""
+        if self.world.recorder is not None:
+            self.world.recorder.finish(stopped=stopped)
+        if self.world.programs is not None:
+            self.world.programs.finish(surveyed(()).jobs)
 
     def say(self, text: str) -> None:
         """Tell the user something, once; the ranks say the same things, so rank 0 speaks for all."""
@@ -62,16 +96,36 @@ class Runtime:
             self._said.add(text)
             self._up(Said(rank=0, time_ns=time.monotonic_ns(), text=text))
 
+    def finish(self) -> None:
+        """At the end of a script that did not fail: wait for a save in the background, and raise `RanksParted` if other
+        ranks still wait for this one.
+        """
+        self.saver.join()
+        if self._meeting is not None:
+            meeting, self._meeting = self._meeting, None
+            meeting.end()
+
     def leave(self) -> None:
-        """Finish what is being recorded, and destroy the group that joining made."""
+        """Finish what is being recorded, tell of a save that failed, and destroy the group that joining made."""
         if os.getpid() != self.process_id:
             return
         self.world.passes.leave(self.say)
-        if self.world.recorder is not None:
-            self.world.recorder.finish()
+        if not self._has_agent and not hasattr(sys, "last_value"):
+            self._finish_or_fail()
+        if (failure := self.saver.close()) is not None:
+            print(f"rankless: {failure}", file=sys.stderr)
+        self._close(stopped=False)
         if self._owns_group and dist.is_initialized():
             self._owns_group = False
             dist.destroy_process_group()
+
+    def _finish_or_fail(self) -> None:
+        """As the interpreter ends: what is raised now would be printed and forgotten, with exit code 0."""
+        try:
+            self.finish()
+        except RanklessError as error:
+            print(f"rankless: {type(error).__name__}{error}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 def join(*, observer: Callable[[], Observer]) -> Runtime:
@@ -93,6 +147,12 @@ def join(*, observer: Callable[[], Observer]) -> Runtime:
 
 
 def _join_as_worker(plan: WorkerPlan) -> Runtime:
+    if plan.watch.is_twin:
+        raise PlanError(
+            expected="a twin in plain PyTorch, so that it says what the script should do without Rankless",
+            found="one that calls Rankless",
+            fix="take rankless out of the script given as --against: zero_grad(), backward() and step() in its place",
+        )
     device = _use_device(plan.device)
     owns_group = plan.world_size > 1 and not dist.is_initialized()
     if owns_group:
@@ -128,7 +188,28 @@ def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[],
         dist.init_process_group("nccl" if own_gpu else "gloo")
     mesh = _mesh_of_world(device)
     up = observer() if mesh.rank == 0 else _drop
-    return Runtime(mesh=mesh, local_rank=local_rank, up=up, plan=None, progress=True, owns_group=owns_group)
+    runtime = Runtime(mesh=mesh, local_rank=local_rank, up=up, plan=None, progress=True, owns_group=owns_group)
+    if not _seeded_alike(mesh):
+        runtime.say(
+            "the ranks' random generators started from different seeds; from here on all go on from rank 0's "
+            "(models made before get rank 0's values at a job's first call)"
+        )
+    return runtime
+
+
+def _seeded_alike(mesh: Mesh) -> bool:
+    """Whether all ranks' generators began alike, as under `rankless run`; if not, they begin anew from rank 0's."""
+    seeds = [int.from_bytes(data, "little") for data in all_gather_bytes(_seed_bytes(), mesh=mesh)]
+    if len(set(seeds)) == 1:
+        return True
+    torch.manual_seed(seeds[0])
+    random.seed(seeds[0])
+    numpy.random.seed(seeds[0] % 2**32)
+    return False
+
+
+def _seed_bytes() -> bytes:
+    return (torch.initial_seed() % 2**64).to_bytes(8, "little")
 
 
 def _meet(plan: WorkerPlan) -> Any:

@@ -9,10 +9,16 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as groups
 
 
-def apply(*, seed: int, threads: int | None, before_leaving: Callable[[BaseException | None], None]) -> None:
-    """Set threads, seed and debug level, and have `before_leaving` called before groups are destroyed."""
+def apply(
+    *, seed: int, threads: int | None, dtype: str | None, before_leaving: Callable[[BaseException | None], None]
+) -> None:
+    """Set threads, seed, dtype and debug level, and have `before_leaving` called before groups are destroyed."""
     if threads is not None:
         torch.set_num_threads(threads)
+    if dtype is not None:
+        # Jobs cast their own models and arguments. What a script does besides, as an average of parameters
+        # made before the first call or a model called on noise outside jobs, must be of one dtype with them.
+        torch.set_default_dtype(getattr(torch, dtype))
     torch.manual_seed(seed)
     if dist.is_available():
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # public, missing in the stubs

@@ -18,6 +18,7 @@ from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Leaving, Left, Raised, Said
 from rankless.runtime.arrival import Arrival
 from rankless.runtime.ending import Ending
+from rankless.runtime.file_watch import FileWatch
 from rankless.runtime.output import redirect_output
 from rankless.runtime.processes import set_parent_death_signal
 from rankless.runtime.user_program import prepare_main
@@ -59,6 +60,7 @@ class WorkerProcess:
         self._plan = plan
         self._program = program
         self._environment_at_start = environment.snapshot()
+        self._files = FileWatch(plan, send=self._send) if plan.world_size > 1 else None
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
 
     def await_arrivals(self, *, hide_torch: bool) -> None:
@@ -72,7 +74,10 @@ class WorkerProcess:
 
     def run(self) -> None:
         """Run the user's program; returns, or raises SystemExit, so that threads and atexit have their turn."""
-        exit_code = self._run_program(prepare_main(self._program))
+        program = prepare_main(self._program)
+        if self._files is not None:
+            self._files.begin()
+        exit_code = self._run_program(program)
         self._ending.remember(exit_code)
         self._send(Left(rank=self._plan.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
         for stream in (sys.stdout, sys.stderr):
@@ -88,14 +93,14 @@ class WorkerProcess:
 
     def _run_program(self, program: Callable[[], None]) -> int:
         try:
-            program()
-        except SystemExit as leaving:
-            return _exit_code(leaving)
+            exit_code = _exit_code_of(program)
+            if exit_code == 0:
+                _finish()
         except BaseException as error:
             self._report(_without_our_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
             return 130 if isinstance(error, KeyboardInterrupt) else 1
-        return 0
+        return exit_code
 
     def _report(self, error: BaseException) -> None:
         rank, now = self._plan.rank, time.monotonic_ns()
@@ -111,8 +116,15 @@ class WorkerProcess:
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy")
         importlib.import_module("rankless.runtime.torch_settings").apply(
-            seed=self._plan.seed, threads=environment.user_threads(), before_leaving=self._before_leaving
+            seed=self._plan.seed,
+            threads=environment.user_threads(),
+            dtype=self._plan.dtype,
+            before_leaving=self._before_leaving,
         )
+        if self._plan.watch.is_twin:
+            importlib.import_module("rankless.runtime.twin").watch(self._plan)
+        if self._files is not None:
+            self._files.watch_saving(importlib.import_module("torch.serialization"))
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._plan.rank == 0:
             self._say(
@@ -138,6 +150,21 @@ def _texts(error: BaseException) -> dict[str, str]:
         "message": str(error)[:_LONGEST_TEXT],
         "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TEXT:],
     }
+
+
+def _exit_code_of(program: Callable[[], None]) -> int:
+    try:
+        program()
+    except SystemExit as leaving:
+        return _exit_code(leaving)
+    return 0
+
+
+def _finish() -> None:
+    # Who has not imported this module has joined nothing.
+    current = sys.modules.get("rankless.runtime.current")
+    if current is not None:
+        current.finish()
 
 
 def _exit_code(leaving: SystemExit) -> int:

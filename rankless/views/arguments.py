@@ -1,6 +1,7 @@
 """A job's arguments taken apart: tensors, which travel through the program, and plain values, which are part of it."""
 
-from collections.abc import Hashable, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from rankless.program.placement import Placement, Replicate, Shard, split_length
 from rankless.views.logical import LogicalTensor
 
 TENSOR = "tensor"
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Arguments:
     spec: pytree.TreeSpec
     plain: tuple[Any, ...]
     """One entry per leaf: `TENSOR` where a tensor was, else the leaf."""
+    batch_dims: tuple[int | None, ...] = ()
+    """The dim of each tensor that holds the batch; None for one that is not batch."""
 
     def joined(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with the given tensors in place."""
@@ -45,7 +49,24 @@ class Arguments:
                 found=f"arguments of type {', '.join(sorted(kinds)) or 'unhashable'}",
                 fix="pass tensors and plain values, or let the job read the object from its closure",
             ) from error
-        return self.spec, self.plain, tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
+        return self.spec, self.plain, tuple([tensor.dtype for tensor in self.tensors])
+
+
+def leaf_names(function: Callable[..., Any], arguments: Arguments) -> list[str]:
+    """The argument of the function that each leaf of a call belongs to."""
+    parameters = inspect.signature(function).parameters
+    positional = [name for name, item in parameters.items() if item.kind not in VARIADIC]
+    variadic = [name for name, item in parameters.items() if item.kind is VARIADIC[0]]
+    tree = pytree.tree_unflatten(list(arguments.plain), arguments.spec)
+    names = []
+    for path, _ in pytree.tree_flatten_with_path(tree)[0]:
+        # Positional arguments are a tuple, those by keyword a dict.
+        match path[1]:
+            case pytree.SequenceKey(place):
+                names.append((positional + variadic * (place + 1))[place])
+            case pytree.MappingKey(name):
+                names.append(name)
+    return names
 
 
 def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
@@ -60,7 +81,7 @@ def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.dev
             plain.append(TENSOR)
         else:
             plain.append(value)
-    return Arguments(tuple(tensors), spec, tuple(plain))
+    return Arguments(tuple(tensors), spec, tuple(plain), (0,) * len(tensors))
 
 
 def shapes_of(arguments: Arguments) -> list[ArgumentShape]:
@@ -68,13 +89,22 @@ def shapes_of(arguments: Arguments) -> list[ArgumentShape]:
     return [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments.tensors]
 
 
-def placement_of(argument: Tensor, mesh: Mesh) -> Placement:
-    """How an argument lies: a loader's batch as it was read; another tensor by rows, if there are enough."""
+def placements_of(arguments: Arguments, mesh: Mesh) -> tuple[Placement, ...]:
+    """How the tensors of a call lie."""
+    return tuple(
+        [placement_of(tensor, dim, mesh) for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)]
+    )
+
+
+def placement_of(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Placement:
+    """How an argument lies: a loader's batch as it was read; another tensor split on the dim that holds the batch,
+    if that is long enough.
+    """
     if isinstance(argument, LogicalTensor):
         return argument.placement
-    if argument.dim() == 0 or argument.shape[0] < mesh.size:
+    if batch_dim is None or argument.dim() <= batch_dim or argument.shape[batch_dim] < mesh.size:
         return Replicate()
-    return Shard(0, split_lengths(argument.shape[0], mesh.size))
+    return Shard(batch_dim, split_lengths(argument.shape[batch_dim], mesh.size))
 
 
 def piece_of(argument: Tensor, placement: Placement, mesh: Mesh) -> Tensor:

@@ -1,6 +1,6 @@
 """The consistent view: a job on a mesh, captured once per kind of call, then run as one program on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,18 @@ from torch.utils import _pytree as pytree
 
 from rankless.program.autocast import fresh_casts
 from rankless.program.capture import LEAF, Captured
-from rankless.views.arguments import Arguments, piece_of, placement_of
+from rankless.program.sizes import numbers_of
+from rankless.views.arguments import Arguments, piece_of, placements_of
+from rankless.views.call_digest import GENERATOR, call_text, digests_of, generator_digest, names_of
 from rankless.views.counting import Counting
 from rankless.views.definition import JobDefinition, Outcome
-from rankless.views.equalising import equalise, require_same_kind_of_device
-from rankless.views.preparing import Prepared, Programs
+from rankless.views.equalising import equalise, require_equal, require_same_kind_of_device
+from rankless.views.inspecting import tapped
+from rankless.views.prepared import Prepared
+from rankless.views.preparing import Programs
 from rankless.views.world import World
+
+CHANGED = ", its models changed outside jobs since"
 
 
 class Consistent:
@@ -25,29 +31,70 @@ class Consistent:
         self._world = world
         self._counting = Counting(job, world, alone=False) if job.gathers else None
         self._programs = Programs(job, world) if self._counting is None else self._counting.programs
+        self._calls = 0
+        self._changes = 0
+        self._draws = False
+        self._tensors: Sequence[Tensor] = ()
         require_same_kind_of_device(job, world)
-        equalise(job, world)
 
     def run(self, arguments: Arguments) -> Outcome:
         """The job's whole result, the same on every rank; a train job's gradients are made."""
+        self._meet(arguments)
+        placements = placements_of(arguments, self._world.mesh)
+        inspected = self._world.values is not None and self._world.values.begins(self._job.name)
+        prepare = self._programs.exactly_for if inspected else self._programs.program_for
         with fresh_casts():
-            prepared = self._programs.program_for(arguments)
+            prepared = prepare(arguments, placements)
+        self._draws = self._draws or prepared.captured.program.draws
         mesh = self._world.mesh
-        values = []
+        values, states = [], []
         for slot in prepared.slots:
             if isinstance(slot, int):
                 tensor = arguments.tensors[slot]
-                values.append(piece_of(tensor, placement_of(tensor, mesh), mesh))
+                values.append(piece_of(tensor, placements[slot], mesh))
+            elif isinstance(slot, Tensor):
+                values.append(slot)
             else:
-                values.append(slot if isinstance(slot, Tensor) else slot.tensor())
-        outputs = prepared.local([value.detach() for value in values])
+                values.append(state := slot.tensor())
+                states.append(state)
+        sizes = prepared.sizes(arguments)
+        program = tapped(prepared.local.placed, self._world) if inspected else prepared.local
+        outputs = program([value.detach() for value in values], list(sizes.values()))
+        for module, training in prepared.captured.modes_set:
+            module.training = training
         results = self._apply(prepared, outputs)
+        self._tensors = states
+        self._world.watch.note(states)
         if not self._job.trains:
-            return Outcome(joined_result(prepared.captured, results))
+            return Outcome(joined_result(prepared.captured, results, sizes))
         # First what is minimised, then the script's own results, last what the loss was divided by.
         loss, *results = results
         counts = () if self._counting is None else self._counting.read(prepared, results)
-        return Outcome(joined_result(prepared.captured, results), loss=loss, counts=counts)
+        return Outcome(joined_result(prepared.captured, results, sizes), loss=loss, counts=counts)
+
+    def _meet(self, arguments: Arguments) -> None:
+        """Make sure that all ranks make this call, with the same inputs and models; raises `RanksParted`."""
+        self._calls += 1
+        job, mesh = self._job, self._world.mesh
+        is_first = self._calls == 1
+        changed = not is_first and self._world.watch.changed(self._tensors)
+        if mesh.meeting is not None:
+            digests = digests_of(arguments.tensors)
+            if self._draws:
+                digests.append(generator_digest())
+            mesh.come(
+                call_text(job.name, self._calls, arguments) + (CHANGED if changed else ""),
+                names=lambda: [*names_of(job.function, arguments), GENERATOR],
+                digests=digests,
+            )
+        self._changes += changed
+        if is_first:
+            equalise(job, self._world, when="at the first call")
+        elif changed and is_power_of_two(self._changes):
+            # A script that changes its models after every step, as by clipping weights, is not slowed down for ever.
+            equalise(job, self._world, when=f"at call {self._calls}, changed outside jobs")
+        if job.check_every is not None and self._calls % job.check_every == 0:
+            require_equal(job, self._world, call=self._calls)
 
     def _apply(self, prepared: Prepared, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Give gradients to parameters and new values to buffers; the rest are the job's results."""
@@ -65,8 +112,13 @@ class Consistent:
         return results
 
 
-def joined_result(captured: Captured, results: Sequence[Tensor]) -> Any:
-    """The job's result as the script returns it, with whole tensors."""
+def joined_result(captured: Captured, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:
+    """The job's result as the script returns it, with whole tensors, and sizes as the numbers they are now."""
     remaining = iter(results)
-    leaves = [next(remaining) if leaf is LEAF else leaf for leaf in captured.result_leaves]
+    leaves = [next(remaining) if leaf is LEAF else numbers_of(leaf, sizes) for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_spec)
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether a positive number is 1, 2, 4, 8, …"""
+    return number & (number - 1) == 0

@@ -11,10 +11,11 @@ from rankless.program.denominators import counted, results_alone
 from rankless.program.logical_program import LogicalProgram
 from rankless.program.placement import Shard
 from rankless.views.accumulating import Count
-from rankless.views.arguments import Arguments, shapes_of
+from rankless.views.arguments import Arguments, placements_of, shapes_of
 from rankless.views.definition import JobDefinition
 from rankless.views.logical import LogicalTensor
-from rankless.views.preparing import Prepared, Programs
+from rankless.views.prepared import Prepared
+from rankless.views.preparing import Programs
 from rankless.views.world import World
 
 
@@ -23,6 +24,7 @@ class Counting:
 
     def __init__(self, job: JobDefinition, world: World, *, alone: bool) -> None:
         self._job = job
+        self._world = world
         self._alone = alone
         self._device = job.device(world.mesh.device)
         self._finishes: dict[int, tuple[tuple[float, float | None], ...]] = {}
@@ -30,12 +32,13 @@ class Counting:
 
     def of_call(self, arguments: Arguments) -> tuple[Count, ...]:
         """The counts of a call on one device."""
-        prepared = self.programs.program_for(arguments)
+        prepared = self.programs.program_for(arguments, placements_of(arguments, self._world.mesh))
         values = [
             arguments.tensors[slot] if isinstance(slot, int) else slot if isinstance(slot, Tensor) else slot.tensor()
             for slot in prepared.slots
         ]
-        return self.read(prepared, prepared.local([value.detach() for value in values]))
+        sizes = list(prepared.sizes(arguments).values())
+        return self.read(prepared, prepared.local([value.detach() for value in values], sizes))
 
     def read(self, prepared: Prepared, results: Sequence[Tensor]) -> tuple[Count, ...]:
         """The counts among a program's results: the last ones."""
@@ -72,9 +75,11 @@ class Counting:
 def rows_of(arguments: Arguments, job: JobDefinition) -> tuple[int, dict[int, int]]:
     """How many rows a call has, and which dim holds them in which tensor argument: all of that length in dim 0."""
     lengths = {
-        index: tensor.placement.dim if isinstance(tensor, LogicalTensor) and isinstance(tensor.placement, Shard) else 0
-        for index, tensor in enumerate(arguments.tensors)
-        if tensor.dim() > 0
+        index: tensor.placement.dim
+        if isinstance(tensor, LogicalTensor) and isinstance(tensor.placement, Shard)
+        else dim
+        for index, (tensor, dim) in enumerate(zip(arguments.tensors, arguments.batch_dims, strict=True))
+        if dim is not None and tensor.dim() > dim
     }
     if not lengths:
         raise CaptureError(

@@ -23,6 +23,8 @@ class Stepping:
     clip_value: float | None = None
     gradient_norm: bool = False
     check_finite: bool = False
+    check_every: int | None = None
+    """Calls after which the models of all ranks are compared."""
 
     @property
     def measures_norm(self) -> bool:
@@ -43,6 +45,9 @@ class Stepping:
                 found=f"clip_norm={self.clip_norm!r} and clip_value={self.clip_value!r}",
                 fix="choose one",
             )
+        every = self.check_every
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise PlanError(expected="check_every= as a number of calls, from 1 up", found=every, fix="leave it away")
         for name in ("clip_norm", "clip_value"):
             limit = getattr(self, name)
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
@@ -65,6 +70,11 @@ class JobDefinition:
     line: str
 
     @property
+    def check_every(self) -> int | None:
+        """Compare the models of all ranks before every so many calls; None: only when there is a reason."""
+        return self.stepping.check_every
+
+    @property
     def trains(self) -> bool:
         """Whether a call makes a training step, or a part of one."""
         return bool(self.optimizers)
@@ -75,9 +85,13 @@ class JobDefinition:
         return self.trains and self.stepping.accumulate > 1
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all modules, tied ones once."""
-        found = {id(item): item for module in self.modules.values() for item in module.parameters()}
-        return list(found.values())
+        """The parameters of all modules, tied ones once, and the optimizer's that stand in a module no longer."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        everywhere = [
+            *(module.parameters() for module in self.modules.values()),
+            *(group["params"] for group in groups),
+        ]
+        return list({id(item): item for some in everywhere for item in some}.values())
 
     def stepped_parameters(self) -> list[Tensor]:
         """The parameters that the optimizers step, once each, in the order of their groups."""

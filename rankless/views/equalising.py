@@ -1,15 +1,19 @@
-"""Before a job's first call: its models are where they should be, and the same on every rank."""
+"""Are a job's models the same on every rank? Asked at its first call, after changes outside jobs, and on request."""
 
 import hashlib
 
+import msgspec
 import torch
 
 from rankless.collectives.messages import all_gather_bytes
 from rankless.collectives.tensors import broadcast
-from rankless.errors import PlanError
+from rankless.errors import PlanError, RanksParted
 from rankless.program.clean import named_tensors
+from rankless.program.effects import require_initialised
 from rankless.views.definition import JobDefinition
 from rankless.views.world import World
+
+SHOWN = 3
 
 
 def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
@@ -23,16 +27,69 @@ def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
         )
 
 
-def equalise(job: JobDefinition, world: World) -> None:
+def equalise(job: JobDefinition, world: World, *, when: str) -> None:
     """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
-    tensors = named_tensors(job.modules)
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    if len(set(all_gather_bytes(digest.digest(), mesh=world.mesh))) == 1:
+    require_initialised(job.modules, job.line)
+    parted = differing(job, world)
+    if not parted:
         return
-    for _, tensor in sorted(tensors.items()):
+    for _, tensor in sorted(named_tensors(job.modules).items()):
         with torch.no_grad():
             broadcast(tensor, mesh=world.mesh)
-    world.say(f"the models of job {job.name!r} differed between ranks at the first call; all now have rank 0's")
+    world.say(
+        f"{job.line}: the models of job {job.name!r} differed between ranks {when} ({listed(parted)}); "
+        "all now have rank 0's"
+    )
+
+
+def require_equal(job: JobDefinition, world: World, *, call: int) -> None:
+    """Raise `RanksParted`, on every rank, if a parameter or buffer is not the same on all."""
+    parted = differing(job, world)
+    if parted:
+        raise RanksParted(
+            expected=f"the same parameters and buffers on every rank before call {call} of job {job.name!r}",
+            found=listed(parted),
+            fix="look for what changes a model outside jobs on one rank, or otherwise there: through .data or NumPy",
+            where=job.line,
+        )
+
+
+def differing(job: JobDefinition, world: World) -> dict[str, list[int]]:
+    """Names of the tensors that are not rank 0's on some rank, and on which. Collective."""
+    names, mine = [], []
+    for name, tensor in sorted(named_tensors(job.modules).items()):
+        names.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        mine.append(hashlib.blake2b(data, digest_size=8).digest())
+    whole = hashlib.blake2b(msgspec.msgpack.encode([names, mine]), digest_size=16).digest()
+    if len(set(all_gather_bytes(whole, mesh=world.mesh))) == 1:
+        return {}
+    gathered = all_gather_bytes(msgspec.msgpack.encode([names, mine]), mesh=world.mesh)
+    states = [msgspec.msgpack.decode(data, type=tuple[list[str], list[bytes]]) for data in gathered]
+    first = dict(zip(*states[0], strict=True))
+    parted: dict[str, list[int]] = {}
+    for rank, (their_names, their_digests) in enumerate(states):
+        if their_names != states[0][0]:
+            raise RanksParted(
+                expected=f"the same parameters and buffers in the models of job {job.name!r} on every rank",
+                found=f"rank {rank} has others than rank 0: {first_other(states[0][0], their_names)}",
+                fix="build the models alike on every rank",
+                where=job.line,
+            )
+        for name, digest in zip(their_names, their_digests, strict=True):
+            if first[name] != digest:
+                parted.setdefault(name.partition(" ")[0], []).append(rank)
+    return parted
+
+
+def first_other(ours: list[str], theirs: list[str]) -> str:
+    """The first tensor that only one of two ranks has."""
+    only = [name for name in theirs if name not in ours] or [name for name in ours if name not in theirs]
+    return only[0] if only else "in another order"
+
+
+def listed(parted: dict[str, list[int]]) -> str:
+    """Which tensors differ, in a few words."""
+    shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(parted.items())[:SHOWN]]
+    more = len(parted) - len(shown)
+    return f"{'; '.join(shown)}{f'; and {more} more' if more > 0 else ''} not rank 0's"

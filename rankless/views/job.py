@@ -5,7 +5,7 @@ On one device a job runs as the plain script would. On a mesh it is captured, pl
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from rankless.errors import PlanError, RanklessError
 from rankless.program.autocast import without_autocast
 from rankless.views.arguments import taken_apart
+from rankless.views.batch_dims import BatchDims
 from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition, Stepping
+from rankless.views.once import require_company
 from rankless.views.plain import Plain
 from rankless.views.precision import cast_arguments, cast_job
 from rankless.views.stepping import Stepper, group_sizes, require_known_parameters
@@ -42,6 +44,16 @@ class Job(Generic[Parameters, Result]):
         self._stepper: Stepper | None = None
         self._stepped = False
         self._group_sizes = group_sizes(definition)
+        self._batch_dims: BatchDims | None = None
+
+    def mark(self, batch_dims: Mapping[str, int | None]) -> None:
+        """Say which dim of which argument holds the batch; None for one that is not batch."""
+        self._batch_dims = BatchDims(self.definition.function, batch_dims)
+
+    @property
+    def called(self) -> bool:
+        """Whether it has been called in this process."""
+        return self._view is not None
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Run the job on a whole batch; a train job also makes its optimizer's step.
@@ -49,6 +61,7 @@ class Job(Generic[Parameters, Result]):
         Raises `CaptureError` on a mesh if the job cannot be one program.
         """
         world, job = self._world(), self.definition
+        require_company(world, f"job {job.name!r}")
         if self._view is None:
             if world.dtype is not None:
                 cast_job(job, world.dtype)
@@ -60,6 +73,8 @@ class Job(Generic[Parameters, Result]):
             for name, module in job.modules.items():
                 world.recorder.register(name, module)
         arguments = taken_apart(args, kwargs, job.device(world.mesh.device))
+        if self._batch_dims is not None:
+            arguments = self._batch_dims.marked(arguments)
         if world.dtype is not None:
             arguments = cast_arguments(arguments, world.dtype)
         try:
@@ -72,11 +87,11 @@ class Job(Generic[Parameters, Result]):
             raise error.with_traceback(None) from error.__cause__
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
-        if self._stepped and job.trains:
-            self._record_step(world)
         loss = outcome.loss
         if world.meter is not None and loss is not None:
             world.meter.trained(job=job.name, loss=lambda: float(loss))
+        if self._stepped and self._stepper is not None:
+            self._stepper.tell()
         result: Result = outcome.result
         return result
 
@@ -107,22 +122,27 @@ class Job(Generic[Parameters, Result]):
 
         The end of a pass over a `rankless.loader` does this by itself; loops without one call it at their end.
         """
-        world = self._world()
-        if self._stepper is None:
+        if self._stepper is None or not self._stepper.flush():
             return False
-        made = self._stepper.flush()
-        if made:
-            self._record_step(world)
-        return made
+        self._stepper.tell()
+        return True
 
     def _stepper_of(self, world: World) -> Stepper:
         if self._stepper is None:
             self._stepper = Stepper(self.definition, world)
         return self._stepper
 
-    def _record_step(self, world: World) -> None:
-        if world.recorder is not None:
-            world.recorder.record_step(job=self.definition.name, model=self.definition.modules)
+    def __get__(self, instance: object, owner: type) -> Self:
+        """The job itself from its class; from an instance it could not take its `self`, and that is refused."""
+        if instance is None:
+            return self
+        name = self.definition.name
+        raise PlanError(
+            expected="a job made of a function, or of a method that has its object",
+            found=f"@rankless.job on the method {owner.__name__}.{name}",
+            fix=f"leave the method plain, and in __init__: self.{name} = rankless.job(model=…)(self.{name})",
+            where=self.definition.line,
+        )
 
 
 def make_job(
@@ -208,7 +228,7 @@ REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
 
 def require_optimizer(job: JobDefinition) -> None:
     """Refuse settings of a step on a job that makes none."""
-    if not job.trains and job.stepping != Stepping():
+    if not job.trains and job.stepping != Stepping(check_every=job.check_every):
         raise PlanError(
             expected="accumulate=, clip_norm=, clip_value=, gradient_norm= and check_finite= on a train job",
             found=f"job {job.name!r} without optimizer=, which makes no steps",

@@ -1,47 +1,78 @@
 """A job's programs: captured once per kind of call, compared between ranks, placed and lowered, and kept."""
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor, nn
+import msgspec
+from torch import nn
 
+from rankless.collectives.messages import all_gather_bytes
 from rankless.program.agreement import require_same_program
-from rankless.program.autocast import autocast_state
-from rankless.program.capture import Captured, JobSource, capture
-from rankless.program.guards import Guards, guards_of
-from rankless.program.logical_program import LogicalProgram, ProgramInput
+from rankless.program.capture import ArgumentShape, Captured, JobSource, capture
+from rankless.program.guards import Guard, Guards
+from rankless.program.logical_program import LogicalProgram
+from rankless.program.modes import modes
+from rankless.program.placement import Placement, Shard
+from rankless.program.plain_values import kinds_of_plain
+from rankless.program.refusals import brief, raised_at
 from rankless.program.run import LocalProgram, built
-from rankless.views.arguments import Arguments, placement_of, shapes_of
+from rankless.program.schedule import GradientMemory
+from rankless.program.sizes import Sizes, condition_of, is_size
+from rankless.views.arguments import Arguments, shapes_of
 from rankless.views.definition import JobDefinition
+from rankless.views.numbers import VaryingNumbers
+from rankless.views.prepared import Prepared, ready
+from rankless.views.varying import History, Place, Shapes, Variation, placed_as, sizes_of, splits_evenly, symbolic
 from rankless.views.world import World
+
+MOST_FAILURES = 3
+"""Captures for varying sizes that came to nothing, after which a kind of call is captured for every shape."""
+MOST_KINDS = 64
+"""Kinds of calls whose programs are kept."""
+MANY_PROGRAMS = 4
+"""Programs for varying sizes of one kind of call, of which the user is told."""
+
+KEPT = 16
+"""Programs kept per kind of call and shapes, the latest used."""
+TOLD_AT = 4
+"""After so many captures because of one value the script is told."""
+
+
+@dataclass
+class KindOfCall:
+    """What calls have in common that differ in sizes only."""
+
+    history: History = field(default_factory=History)
+    by_shapes: dict[Shapes, list[Prepared]] = field(default_factory=dict)
+    varying: list[Prepared] = field(default_factory=list)
+    """Programs for varying sizes, which are also among those of the shapes that have been seen."""
+    failures: int = 0
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What each rank tells the others of its program for varying sizes: its guards, or why it has none."""
+
+    conditions: list[str]
+    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A program ready to run, what it was captured from, and how its result is put together."""
+class Call:
+    """The tensors of a call: their logical shapes, and how they lie."""
 
-    local: LocalProgram
-    captured: Captured
-    guards: Guards
-    slots: tuple["Slot | Tensor | int", ...]
-    """Where each input comes from: a module's entry, a constant, or the number of a tensor argument."""
-    targets: tuple["Slot | None", ...]
-    """Where each output goes: a parameter (its gradient), a buffer, or None for a result."""
-    parameters: tuple[nn.Parameter, ...]
+    arguments: Arguments
+    shapes: Shapes
+    placements: tuple[Placement, ...]
 
-
-@dataclass(frozen=True)
-class Slot:
-    """A parameter's or buffer's place in its module, so that whatever stands there is used."""
-
-    table: Mapping[str, Tensor | None]
-    key: str
-
-    def tensor(self) -> Tensor:
-        """What stands there now."""
-        tensor = self.table[self.key]
-        assert tensor is not None, f"{self.key} was captured and is gone"
-        return tensor
+    def varying(self, history: History) -> tuple[tuple[Place, ...], ...]:
+        """The places whose sizes vary; lengths of shards that do not follow from a size stay as they are."""
+        uneven = {
+            (number, placement.dim)
+            for number, (placement, shape) in enumerate(zip(self.placements, self.shapes, strict=True))
+            if isinstance(placement, Shard) and not splits_evenly(placement, shape)
+        }
+        return tuple(group for group in history.groups(self.shapes) if not uneven.intersection(group))
 
 
 class Programs:
@@ -56,74 +87,189 @@ class Programs:
         self._job = job
         self._world = world
         self._changed = changed
-        self._programs: dict[Hashable, list[Prepared]] = {}
-        self._modules = [part for module in job.modules.values() for part in module.modules()]
+        self._kinds: dict[Hashable, KindOfCall] = {}
+        self._numbers = VaryingNumbers(job, world.say)
+        self._memory = GradientMemory()
+        self._recaptures: dict[str, int] = {}
 
-    def program_for(self, arguments: Arguments) -> Prepared:
+    def program_for(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Prepared:
         """The program for this kind of call: captured now if it is new, or if a value it has taken in has changed."""
-        key = self._key(arguments)
-        known = self._programs.setdefault(key, [])
-        for prepared in known:
+        shapes = tuple([tensor.shape for tensor in arguments.tensors])
+        key = self._key(arguments, placements)
+        if key not in self._kinds:
+            self._numbers.note(arguments)
+            if len(self._kinds) == MOST_KINDS:
+                # A number that changes at every call makes a kind of each; they must not fill the memory.
+                del self._kinds[next(iter(self._kinds))]
+            self._kinds[key] = KindOfCall()
+        kind = self._kinds[key]
+        known = kind.by_shapes.setdefault(shapes, [])
+        for place, prepared in enumerate(known):
             if prepared.guards.hold():
+                known.insert(0, known.pop(place))
                 return prepared
-        prepared = self._prepare(arguments)
-        known.append(prepared)
+        kind.history.add(shapes)
+        call = Call(arguments=arguments, shapes=shapes, placements=placements)
+        fits = fitting(kind, shapes)
+        stale = next((item.guards.first_changed() for item in (*known, *kind.varying)), None) if fits is None else None
+        prepared = fits or self._for_varying_sizes(kind, call) or self._for_these_sizes(call)
+        self._tell_of_change(stale)
+        known.insert(0, prepared)
+        # A value that changes at every step must not fill the memory.
+        del known[KEPT:], kind.varying[:-KEPT]
         return prepared
 
-    def _key(self, arguments: Arguments) -> Hashable:
-        """What a program depends on, other than guarded values: shapes, autocast, modes, which parameters train."""
+    def _tell_of_change(self, stale: Guard | None) -> None:
+        """Say once of a value that it makes the job be captured again and again."""
+        if stale is None:
+            return
+        count = self._recaptures[stale.label] = self._recaptures.get(stale.label, 0) + 1
+        if count == TOLD_AT:
+            self._world.say(
+                f"{self._job.line}: job {self._job.name!r} has been captured {count} times again because {stale.label} "
+                "changes (right, but slow); pass it as a tensor argument"
+            )
+
+    def exactly_for(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Prepared:
+        """A program captured for this very call, with no size that varies: to be looked at value by value."""
+        shapes = tuple([tensor.shape for tensor in arguments.tensors])
+        return self._for_these_sizes(Call(arguments=arguments, shapes=shapes, placements=placements))
+
+    def _key(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Hashable:
+        """What a program depends on, other than sizes and guarded values: arguments, PyTorch's switches."""
         return (
             arguments.key(self._job.name),
-            autocast_state(self._world.mesh.device.type),
-            tuple(placement_of(tensor, self._world.mesh) for tensor in arguments.tensors),
-            tuple([part.training for part in self._modules]),
             tuple(
-                [item.requires_grad for part in self._modules for item in part._parameters.values() if item is not None]
+                [
+                    (tensor.dim(), placement.dim if isinstance(placement, Shard) else None)
+                    if splits_evenly(placement, tensor.shape)
+                    else placement
+                    for tensor, placement in zip(arguments.tensors, placements, strict=True)
+                ]
             ),
+            kinds_of_plain(arguments.plain),
+            modes(self._job.device(self._world.mesh.device).type),
         )
 
-    def _prepare(self, arguments: Arguments) -> Prepared:
+    def _for_these_sizes(self, call: Call) -> Prepared:
         """Capture, compare with the other ranks, place, lower."""
-        job, mesh = self._job, self._world.mesh
-        source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
-        captured = capture(source, arguments.joined, shapes_of(arguments), job.device(mesh.device))
-        # After the capture: in its first pass a model may have set itself up.
-        guards = guards_of(job.function, job.modules)
-        require_same_program(captured.program, mesh)
-        placements = tuple(placement_of(tensor, mesh) for tensor in arguments.tensors)
-        local = built(self._changed(captured, arguments), placements, mesh)
-        self._tell(local)
-        return Prepared(
-            local=local,
-            captured=captured,
-            guards=guards,
-            slots=tuple(self._slot(described) for described in local.inputs),
-            targets=tuple(
-                None if described.kind == "result" else self._entry(described.name, described.kind == "gradient")
-                for described in local.outputs
-            ),
-            parameters=tuple(job.parameters()) if job.trains else (),
-        )
+        captured, guards = self._captured(call.arguments, shapes_of(call.arguments), None)
+        require_same_program(captured.program, self._world.mesh)
+        program = self._changed(captured, call.arguments)
+        local = built(program, call.placements, self._world.mesh, memory=self._memory)
+        self._tell(local, captured)
+        return ready(self._job, captured, guards, local, None)
 
-    def _tell(self, local: LocalProgram) -> None:
-        """Say once which operators no rule covers."""
+    def _for_varying_sizes(self, kind: KindOfCall, call: Call) -> Prepared | None:
+        """The same with symbols for sizes that have varied; None if there are none, or no such program."""
+        groups = call.varying(kind.history)
+        if not groups or kind.failures >= MOST_FAILURES:
+            return None
+        sizes, failure = Sizes(), ""
+        try:
+            shapes = symbolic(sizes, shapes_of(call.arguments), groups)
+            captured, guards = self._captured(call.arguments, shapes, sizes)
+            placements = [placed_as(item, shape.shape) for item, shape in zip(call.placements, shapes, strict=True)]
+            mesh, symbols = self._world.mesh, tuple(sizes.symbols)
+            program = self._changed(captured, call.arguments)
+            local = built(program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
+        except Exception as error:  # the job's own code, which may ask of a size what only a number can answer
+            failure = f"{raised_at(error) or self._job.line}: {type(error).__name__}: {brief(error)}".splitlines()[0]
+        conditions = self._agreed(sizes, failure)
+        if conditions is None:
+            # What raises once raises always; a size may be asked for its number in some shapes only.
+            kind.failures += MOST_FAILURES if failure else 1
+            return None
+        require_same_program(captured.program, self._world.mesh)
+        self._tell(local, captured)
+        varied = {place for group in groups for place in group}
+        variation = Variation(
+            groups=groups,
+            symbols=symbols,
+            fixed={place: size for place, size in sizes_of(call.shapes).items() if place not in varied},
+            holds=condition_of(conditions, len(groups)),
+        )
+        prepared = ready(self._job, captured, guards, local, variation)
+        kind.varying.append(prepared)
+        if sum(known.guards.hold() for known in kind.varying) == MANY_PROGRAMS:
+            self._world.say(
+                f"{fixing_line(sizes) or self._job.line}: what job {self._job.name!r} computes depends on the sizes of "
+                f"its arguments, so it has been captured {MANY_PROGRAMS} times for sizes that vary, and will be again"
+            )
+        return prepared
+
+    def _agreed(self, sizes: Sizes, failure: str) -> list[str] | None:
+        """The guards of all ranks' programs for varying sizes, whose own lengths differ; None if any has none.
+
+        With the union all ranks always choose the same program.
+        """
+        if not failure and not sizes.vary():
+            failure = f"{fixing_line(sizes) or self._job.line}: it asks for the number itself, as len() and range() do"
+        told = Told([] if failure else sizes.conditions(), failure)
+        everyone = all_gather_bytes(msgspec.msgpack.encode(told), mesh=self._world.mesh)
+        answers = [msgspec.msgpack.decode(data, type=Told) for data in everyone]
+        failed = next((answer.failure for answer in answers if answer.failure), None)
+        if failed is None:
+            return [text for answer in answers for text in answer.conditions]
+        self._world.say(
+            f"{failed}; so job {self._job.name!r} is captured anew for every shape of its arguments (right, but each "
+            "costs a capture; pad to a few lengths, or compute with x.shape and x.size() in place of numbers)"
+        )
+        return None
+
+    def _captured(
+        self, arguments: Arguments, shapes: Sequence[ArgumentShape], sizes: Sizes | None
+    ) -> tuple[Captured, Guards]:
+        """The logical program for arguments of the given shapes, and the Python values that it has taken in."""
+        job = self._job
+        source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
+        namespaces = [] if sizes is None else namespaces_of(job.function, job.modules)
+        before = [dict(names) for names in namespaces]
+        try:
+            captured = capture(source, arguments.joined, shapes, job.device(self._world.mesh.device), sizes=sizes)
+        finally:
+            kept = without_sizes(namespaces, before)
+        if kept:
+            raise TypeError(f"the job keeps a size of an argument in {kept[0]!r}")
+        return captured, captured.guards
+
+    def _tell(self, local: LocalProgram, captured: Captured) -> None:
+        """Say once which operators no rule covers and what is lost, and show the program to whoever asked for it."""
+        if captured.printed is not None:
+            self._world.say(f"{captured.printed}: print in job {self._job.name!r} happens only while it is captured")
+        if self._world.programs is not None:
+            self._world.programs.record(self._job, local)
         for node in local.placed.ruleless:
             self._world.say(
                 f"{node.meta.get('line', '')}: no rule to split {node.target} yet; in job {self._job.name!r} it is "
                 "gathered and computed whole on every rank (right, but not faster with more workers)"
             )
 
-    def _slot(self, described: ProgramInput) -> "Slot | Tensor | int":
-        """Where an input's value is found at each call."""
-        if described.kind == "argument":
-            return described.index
-        if described.constant is not None:
-            return described.constant
-        return self._entry(described.name, described.kind == "parameter")
 
-    def _entry(self, full_name: str, is_parameter: bool) -> Slot:
-        """The entry of a module's table that a name like "model.layer.weight" stands for."""
-        name, _, path = full_name.partition(".")
-        owner, _, key = path.rpartition(".")
-        module = self._job.modules[name].get_submodule(owner)
-        return Slot(module._parameters if is_parameter else module._buffers, key)
+def fitting(kind: KindOfCall, shapes: Shapes) -> Prepared | None:
+    """A program for varying sizes that is right for these."""
+    for prepared in kind.varying:
+        if prepared.variation is not None and prepared.variation.fits(shapes) and prepared.guards.hold():
+            return prepared
+    return None
+
+
+def fixing_line(sizes: Sizes) -> str:
+    """The first line of the user's that a size had to be a number for."""
+    return next((line for line in sizes.environment.fixing_lines if line), "")
+
+
+def namespaces_of(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+    """Where a job may leave a size behind: the attributes of its modules, and its globals."""
+    found = [vars(part) for module in modules.values() for part in module.modules()]
+    return [*found, getattr(function, "__globals__", {})]
+
+
+def without_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Put back what the job has overwritten with a size, which outside the job would be no number; the names."""
+    kept = []
+    for names, known in zip(namespaces, before, strict=True):
+        for name in [name for name, value in names.items() if is_size(value)]:
+            kept.append(name)
+            names[name] = known.get(name)
+    return kept

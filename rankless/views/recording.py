@@ -1,11 +1,5 @@
 """What a worker writes down for `rankless verify`, and the disturbance that measures the noise floor.
 
-# Note [sketches]: whole tensors of every step would fill disks, so a step keeps 16 numbers of each: its
-# elements times fixed random signs, drawn from its name, summed over every 16th. The sketch is linear, and
-# the expected square of a sketch's length is the tensor's. So the length of the difference of two sketches
-# tells how far two tensors are apart, though they never meet (the count sketch of Charikar, Chen and
-# Farach-Colton, 2002, with buckets by stride).
-
 # Note [noise floor]: how far may two right runs be apart? The run on one worker is repeated with
 # parameters, in forward and backward, and gradients disturbed in their last bits: Monte Carlo arithmetic
 # (Parker, 1997). Gradients alone would not do: one that is zero but for rounding, as a bias's before batch
@@ -14,8 +8,7 @@
 """
 
 import contextlib
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rankless.records.results import (
+    TEXT,
     AnyResult,
     Called,
     FinalTensor,
@@ -32,37 +26,45 @@ from rankless.records.results import (
     Leaf,
     Registered,
     Stepped,
-    Summary,
+    Survey,
     TensorState,
     frame,
     results_file,
     tensors_file,
 )
-
-BUCKETS = 16
+from rankless.views.sketches import Sketches, wide
 
 
 class Recorder:
     """One rank's file of results, open from the first line of the script to its end."""
 
-    def __init__(self, folder: str, rank: int) -> None:
+    def __init__(
+        self, folder: str, rank: int, *, survey: Callable[[Iterable[nn.Module]], Survey] | None = None
+    ) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._tensors_file = tensors_file(folder, rank)
         self._stream = results_file(folder, rank).open("wb")
         self._models: dict[str, nn.Module] = {}
         self._calls: dict[str, int] = {}
         self._steps = 0
-        self._signs: dict[str, Tensor] = {}
+        self._sketches = Sketches()
+        self._survey = survey
 
-    def register(self, name: str, module: nn.Module) -> None:
-        """Make a model known, in its state before the first step; once is enough, more does nothing."""
-        if not any(module is known for known in self._models.values()):
-            unique, number = name, 1
-            while unique in self._models:
-                number += 1
-                unique = f"{name}#{number}"
-            self._models[unique] = module
-            self._write(Registered(unique, self._states({unique: module})))
+    def register(self, name: str, module: nn.Module) -> str:
+        """Make a model known, in its state before the first step, under a name of its own, which is returned.
+
+        Once is enough, more does nothing.
+        """
+        for unique, known in self._models.items():
+            if known is module:
+                return unique
+        unique, number = name, 1
+        while unique in self._models:
+            number += 1
+            unique = f"{name}#{number}"
+        self._models[unique] = module
+        self._write(Registered(unique, self._states(_named({unique: module}))))
+        return unique
 
     def record_call(self, *, job: str, line: str, results: Any) -> None:
         """Write down a job call and its (whole) results; `line` is where the job stands, as "train.py:14"."""
@@ -74,49 +76,47 @@ class Recorder:
         """Write down the training step of the call just recorded: its models' tensors and their gradients."""
         for name, module in model.items():
             self.register(name, module)
-        self._steps += 1
         stepped = {id(module) for module in model.values()}
         ours = {name: known for name, known in self._models.items() if id(known) in stepped}
-        self._write(Stepped(job, self._steps, self._states(ours)))
+        self.record_tensors(job=job, tensors=_named(ours))
 
-    def finish(self) -> None:
-        """Write all models' parameters and buffers whole, and close. Again: nothing happens."""
+    def record_tensors(self, *, job: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write down a training step that has used and made these parameters and buffers, by their full names."""
+        self._steps += 1
+        self._write(Stepped(job, self._steps, self._states(tensors)))
+
+    def finish(self, *, stopped: bool = False) -> None:
+        """Write all models' parameters and buffers whole, and close; after that nothing is recorded any more.
+
+        `stopped` says that the run was ended before its script was.
+        """
         if self._stream.closed:
             return
         tensors: dict[str, Tensor] = {}
         described = []
         for model, module in self._models.items():
             for name, tensor in _tensors(module):
-                tensors[f"{model}.{name}"] = _wide(tensor).cpu().clone()
+                tensors[f"{model}.{name}"] = wide(tensor).cpu().clone()
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 described.append(FinalTensor(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
         safetensors.torch.save_file(tensors, self._tensors_file)
-        self._write(Finished(self._steps, described))
+        survey = Survey() if self._survey is None else self._survey(self._models.values())
+        self._write(Finished(self._steps, described, stopped, survey))
         self._stream.close()
 
     def _write(self, result: AnyResult) -> None:
+        if self._stream.closed:
+            return  # the script has caught the end that `--steps` set it, and goes on
         self._stream.write(frame(result))
         self._stream.flush()
 
-    def _states(self, models: Mapping[str, nn.Module]) -> list[TensorState]:
+    def _states(self, tensors: Mapping[str, Tensor]) -> list[TensorState]:
         states = []
-        for model, module in models.items():
-            for name, tensor in _tensors(module):
-                full = f"{model}.{name}"
-                gradient = None if tensor.grad is None else self._summary(full, tensor.grad)
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                value = self._summary(full, tensor)
-                states.append(TensorState(full, dtype, tensor.numel(), value, gradient))
+        for name, tensor in tensors.items():
+            gradient = None if tensor.grad is None else self._sketches.of(tensor.grad)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            states.append(TensorState(name, dtype, tensor.numel(), self._sketches.of(tensor), gradient))
         return states
-
-    def _summary(self, name: str, tensor: Tensor) -> Summary:
-        flat = _wide(tensor).reshape(-1).double()
-        signs = self._signs.get(name)
-        if signs is None or signs.numel() != flat.numel():
-            signs = self._signs[name] = _signs(name, flat.numel()).to(flat.device)
-        padded = torch.nn.functional.pad(flat * signs, (0, -flat.numel() % BUCKETS))
-        sums = padded.reshape(-1, BUCKETS).sum(dim=0)
-        return Summary(float(flat.norm()), tuple(sums.tolist()))
 
 
 def disturb(gradients: Iterable[Tensor], generator: torch.Generator) -> None:
@@ -154,35 +154,26 @@ def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     return drawn.to(device=like.device, dtype=like.dtype)
 
 
+def _named(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of models, by their full names."""
+    return {f"{model}.{name}": tensor for model, module in models.items() for name, tensor in _tensors(module)}
+
+
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A module's parameters and buffers, tied ones once."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """A tensor's numbers as float64, or int64 where they are whole: what numpy can read for every dtype."""
-    plain = tensor.detach()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain.resolve_conj())
-    return plain.to(torch.float64 if plain.is_floating_point() else torch.int64).contiguous()
-
-
 def _leaf(path: str, value: Any) -> Leaf:
     """A leaf of a result; what is no number is kept as its text's bytes."""
     if isinstance(value, bool | int | float | complex):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    if not isinstance(value, Tensor):
-        text = repr(value).encode()
-        value = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    wide = _wide(value).cpu()
-    dtype = str(value.dtype).removeprefix("torch.")
-    data = wide.numpy().tobytes()
-    return Leaf(path, dtype, tuple(wide.shape), not wide.is_floating_point(), data)
-
-
-def _signs(name: str, count: int) -> Tensor:
-    """As many signs, always the same for a name."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
+    dtype = TEXT
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+    else:
+        value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
+    numbers = wide(value).cpu()
+    data = numbers.numpy().tobytes()
+    return Leaf(path, dtype, tuple(numbers.shape), not numbers.is_floating_point(), data)

@@ -62,11 +62,18 @@ class Stepper:
         return True
 
     def pass_ended(self, ended: LoaderPass) -> None:
-        """Make the step of a last group, and write it down as the call's own would have been."""
+        """Make the step of a last group."""
         if self._pass is not None and self._pass() is ended:
             self._pass = None
-            if self.flush() and self._world.recorder is not None:
-                self._world.recorder.record_step(job=self._job.name, model=self._job.modules)
+            if self.flush():
+                self.tell()
+
+    def tell(self) -> None:
+        """Tell whoever counts or compares steps of the one just made."""
+        if self._world.recorder is not None:
+            self._world.recorder.record_step(job=self._job.name, model=self._job.modules)
+        if self._world.limit is not None:
+            self._world.limit.step_made()
 
     def waiting(self) -> str | None:
         """What has been gathered and not stepped, in words."""
@@ -108,6 +115,7 @@ class Stepper:
             clip_grad_value_(parameters, stepping.clip_value)
         for optimizer in self._job.optimizers:
             optimizer.step()
+        self._world.watch.note(self._job.stepped_parameters())
         self.steps += 1
 
     def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
@@ -133,7 +141,7 @@ class Stepper:
 
 def require_known_parameters(job: JobDefinition) -> None:
     """Refuse an optimizer of parameters that are in none of the job's modules."""
-    known = {id(parameter) for parameter in job.parameters()}
+    known = {id(parameter) for module in job.modules.values() for parameter in module.parameters()}
     for parameter in job.stepped_parameters():
         if id(parameter) not in known:
             raise PlanError(

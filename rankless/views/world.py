@@ -7,9 +7,21 @@ import torch
 
 from rankless.collectives.mesh import Mesh
 from rankless.records.events import AnyRecord
+from rankless.views.model_watch import ModelWatch
 from rankless.views.passes import Passes
+from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder
+from rankless.views.stopping import StepLimit
+from rankless.views.values import ValueRecorder
+
+
+class Solitude:
+    """Whether rank 0 is alone, inside `rankless.once`: then nothing may wait for the others."""
+
+    def __init__(self) -> None:
+        self.doing: str | None = None
+        """The name of what rank 0 does alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +39,20 @@ class World:
     perturbation_seed: int | None = None
     dtype: torch.dtype | None = None
     """What jobs compute in, whatever the script says; None leaves it to the script."""
+    watch: ModelWatch = field(default_factory=ModelWatch)
+    """Knows which models were changed outside jobs."""
+    limit: StepLimit | None = None
+    """Told of training steps; ends the script after the last one wanted."""
+    programs: ProgramRecorder | None = None
+    """Takes the programs of jobs, for `rankless plan` and `rankless verify`; rank 0 only."""
+    values: ValueRecorder | None = None
+    """Takes every value of one job call; None but where `verify` looks for the first that differs."""
     meter: ProgressMeter | None = None
     """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
+
     passes: Passes = field(default_factory=Passes)
     """Told by loaders of batches and ends of passes, for jobs that gather several calls into a step."""
+    solitude: Solitude = field(default_factory=Solitude)
 
 
 WorldSource = Callable[[], World]

@@ -59,9 +59,36 @@ def test_a_start_is_timed_to_what_rank_0_reports(command: list[str]):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lengths", ["varying", "fixed"])
+def test_training_on_lengths_is_timed_as_a_whole(lengths: str, tmp_path: Path):
+    command = rankless_run(2, "variable_shapes.py", lengths, "--passes", "1", "--count", "4")
+    run(command, threads=1, folder=str(tmp_path))
+    assert json.loads((tmp_path / "seconds.json").read_text()) > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "lenet_norm", "gpt_dropout"])
 def test_steps_of_both_sides_are_timed(model: str, tmp_path: Path):
     run(rankless_run(2, "steps.py", model, "--pairs", "1", "--steps", "1"), threads=1, folder=str(tmp_path))
     ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
     assert ours > 0
     assert peer > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "what"), [(2, "stall"), (1, "resume")])
+def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_path: Path):
+    command = rankless_run(workers, "saves.py", what, "--pairs", "1", "--width", "32")
+    run(command, threads=1, folder=str(tmp_path))
+    ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
+    assert ours > 0
+    assert peer > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["digest", "guards"])
+def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
+    command = rankless_run(2, "checks.py", "lenet", check, "--blocks", "1", "--steps", "2")
+    run(command, threads=1, folder=str(tmp_path))
+    ((part, whole),) = json.loads((tmp_path / "times.json").read_text())
+    assert 0 < part < whole

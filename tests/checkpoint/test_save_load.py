@@ -5,25 +5,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from checkpoint.states import SOLO, Holder, save
 from processes import on_mesh
 from torch import nn
 
-from rankless.checkpoint import load, save
-from rankless.collectives.mesh import Mesh
+from rankless.checkpoint import load
 from rankless.errors import CheckpointError
-
-SOLO = Mesh.solo()
-
-
-class Holder:
-    def __init__(self, state=None):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 def model_and_optimizer(seed):
@@ -51,7 +38,7 @@ def train(model, optimizer, scheduler, steps):
 def test_training_goes_on_bit_for_bit_as_if_it_had_never_stopped(tmp_path):
     first = model_and_optimizer(0)
     train(*first, 2)
-    save(tmp_path / "c", dict(zip("mos", first, strict=True)), mesh=SOLO)
+    save(tmp_path / "c", dict(zip("mos", first, strict=True)))
     expected = train(*first, 4)
     second = model_and_optimizer(1)
     load(tmp_path / "c", dict(zip("mos", second, strict=True)), mesh=SOLO)
@@ -78,7 +65,7 @@ def test_every_writable_value_comes_back_with_its_type(tmp_path):
         "spread": torch.ones(1).expand(5),
         "whole": tensor,
     }
-    save(tmp_path / "c", {"thing": Holder(state)}, mesh=SOLO)
+    save(tmp_path / "c", {"thing": Holder(state)})
     back = Holder()
     load(tmp_path / "c", {"thing": back}, mesh=SOLO)
     assert back.state.keys() == state.keys()
@@ -98,7 +85,7 @@ def test_every_writable_value_comes_back_with_its_type(tmp_path):
 
 
 def test_nan_comes_back_as_nan(tmp_path):
-    save(tmp_path / "c", {"thing": Holder({"value": float("nan")})}, mesh=SOLO)
+    save(tmp_path / "c", {"thing": Holder({"value": float("nan")})})
     back = Holder()
     load(tmp_path / "c", {"thing": back}, mesh=SOLO)
     assert back.state["value"] != back.state["value"]
@@ -107,7 +94,7 @@ def test_nan_comes_back_as_nan(tmp_path):
 def test_tied_tensors_lie_in_the_file_once_and_come_back_tied(tmp_path):
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
     model[1].weight = model[0].weight
-    save(tmp_path / "c", {"model": model, "list": Holder([model[0].weight, model[0].weight])}, mesh=SOLO)
+    save(tmp_path / "c", {"model": model, "list": Holder([model[0].weight, model[0].weight])})
     tensors = safetensors.torch.load_file(tmp_path / "c" / "tensors.safetensors")
     assert [name for name in tensors if not name.startswith("random.")] == ["model.0.weight"]
     back = Holder()
@@ -118,7 +105,7 @@ def test_tied_tensors_lie_in_the_file_once_and_come_back_tied(tmp_path):
 def test_tensors_are_found_by_safetensors_alone_under_dotted_names(tmp_path):
     model, optimizer, scheduler = model_and_optimizer(0)
     train(model, optimizer, scheduler, 1)
-    save(tmp_path / "c", {"model": model, "optimizer": optimizer}, mesh=SOLO)
+    save(tmp_path / "c", {"model": model, "optimizer": optimizer})
     tensors = safetensors.torch.load_file(tmp_path / "c" / "tensors.safetensors")
     assert torch.equal(tensors["model.0.weight"], model[0].weight)
     assert torch.equal(tensors["optimizer.state.0.exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
@@ -126,7 +113,7 @@ def test_tensors_are_found_by_safetensors_alone_under_dotted_names(tmp_path):
 
 def test_two_ways_with_one_name_do_not_mix(tmp_path):
     thing = Holder({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}})
-    save(tmp_path / "c", {"thing": thing}, mesh=SOLO)
+    save(tmp_path / "c", {"thing": thing})
     back = Holder()
     load(tmp_path / "c", {"thing": back}, mesh=SOLO)
     assert back.state["a.b"] == 0
@@ -139,7 +126,7 @@ def draws():
 
 def test_random_numbers_go_on_where_they_were(tmp_path):
     random.gauss(0, 1)
-    save(tmp_path / "c", {}, mesh=SOLO)
+    save(tmp_path / "c", {})
     expected = draws()
     assert draws() != expected
     load(tmp_path / "c", {}, mesh=SOLO)
@@ -148,7 +135,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
 
 def test_the_generators_are_left_alone_on_request(tmp_path):
     torch.manual_seed(1)
-    save(tmp_path / "c", {}, mesh=SOLO)
+    save(tmp_path / "c", {})
     torch.manual_seed(2)
     expected = torch.rand(3).tolist()
     torch.manual_seed(2)
@@ -157,7 +144,7 @@ def test_the_generators_are_left_alone_on_request(tmp_path):
 
 
 def test_a_loaded_checkpoint_does_not_follow_the_file(tmp_path):
-    save(tmp_path / "c", {"thing": Holder({"t": torch.ones(100)})}, mesh=SOLO)
+    save(tmp_path / "c", {"thing": Holder({"t": torch.ones(100)})})
     back = Holder()
     load(tmp_path / "c", {"thing": back}, mesh=SOLO)
     file = tmp_path / "c" / "tensors.safetensors"
@@ -183,18 +170,31 @@ def test_a_loaded_checkpoint_does_not_follow_the_file(tmp_path):
 )
 def test_a_value_that_cannot_be_written_is_named_by_its_way(tmp_path, state, where, what):
     with pytest.raises(CheckpointError) as caught:
-        save(tmp_path / "c", {"thing": Holder(state)}, mesh=SOLO)
+        save(tmp_path / "c", {"thing": Holder(state)})
     assert f"{where} to be made of" in str(caught.value)
     assert what in str(caught.value)
     assert not (tmp_path / "c").exists()
 
 
+def test_extra_data_comes_back_or_is_refused_by_its_way(tmp_path):
+    extra = {"epoch": 1, "history": [0.5, float("nan")], "best": torch.ones(2), "seen": np.arange(2)}
+    save(tmp_path / "c", {"thing": Holder({"t": extra["best"]})}, extra=extra)
+    back = load(tmp_path / "c", {}, mesh=SOLO).extra
+    assert (back["epoch"], back["history"][0], back["best"].tolist(), back["seen"].tolist()) == (1, 0.5, [1, 1], [0, 1])
+    endless = []
+    endless.append(endless)
+    for wrong, what in ((endless, "nested more than"), ({"f": print}, r"extra\.f to be made of")):
+        with pytest.raises(CheckpointError, match=what):
+            save(tmp_path / "d", {}, extra=wrong)
+    assert load(tmp_path / "c", {}, mesh=SOLO, random=False).left_out == ""
+
+
 def test_objects_that_cannot_be_saved_or_loaded_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="rate to have state_dict"):
-        save(tmp_path / "c", {"rate": 0.1}, mesh=SOLO)
+        save(tmp_path / "c", {"rate": 0.1})
     with pytest.raises(CheckpointError, match="another name"):
-        save(tmp_path / "c", {"random": Holder({})}, mesh=SOLO)
-    save(tmp_path / "c", {"thing": Holder({})}, mesh=SOLO)
+        save(tmp_path / "c", {"random": Holder({})})
+    save(tmp_path / "c", {"thing": Holder({})})
     with pytest.raises(CheckpointError, match=r"holds: thing\nfound:    other"):
         load(tmp_path / "c", {"other": Holder()}, mesh=SOLO)
     with pytest.raises(CheckpointError, match="holds: thing"):
@@ -203,18 +203,13 @@ def test_objects_that_cannot_be_saved_or_loaded_are_named(tmp_path):
         load(tmp_path / "c", {"thing": 3}, mesh=SOLO)
 
 
-def test_a_model_of_another_shape_is_refused_with_torch_own_words(tmp_path):
-    save(tmp_path / "c", {"model": nn.Linear(2, 3)}, mesh=SOLO)
-    with pytest.raises(CheckpointError, match=r"saved as model to fit[\s\S]*size mismatch for weight"):
-        load(tmp_path / "c", {"model": nn.Linear(3, 3)}, mesh=SOLO)
-    with pytest.raises(CheckpointError, match="Missing key"):
-        load(tmp_path / "c", {"model": nn.Sequential(nn.Linear(2, 3))}, mesh=SOLO)
-
-
-def save_own_rank(mesh, path):
-    torch.manual_seed(mesh.rank)
-    save(path, {"thing": Holder({"rank": mesh.rank, "t": torch.full((2,), float(mesh.rank))})}, mesh=mesh)
-    return path.exists()
+def save_own_rank(mesh, path, layout, seeds):
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(seeds[mesh.rank])
+    save(
+        path, {"thing": Holder({"rank": mesh.rank, "t": torch.full((2,), float(mesh.rank))})}, mesh=mesh, layout=layout
+    )
+    return path.exists(), torch.rand(1).item()
 
 
 def load_state(mesh, path):
@@ -242,13 +237,26 @@ def load_error(mesh, paths):
 
 
 @pytest.mark.slow
-def test_rank_0_writes_and_every_rank_gets_its_state(tmp_path):
-    assert on_mesh(2, save_own_rank, tmp_path / "c") == [True, True]
-    states = on_mesh(2, load_state, tmp_path / "c")
-    assert states[0] == states[1]
-    assert states[0][:2] == (0, [0.0, 0.0])
-    torch.manual_seed(0)
-    assert load_state(SOLO, tmp_path / "c") == states[0]
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rank_0_writes_and_every_rank_gets_its_state(tmp_path, ranks):
+    saved = on_mesh(ranks, save_own_rank, tmp_path / "c", "whole", [5] * ranks)
+    assert all(there for there, _ in saved)
+    expected = (0, [0.0, 0.0], saved[0][1])
+    assert on_mesh(ranks, load_state, tmp_path / "c") == [expected] * ranks
+    assert load_state(SOLO, tmp_path / "c") == expected
+    names = safetensors.torch.load_file(tmp_path / "c" / "tensors.safetensors").keys()
+    assert {name.split(".")[1] for name in names if name.startswith("random.")} == {"0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["whole", "sharded"])
+def test_generators_that_differ_go_on_where_each_rank_had_them(tmp_path, layout):
+    draws = [draw for _, draw in on_mesh(2, save_own_rank, tmp_path / "c", layout, [1, 2])]
+    assert draws[0] != draws[1]
+    assert [state[2] for state in on_mesh(2, load_state, tmp_path / "c")] == draws
+    # A rank that was not there takes rank 0's.
+    assert [state[2] for state in on_mesh(3, load_state, tmp_path / "c")] == [*draws, draws[0]]
+    assert load_state(SOLO, tmp_path / "c")[2] == draws[0]
 
 
 @pytest.mark.slow
@@ -262,7 +270,7 @@ def test_what_stops_rank_0_is_raised_on_all(tmp_path):
 @pytest.mark.slow
 def test_ranks_that_read_different_checkpoints_or_none_restore_nothing(tmp_path):
     for name in ("a", "b"):
-        save(tmp_path / name, {"thing": Holder({"name": name})}, mesh=SOLO)
+        save(tmp_path / name, {"thing": Holder({"name": name})})
     torch.manual_seed(7)
     expected = torch.rand(1).item()
     for answer in on_mesh(2, load_error, [tmp_path / "a", tmp_path / "b"]):
@@ -277,6 +285,6 @@ def test_saving_changes_nothing_that_is_saved(tmp_path):
     parts = model_and_optimizer(0)
     train(*parts, 1)
     before = copy.deepcopy([part.state_dict() for part in parts])
-    save(tmp_path / "c", dict(zip("mos", parts, strict=True)), mesh=SOLO)
+    save(tmp_path / "c", dict(zip("mos", parts, strict=True)))
     for part, old in zip(parts, before, strict=True):
         assert str(part.state_dict()) == str(old)

@@ -68,8 +68,8 @@ def gradient_scaled_by_workers(clock: Clock) -> None:
 def instead_of_the_count(clock: Clock, wrong: Callable[[Tensor], Tensor]) -> None:
     all_reduce = Lowering.all_reduce
 
-    def replaced(self: Lowering, value: fx.Node, reason: str) -> fx.Node:
-        right = all_reduce(self, value, reason)
+    def replaced(self: Lowering, value: fx.Node, reason: str, size: int) -> fx.Node:
+        right = all_reduce(self, value, reason, size)
         if not reason.startswith("number of valid targets"):
             return right
         return self.call(lambda total, mine: wrong(mine) if clock.late else total, right, value)

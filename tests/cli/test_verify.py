@@ -58,7 +58,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(10, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs, labels = torch.randn(80, 10), torch.randint(0, 4, (80,))
-weights = torch.ones(4)
+weights = torch.ones(4, dtype=torch.float32)
 
 @rankless.job(model=model, optimizer=optimizer)
 def train(inputs, labels):

@@ -19,6 +19,7 @@ from rankless.program.lower import LocalGraph, lower
 from rankless.program.moves import Collective, StackedGather
 from rankless.program.place import PlacedProgram, place
 from rankless.program.placement import Placement, Replicate, Shard, split_lengths
+from rankless.program.sizes import Sizes, condition_of, numbers_of
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,22 @@ def run_in_step(
     arguments: Sequence[Tensor],
     ranks: int,
     trains: bool = True,
+    captured_at: Sequence[Tensor] | None = None,
 ) -> Outcome:
-    """Capture, place and lower a job for `ranks` ranks, and run all of them."""
+    """Capture, place and lower a job for `ranks` ranks, and run all of them.
+
+    With `captured_at` the program is made for the shapes of those, with symbols where the arguments' differ.
+    """
     source = JobSource(name="job", function=function, modules=modules, trains=trains)
-    shapes = [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments]
-    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu")).program
-    placements = tuple(batch_placement(item, ranks) for item in arguments)
-    placed = place(program, placements, ranks)
+    sizes = Sizes()
+    shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
+    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
+    placed = place(program, tuple(batch_placement(item.shape, ranks) for item in shapes), ranks)
     meshes = [Mesh(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
     graphs = [lower(placed, mesh) for mesh in meshes]
+    if not condition_of(sizes.conditions(), len(symbols))(list(symbols.values())):
+        raise OtherProgram(sizes.conditions())
+    placements = [batch_placement(item.shape, ranks) for item in arguments]
     tensors = named_tensors(modules)
     inputs = [
         [
@@ -59,15 +67,35 @@ def run_in_step(
         ]
         for rank in range(ranks)
     ]
-    values = interpret(graphs, inputs)
+    values = interpret(graphs, inputs, symbols)
     return outcome(placed, graphs, values)
 
 
-def batch_placement(argument: Tensor, ranks: int) -> Placement:
+class OtherProgram(Exception):
+    """The guards of a program do not hold for the arguments that it was to be run on."""
+
+
+def varying_shapes(
+    sizes: Sizes, captured_at: Sequence[Tensor], arguments: Sequence[Tensor]
+) -> tuple[list[ArgumentShape], dict[str, int]]:
+    """Shapes to capture for, with a symbol for each pair of sizes that differ; and the symbols' later values."""
+    symbols: dict[tuple[int, int], Any] = {}
+    shapes = []
+    for before, after in zip(captured_at, arguments, strict=True):
+        shape = []
+        for pair in zip(before.shape, after.shape, strict=True):
+            if pair[0] != pair[1] and pair not in symbols:
+                symbols[pair] = sizes.size(pair[0], f"size {len(symbols)}")
+            shape.append(symbols.get(pair, pair[0]))
+        shapes.append(ArgumentShape(shape=tuple(shape), dtype=before.dtype))
+    return shapes, dict(zip(sizes.symbols, (after for _, after in symbols), strict=True))
+
+
+def batch_placement(shape: Sequence[int], ranks: int) -> Placement:
     """Split on dim 0 where there are rows enough."""
-    if argument.dim() == 0 or argument.shape[0] < ranks:
+    if not shape or shape[0] < ranks:
         return Replicate()
-    return Shard(0, split_lengths(argument.shape[0], ranks))
+    return Shard(0, split_lengths(shape[0], ranks))
 
 
 def piece_of(value: Tensor, placement: Placement, rank: int) -> Tensor:
@@ -77,7 +105,9 @@ def piece_of(value: Tensor, placement: Placement, rank: int) -> Tensor:
     return value.narrow(placement.dim, placement.start(rank), placement.lengths[rank]).clone()
 
 
-def interpret(graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Tensor]]) -> list[dict[fx.Node, Any]]:
+def interpret(
+    graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Tensor]], symbols: Mapping[str, int]
+) -> list[dict[fx.Node, Any]]:
     """Run all ranks' graphs, the i-th node of each before the next."""
     values: list[dict[fx.Node, Any]] = [
         {node: value.detach() for (node, _), value in zip(graph.inputs, given, strict=True)}
@@ -87,12 +117,15 @@ def interpret(graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Tensor]]) 
         if nodes[0].op in ("placeholder", "output"):
             continue
         called = [
-            fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            fx.node.map_aggregate(
+                (node.args, node.kwargs),
+                lambda item, known=known: known[item] if isinstance(item, fx.Node) else numbers_of(item, symbols),
+            )
             for node, known in zip(nodes, values, strict=True)
         ]
         if isinstance(nodes[0].target, Collective | StackedGather):
-            pieces = [args[0] for args, _ in called]
-            results = [moved(node.target, pieces, rank) for rank, node in enumerate(nodes)]
+            pieces, lengths = [args[0] for args, _ in called], called[0][0][1:]
+            results = [moved(node.target, pieces, lengths, rank) for rank, node in enumerate(nodes)]
         else:
             state = torch.get_rng_state()
             results = []
@@ -105,19 +138,21 @@ def interpret(graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Tensor]]) 
     return values
 
 
-def moved(collective: Collective | StackedGather, pieces: list[Tensor], rank: int) -> Tensor:
+def moved(
+    collective: Collective | StackedGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
+) -> Tensor:
     """What a collective gives to one rank."""
     if isinstance(collective, StackedGather):
         return torch.stack(pieces)
     source, target = collective.source, collective.target
     if isinstance(source, Shard):
-        assert [piece.shape[source.dim] for piece in pieces] == list(source.lengths)
+        assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])
         whole = torch.cat(pieces, dim=source.dim)
     elif source.reduce_op == "sum":
         whole = torch.stack(pieces).sum(0).to(pieces[0].dtype)
     else:
         whole = extreme_of(torch.stack(pieces), source.reduce_op)
-    return piece_of(whole, target, rank)
+    return piece_of(whole, Shard(target.dim, lengths[-1]) if isinstance(target, Shard) else target, rank)
 
 
 def outcome(placed: PlacedProgram, graphs: Sequence[LocalGraph], values: Sequence[dict[fx.Node, Any]]) -> Outcome:
@@ -147,14 +182,16 @@ def assert_same_as_plain(
     arguments: Sequence[Tensor],
     ranks: int,
     bound: float = 1e-12,
+    captured_at: Sequence[Tensor] | None = None,
 ) -> Outcome:
     """Loss, results, gradients, buffers and the generator's state equal the plain script's, within `bound`.
 
-    The bound is relative to the loss, or to a tensor's largest entry, or to the largest gradient of all.
+    The bound is relative to the loss, or to a tensor's largest entry, or to the largest gradient of all. For
+    `captured_at` see `run_in_step`.
     """
     before = {name: tensor.detach().clone() for name, tensor in named_tensors(modules).items()}
     state = torch.get_rng_state()
-    found = run_in_step(function, modules, arguments, ranks)
+    found = run_in_step(function, modules, arguments, ranks, captured_at=captured_at)
     state_after = torch.get_rng_state()
     for name, tensor in named_tensors(modules).items():
         assert torch.equal(tensor.detach(), before[name]), f"capture or run changed {name}"

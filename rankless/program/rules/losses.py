@@ -41,8 +41,13 @@ def sum_over_count(emit: Emit, call: Call, args: tuple[Any, ...], _kwargs: dict[
     scores, target, weight, _, ignore_index = args
     results = emit.call(call.operator, scores, target, weight, SUM, ignore_index)
     losses, valid = emit.call(getitem, results, 0), emit.call(getitem, results, 1)
-    total = emit.all_reduce(valid, "number of valid targets in the whole batch")
+    total = emit.all_reduce(valid, "number of valid targets in the whole batch", bytes_of_total(call))
     return emit.call(aten.div.Tensor, losses, total), total
+
+
+def bytes_of_total(call: Call) -> int:
+    """The size of the sum of weights, the second output."""
+    return int(call.node.meta["val"][1].element_size())
 
 
 def backward(call: Call) -> Iterator[Strategy]:

@@ -1,15 +1,18 @@
 """Batch, layer, group and RMS normalisation."""
 
 from collections.abc import Iterator
+from math import prod
 from operator import getitem
 from typing import Any
 
 import torch
+from torch import fx
 
 from rankless.program import kernels
 from rankless.program.placement import Placement, Replicate, Shard
 from rankless.program.rules.pattern import by_pattern, letters, masked, split
 from rankless.program.rules.strategy import Call, Emit, Local, Rule, Strategy, local_shape, shape_of
+from rankless.program.sizes import known
 
 aten = torch.ops.aten
 
@@ -71,7 +74,7 @@ def counts_per_channel(call: Call, position: int, placement: Placement, mesh_siz
     counts = []
     for rank in range(mesh_size):
         sizes = local_shape(shape, placement, rank)
-        counts.append(torch.Size(sizes).numel() // sizes[1])
+        counts.append(prod(sizes[:1] + sizes[2:]))
     return counts
 
 
@@ -86,6 +89,12 @@ def batch_norm(call: Call) -> Iterator[Strategy]:
         yield Strategy(inputs, outputs, batch_norm_over(placement))
 
 
+def moments_bytes(x: fx.Node) -> int:
+    """The size of two numbers per channel, in float32 at least."""
+    value = x.meta["val"]
+    return int(2 * known(value.shape[1]) * max(value.element_size(), torch.float32.itemsize))
+
+
 def batch_norm_over(placement: Placement) -> Any:
     """Lower to local moments, one gathering, and the rest locally."""
 
@@ -94,7 +103,7 @@ def batch_norm_over(placement: Placement) -> Any:
         x, weight, bias = args[:3]
         running = (args[3], args[4]) if has_running else (None, None)
         moments = emit.call(kernels.channel_moments, x)
-        gathered = emit.all_gather(moments, "statistics of the whole batch")
+        gathered = emit.all_gather(moments, "statistics of the whole batch", moments_bytes(call.inputs[0]))
         counts = counts_per_channel(call, 0, placement, call.mesh_size)
         settings = (tuple(counts), call.argument("momentum"), call.argument("eps"))
         results = emit.call(kernels.batch_norm, x, (weight, bias), running, gathered, settings)
@@ -128,7 +137,7 @@ def batch_norm_gradients_over(placement: Placement) -> Any:
         grad, x, weight, _, _, mean, reciprocal = args[:7]
         found = emit.call(kernels.batch_norm_local_gradients, grad, x, weight, mean, reciprocal)
         direct, sums = emit.call(getitem, found, 0), emit.call(getitem, found, 1)
-        total = emit.all_reduce(sums, "gradients of the whole batch's statistics")
+        total = emit.all_reduce(sums, "gradients of the whole batch's statistics", moments_bytes(call.inputs[1]))
         count = sum(counts_per_channel(call, 0, placement, call.mesh_size))
         by_input = emit.call(kernels.batch_norm_input_gradient, direct, x, weight, (total, mean, reciprocal), count)
         return by_input, emit.call(getitem, total, 0), emit.call(getitem, total, 1)

@@ -21,14 +21,14 @@ def split(call: Call, pattern: str, lower: Lowering | None = None) -> Iterator[S
     given = left.split(",")
     wanted = [text for text, node in zip(given, call.slots, strict=True) if node is not None]
     outputs = right.split(",")
-    tried = set()
+    tried: list[tuple[str, tuple[int, ...]]] = []  # varying lengths have no hash
     for text, placement in zip(wanted, call.current, strict=True):
         if not isinstance(placement, Shard):
             continue
         letter = letter_at(text, placement.dim)
         if letter is None or (letter, placement.lengths) in tried:
             continue
-        tried.add((letter, placement.lengths))
+        tried.append((letter, placement.lengths))
         yield Strategy(
             tuple(placed(item, letter, placement.lengths, Replicate()) for item in wanted),
             tuple(placed(item, letter, placement.lengths, Partial()) for item in outputs),

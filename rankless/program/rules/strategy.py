@@ -28,12 +28,12 @@ class Emit(Protocol):
         """The local size of an output of the call that is being lowered."""
         ...
 
-    def all_reduce(self, value: fx.Node, reason: str) -> fx.Node:
-        """Add a sum over all ranks."""
+    def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
+        """Add a sum over all ranks of a value of `size` bytes."""
         ...
 
-    def all_gather(self, value: fx.Node, reason: str) -> fx.Node:
-        """Add a gathering of equal pieces along a new dim 0."""
+    def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
+        """Add a gathering of equal pieces, of `size` bytes each, along a new dim 0."""
         ...
 
 

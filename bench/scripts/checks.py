@@ -1,0 +1,78 @@
+"""What the checks of every call cost: seconds in them per step beside seconds of the whole step, by turns of steps."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import rankless
+from bench.models import GPT, MLP, LeNet, loss_of, random_batch
+from rankless.program.guards import Guards
+from rankless.views.consistent import Consistent
+from rankless.views.model_watch import ModelWatch
+
+MODELS = {"mlp": MLP, "lenet": LeNet, "gpt": GPT}
+CHECKS: dict[str, list[tuple[type, str]]] = {
+    "digest": [(Consistent, "_meet"), (ModelWatch, "note")],
+    "guards": [(Guards, "hold")],
+}
+
+
+class Stopwatch:
+    """Adds up the seconds that calls of some methods take."""
+
+    def __init__(self, methods: list[tuple[type, str]]) -> None:
+        self.seconds = 0.0
+        for owner, name in methods:
+            setattr(owner, name, self.timed(getattr(owner, name)))
+
+    def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return call
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("model", choices=sorted(MODELS))
+parser.add_argument("check", choices=sorted(CHECKS))
+parser.add_argument("--blocks", type=int, default=15)
+parser.add_argument("--steps", type=int, default=10)
+arguments = parser.parse_args()
+
+stopwatch = Stopwatch(CHECKS[arguments.check])
+torch.manual_seed(0)
+rankless.rank()  # joins the others
+model = MODELS[arguments.model]()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+inputs, targets = random_batch(arguments.model)
+
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(inputs: Tensor, targets: Tensor) -> Tensor:
+    return loss_of(model, inputs, targets)
+
+
+def block() -> tuple[float, float]:
+    dist.barrier()
+    before, start = stopwatch.seconds, time.perf_counter()
+    for _ in range(arguments.steps):
+        train(inputs, targets)
+    whole = (time.perf_counter() - start) / arguments.steps
+    return (stopwatch.seconds - before) / arguments.steps, whole
+
+
+block()
+times = [block() for _ in range(arguments.blocks)]
+if rankless.rank() == 0:
+    Path("times.json").write_text(json.dumps(times))

@@ -1,0 +1,127 @@
+"""`Checkpoints`: a row of checkpoints in one folder, as a training script saves and resumes them."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankless.checkpoint.agreement import Agreement
+from rankless.checkpoint.loading import load
+from rankless.checkpoint.saving import SaveOptions, Saver
+from rankless.checkpoint.series import Entry, Keeping, Row, SeriesSave, best, check_keeping
+from rankless.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What `Checkpoints.load` has read: the step that was saved, its metric if it had one, and its extra data."""
+
+    step: int
+    metric: float | None
+    extra: Any
+
+
+class Checkpoints:
+    """The checkpoints of one training, each in `FOLDER/step-STEP`; those not to be kept go once a new one is there.
+
+    Every method is called on every rank. `latest`, `best` and `steps` tell what is on disk now: call `wait` before
+    if a save in the background is to count.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keeping: Keeping,
+        options: SaveOptions,
+        saver: Callable[[], Saver],
+        say: Callable[[str], None],
+    ) -> None:
+        check_keeping(keeping)
+        self.folder = Path(os.path.realpath(folder))
+        self._row = Row(self.folder)
+        self._keeping = keeping
+        self._options = options
+        self._saver = saver
+        self._say = say
+
+    def save(self, step: int, *, metric: Any = None, extra: Any = None, **objects: Any) -> None:
+        """Write the state of `objects` as of `step`; `metric` is a number, needed to keep the best."""
+        number = None if metric is None else float(metric)
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise CheckpointError(
+                expected="a step that is a whole number from 0 on",
+                found=repr(step),
+                fix="pass the steps trained so far",
+            )
+        if number is None and self._keeping.keep_best:
+            raise CheckpointError(
+                expected="a metric to choose the best checkpoints by",
+                found="none",
+                fix="pass metric=…, or leave out keep_best",
+            )
+        self._saver().save(
+            self.folder / f"step-{step}",
+            objects,
+            options=SaveOptions(layout=self._options.layout, background=self._options.background, extra=extra),
+            series=SeriesSave(row=self._row, keeping=self._keeping, step=step, metric=number),
+        )
+
+    def load(
+        self, which: str | int = "latest", *, strict: bool = True, random: bool = True, **objects: Any
+    ) -> Restored | None:
+        """`Restored` from the "latest" checkpoint, the "best" or that of a step; None if there is none at all yet.
+
+        The objects, and the random generators unless `random` is False, are then as they were when it was saved.
+        Raises CheckpointError as `rankless.load` does.
+        """
+        saver = self._saver()
+        saver.wait()
+        fix = "let all hosts share the folder, or copy it to each"
+        with Agreement(mesh=saver.mesh, doing=f"look for a checkpoint in {self.folder}", fix=fix) as agreement:
+            found = self._find(which)
+            agreement.summary = "none is there" if found is None else f"step {found.place.step} is there"
+        if found is None:
+            return None
+        loaded = load(found.path, objects, mesh=saver.mesh, strict=strict, random=random)
+        if loaded.left_out:
+            self._say(f"loading {found.path} left out:\n{loaded.left_out}")
+        return Restored(step=found.place.step, metric=found.place.metric, extra=loaded.extra)
+
+    def wait(self) -> None:
+        """Return when no save is in flight; raises the error of the last one in the background, on every rank."""
+        self._saver().wait()
+
+    @property
+    def latest(self) -> Path | None:
+        """The checkpoint that was saved last."""
+        row = self._row.entries()
+        return row[-1].path if row else None
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint of the best metric."""
+        row = best(self._row.entries(), mode=self._keeping.mode)
+        return row[0].path if row else None
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that are kept, in the order in which they were saved."""
+        return [entry.place.step for entry in self._row.entries()]
+
+    def _find(self, which: str | int) -> Entry | None:
+        row = self._row.entries()
+        if which == "latest":
+            return row[-1] if row else None
+        if which == "best":
+            measured = best(row, mode=self._keeping.mode)
+            return measured[0] if measured else None
+        for entry in row:
+            if entry.place.step == which:
+                return entry
+        raise CheckpointError(
+            expected=f'"latest", "best" or a step that is kept: {", ".join(map(str, self.steps)) or "none"}',
+            found=repr(which),
+            fix="pass one of them",
+        )

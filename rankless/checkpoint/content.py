@@ -1,0 +1,77 @@
+"""What goes into a checkpoint: the state of every object, extra data, and the generators of all ranks."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from rankless.checkpoint.manifest import Node
+from rankless.checkpoint.random_state import capture_random_state
+from rankless.checkpoint.tree import TreeWriter
+from rankless.errors import CheckpointError
+
+EXTRA = "extra"
+RANDOM = "random"
+"""Names that the checkpoint's own parts have; no object may."""
+
+
+@dataclass(kw_only=True)
+class Content:
+    """A checkpoint as trees of nodes, and the very tensors that they refer to."""
+
+    objects: dict[str, Node]
+    object_tensors: dict[str, Tensor]
+    extra: Node
+    extra_tensors: dict[str, Tensor]
+
+    def describe(self) -> str:
+        """The same text on two ranks whose objects hold tensors of the same names, shapes and dtypes."""
+        lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in self.object_tensors.items()]
+        checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return f"{len(lines)} tensors of {', '.join(self.objects) or 'no object'} (names and shapes: {checksum[:12]})"
+
+
+def gather_content(objects: Mapping[str, Any], extra: object) -> Content:
+    """The state of the objects; raises CheckpointError for what cannot be saved, naming it."""
+    writer, extra_writer = TreeWriter(), TreeWriter()
+    nodes = {name: writer.encode(_state(name, subject), (name,)) for name, subject in objects.items()}
+    return Content(
+        objects=nodes,
+        object_tensors=writer.tensors,
+        extra=extra_writer.encode(extra, (EXTRA,)),
+        extra_tensors=extra_writer.tensors,
+    )
+
+
+def pack_random_state(device: torch.device, *, rank: int) -> bytes:
+    """This process's random state under the names of rank `rank`, as bytes to send to rank 0."""
+    writer = TreeWriter()
+    node = writer.encode(capture_random_state(device), (RANDOM, str(rank)))
+    return msgspec.msgpack.encode((node, safetensors.torch.save(writer.tensors)))
+
+
+def unpack_random_state(data: bytes) -> tuple[Node, dict[str, Tensor]]:
+    """What `pack_random_state` packed: the node, and copies of its tensors."""
+    node, tensors = msgspec.msgpack.decode(data, type=tuple[Node, bytes])
+    return node, safetensors.torch.load(tensors)
+
+
+def _state(name: str, subject: Any) -> object:
+    if name.partition(".")[0] in (RANDOM, EXTRA, ""):
+        raise CheckpointError(
+            expected=f"a name that is not empty and not {RANDOM!r} or {EXTRA!r}, which the checkpoint itself uses",
+            found=f"an object named {name!r}",
+            fix="give it another name",
+        )
+    if not callable(getattr(subject, "state_dict", None)):
+        raise CheckpointError(
+            expected=f"{name} to have state_dict() and load_state_dict()",
+            found=f"a {type(subject).__name__} without state_dict",
+            fix=f"pass an object that has them; plain values go into extra={{{name!r}: …}}",
+        )
+    return subject.state_dict()

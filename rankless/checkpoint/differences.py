@@ -1,0 +1,124 @@
+"""What a checkpoint holds against what an object can take, in a few lines that people read."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+LINES_OF_A_KIND = 6
+SHAPED_LIKE_THE_PARAMETER = frozenset(
+    (
+        *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg"),
+        *("acc_delta", "sum", "prev", "step_size"),
+    )
+)
+"""What the optimizers of PyTorch keep element by element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """Tensors of one object that do not fit, by name; where there are none, the state fits."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    other_dtype: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshapen or self.other_dtype)
+
+    def describe(self) -> str:
+        """One line for each kind of difference and group of names."""
+        kinds = {
+            "not in the checkpoint": self.missing,
+            "only in the checkpoint": self.unexpected,
+            "of another shape": self.misshapen,
+            "of another dtype": self.other_dtype,
+        }
+        return "\n".join(
+            line
+            for kind, names in kinds.items()
+            if names
+            for line in (f"{kind}:", *(f"  {text}" for text in shortened(names)))
+        )
+
+
+def compare_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Differences:
+    """What of a module's saved state does not fit the module as it is now."""
+    here = module.state_dict()
+    missing = [f"{name}.{key}" for key in here if key not in saved]
+    unexpected = [f"{name}.{key}" for key in saved if key not in here]
+    misshapen, other_dtype = [], []
+    for key, ours in here.items():
+        theirs = saved.get(key)
+        if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
+            continue
+        if ours.shape != theirs.shape and not _is_lazy(ours):
+            misshapen.append(f"{name}.{key}: {tuple(theirs.shape)} saved, {tuple(ours.shape)} here")
+        elif not _keeps_every_digit(theirs.dtype, ours.dtype):
+            other_dtype.append(f"{name}.{key}: {_short(theirs.dtype)} saved, {_short(ours.dtype)} here")
+    return Differences(missing=missing, unexpected=unexpected, misshapen=misshapen, other_dtype=other_dtype)
+
+
+def fitting(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a saved state that the module can take."""
+    here = module.state_dict()
+    return {
+        key: value
+        for key, value in saved.items()
+        if key in here and (not isinstance(value, Tensor) or value.shape == here[key].shape or _is_lazy(here[key]))
+    }
+
+
+def compare_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Differences:
+    """Which averages that an optimizer keeps for a parameter are not of the parameter's shape.
+
+    PyTorch itself does not look: the step fails later, or is broadcast and wrong.
+    """
+    groups = saved.get("param_groups")
+    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+        found = len(groups) if isinstance(groups, list) else 0
+        return Differences(misshapen=[f"{name}: {found} groups saved, {len(optimizer.param_groups)} here"])
+    misshapen = []
+    for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        keys, parameters = list(theirs["params"]), ours["params"]
+        if len(keys) != len(parameters):
+            misshapen.append(f"{name}: {len(keys)} parameters saved in group {number}, {len(parameters)} here")
+            continue
+        for key, parameter in zip(keys, parameters, strict=True):
+            for kind, value in saved.get("state", {}).get(key, {}).items():
+                if kind in SHAPED_LIKE_THE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
+                    shapes = f"{tuple(value.shape)} saved, {tuple(parameter.shape)} here"
+                    misshapen.append(f"{name}.state.{key}.{kind}: {shapes}")
+    return Differences(misshapen=misshapen)
+
+
+def shortened(names: Iterable[str]) -> list[str]:
+    """Names, those that differ in numbers only as one line with the number of them, and no more than a few lines."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        head, colon, tail = name.partition(":")
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", head) + colon + tail, []).append(name)
+    lines = [
+        members[0] if len(members) == 1 else f"{pattern} ({len(members)} of them)"
+        for pattern, members in groups.items()
+    ]
+    left = sum(len(members) for members in list(groups.values())[LINES_OF_A_KIND:])
+    return lines[:LINES_OF_A_KIND] + ([f"and {left} more"] if left else [])
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
+
+
+def _keeps_every_digit(saved: torch.dtype, here: torch.dtype) -> bool:
+    kinds = {(dtype.is_floating_point, dtype.is_complex, dtype == torch.bool) for dtype in (saved, here)}
+    return saved == here or (len(kinds) == 1 and torch.promote_types(saved, here) == here)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,185 @@
+"""Files of a checkpoint: written so that they survive a power cut, read without trust."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from rankless.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST_NAME,
+    TENSORS_NAME,
+    VERSION,
+    Manifest,
+    Preamble,
+    TensorFile,
+    is_sealed,
+    seal,
+)
+from rankless.errors import CheckpointError
+from rankless.version import VERSION as RANKLESS_VERSION
+
+Header = TypeVar("Header", bound=msgspec.Struct)
+
+MANIFEST_LIMIT_BYTES = 256 << 20
+"""No manifest of ours is longer (a million tensors); one that is would fill the memory before its checksum is seen."""
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
+    """The file's line in the manifest, once its bytes are on disk."""
+    safetensors.torch.save_file(dict(tensors), file, metadata={"format": "pt"})
+    sync(file)
+    with file.open("rb") as stream:
+        return TensorFile(file.name, os.fstat(stream.fileno()).st_size, _checksum(stream), sorted(tensors))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """The manifest, and with it all of `folder`, on disk."""
+    file = folder / MANIFEST_NAME
+    file.write_bytes(seal(manifest))
+    sync(file)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the list of a folder's files, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, checked: its format, its version, its own checksum, its names of files."""
+    file = folder / MANIFEST_NAME
+    data = _manifest_bytes(folder)
+    try:
+        preamble = msgspec.json.decode(data, type=Preamble)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_ours(folder, f"a {MANIFEST_NAME} that cannot be read ({error})") from error
+    if preamble.format != FORMAT:
+        raise _not_ours(folder, f"a {MANIFEST_NAME} of format {preamble.format!r:.80}")
+    if preamble.version != VERSION:
+        raise CheckpointError(
+            expected=f"a checkpoint of version {VERSION}, in {folder}",
+            found=f"version {preamble.version}",
+            fix=f"load it with the Rankless that wrote it; this one is {RANKLESS_VERSION}",
+        )
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+        sealed = is_sealed(data, manifest)
+    except (msgspec.DecodeError, UnicodeError, ValueError, OverflowError, RecursionError) as error:
+        raise damaged(file, str(error)) from error
+    if not sealed:
+        raise damaged(file, "contents that do not have the checksum written in it")
+    _check_names(file, manifest)
+    return manifest
+
+
+def peek(folder: Path, header: type[Header]) -> Header | None:
+    """A few fields of a manifest, without the rest and without a check; None if they cannot be had."""
+    try:
+        return msgspec.json.decode(_manifest_bytes(folder), type=header)
+    except (CheckpointError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def read_tensors(folder: Path, files: Sequence[TensorFile], wanted: Iterable[str]) -> dict[str, Tensor]:
+    """The wanted tensors by name, on the CPU and owned by the caller, once the checksums of their files agree.
+
+    Files that hold none of them are not read.
+    """
+    wanted = set(wanted)
+    holders = [entry for entry in files if not wanted.isdisjoint(entry.tensors)]
+    for entry in holders:
+        _check_file(folder / entry.name, entry)
+    tensors: dict[str, Tensor] = {}
+    for entry in holders:
+        file = folder / entry.name
+        try:
+            with safetensors.safe_open(file, framework="pt") as stored:
+                if sorted(stored.keys()) != sorted(entry.tensors):
+                    raise damaged(file, "other tensors than the manifest says")
+                for name in entry.tensors:
+                    if name in wanted:
+                        # A clone, or it would change with the file that it is mapped from.
+                        tensors[name] = stored.get_tensor(name).clone()
+        except (OSError, safetensors.SafetensorError) as error:
+            raise damaged(file, f"{type(error).__name__}: {error}") from error
+    return tensors
+
+
+def damaged(file: Path, found: str) -> CheckpointError:
+    """The error for a file that is not what was written."""
+    return CheckpointError(
+        expected=f"{file} as it was written",
+        found=found,
+        fix="the checkpoint is damaged: load another one",
+    )
+
+
+def _check_file(file: Path, entry: TensorFile) -> None:
+    try:
+        with _open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != entry.size_bytes:
+                raise damaged(file, f"{size} bytes instead of {entry.size_bytes}")
+            if _checksum(stream) != entry.sha256:
+                raise damaged(file, "another checksum")
+    except OSError as error:
+        raise damaged(file, f"{type(error).__name__}: {error}") from error
+
+
+def _check_names(file: Path, manifest: Manifest) -> None:
+    names = [entry.name for entry in manifest.files]
+    foreign = [name for name in names if TENSORS_NAME.fullmatch(name) is None]
+    tensors = [name for entry in manifest.files for name in entry.tensors]
+    if foreign:
+        raise damaged(file, f"a tensor file called {foreign[0]!r:.80}")
+    if len(set(names)) < len(names) or len(set(tensors)) < len(tensors):
+        raise damaged(file, "a file or a tensor that it lists twice")
+    if not manifest.random:
+        raise damaged(file, "no random state")
+
+
+def _manifest_bytes(folder: Path) -> bytes:
+    file = folder / MANIFEST_NAME
+    try:
+        with _open_regular(file) as stream:
+            data = stream.read(MANIFEST_LIMIT_BYTES + 1)
+    except FileNotFoundError as error:
+        raise _not_ours(folder, f"a folder without {MANIFEST_NAME}") from error
+    except OSError as error:
+        raise damaged(file, f"{type(error).__name__}: {error}") from error
+    if len(data) > MANIFEST_LIMIT_BYTES:
+        raise damaged(file, f"more than {MANIFEST_LIMIT_BYTES} bytes")
+    return data
+
+
+def _open_regular(file: Path) -> BinaryIO:
+    """Opened for reading; OSError for a link, which may lead anywhere, and for a pipe, which may never end."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("not a regular file")
+    return open(descriptor, "rb")
+
+
+def _checksum(stream: BinaryIO) -> str:
+    return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]  # an opened file is one
+
+
+def _not_ours(folder: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        expected=f"a checkpoint that rankless.save wrote, in {folder}",
+        found=found,
+        fix="give the path that rankless.save was given",
+    )

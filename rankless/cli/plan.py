@@ -1,0 +1,76 @@
+"""`rankless plan`: what a script's jobs become on several workers, and what moves between them."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from rankless.cli.program import add_program_arguments, take_program
+from rankless.cli.trial_runs import INTERRUPTED, TrialFailed, silent_run
+from rankless.errors import PlanError
+from rankless.observe.program_table import encode_plan_report, make_plan_report, render_plan
+from rankless.plan.check import make_run_plan
+from rankless.plan.run_plan import RunRequest, Watch
+from rankless.records.programs import read_facts
+
+NAME = "plan"
+HELP = (
+    "Show what a script's jobs become on several workers: who holds what, and every value that moves in a step, with "
+    "its bytes, its line and the reason. The script runs until its first training steps are done."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("-n", dest="workers", type=int, default=2, metavar="N", help="how many workers (2)")
+    parser.add_argument("--devices", metavar="0,1|cpu", help="GPUs to use, or cpu (GPUs if the host has them)")
+    parser.add_argument("--seed", type=int, metavar="S", help="where all workers' random numbers start (drawn)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=1,
+        metavar="K",
+        help="how many training steps to make: jobs called by then show (1)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result there too")
+    parser.add_argument("--log-dir", default="log", metavar="DIR", help="where the log of the run goes (log)")
+    parser.add_argument("--show", action="store_true", help="show the script's own output, too")
+    add_program_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the jobs; 0 if there are any, 1 if the script failed."""
+    program, workers = take_program(arguments), arguments.workers
+    if workers < 2:
+        raise PlanError(
+            expected="at least 2 workers: on one, jobs run as plain PyTorch and nothing moves",
+            found=workers,
+            fix="give -n the number of workers that the script is to run on",
+        )
+    with tempfile.TemporaryDirectory(prefix="rankless-plan-") as folder:
+        plan = make_run_plan(
+            program,
+            RunRequest(
+                worker_count=workers,
+                devices=arguments.devices,
+                seed=arguments.seed,
+                log_folder=arguments.log_dir,
+                progress=False,
+                watch=Watch(stop_after_steps=arguments.steps, programs=folder),
+            ),
+        )
+        try:
+            silent_run(plan, f"{workers} workers", show=arguments.show)
+        except TrialFailed as end:
+            print(f"rankless plan: {end}")
+            return INTERRUPTED if end.exit_code == INTERRUPTED else 1
+        report = make_plan_report(read_facts(folder), workers=workers, steps=arguments.steps)
+    if not report.jobs and not report.not_reached:
+        raise PlanError(
+            expected="a script that defines at least one job",
+            found=f"{program.target}, which has none when it ends",
+            fix="put @rankless.job(model=…, optimizer=…) on its training function",
+        )
+    if arguments.json is not None:
+        Path(arguments.json).write_bytes(encode_plan_report(report))
+    print(render_plan(report))
+    return 0

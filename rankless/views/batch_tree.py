@@ -1,0 +1,116 @@
+"""Batches as trees: dicts, tuples, lists, named tuples, dataclasses and what PyTorch knows, in any nesting."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
+
+
+class PerSample:
+    """A list or tuple with one plain value for each sample read: texts, paths, identifiers."""
+
+    def __init__(self, values: list[Any] | tuple[Any, ...]) -> None:
+        self.values = values
+
+
+class OwnRows:
+    """This rank's rows of a tensor that has one row per sample of the whole batch."""
+
+    def __init__(self, local: Tensor) -> None:
+        self.local = local
+
+
+def map_leaves(
+    function: Callable[[str, Any], Any],
+    data: Any,
+    path: str = "batch",
+    *,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+) -> Any:
+    """The same containers with `function(path, leaf)` in the place of each leaf; nothing is changed in place."""
+    if is_leaf(data) or not _is_container(data):
+        return function(path, data)
+    parts = {key: map_leaves(function, part, name, is_leaf=is_leaf) for key, (name, part) in _parts(data, path)}
+    return _rebuilt(data, parts)
+
+
+def with_lists_marked(data: Any, rows: int) -> Any:
+    """The batch with its lists of one plain value per sample as leaves."""
+
+    def per_sample(part: Any) -> bool:
+        return _is_list_of_plain_values(part) and len(part) == rows
+
+    return map_leaves(lambda _, leaf: PerSample(leaf) if per_sample(leaf) else leaf, data, is_leaf=per_sample)
+
+
+def leaves_of(data: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Each leaf with the way to it, in order."""
+    if not _is_container(data):
+        yield path, data
+    for _, (name, part) in _parts(data, path):
+        yield from leaves_of(part, name)
+
+
+def _is_list_of_plain_values(data: Any) -> bool:
+    """Whether a list or tuple holds neither tensors nor containers: perhaps one value for each sample."""
+    plain = type(data) in (list, tuple) and any(part is not None for part in data)
+    return plain and not any(isinstance(part, Tensor) or _is_container(part) for part in data)
+
+
+def _is_container(data: Any) -> bool:
+    if isinstance(data, Mapping | list | tuple):
+        return True
+    return (dataclasses.is_dataclass(data) and not isinstance(data, type)) or type(data) in SUPPORTED_NODES
+
+
+def _parts(data: Any, path: str) -> Iterator[tuple[Any, tuple[str, Any]]]:
+    """The parts of a container by key, each with the way to it."""
+    if isinstance(data, Mapping):
+        yield from ((key, (f"{path}[{key!r}]", part)) for key, part in data.items())
+    elif isinstance(data, list | tuple):
+        yield from ((place, (f"{path}[{place}]", part)) for place, part in enumerate(data))
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        names = [field.name for field in dataclasses.fields(data)]
+        yield from ((name, (f"{path}.{name}", getattr(data, name))) for name in names)
+    elif type(data) in SUPPORTED_NODES:
+        children, _ = SUPPORTED_NODES[type(data)].flatten_fn(data)
+        yield from ((place, (f"{path}[{place}]", part)) for place, part in enumerate(children))
+
+
+def _rebuilt(data: Any, parts: dict[Any, Any]) -> Any:
+    """A container like `data` with other parts."""
+    kind = type(data)
+    made: Any
+    if isinstance(data, MutableMapping):
+        made = copy.copy(data)
+        for key, part in parts.items():
+            made[key] = part
+        return made
+    if isinstance(data, Mapping):
+        return kind(parts)  # as DataLoader itself does
+    if isinstance(data, tuple) and hasattr(kind, "_make"):
+        return kind._make(parts.values())
+    if isinstance(data, list | tuple):
+        return kind(parts.values())
+    if dataclasses.is_dataclass(data):
+        made = copy.copy(data)
+        for name, part in parts.items():
+            object.__setattr__(made, name, part)
+        return made
+    _, context = SUPPORTED_NODES[kind].flatten_fn(data)
+    return SUPPORTED_NODES[kind].unflatten_fn(list(parts.values()), context)
+
+
+def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
+    """The same containers with `function(tensor)` in the place of each tensor."""
+    return map_leaves(lambda _, leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, data)
+
+
+def rows_of(data: Any) -> int:
+    """The rows of a whole batch that a data set has made: those of its first tensor, or 0."""
+    tensors = (leaf for _, leaf in leaves_of(data) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    first = next(tensors, None)
+    return 0 if first is None else first.shape[0]

@@ -1,0 +1,22 @@
+"""The end of a run that was asked for so many training steps only."""
+
+from collections.abc import Callable
+
+
+class StepsDone(SystemExit):
+    """Raised after the last step wanted: the script ends as `sys.exit(0)` would end it, `finally` blocks and all."""
+
+
+class StepLimit:
+    """Counts training steps; all ranks make the same ones, so all stop at the same call."""
+
+    def __init__(self, steps: int, *, at_end: Callable[[], None]) -> None:
+        self._left = steps
+        self._at_end = at_end
+
+    def step_made(self) -> None:
+        """One more step is done. After the last: call `at_end` and raise `StepsDone`, now and at each further one."""
+        self._left -= 1
+        if self._left <= 0:
+            self._at_end()
+            raise StepsDone(0)

@@ -1,0 +1,79 @@
+"""A save killed at any point leaves the old checkpoint or the new one, and the next save finds nothing in its way."""
+
+import os
+import shutil
+
+import pytest
+from checkpoint.deaths import save_until_killed
+from checkpoint.states import Number, loaded_number, save
+
+OLD, NEW, NEXT = 1, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def _disk_that_need_not_be_waited_for(monkeypatch):
+    """A kill leaves the system's own memory of files as it is: what fsync does shows at a power cut only."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def outcomes_of_kills(folder, *, step=1, **how):
+    """What loads after a kill at the first point, the next, and so on to the last of a save."""
+    outcomes = []
+    points = 1
+    finished = False
+    save(folder / "old", {"number": Number(OLD)})
+    while not finished:
+        path = folder / str(points) / "c"
+        shutil.copytree(folder / "old", path)
+        finished = save_until_killed(path, {"number": Number(NEW)}, points=points, **how)
+        outcomes.append(loaded_number(path))
+        save(path, {"number": Number(NEXT)})
+        assert loaded_number(path) == NEXT
+        assert os.listdir(path.parent) == ["c"]
+        points += step
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_killed_at_100_points_leaves_the_old_or_the_new_checkpoint(tmp_path, background):
+    outcomes = outcomes_of_kills(tmp_path, background=background)
+    assert len(outcomes) >= 100
+    assert set(outcomes) == {OLD, NEW}
+    assert outcomes == sorted(outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "victim", "background"), [(2, 0, False), (2, 1, True), (3, 2, False)])
+def test_a_kill_of_any_rank_of_a_sharded_save_leaves_the_old_or_the_new_checkpoint(tmp_path, ranks, victim, background):
+    how = {"layout": "sharded", "ranks": ranks, "victim": victim, "background": background}
+    outcomes = outcomes_of_kills(tmp_path, step=7, **how)
+    assert len(outcomes) >= 8
+    assert outcomes[0] == OLD
+    assert outcomes[-1] == NEW
+    assert set(outcomes) == {OLD, NEW}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_every_point_of_every_rank(tmp_path, ranks, victim, background):
+    outcomes = outcomes_of_kills(tmp_path, layout="sharded", ranks=ranks, victim=victim, background=background)
+    assert len(outcomes) >= 30
+    assert set(outcomes) == {OLD, NEW}
+
+
+@pytest.mark.slow
+def test_a_first_save_that_is_killed_leaves_nothing_in_the_way(tmp_path):
+    for points in range(1, 200, 7):
+        path = tmp_path / str(points) / "c"
+        path.parent.mkdir()
+        finished = save_until_killed(path, {"number": Number(NEW)}, points=points)
+        if path.exists():
+            assert loaded_number(path) == NEW
+        save(path, {"number": Number(NEXT)})
+        assert loaded_number(path) == NEXT
+        assert os.listdir(path.parent) == ["c"]
+        if finished:
+            break
+    assert finished

@@ -1,0 +1,169 @@
+"""Scripts as their authors would write them: the same training as their plain twins, on one device and on several."""
+
+import difflib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rankless
+
+pytestmark = pytest.mark.slow
+
+SCRIPTS = Path(__file__).parent / "training"
+SHORT = {
+    "image_classifier": "--limit 150 --epochs 2 --batch-size 37",
+    "language_model": "--limit 60 --max-steps 4 --accumulate 1 --d-model 32 --epochs 2",
+    "gan": "--limit 103 --n_epochs 1 --batch_size 34",
+    "two_tower": "--limit 150 --epochs 5 --patience 0 --batch-size 50",
+    "fine_tuning": "--limit 100 --pretrain-epochs 1 --epochs 3 --unfreeze-at 1",
+}
+"""Arguments for a few steps: with short last batches, early stopping, unfreezing."""
+ODD = {
+    "image_classifier": "--limit 131 --epochs 1 --batch-size 26",
+    "language_model": "--limit 55 --max-steps 8 --accumulate 1 --d-model 32 --epochs 2 --batch-size 7",
+    "gan": "--limit 69 --n_epochs 2 --batch_size 34",
+    "two_tower": "--limit 152 --epochs 2 --patience 0 --batch-size 60",
+    "fine_tuning": "--limit 130 --pretrain-epochs 1 --epochs 3 --unfreeze-at 1 --batch-size 24",
+}
+"""Arguments that leave one or two rows for the last batch."""
+ADDED_LINES = {"image_classifier": 22, "language_model": 13, "gan": 8, "two_tower": 9, "fine_tuning": 11}
+NEW_KEYWORDS = re.compile(r", (?:accumulate|clip_norm)=[\w.]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What one script did: digests of its parameters after each step, and its words."""
+
+    digests: list[str]
+    printed: str
+    failure: str
+
+
+def text_of(name: str) -> str:
+    """A script's text; without gradient clipping in it and its twin while jobs do not know it."""
+    text = (SCRIPTS / f"{name}.py").read_text()
+    if "clip_norm" in inspect.signature(rankless.job).parameters:
+        return text
+    return re.sub(r"\n *nn\.utils\.clip_grad_norm_\(.*", "", NEW_KEYWORDS.sub("", text))
+
+
+def placed(name: str, folder: Path, *, split: bool = False) -> Path:
+    """The script in a folder of its own; with `split`, each rank reads and augments its own samples only."""
+    lines = text_of(name).splitlines(keepends=True)
+    (folder / f"{name}.py").write_text("".join(line for line in lines if not split or "reading=" not in line))
+    return folder / f"{name}.py"
+
+
+def command(script: Path, arguments: str) -> list[str]:
+    return [str(script), *arguments.split()]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """Every script and every plain twin, run once on one device."""
+    folder = tmp_path_factory.mktemp("twins")
+    names = [twin for name in SHORT for twin in (f"plain_{name}", name)]
+    words: list[str] = []
+    for name in names:
+        words += [*(["--"] if words else []), *command(placed(name, folder), SHORT[name.removeprefix("plain_")])]
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("stepwise.py"), "ran.json", *words],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((folder / "ran.json").read_text())
+    return {name: Ran(**result) for name, result in zip(names, results, strict=True)}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_script_adds_few_lines_to_its_plain_twin(name: str) -> None:
+    plain, ours = (SCRIPTS / f"plain_{name}.py").read_text(), (SCRIPTS / f"{name}.py").read_text()
+    assert "rankless" not in plain
+    difference = list(difflib.ndiff(plain.splitlines(), ours.splitlines()))
+    assert sum(line.startswith("+ ") for line in difference) <= ADDED_LINES[name]
+    assert "rank()" not in ours
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_on_one_device_every_step_is_its_plain_twins_bit_for_bit(name: str, ran: dict[str, Ran]) -> None:
+    plain, ours = ran[f"plain_{name}"], ran[name]
+    assert plain.failure == "" == ours.failure
+    assert len(plain.digests) >= 4
+    assert ours.digests == plain.digests
+    assert without_times(ours.printed) == without_times(plain.printed)
+
+
+def without_times(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line and "steps/s" not in line]
+
+
+def verified(
+    name: str, folder: Path, *options: str, workers: int, arguments: str = "", split: bool = False
+) -> dict[str, Any]:
+    """The report of `rankless verify`; what a failed verdict said is shown."""
+    words = command(placed(name, folder, split=split), arguments or SHORT[name])
+    if name == "fine_tuning":
+        # It keeps what it has pretrained in a file, and a later run of it would go on from there.
+        first = run("run", "-n", "1", *words, folder=folder)
+        assert first.returncode == 0, first.stderr
+    options = ("-n", str(workers), "--seed", "3", "--devices", "cpu", "--json", "report.json", *options)
+    done = run("verify", *options, *words, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same training: " in done.stdout
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rankless", *words], cwd=folder, capture_output=True, text=True, timeout=400
+    )
+
+
+def require_same(report: dict[str, Any]) -> None:
+    assert report["same"]
+    assert report["largest_loss_difference"] < 1e-11
+
+
+# In float32 a ReLU may turn over by rounding, and all would run again in float64: most tests begin there.
+@pytest.mark.parametrize(("name", "workers"), [("language_model", 2), ("gan", 3)])
+def test_verify_finds_the_same_training(name: str, workers: int, tmp_path: Path, ran: dict[str, Ran]) -> None:
+    report = verified(name, tmp_path, "--dtype", "float64", workers=workers)
+    require_same(report)
+    assert report["steps"] == len(ran[name].digests)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", SHORT)
+def test_verify_finds_the_same_training_as_users_call_it(name: str, workers: int, tmp_path: Path) -> None:
+    assert verified(name, tmp_path, workers=workers)["same"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ODD)
+def test_last_batches_of_fewer_rows_than_workers_are_the_same_training(name: str, tmp_path: Path) -> None:
+    require_same(verified(name, tmp_path, "--dtype", "float64", arguments=ODD[name], workers=3))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [2, 3])
+def test_augmentation_in_split_reading_is_the_same_on_any_number_of_workers(workers: int, tmp_path: Path) -> None:
+    report = verified("image_classifier", tmp_path, "--dtype", "float64", split=True, workers=workers)
+    require_same(report)
