@@ -159,7 +159,7 @@ SCENARIOS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3, every_size=True))
+@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3))
 def test_batches_of_varying_rows_and_length_are_trained_exactly(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)
 
