@@ -6,30 +6,21 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
 from rankless import checkpoint
-from rankless.collectives.messages import broadcast_bytes
-from rankless.errors import RanklessError
 from rankless.observe.progress import ProgressDisplay
 from rankless.records.events import AnyRecord, Progress, Said
 from rankless.runtime.current import current
 from rankless.runtime.joined import Observer, Runtime
 from rankless.views.job import Job, Models, make_job
 from rankless.views.loader import Loader, LoaderOptions, Reading
+from rankless.views.once import call_once
 from rankless.views.world import World
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """What `once` sends to the other ranks."""
-
-    value: msgspec.Raw
-    error: str = ""
 
 
 def rank() -> int:
@@ -50,31 +41,12 @@ def local_rank() -> int:
 def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
     """What `function` returns on rank 0, the only one that calls it, on every rank.
 
-    The result must be plain data (numbers, text, bytes, lists, dicts, None). If `function` raises, every rank
-    raises: rank 0 what it was, the others a `RanklessError` that names it.
+    Tensors, NumPy arrays, paths, dates, enums, tuples, sets, named tuples, dataclasses and plain data keep their
+    types. If `function` raises, every rank raises: rank 0 what it was, the others a `RanklessError` that names it.
+    Inside `function` only rank 0 is there: `once` calls directly, and what needs all ranks is refused.
     """
-    mesh = _current().world.mesh
-    mesh.come(f"rankless.once({_name(function)})")
-    failure: Exception | None = None
-    answer = _Answer(msgspec.Raw(b"\xc0"))
-    if mesh.rank == 0:
-        try:
-            answer = _Answer(msgspec.Raw(_encode(function(*args, **kwargs), function)))
-        except Exception as error:  # it is raised below, after the others have been told
-            failure = error
-            answer = _Answer(msgspec.Raw(b"\xc0"), f"{type(error).__name__}: {error}")
-    data = broadcast_bytes(msgspec.msgpack.encode(answer), mesh=mesh)
-    if failure is not None:
-        raise failure
-    received = msgspec.msgpack.decode(data, type=_Answer)
-    if received.error:
-        raise RanklessError(
-            expected=f"rankless.once({_name(function)}) to succeed on rank 0",
-            found=f"rank 0 raised {received.error}",
-            fix="mend what rank 0 reports",
-        )
-    result: Result = msgspec.msgpack.decode(received.value)
-    return result
+    world = _current().world
+    return call_once(lambda: function(*args, **kwargs), name=_name(function), world=world)
 
 
 def job(
@@ -233,17 +205,6 @@ def _watch_alone() -> Observer:
                 print(f"rankless: {record.text}", file=sys.stderr)
 
     return take
-
-
-def _encode(value: object, function: Callable[..., object]) -> bytes:
-    try:
-        return msgspec.msgpack.encode(value)
-    except TypeError as error:
-        raise RanklessError(
-            expected=f"numbers, text, bytes, lists, dicts or None from rankless.once({_name(function)})",
-            found=str(error),
-            fix="return plain data, or do the work on every rank",
-        ) from error
 
 
 def _name(function: Callable[..., object]) -> str:

@@ -121,6 +121,8 @@ class Pool:
 
 def _serve(pipe: Connection, rank: int, size: int, store_file: str) -> None:
     """A worker's life: join the group, answer tasks until the pipe closes."""
+    # A process of a fork server would start its own children by one too: in a run's workers readers are forked.
+    multiprocessing.set_start_method("fork", force=True)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback)
     torch.set_num_threads(1)

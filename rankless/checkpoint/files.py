@@ -20,7 +20,7 @@ from rankless.checkpoint.manifest import (
     Manifest,
     Preamble,
     TensorFile,
-    digest,
+    is_sealed,
     seal,
 )
 from rankless.errors import CheckpointError
@@ -75,10 +75,10 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-        checksum = digest(manifest)
+        sealed = is_sealed(data, manifest)
     except (msgspec.DecodeError, UnicodeError, ValueError, OverflowError, RecursionError) as error:
         raise damaged(file, str(error)) from error
-    if checksum != manifest.sha256:
+    if not sealed:
         raise damaged(file, "contents that do not have the checksum written in it")
     _check_names(file, manifest)
     return manifest

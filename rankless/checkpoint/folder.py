@@ -69,15 +69,17 @@ class Draft:
         self._reserved(rank).write_bytes(msgspec.json.encode(file))
         self._reserved(rank).rename(self._part(rank))
 
-    def withdraw(self, rank: int) -> None:
-        """Tell rank 0 that this rank's file will not come."""
+    def withdraw(self, rank: int, because: BaseException) -> None:
+        """Tell rank 0 that this rank's file will not come. Raises CheckpointError if rank 0 gave up before."""
+        if not (self.folder / _TOKEN_NAME).exists():
+            raise self._failed(0, "it gave up; its own error says why") from because
         self._reserved(rank).unlink(missing_ok=True)
 
     def collect(self, ranks: Sequence[int]) -> list[TensorFile]:
         """The other ranks' lines of the manifest, once all their files are on disk; for rank 0."""
         waiting, seen, since = list(ranks), -1, time.monotonic()
         while waiting := [rank for rank in waiting if not self._has_come(rank)]:
-            grown = sum(entry.stat().st_size for entry in self.folder.iterdir() if entry.exists())
+            grown = self._size()
             if grown != seen:
                 seen, since = grown, time.monotonic()
             if time.monotonic() - since > PATIENCE_SECONDS:
@@ -100,12 +102,19 @@ class Draft:
 
     def discard(self) -> None:
         """Remove the folder, and leave in the place what is or was there."""
-        if not self.place.exists() and self._old.exists():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if not self.place.exists() and self._old.exists():
                 self._old.rename(self.place)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self.place.exists():
-            shutil.rmtree(self._old, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.place.exists():
+                shutil.rmtree(self._old, ignore_errors=True)
+
+    def _size(self) -> int:
+        size = 0
+        for entry in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # renamed in the meantime
+                size += entry.stat().st_size
+        return size
 
     def _has_come(self, rank: int) -> bool:
         if self._part(rank).exists():

@@ -12,7 +12,7 @@ from rankless.checkpoint.agreement import Agreement
 from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, fitting
 from rankless.checkpoint.files import read_manifest, read_tensors
 from rankless.checkpoint.folder import find_checkpoint
-from rankless.checkpoint.manifest import Manifest, Node, Place, TensorReference
+from rankless.checkpoint.manifest import Manifest, Node, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.checkpoint.random_state import restore_random_state, state_of_rank
@@ -26,7 +26,6 @@ class Loaded:
     """What a checkpoint held beside the objects, and what of it did not fit them."""
 
     extra: Any
-    place: Place | None
     left_out: str
     """Empty if everything fitted."""
 
@@ -65,7 +64,7 @@ def load(
             restore_random_state(random_state, mesh.device)
     unsaved = [f"nothing was saved as {name}" for name in objects if name not in held]
     left_out = [*unsaved, *(difference.describe() for difference in differences.values() if difference)]
-    return Loaded(extra=extra, place=manifest.place, left_out="\n".join(left_out))
+    return Loaded(extra=extra, left_out="\n".join(left_out))
 
 
 def _held(objects: Mapping[str, Any], manifest: Manifest, *, strict: bool) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of a checkpoint but the tensors. `sha256` is that of the manifest itself with this field empty.
+    """All of a checkpoint but the tensors. `sha256` is that of the file's bytes with nothing between its quotes.
 
     `random` holds one state for each rank, or one alone if all ranks had the same; `place` is set in a series.
     """
@@ -114,12 +114,17 @@ class Preamble(msgspec.Struct, frozen=True):
     version: int
 
 
-def digest(manifest: Manifest) -> str:
-    """The SHA-256 of a manifest, whatever its own `sha256` says."""
-    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, sha256=""))).hexdigest()
-
-
 def seal(manifest: Manifest) -> bytes:
-    """A manifest as the file's bytes, with its own checksum, indented for people."""
-    sealed = msgspec.structs.replace(manifest, sha256=digest(manifest))
-    return msgspec.json.format(msgspec.json.encode(sealed), indent=1)
+    """A manifest as the file's bytes, indented for people, with its checksum."""
+    unsealed = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, sha256="")), indent=1)
+    return unsealed.removesuffix(_seal("")) + _seal(hashlib.sha256(unsealed).hexdigest())
+
+
+def is_sealed(data: bytes, manifest: Manifest) -> bool:
+    """Whether a manifest's checksum is that of the bytes it was read from."""
+    unsealed = data.removesuffix(_seal(manifest.sha256)) + _seal("")
+    return len(unsealed) < len(data) and hashlib.sha256(unsealed).hexdigest() == manifest.sha256
+
+
+def _seal(checksum: str) -> bytes:
+    return f'"sha256": "{checksum}"\n}}'.encode()

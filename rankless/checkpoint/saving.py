@@ -49,7 +49,7 @@ class Saver:
 
     def __init__(self, *, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._kept = Snapshot()
+        self._kept = Snapshot(kept=True)
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []
 
@@ -69,12 +69,19 @@ class Saver:
         in the background is raised by the next call of any method.
         """
         options = options or SaveOptions()
-        writing = self._prepare(Draft(place_of(path)), objects, options=options, series=series)
+        draft = Draft(place_of(path))
+        doing = f"save {os.fspath(path)}"
+        try:
+            writing = self._prepare(draft, objects, options=options, series=series, doing=doing)
+        except BaseException:
+            if self.mesh.rank == 0:
+                draft.discard()
+            raise
         if options.background:
             self._thread = threading.Thread(target=self._run, args=(writing,), name="rankless-save")
             self._thread.start()
         else:
-            with Agreement(mesh=self.mesh, doing=f"save {os.fspath(path)}"):
+            with Agreement(mesh=self.mesh, doing=doing):
                 writing.run()
 
     def wait(self) -> None:
@@ -104,10 +111,10 @@ class Saver:
             self._failures.append(error)
 
     def _prepare(
-        self, draft: Draft, objects: Mapping[str, Any], *, options: SaveOptions, series: Series | None
+        self, draft: Draft, objects: Mapping[str, Any], *, options: SaveOptions, series: Series | None, doing: str
     ) -> Writing:
         """Everything that the other ranks, or the objects as they are now, are needed for."""
-        mesh, doing = self.mesh, f"save {draft.place}"
+        mesh = self.mesh
         sharded = options.layout == "sharded"
         token = uuid.uuid4().hex
         fix = "build and save the same objects, to the same path, on every rank"
@@ -121,8 +128,8 @@ class Saver:
             if mesh.rank == 0:
                 place = series.next_place() if series is not None else None
                 draft.open(token)
-            what = f"{content.describe()}, to {draft.place}" if sharded else ", ".join(objects)
-            agreement.summary = f"{options.layout}{' in the background' * options.background}, {what}"
+            what = content.describe() if sharded else ", ".join(objects)
+            agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {what}"
             agreement.note = hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
         random = self._gather_random(same=len(set(agreement.notes)) == 1, tensors=tensors)
         writers = [rank for rank, share in enumerate(shares) if rank > 0 and share]
@@ -153,7 +160,7 @@ class Saver:
         rank = self.mesh.rank
         names = list(shares[rank]) if rank < len(shares) else []
         names += content.extra_tensors if rank == 0 else []
-        snapshot = self._kept if keep else Snapshot()
+        snapshot = self._kept if keep else Snapshot(kept=False)
         snapshot.take(content.object_tensors | content.extra_tensors, names)
         return dict(snapshot.tensors)
 

@@ -40,11 +40,11 @@ class Writing:
         with disk_errors(self.draft.place):
             try:
                 self._write()
-            except BaseException:
+            except BaseException as error:
                 if self.rank == 0:
                     self.draft.discard()
                 else:
-                    self.draft.withdraw(self.rank)
+                    self.draft.withdraw(self.rank, because=error)
                 raise
         if self.rank == 0 and self.series is not None:
             self.series.tidy()

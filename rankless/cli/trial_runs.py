@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from rankless.launch import agent
 from rankless.observe.first_value import FirstValue, first_value
 from rankless.observe.recordings import Recording, read_recordings
+from rankless.observe.twins import Twin
 from rankless.plan.check import make_run_plan
 from rankless.plan.run_plan import InspectedCall, Precision, Program, RunPlan, RunRequest, Watch
 from rankless.records.programs import AnyFact, read_facts
-from rankless.records.values import read_values
+from rankless.records.values import Computed, read_values
 
 INTERRUPTED = 130
 
@@ -44,6 +46,8 @@ class Trial:
     """End each run after so many training steps; None leaves it to the script."""
     inspected: InspectedCall | None = None
     """A job call of which all runs write down every value."""
+    against: str | None = None
+    """A plain script that takes the same arguments, or None."""
 
     def on_one(self) -> Recording:
         """The run on one worker. Raises `TrialFailed`, as all runs do."""
@@ -60,11 +64,23 @@ class Trial:
             noise += self._recorded(f"noise{number}", workers=1, perturbation_seed=self.seed + number)
         return noise
 
+    def twin(self) -> Twin | None:
+        """The run of the plain script on one worker, if there is one."""
+        if self.against is None:
+            return None
+        program = Program(kind="script", target=self.against, arguments=self.program.arguments)
+        (recording,) = replace(self, program=program)._recorded("twin", workers=1)
+        if not recording.steps:
+            raise TrialFailed(f"{self.against} made no optimizer step: there is nothing to compare", 1)
+        return Twin(name=os.path.basename(self.against), recording=recording)
+
     def programs(self) -> list[AnyFact]:
         """What the jobs became in the run on several workers."""
         return list(read_facts(self._folder("many")))
 
-    def first_value(self, wanted: InspectedCall, *, workers: int, step: int) -> FirstValue | None:
+    def first_value(
+        self, wanted: InspectedCall, *, workers: int, step: int, tolerance: float | None = None
+    ) -> FirstValue | None:
         """The first value of a job call, no later than training step `step`, that differs on `workers` workers.
 
         None if the call was not made again, or could not be captured.
@@ -73,13 +89,12 @@ class Trial:
         looking.on_one()
         looking.on_many(workers)
         looking.disturbed(1)
-        one, many, noise = (looking._folder(name) for name in ("one", "many", "noise0"))
-        return first_value(
-            list(read_values(one, 0)),
-            [list(read_values(many, rank)) for rank in range(workers)],
-            list(read_values(noise, 0)),
-            call=wanted,
-        )
+        (one,), many, (noise,) = looking.values("one"), looking.values("many", workers), looking.values("noise0")
+        return first_value(one, many, noise, call=wanted, tolerance=tolerance)
+
+    def values(self, run: Literal["one", "many", "noise0"], workers: int = 1) -> list[list[Computed]]:
+        """What each rank of a run has written down of the inspected call."""
+        return [list(read_values(self._folder(run), rank)) for rank in range(workers)]
 
     def _folder(self, name: str) -> str:
         endings = ["" if self.dtype is None else f"-{self.dtype}", "" if self.inspected is None else "-values"]
@@ -91,6 +106,7 @@ class Trial:
             stop_after_steps=self.steps,
             programs=folder if name == "many" else None,
             inspected=self.inspected,
+            is_twin=name == "twin",
         )
         plan = make_run_plan(
             self.program,
@@ -117,6 +133,7 @@ def _what(plan: RunPlan) -> str:
     words = [f"{plan.worker_count} worker{'s' if plan.worker_count != 1 else ''}"]
     words += ["disturbed"] if plan.perturbation_seed is not None else []
     words += [plan.dtype] if plan.dtype is not None else []
+    words += [os.path.basename(plan.program.target)] if plan.watch.is_twin else []
     words += ["every value"] if plan.watch.inspected is not None else []
     return ", ".join(words)
 

@@ -16,6 +16,7 @@ from rankless.errors import PlanError
 from rankless.observe.comparison import Comparison, compare
 from rankless.observe.coverage import not_covered
 from rankless.observe.first_value import render_first_value
+from rankless.observe.twins import with_twin
 from rankless.observe.verdict import (
     Report,
     encode_report,
@@ -27,7 +28,8 @@ from rankless.observe.verdict import (
     render_tolerance,
     render_verdict,
 )
-from rankless.plan.run_plan import Precision
+from rankless.plan.check import check_program
+from rankless.plan.run_plan import Precision, Program
 from rankless.records.results import Called
 
 NAME = "verify"
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=get_args(Precision), help="compute in it (the script's own, and float64 where that parts)"
     )
+    parser.add_argument("--against", metavar="PLAIN.PY", help="compare with this plain script too; same arguments")
     parser.add_argument("--steps", type=int, metavar="K", help="end all runs after K training steps (the script's end)")
     parser.add_argument(
         "--tolerance", type=float, metavar="X", help="allow this part of each tensor (what the noise floor allows)"
@@ -69,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     name = {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
+    if arguments.against is not None:
+        check_program(Program(kind="script", target=arguments.against))
     print(f"rankless verify: {name}, on 1 and on {arguments.workers} workers, seed {seed}", flush=True)
     with ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-verify-"))
@@ -81,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             show=arguments.show,
             dtype=arguments.dtype,
             steps=arguments.steps,
+            against=arguments.against,
         )
         question = Question(workers=arguments.workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
         try:
@@ -130,10 +136,13 @@ def _compared(trial: Trial, question: Question) -> tuple[Comparison, Report]:
             found=f"{trial.program.target}, which calls none",
             fix="put @rankless.job(model=…, optimizer=…) on its training function: results of jobs are compared",
         )
-    many = trial.on_many(question.workers)
-    comparison = compare(one, many, trial.disturbed(question.noise_runs), tolerance=question.tolerance)
+    many, noise, twin = trial.on_many(question.workers), trial.disturbed(question.noise_runs), trial.twin()
+    comparison = compare(one, many, noise, tolerance=question.tolerance)
+    if twin is not None:
+        comparison = with_twin(comparison, twin, one, many, noise)
     report = msgspec.structs.replace(
         make_report(comparison, workers=question.workers),
+        against=None if twin is None else twin.name,
         not_covered=not_covered(comparison, one, trial.programs()),
     )
     tolerance = "" if report.tolerance is None else render_tolerance(report.tolerance)
@@ -145,11 +154,14 @@ def _compared(trial: Trial, question: Question) -> tuple[Comparison, Report]:
 def _located(trial: Trial, question: Question, comparison: Comparison, report: Report) -> Report:
     """The report with the first value that differs, where numbers part: the call in question is run once more."""
     finding = comparison.findings[0] if comparison.findings else None
-    if finding is None or finding.call is None:
+    unmet = report.tolerance is not None and report.tolerance.unmet is not None
+    if finding is None or finding.call is None or unmet:
         return report
     print(f"looking for the first value that differs, in call {finding.call.call} of {finding.call.job}:", flush=True)
     try:
-        first = trial.first_value(finding.call, workers=question.workers, step=finding.place.step + 1)
+        first = trial.first_value(
+            finding.call, workers=question.workers, step=finding.place.step + 1, tolerance=question.tolerance
+        )
     except TrialFailed as end:
         if end.exit_code == INTERRUPTED:
             raise

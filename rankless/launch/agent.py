@@ -11,10 +11,11 @@ from rankless.launch.judge import signal_name
 from rankless.launch.logs import Terminal, make_run_folder
 from rankless.launch.notices import failure, start_table
 from rankless.launch.parent_process import ParentProcess
+from rankless.launch.shared_files import SharedFiles
 from rankless.launch.watch import Outcome, Watch
 from rankless.launch.workers import open_store_socket, plan_workers, reserve_master_port
 from rankless.plan.run_plan import RunPlan
-from rankless.records.events import AnyRecord, Said
+from rankless.records.events import AnyRecord, FileOpened, Said
 
 
 def run(
@@ -41,12 +42,16 @@ def run(
         parent = ParentProcess(plan, workers, store=store, log_path=parent_log)
         store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()
+        files = SharedFiles()
 
         def take(record: AnyRecord) -> None:
-            if isinstance(record, Said) and record.text not in said:
-                said.add(record.text)
+            text = files.notice(record) if isinstance(record, FileOpened) else None
+            if isinstance(record, Said):
+                text = record.text
+            if text is not None and text not in said:
+                said.add(text)
                 with making_room():
-                    _tell(err, f"rankless: {record.text}\n")
+                    _tell(err, f"rankless: {text}\n")
             on_record(record)
 
         try:

@@ -27,7 +27,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from rankless.observe.differences import Difference
+from rankless.observe.differences import RESOLUTION, Difference
 
 NOISE_FACTOR = 10.0
 ROUNDING_ERRORS = 10.0
@@ -111,9 +111,14 @@ class Allowance:
         return tuple(sorted(self._all_rounding))
 
     def relative(self, item: Difference) -> float:
-        """The size as a part of the tensor, for what a tolerance is about; 0 for all else and for lone roundings."""
-        if item.is_integer_result or self.is_all_rounding(item) or item.size <= rounding_errors(item):
+        """The size as a part of the tensor, for what a tolerance is about; 0 for all else.
+
+        Lone rounding errors are taken as a part of the largest tensor of their kind: their own may be nothing else.
+        """
+        if item.is_integer_result or self.is_all_rounding(item) or item.size == 0:
             return 0.0
+        if item.size <= rounding_errors(item):
+            return item.size / item.resolution * RESOLUTION[item.dtype]
         return item.size / item.scale if item.scale > 0 else math.inf
 
 

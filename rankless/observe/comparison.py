@@ -9,7 +9,7 @@ from rankless.observe.allowance import Allowance, rounding_limit
 from rankless.observe.differences import RESOLUTION, Difference, Mismatch, Place, measure
 from rankless.observe.recordings import Recording, array_of
 from rankless.plan.run_plan import InspectedCall
-from rankless.records.results import Called, Stepped
+from rankless.records.results import Called, Leaf, Stepped
 
 NOT_REPEATABLE_FACTOR = 1e3
 LOUD_NOISE = 1e-3
@@ -30,6 +30,8 @@ class Finding:
     expected: str
     found: str
     cause: Cause
+    is_of_twin: bool = False
+    """Whether it is the plain twin that the script differs from."""
     call: InspectedCall | None = None
     """The job call to look into for the cause; None where numbers are not what parts, or no call made them."""
 
@@ -148,7 +150,7 @@ def _use(
         tolerance=tolerance,
         largest=max(map(allowance.relative, found), default=0.0),
         noise=max(map(allowance.relative, repeated), default=0.0),
-        unmet=next((item for item in repeated if allowance.relative(item) > tolerance), None),
+        unmet=next((item for item in repeated if not item.size <= allowance.limit(item)), None),
     )
 
 
@@ -166,12 +168,18 @@ def losses(recording: Recording) -> tuple[float, ...]:
     found = []
     for call, step in zip(recording.results, recording.results[1:], strict=False):
         if isinstance(call, Called) and isinstance(step, Stepped):
-            floats = [leaf for leaf in call.leaves if not leaf.is_integer]
-            named = [leaf for leaf in floats if leaf.path in ("", "['loss']")]
-            for leaf in (named or floats)[:1]:
+            leaf = loss_leaf(call)
+            if leaf is not None:
                 values = array_of(leaf)
                 found.append(float(values.mean()) if values.size else math.nan)
     return tuple(found)
+
+
+def loss_leaf(call: Called) -> Leaf | None:
+    """The loss among a training call's results; None if it has no floats."""
+    floats = [leaf for leaf in call.leaves if not leaf.is_integer]
+    named = [leaf for leaf in floats if leaf.path in ("", "['loss']")]
+    return next(iter(named or floats), None)
 
 
 def _apart(first: Sequence[float], second: Sequence[float]) -> float:
@@ -250,17 +258,22 @@ def _rows(differences: Sequence[Difference], allowance: Allowance) -> Iterator[R
         "parameters and buffers, final": ("final", False),
     }
     for name, sort in names.items():
-        items = [item for item in differences if (item.kind, item.is_integer_result) == sort]
-        limits = [allowance.limit(item) for item in items]
-        worst, limit = _nearest(items, limits)
-        yield Row(
-            name=name,
-            compared=len(items),
-            largest=max((item.size for item in items), default=0.0),
-            noise=max((allowance.noise(item) for item in items), default=0.0),
-            worst=worst,
-            worst_allowed=limit,
+        yield measured_row(
+            name, [item for item in differences if (item.kind, item.is_integer_result) == sort], allowance
         )
+
+
+def measured_row(name: str, items: Sequence[Difference], allowance: Allowance) -> Row:
+    """The line of the table on some differences."""
+    worst, limit = _nearest(items, [allowance.limit(item) for item in items])
+    return Row(
+        name=name,
+        compared=len(items),
+        largest=max((item.size for item in items), default=0.0),
+        noise=max((allowance.noise(item) for item in items), default=0.0),
+        worst=worst,
+        worst_allowed=limit,
+    )
 
 
 def _agreement_row(items: Sequence[Difference]) -> Row:

@@ -69,7 +69,7 @@ def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatc
     for position in range(max(len(one.results), len(other.results))):
         ours = one.results[position] if position < len(one.results) else None
         theirs = other.results[position] if position < len(other.results) else None
-        place = _place(one if ours is not None else other, position)
+        place = place_of(one if ours is not None else other, position)
         mismatch = _other_structure(ours, theirs, place)
         if mismatch is not None:
             return differences, mismatch
@@ -80,7 +80,7 @@ def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatc
                 initial.update({state.name: state.value for state in ours.tensors})
                 if other.rank != 0:
                     continue  # other ranks take over rank 0's model at the first call, after this was written
-            differences += _of_states(ours.tensors, theirs.tensors, place, initial)
+            differences += of_states(ours.tensors, theirs.tensors, place, initial)
     final = Place(position=len(one.results), step=one.steps, line="")
     if one.finished and other.finished:
         mismatch = _other_tensors(one.tensors, other.tensors, final)
@@ -90,7 +90,7 @@ def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatc
     return differences, None
 
 
-def _place(recording: Recording, position: int) -> Place:
+def place_of(recording: Recording, position: int) -> Place:
     """The place of a result: a call that trained belongs to the step that follows it."""
     result = recording.results[position]
     if isinstance(result, Stepped):
@@ -111,7 +111,7 @@ def _other_structure(ours: AnyResult | None, theirs: AnyResult | None, place: Pl
     if isinstance(ours, Called) and isinstance(theirs, Called):
         expected = {leaf.path: f"{leaf.dtype} {list(leaf.shape)}" for leaf in ours.leaves}
         found = {leaf.path: f"{leaf.dtype} {list(leaf.shape)}" for leaf in theirs.leaves}
-        names = {path: _result_name(ours.job, path) for path in expected | found}
+        names = {path: result_name(ours.job, path) for path in expected | found}
     elif isinstance(ours, Registered | Stepped) and isinstance(theirs, Registered | Stepped):
         expected = {state.name: _state_name(state) for state in ours.tensors}
         found = {state.name: _state_name(state) for state in theirs.tensors}
@@ -149,7 +149,8 @@ def _name(result: AnyResult | None) -> str:
     return "the end of the script"
 
 
-def _result_name(job: str, path: str) -> str:
+def result_name(job: str, path: str) -> str:
+    """What a result is called in words."""
     return f"result {path} of {job}" if path else f"result of {job}"
 
 
@@ -163,17 +164,17 @@ def _of_results(ours: Called, theirs: Called, place: Place) -> Iterator[Differen
         yield Difference(
             place=place,
             kind="result",
-            tensor=_result_name(ours.job, expected.path),
+            tensor=result_name(ours.job, expected.path),
             dtype=expected.dtype,
             size=_leaf_distance(expected, first, second),
-            scale=_largest(first),
+            scale=largest_of(first),
             resolution=0.0,
             count=_count(expected, first),
             is_integer_result=expected.is_integer,
         )
 
 
-def _of_states(
+def of_states(
     ours: Sequence[TensorState],
     theirs: Sequence[TensorState],
     place: Place,
@@ -207,7 +208,7 @@ def _of_final(one: Recording, other: Recording, place: Place, initial: Mapping[s
     last = {
         state.name: state.value for result in one.results if isinstance(result, Stepped) for state in result.tensors
     }
-    largest = max((_largest(tensor) for tensor in one.tensors.values()), default=0.0)
+    largest = max((largest_of(tensor) for tensor in one.tensors.values()), default=0.0)
     for final in one.described:
         first = one.tensors[final.name]
         start, end = initial.get(final.name), last.get(final.name)
@@ -216,8 +217,8 @@ def _of_final(one: Recording, other: Recording, place: Place, initial: Mapping[s
             kind="final",
             tensor=final.name,
             dtype=final.dtype,
-            size=_distance(first, other.tensors[final.name]),
-            scale=_largest(first),
+            size=distance(first, other.tensors[final.name]),
+            scale=largest_of(first),
             resolution=RESOLUTION.get(final.dtype, 0.0) * largest,
             count=first.size,
             motion=sketch_distance(start, end) if start is not None and end is not None else 0.0,
@@ -228,7 +229,7 @@ def _summary(state: TensorState, kind: str) -> Summary | None:
     return state.gradient if kind == "gradient" else state.value
 
 
-def _distance(first: Array, second: Array) -> float:
+def distance(first: Array, second: Array) -> float:
     """The largest difference of two elements; equal infinities and nans are no difference."""
     if np.array_equal(first, second, equal_nan=first.dtype.kind == "f"):
         return 0.0
@@ -241,7 +242,7 @@ def _distance(first: Array, second: Array) -> float:
 def _leaf_distance(leaf: Leaf, first: Array, second: Array) -> float:
     if leaf.is_integer and first.size > 1:
         return float((first != second).sum())
-    return _distance(first, second)
+    return distance(first, second)
 
 
 def sketch_distance(first: Summary, second: Summary) -> float:
@@ -252,11 +253,12 @@ def sketch_distance(first: Summary, second: Summary) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-def _largest(tensor: Array) -> float:
+def largest_of(tensor: Array) -> float:
+    """The largest element that is finite, without its sign; 0 for an empty tensor."""
     finite = np.abs(tensor[np.isfinite(tensor)])
     return float(finite.max()) if finite.size else 0.0
 
 
 def _count(leaf: Leaf, values: Array) -> int:
     """How many things rounding could flip: a lone integer counts that many, a tensor its elements."""
-    return max(1, int(_largest(values))) if leaf.is_integer and values.size == 1 else int(values.size)
+    return max(1, int(largest_of(values))) if leaf.is_integer and values.size == 1 else int(values.size)

@@ -48,13 +48,21 @@ Key = tuple[str, str]
 
 
 def first_value(
-    one: Sequence[Computed], many: Sequence[Sequence[Computed]], noise: Sequence[Computed], *, call: InspectedCall
+    one: Sequence[Computed],
+    many: Sequence[Sequence[Computed]],
+    noise: Sequence[Computed],
+    *,
+    call: InspectedCall,
+    tolerance: float | None = None,
 ) -> FirstValue | None:
-    """The first value that parts; None if the call was not made, or nothing was written down."""
+    """The first value that parts; None if the call was not made, or nothing was written down.
+
+    `tolerance` is a bound of the user's own, as a part of each value, in place of the noise and the rounding bound.
+    """
     program = [value for value in one if value.role != "plain"]
     if not program or not all(many):
         return None
-    allowed = Limits(one, noise)
+    allowed = Limits(one, noise, tolerance)
     plain = {value.name: value for value in one if value.role == "plain"}
     for value in program:
         if value.role == "output" and value.name in plain and not allowed.hold(value, plain[value.name]):
@@ -79,7 +87,8 @@ def first_value(
 class Limits:
     """How far each value may be apart."""
 
-    def __init__(self, one: Sequence[Computed], noise: Sequence[Computed]) -> None:
+    def __init__(self, one: Sequence[Computed], noise: Sequence[Computed], tolerance: float | None) -> None:
+        self._tolerance = tolerance
         self._norms = {value.name: value.value.norm for value in one if value.role != "plain"}
         ours = {(value.role, value.name): value for value in one}
         self._noise: dict[Key, float] = {}
@@ -100,9 +109,12 @@ class Limits:
         """The largest distance that rounding explains."""
         norms = [value.value.norm, *(self._norms.get(name, 0.0) for name in value.inputs)]
         largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-        bound = ROUNDING_BOUND.get(value.dtype, 0.0) * value.value.norm if math.isfinite(value.value.norm) else 0.0
+        norm = value.value.norm if math.isfinite(value.value.norm) else 0.0
         errors = GRADIENT_ROUNDING_ERRORS * RESOLUTION.get(value.dtype, 0.0) * largest
-        return max(NOISE_FACTOR * self._noise.get((value.role, value.name), 0.0), bound, errors)
+        if self._tolerance is not None:
+            return max(self._tolerance * norm, errors)
+        noise = NOISE_FACTOR * self._noise.get((value.role, value.name), 0.0)
+        return max(noise, ROUNDING_BOUND.get(value.dtype, 0.0) * norm, errors)
 
 
 def _found(

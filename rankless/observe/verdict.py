@@ -58,6 +58,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the runs were ended after `steps`, before the script was."""
     tolerance: Tolerance | None = None
     """The user's own bound, if there is one; it then takes the place of the measured one."""
+    against: str | None = None
+    """The plain script that the runs were compared with, too."""
     first_value: FirstValue | None = None
     """The first value, in the job call where the runs part, that differs; None if nobody looked, or nothing did."""
     not_covered: tuple[str, ...] = ()
@@ -175,7 +177,8 @@ def render_doubt(own: Report) -> str:
 
 def _stop(report: Report) -> str:
     """Where the runs were ended, and within which bound they were compared; with a space before it."""
-    stop = f" (stopped after {report.steps} step{'s' if report.steps != 1 else ''})" if report.stopped else ""
+    stop = f", and as in {report.against}" if report.against is not None else ""
+    stop += f" (stopped after {report.steps} step{'s' if report.steps != 1 else ''})" if report.stopped else ""
     return stop + (f" (within the tolerance {report.tolerance.tolerance:g})" if report.tolerance is not None else "")
 
 

@@ -72,4 +72,13 @@ class Said(Record, frozen=True, tag="said"):
     text: str
 
 
-AnyRecord = Started | Raised | Leaving | Left | Exited | Progress | Said
+class FileOpened(Record, frozen=True, tag="file_opened"):
+    """A worker's script writes a file: sent once for each file."""
+
+    path: str
+    """Absolute."""
+    line: str
+    """File and line of the script, as "train.py:40"; empty if it is not known."""
+
+
+AnyRecord = Started | Raised | Leaving | Left | Exited | Progress | Said | FileOpened

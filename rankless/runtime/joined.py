@@ -20,7 +20,7 @@ from rankless.checkpoint import Saver
 from rankless.collectives.lockstep import Lockstep
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.messages import all_gather_bytes
-from rankless.errors import RanklessError
+from rankless.errors import PlanError, RanklessError
 from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
 from rankless.records.channel import send_record
@@ -146,6 +146,12 @@ def join(*, observer: Callable[[], Observer]) -> Runtime:
 
 
 def _join_as_worker(plan: WorkerPlan) -> Runtime:
+    if plan.watch.is_twin:
+        raise PlanError(
+            expected="a twin in plain PyTorch, so that it says what the script should do without Rankless",
+            found="one that calls Rankless",
+            fix="take rankless out of the script given as --against: zero_grad(), backward() and step() in its place",
+        )
     device = _use_device(plan.device)
     owns_group = plan.world_size > 1 and not dist.is_initialized()
     if owns_group:

@@ -18,6 +18,7 @@ from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Leaving, Left, Raised, Said
 from rankless.runtime.arrival import Arrival
 from rankless.runtime.ending import Ending
+from rankless.runtime.file_watch import FileWatch
 from rankless.runtime.output import redirect_output
 from rankless.runtime.processes import set_parent_death_signal
 from rankless.runtime.user_program import prepare_main
@@ -59,6 +60,7 @@ class WorkerProcess:
         self._plan = plan
         self._program = program
         self._environment_at_start = environment.snapshot()
+        self._files = FileWatch(plan, send=self._send) if plan.world_size > 1 else None
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
 
     def await_arrivals(self, *, hide_torch: bool) -> None:
@@ -72,7 +74,10 @@ class WorkerProcess:
 
     def run(self) -> None:
         """Run the user's program; returns, or raises SystemExit, so that threads and atexit have their turn."""
-        exit_code = self._run_program(prepare_main(self._program))
+        program = prepare_main(self._program)
+        if self._files is not None:
+            self._files.begin()
+        exit_code = self._run_program(program)
         self._ending.remember(exit_code)
         self._send(Left(rank=self._plan.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
         for stream in (sys.stdout, sys.stderr):
@@ -116,6 +121,10 @@ class WorkerProcess:
             dtype=self._plan.dtype,
             before_leaving=self._before_leaving,
         )
+        if self._plan.watch.is_twin:
+            importlib.import_module("rankless.runtime.twin").watch(self._plan)
+        if self._files is not None:
+            self._files.watch_saving(importlib.import_module("torch.serialization"))
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._plan.rank == 0:
             self._say(

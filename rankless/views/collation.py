@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, default_convert, get_worker_info
 
 from rankless.views.batch_tree import PerSample, leaves_of, with_lists_marked
-from rankless.views.generators import generators_restored, process_states, same_states
+from rankless.views.generators import drawn_between, generators_restored, process_states
 from rankless.views.reading import BatchRead, ReadingFailure, SamplesRead
 
 _TRIED_BATCHES = 3
@@ -53,7 +53,7 @@ class Collation:
         tried = [*reversed(_copied(samples)), *_copied(samples[:1])] if self._to_try else None
         before = process_states()
         data = self.collate_fn(samples)
-        if not same_states(before, process_states()):
+        if drawn_between(before, process_states()):
             return _refused("a collate_fn that draws random numbers, which each rank would draw for its own rows")
         if tried is None:
             return data
@@ -73,7 +73,7 @@ class Collation:
 
 
 def _refused(found: str) -> ReadingFailure:
-    failure = ReadingFailure(found=found, fix=_WHOLE, where=None)
+    failure = ReadingFailure(found=found, fix=_WHOLE)
     if get_worker_info() is None:
         raise failure.as_error()
     return failure

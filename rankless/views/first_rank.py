@@ -18,7 +18,14 @@ from rankless.collectives.tensors import scatter
 from rankless.errors import DataError
 from rankless.program.placement import split_lengths
 from rankless.views.batch_tree import OwnRows, map_leaves, rows_of
-from rankless.views.generators import ProcessStates, as_plain, from_plain, process_states, restore_process, same_states
+from rankless.views.generators import (
+    ProcessStates,
+    as_plain,
+    drawn_between,
+    from_plain,
+    process_states,
+    restore_process,
+)
 from rankless.views.reading import BatchRead, BatchRequest, ReadingFailure
 from rankless.views.typed_values import decode_value, encode_value
 
@@ -148,4 +155,4 @@ def _exchange(message: _Message | None, mesh: Mesh) -> _Message:
 def _drawn(before: ProcessStates) -> list[bytes] | None:
     """The generators' states, if any of them has been drawn from."""
     now = process_states()
-    return None if same_states(before, now) else [encode_value(as_plain(state)) for state in now]
+    return [encode_value(as_plain(state)) for state in now] if drawn_between(before, now) else None

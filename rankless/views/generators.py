@@ -65,10 +65,14 @@ def restore_process(states: ProcessStates) -> None:
     random.setstate(python_state)
 
 
-def same_states(one: ProcessStates, other: ProcessStates) -> bool:
-    """Whether nothing was drawn between the two."""
-    numpy_same = all(numpy.array_equal(left, right) for left, right in zip(one[1], other[1], strict=True))
-    return bool(torch.equal(one[0], other[0])) and numpy_same and one[2] == other[2]
+def drawn_between(one: ProcessStates, other: ProcessStates) -> frozenset[str]:
+    """The names of the process's generators that were drawn from between two moments."""
+    same = {
+        "torch": bool(torch.equal(one[0], other[0])),
+        "NumPy": all(numpy.array_equal(left, right) for left, right in zip(one[1], other[1], strict=True)),
+        "Python": one[2] == other[2],
+    }
+    return frozenset(name for name, unchanged in same.items() if not unchanged)
 
 
 @contextmanager

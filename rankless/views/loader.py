@@ -8,6 +8,7 @@ import torch
 from rankless.views.batches import make_logical
 from rankless.views.loader_options import LoaderOptions, Reading, check_options
 from rankless.views.logical import GatherNotice
+from rankless.views.once import require_company
 from rankless.views.order import Order
 from rankless.views.positions import VERSION, Moment, Pass, require_same_loader, sampler_states
 from rankless.views.prefetching import copied, copier_for
@@ -78,14 +79,13 @@ class Loader:
         workers, and the next pass goes on with the batch after the last one handed out.
         """
         present = self._present()
-        knows_itself = self._order.streams and self.options.num_workers == 0 and hasattr(self.dataset, "state_dict")
         return {
             "version": VERSION,
             "made_of": self._order.made_of(),
             "epoch": self.epoch,
             "pass": None if present is None else present.as_plain(),
             "order": self._order.state_dict(),
-            "stream": self.dataset.state_dict() if knows_itself else None,
+            "stream": self.dataset.state_dict() if self._order.knows_itself else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,9 +107,10 @@ class Loader:
         return None if present is None or present.over else present
 
     def _prepare(self, world: World) -> None:
+        require_company(world, "a pass over a loader")
         if self._notice is not None:
             return
-        self._notice = GatherNotice(world.say)
+        self._notice = GatherNotice(world.say, world=world)
         if self.options.pin_memory and not torch.accelerator.is_available():
             world.say("pin_memory=True does nothing here: there is no accelerator to copy to")
 

@@ -6,7 +6,10 @@ and an operation that would part the two (a transpose in place, new storage) is 
 """
 
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +21,11 @@ from rankless.collectives.mesh import Mesh
 from rankless.collectives.tensors import all_gather
 from rankless.errors import DataError
 from rankless.program.placement import Shard
+from rankless.records.events import Said
+from rankless.views.once import require_company
+from rankless.views.world import World
+
+WAIT_SECONDS = 5.0
 
 _IDENTITY = frozenset({Tensor.__hash__})
 
@@ -76,11 +84,15 @@ _KEEPING: frozenset[Any] = frozenset(
 
 
 class GatherNotice:
-    """Tells the user, once, that an operation outside a job made every rank gather a batch."""
+    """Tells the user, once, that an operation outside a job made every rank gather a batch.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    With a `world` it also knows when the other ranks will not come, and says for whom this one waits.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, world: World | None = None) -> None:
         self._say = say
         self._given = False
+        self._world = world
 
     def give(self, operation: Callable[..., Any]) -> None:
         """Say which operation, and at which line of the script."""
@@ -92,6 +104,30 @@ class GatherNotice:
             f"{_line_of_the_script()}: {name} outside a job gathers the whole batch on every rank, here and "
             "wherever else it is done; inside a job nothing is gathered"
         )
+
+    @contextmanager
+    def waiting(self, where: str) -> Iterator[None]:
+        """While a gather for that line lasts: refused where rank 0 is alone; said where the others do not come."""
+        if self._world is None:
+            yield
+            return
+        rank, record = self._world.mesh.rank, self._world.record
+        require_company(self._world, f"an operation on a whole batch at {where}")
+
+        def complain() -> None:
+            text = (
+                f"rank {rank} has waited {WAIT_SECONDS:.0f} s at {where} for the other ranks to come to the same "
+                "operation on a whole batch: do it on every rank, and print its result on one"
+            )
+            record(Said(rank=rank, time_ns=time.monotonic_ns(), text=text))
+
+        timer = threading.Timer(WAIT_SECONDS, complain)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 class LogicalTensor(Tensor):
@@ -149,8 +185,9 @@ class LogicalTensor(Tensor):
     def whole(self) -> Tensor:
         """The whole as a plain tensor, gathered from all ranks at the first call: a collective operation."""
         if self._whole is None:
-            self.mesh.come(f"an operation on a whole batch of {list(self.shape)} outside jobs")
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            where = _line_of_the_script()
+            with self._notice.waiting(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self.mesh.come(f"an operation on a whole batch of {list(self.shape)} outside jobs")
                 self._whole = _gather(self._local, placement=self.placement, mesh=self.mesh)
                 dim, rank = self.placement.dim, self.mesh.rank
                 length = self.placement.lengths[rank]

@@ -47,6 +47,11 @@ class Order:
         return rows // size if self.options.drop_last else -(-rows // size)
 
     @property
+    def knows_itself(self) -> bool:
+        """Whether the data set is a stream that can say where it is; in reader processes nobody could ask it."""
+        return self.streams and self.options.num_workers == 0 and hasattr(self.dataset, "state_dict")
+
+    @property
     def makes_batches(self) -> bool:
         """Whether samples are collated to batches; else the data set gives whole batches."""
         return self.options.batch_size is not None or self.options.batch_sampler is not None

@@ -75,8 +75,9 @@ class Pass:
     over: bool = False
     taken_up: bool = field(default=False, repr=False)
     """Whether it was begun by another process, and is at `position` when it begins here."""
-    draws_late: bool = False
-    """Whether the sampler goes on drawing from the process's generators after its first batch."""
+    draws_late: frozenset[str] = frozenset()
+    """The process's generators that the sampler or stream goes on drawing from after its first batch, while the
+    script may draw from them too."""
     has_lists: bool = False
     """Whether its batches hold lists of one plain value per sample."""
 
@@ -89,9 +90,11 @@ class Pass:
         """For a checkpoint. Raises DataError for a pass that could not be taken up."""
         if self.draws_late:
             raise DataError(
-                expected="a sampler that can be taken up in the middle of a pass",
-                found="one that draws from torch's, NumPy's or Python's global generator at every batch, as others do",
-                fix="give the sampler a generator of its own, or let it draw all indices at the start of __iter__",
+                expected="a sampler or stream that can be taken up in the middle of a pass",
+                found=f"one that draws from {' and '.join(sorted(self.draws_late))}'s global generator at every batch, "
+                "in turn with the script",
+                fix="give it a generator of its own, or let it draw all at the start of __iter__, or give a stream "
+                "state_dict() and load_state_dict()",
             )
         return {
             "number": self.number,

@@ -50,15 +50,21 @@ class Recorder:
         self._sketches = Sketches()
         self._survey = survey
 
-    def register(self, name: str, module: nn.Module) -> None:
-        """Make a model known, in its state before the first step; once is enough, more does nothing."""
-        if not any(module is known for known in self._models.values()):
-            unique, number = name, 1
-            while unique in self._models:
-                number += 1
-                unique = f"{name}#{number}"
-            self._models[unique] = module
-            self._write(Registered(unique, self._states({unique: module})))
+    def register(self, name: str, module: nn.Module) -> str:
+        """Make a model known, in its state before the first step, under a name of its own, which is returned.
+
+        Once is enough, more does nothing.
+        """
+        for unique, known in self._models.items():
+            if known is module:
+                return unique
+        unique, number = name, 1
+        while unique in self._models:
+            number += 1
+            unique = f"{name}#{number}"
+        self._models[unique] = module
+        self._write(Registered(unique, self._states(_named({unique: module}))))
+        return unique
 
     def record_call(self, *, job: str, line: str, results: Any) -> None:
         """Write down a job call and its (whole) results; `line` is where the job stands, as "train.py:14"."""
@@ -70,10 +76,14 @@ class Recorder:
         """Write down the training step of the call just recorded: its models' tensors and their gradients."""
         for name, module in model.items():
             self.register(name, module)
-        self._steps += 1
         stepped = {id(module) for module in model.values()}
         ours = {name: known for name, known in self._models.items() if id(known) in stepped}
-        self._write(Stepped(job, self._steps, self._states(ours)))
+        self.record_tensors(job=job, tensors=_named(ours))
+
+    def record_tensors(self, *, job: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write down a training step that has used and made these parameters and buffers, by their full names."""
+        self._steps += 1
+        self._write(Stepped(job, self._steps, self._states(tensors)))
 
     def finish(self, *, stopped: bool = False) -> None:
         """Write all models' parameters and buffers whole, and close; after that nothing is recorded any more.
@@ -100,15 +110,12 @@ class Recorder:
         self._stream.write(frame(result))
         self._stream.flush()
 
-    def _states(self, models: Mapping[str, nn.Module]) -> list[TensorState]:
+    def _states(self, tensors: Mapping[str, Tensor]) -> list[TensorState]:
         states = []
-        for model, module in models.items():
-            for name, tensor in _tensors(module):
-                full = f"{model}.{name}"
-                gradient = None if tensor.grad is None else self._sketches.of(tensor.grad)
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                value = self._sketches.of(tensor)
-                states.append(TensorState(full, dtype, tensor.numel(), value, gradient))
+        for name, tensor in tensors.items():
+            gradient = None if tensor.grad is None else self._sketches.of(tensor.grad)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            states.append(TensorState(name, dtype, tensor.numel(), self._sketches.of(tensor), gradient))
         return states
 
 
@@ -145,6 +152,11 @@ def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     """Numbers in [-1, 1) in a tensor's shape and dtype, drawn on the CPU: the same for every device."""
     drawn = torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return drawn.to(device=like.device, dtype=like.dtype)
+
+
+def _named(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of models, by their full names."""
+    return {f"{model}.{name}": tensor for model, module in models.items() for name, tensor in _tensors(module)}
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

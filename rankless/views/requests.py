@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRa
 
 from rankless.collectives.mesh import Mesh
 from rankless.program.placement import split_lengths
-from rankless.views.generators import Generator, process_states, restore_process, same_states, sample_seed
+from rankless.views.generators import Generator, drawn_between, process_states, restore_process, sample_seed
 from rankless.views.positions import Moment, Pass, require_same_batches
 from rankless.views.reading import BatchRequest
 
@@ -56,8 +56,8 @@ class RankBatches(Sampler[Any]):
                 key = next(keys)
             except StopIteration:
                 return
-            if before is not None and not same_states(before, process_states()):
-                current.draws_late = True
+            if before is not None:
+                current.draws_late |= drawn_between(before, process_states())
             first = False
             yield self._request(key, current.seed)
 

@@ -11,7 +11,7 @@ from rankless.collectives.mesh import Mesh
 from rankless.views.batches import gather_lists, lists_in, require_agreement
 from rankless.views.collation import Collation
 from rankless.views.first_rank import draw_alike, sent_by_the_first
-from rankless.views.generators import process_states, restore_process
+from rankless.views.generators import drawn_between, process_states, restore_process
 from rankless.views.order import Order
 from rankless.views.positions import Moment, Pass, require_same_batches, restore_samplers
 from rankless.views.reading import BatchRead, ReaderStart, ReadingFailure, SampleReader, has_plain_columns
@@ -134,10 +134,22 @@ def _taken(batches: Iterator[Any]) -> BatchRead | Exception | None:
 
 
 def _noted(batches: Iterator[Any], current: Pass, order: Order) -> Iterator[Any]:
-    """The batches; the moment at which the first is asked for is noted."""
+    """The batches; noted are the moment at which the first is asked for, and who draws from whose generator."""
     if current.first is None:
         current.first = Moment.now(order.held)
-    yield from batches
+    if order.knows_itself:
+        yield from batches
+        return
+    by_stream: frozenset[str] = frozenset()
+    by_script: frozenset[str] = frozenset()
+    before = after = process_states()
+    for read in batches:
+        by_script |= drawn_between(after, before)
+        after = process_states()
+        by_stream |= drawn_between(before, after)
+        current.draws_late = by_stream & by_script
+        yield read
+        before = process_states()
 
 
 def _digest(read: BatchRead | ReadingFailure) -> bytes:

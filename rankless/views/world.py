@@ -15,6 +15,14 @@ from rankless.views.stopping import StepLimit
 from rankless.views.values import ValueRecorder
 
 
+class Solitude:
+    """Whether rank 0 is alone, inside `rankless.once`: then nothing may wait for the others."""
+
+    def __init__(self) -> None:
+        self.doing: str | None = None
+        """The name of what rank 0 does alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """The mesh, and the ways up: a notice said once, a record sent to whoever observes.
@@ -40,6 +48,8 @@ class World:
     """Takes every value of one job call; None but where `verify` looks for the first that differs."""
     meter: ProgressMeter | None = None
     """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
+
+    solitude: Solitude = field(default_factory=Solitude)
 
 
 WorldSource = Callable[[], World]

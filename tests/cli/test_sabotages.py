@@ -2,17 +2,20 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
-from jobs import rankless
 
-from rankless.cli.trial_runs import Trial
+from rankless.cli.trial_runs import Trial, TrialFailed
 from rankless.observe.comparison import compare
+from rankless.observe.first_value import first_value
 from rankless.observe.recordings import Recording
 from rankless.observe.verdict import Report, make_report, render_verdict
-from rankless.plan.run_plan import Program
+from rankless.plan.run_plan import InspectedCall, Program
 
 pytestmark = pytest.mark.slow
 
@@ -42,24 +45,31 @@ for epoch in range(2):
         train(*batch)
 """
 
+MODEL, CALL = "model(inputs)", "train(*batch)"
 FOUND = {
-    "dropped_gradient_reduction": "gradient of model.",
-    "gradient_scaled_by_workers": "gradient of model.",
-    "dropped_count_reduction": "result of train",
-    "mean_of_means": "result of train",
-    "local_batch_norm_statistics": "result of train",
-    "running_statistics_not_updated": "model.1.running_mean",
-    "other_seed_on_one_rank": "result of train",
-    "skipped_batch": "result of train",
-    "skipped_batch_on_one_rank": "result of train",
-    "repeated_batch": "result of train",
-    "row_given_twice": "result of train",
-    "wrong_learning_rate": "model.0.weight",
-    "skipped_optimizer_step": "model.0.weight",
-    "stale_parameters_on_one_rank": "model.0.weight",
+    "dropped_gradient_reduction": ("gradient of model.", "output", MODEL, "mm"),
+    "gradient_scaled_by_workers": ("gradient of model.", "output", MODEL, "mm"),
+    "dropped_count_reduction": ("result of train", "value", MODEL, "nll_loss_forward"),
+    "mean_of_means": ("result of train", "value", MODEL, "nll_loss_forward"),
+    "local_batch_norm_statistics": ("result of train", "value", MODEL, "_native_batch_norm_legit_functional"),
+    "running_statistics_not_updated": ("model.1.running_mean", "value", MODEL, "_native_batch_norm_legit_functional"),
+    "skipped_batch": ("result of train", "input", CALL, ""),
+    "repeated_batch": ("result of train", "input", CALL, ""),
+    "row_given_twice": ("result of train", "input", CALL, ""),
+    "wrong_learning_rate": ("model.0.weight", "after", None, ""),
+    "skipped_optimizer_step": ("model.0.weight", "after", None, ""),
+    "stale_parameters_on_one_rank": ("model.0.weight", "after", None, ""),
 }
-"""Each fault, and the tensor in which it shows first; all begin at the third step."""
+"""Each fault, and the tensor in which it shows first; all begin at the third step. Then the first value that differs in
+that step's job call: what is wrong with it, what stands on its line, and the operator that gives it; where the job is
+right all through and its optimizer's step is not, there is none.
+"""
+STOPPED = {"other_seed_on_one_rank": "call 4 of job 'train'", "skipped_batch_on_one_rank": "call 3 of job 'train'"}
+"""Faults that the ranks notice by themselves, and the call at which they stop."""
 STEP = 3
+
+
+THIRD_CALL = InspectedCall(job="train", call=STEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +81,11 @@ class Baseline:
     noise: list[Recording]
 
     def verdict(self, sabotage: str, workers: int) -> Report:
-        many = trial(self.folder, sabotage).on_many(workers)
-        return make_report(compare(self.one, many, self.noise), workers=workers)
+        looking = trial(self.folder, sabotage)
+        comparison = compare(self.one, looking.on_many(workers), self.noise)
+        (one,), many, (noise,) = looking.values("one"), looking.values("many", workers), looking.values("noise0")
+        first = first_value(one, many, noise, call=THIRD_CALL)
+        return msgspec.structs.replace(make_report(comparison, workers=workers), first_value=first)
 
 
 def prepared(folder: Path) -> Path:
@@ -82,9 +95,10 @@ def prepared(folder: Path) -> Path:
 
 
 def trial(folder: Path, sabotage: str) -> Trial:
+    """All runs write down every value of the third step's call, too, so that none is needed to look for the first."""
     program = Program(kind="script", target=str(folder / "train.py"), arguments=(sabotage, "sgd"))
     recordings, logs = str(folder / "recordings"), str(folder / "log")
-    return Trial(program=program, folder=recordings, seed=1, devices="cpu", log_folder=logs)
+    return Trial(program=program, folder=recordings, seed=1, devices="cpu", log_folder=logs, inspected=THIRD_CALL)
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +113,37 @@ def test_nothing_is_found_where_nothing_is_planted(baseline: Baseline, workers: 
     report = baseline.verdict("nothing", workers)
     assert report.same, render_verdict(report)
     assert report.steps == 8
+    assert report.first_value is not None
+    assert report.first_value.fault == "after"  # every value of the third call agrees
 
 
-@pytest.mark.parametrize(("sabotage", "tensor"), FOUND.items(), ids=FOUND)
-def test_a_fault_in_the_engine_is_found_and_its_step_named(baseline: Baseline, sabotage: str, tensor: str) -> None:
+@pytest.mark.parametrize("sabotage", FOUND)
+def test_a_fault_in_the_engine_is_found_and_its_step_and_line_named(baseline: Baseline, sabotage: str) -> None:
+    tensor, fault, line, operator = FOUND[sabotage]
     report = baseline.verdict(sabotage, workers=2)
     assert not report.same
     assert report.first_difference is not None
     assert report.first_difference.step == STEP
     assert tensor in report.first_difference.tensor
+    first = report.first_value
+    assert first is not None
+    assert (first.fault, first.job, first.call) == (fault, "train", STEP)
+    if line is not None:
+        file, _, number = first.line.rpartition(":")
+        assert Path(file).name == "train.py"
+        assert line in SCRIPT.splitlines()[int(number) - 1]
+        assert first.operator == operator
+
+
+@pytest.mark.parametrize("sabotage", STOPPED)
+def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
+    baseline: Baseline, sabotage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TrialFailed):
+        trial(baseline.folder, sabotage).on_many(2)
+    said = capsys.readouterr().err
+    assert "RanksParted" in said
+    assert STOPPED[sabotage] in said
 
 
 @pytest.mark.parametrize(
@@ -121,7 +157,9 @@ def test_a_fault_in_the_engine_is_found_and_its_step_named(baseline: Baseline, s
 )
 def test_the_command_says_so_too(tmp_path: Path, sabotage: str, optimizer: str, code: int) -> None:
     options = ["-n", "3", "--devices", "cpu", "--json", "report.json"]
-    job = rankless("verify", *options, "train.py", sabotage, optimizer, folder=prepared(tmp_path))
+    command = [sys.executable, "-m", "rankless", "verify", *options, "train.py", sabotage, optimizer]
+    # Several runs after each other: more than the deadline for one.
+    job = subprocess.run(command, cwd=prepared(tmp_path), capture_output=True, text=True, timeout=240)
     report = json.loads((tmp_path / "report.json").read_text())
     assert job.returncode == code, job.stdout + job.stderr
     assert report["same"] is (code == 0)
@@ -129,3 +167,4 @@ def test_the_command_says_so_too(tmp_path: Path, sabotage: str, optimizer: str, 
     assert verdict.startswith(f"NOT the same training: first at step {STEP}, " if code else "same training: 8 steps")
     assert report["decided_in"] == "float64"
     assert report["own_precision"] is None
+    assert ("first value to part, in call 3 of train: train.py:20, " in job.stdout) is (code == 1)

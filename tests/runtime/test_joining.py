@@ -86,7 +86,7 @@ def test_once_refuses_what_is_not_plain_data(tmp_path: Path) -> None:
     script = "import rankless\nrankless.once(lambda: object())\n"
     for job in (run_script(script, "-n", "2", folder=tmp_path), alone(script, folder=tmp_path)):
         assert job.returncode == 1
-        assert "numbers, text, bytes, lists, dicts or None" in job.stderr + job.stdout
+        assert "tensors, arrays, paths, dataclasses or plain data" in job.stderr + job.stdout
 
 
 def test_children_of_a_worker_are_not_the_worker(tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""Disks that are full, folders that may not be written: a clear error, and the old checkpoint is kept."""
+
+import os
+import subprocess
+import warnings
+
+import pytest
+import torch
+from checkpoint.states import Holder, Number, loaded_number, save
+from processes import on_mesh
+
+from rankless.checkpoint import Checkpoints, Keeping, SaveOptions, Saver
+from rankless.collectives.mesh import Mesh
+from rankless.errors import CheckpointError
+
+SMALL_DISK_BYTES = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES},mode=777", "tmpfs", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        warnings.warn(f"no test on a full disk: {done.stderr.strip()}", stacklevel=1)
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def large(bytes_of_each, count=4):
+    return Holder({f"t{number}": torch.ones(bytes_of_each, dtype=torch.uint8) for number in range(count)})
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_told_and_the_old_checkpoint_kept(small_disk, background):
+    save(small_disk / "c", {"number": Number(1)})
+    for bytes_of_each in (SMALL_DISK_BYTES, SMALL_DISK_BYTES // 4):
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save(small_disk / "c", {"number": Number(2), "large": large(bytes_of_each)}, background=background)
+        assert loaded_number(small_disk / "c") == 1
+        assert os.listdir(small_disk) == ["c"]
+    save(small_disk / "c", {"number": Number(3)}, background=background)
+    assert loaded_number(small_disk / "c") == 3
+
+
+def save_too_much(mesh, path, background):
+    saver = Saver(mesh=mesh)
+    errors = []
+    for size in (10, SMALL_DISK_BYTES // 3, 20):
+        options = SaveOptions(layout="sharded", background=background, extra=size)
+        try:
+            saver.save(path, {"number": Number(size), "large": large(size)}, options=options)
+            saver.wait()
+            errors.append(None)
+        except CheckpointError as error:
+            errors.append(str(error))
+            assert loaded_number(path, mesh) == 10
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "background"), [(2, True), (3, False)])
+def test_a_disk_that_fills_under_a_sharded_save_is_told_on_every_rank(small_disk, ranks, background):
+    answers = on_mesh(ranks, save_too_much, small_disk / "c", background)
+    for first, second, third in answers:
+        assert first is None
+        assert "expected:" in second
+        assert third is None
+    assert any("No space left" in second for _, second, _ in answers)
+    assert loaded_number(small_disk / "c") == 20
+
+
+def test_a_row_on_a_disk_that_fills_keeps_what_it_has(small_disk):
+    saver = Saver(mesh=Mesh.solo())
+    keeping, options = Keeping(keep_last=1), SaveOptions()
+    checkpoints = Checkpoints(small_disk / "a", keeping=keeping, options=options, saver=lambda: saver, say=print)
+    checkpoints.save(1, number=Number(1))
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints.save(2, large=large(SMALL_DISK_BYTES))
+    assert checkpoints.steps == [1]
+
+
+def test_a_folder_that_may_not_be_written_is_told(tmp_path):
+    place = tmp_path / "readonly"
+    place.mkdir()
+    save(place / "c", {"number": Number(1)})
+    bound = subprocess.run(["mount", "--bind", "-o", "ro", str(place), str(place)], capture_output=True, text=True)
+    if bound.returncode != 0:
+        warnings.warn(f"no test on a read-only folder: {bound.stderr.strip()}", stacklevel=1)
+        pytest.skip("a folder cannot be made read-only here (permissions do not bind root)")
+    try:
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            save(place / "c", {"number": Number(2)})
+        assert loaded_number(place / "c") == 1
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_path_that_leads_through_a_file_or_nowhere_is_told(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"NotADirectoryError|FileExistsError"):
+        save(tmp_path / "file" / "c", {"number": Number(1)})
+    with pytest.raises(CheckpointError, match="the path of a checkpoint"):
+        save("/", {"number": Number(1)})
+    with pytest.raises(CheckpointError, match="File name too long"):
+        save(tmp_path / ("x" * 300), {"number": Number(1)})
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,29 @@
+"""The blocks of docs/checkpoints.md, run one after the other as one script: alone, and on workers."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_block_of_the_page_runs(tmp_path: Path, workers: int) -> None:
+    blocks = BLOCK.findall(PAGE.read_text())
+    assert {kind for kind, _ in blocks} == {"python"}
+    assert len(blocks) >= 5
+    script = "\n".join(body for _, body in blocks)
+    (tmp_path / "page.py").write_text(script)
+    launcher = ["-m", "rankless", "run", "-n", str(workers), "--devices", "cpu"] if workers else []
+    command = [sys.executable, *launcher, "page.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "runs/a/step-" in done.stdout
+    assert sorted(os.listdir(tmp_path / "digits")) == ["manifest.json", "tensors.safetensors"]
+    assert len(os.listdir(tmp_path / "parted")) == 1 + max(1, workers)

@@ -1,0 +1,167 @@
+"""What one rank returns the others get as what it was, and nothing else is let through."""
+
+import dataclasses
+import datetime
+import decimal
+import enum
+from collections import Counter, OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy
+import pytest
+import torch
+from processes import on_mesh
+
+from rankless.collectives.mesh import Mesh
+from rankless.errors import RanklessError
+from rankless.program.placement import Shard
+from rankless.views.logical import GatherNotice, LogicalTensor
+from rankless.views.once import call_once
+from rankless.views.typed_values import decode_value, encode_value
+from rankless.views.world import World
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    rows: list[int]
+    path: Path
+    doubled: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", 2 * len(self.rows))
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    value: Any
+
+
+class Struct(msgspec.Struct):
+    name: str
+    parts: tuple[int, ...]
+
+
+VALUES: list[Any] = [
+    None, True, -1, 2**100, -(2**70), 0.1, float("inf"), "ä", b"\x00", 3 + 4j,
+    [1, [2]], (1, (2,)), {1, 2}, frozenset({"a"}), {"a": 1, 2: (None,)}, {(1, 2): "tuple as key"},
+    OrderedDict(b=1, a=2), Counter("aab"), range(2, 9, 3), slice(None, 3),
+    Path("/a/b"), datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, 3, 4, 5), datetime.timedelta(1, 2, 3),
+    Colour.RED, Point(1, Point("a", None)), Frozen([1], Path("x")), Slotted({"deep": (1,)}), Struct("n", (1, 2)),
+    numpy.float32(1.5), numpy.str_("text"), numpy.bool_(True), numpy.datetime64("2026-01-02"),
+    torch.Size([2, 3]), torch.float16, torch.device("cpu"),
+]  # fmt: skip
+
+ARRAYS: list[Any] = [
+    torch.arange(6.0).reshape(2, 3).T, torch.tensor(7), torch.empty(0, 3), torch.ones(2, dtype=torch.bfloat16),
+    torch.tensor([1 + 2j]).conj(), torch.tensor([True]), numpy.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
+    numpy.zeros((0, 2)), numpy.array(["a", "bcd"]), numpy.array(5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_keep_their_type(value):
+    found = decode_value(encode_value(value))
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("value", ARRAYS, ids=repr)
+def test_tensors_and_arrays_keep_type_shape_and_content_and_can_be_written_to(value):
+    found = decode_value(encode_value([value, value]))[0]
+    assert type(found) is type(value)
+    assert (found.dtype, found.shape) == (value.dtype, value.shape)
+    assert found.tolist() == value.tolist()
+    found[...] = found
+    if isinstance(value, torch.Tensor):
+        assert decode_value(encode_value(torch.ones(1, requires_grad=True))).requires_grad
+
+
+def test_a_float_that_is_no_number_stays_one():
+    assert numpy.isnan(decode_value(encode_value(float("nan"))))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), lambda: 1, [1, decimal.Decimal(1)], type("Local", (tuple,), {})(), numpy.array([object()]), iter([])],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_typed_form_is_refused_by_type(value):
+    with pytest.raises(TypeError):
+        encode_value(value)
+
+
+def test_a_class_that_the_others_could_not_find_is_refused():
+    @dataclasses.dataclass
+    class Inside:
+        x: int
+
+    with pytest.raises(TypeError, match="does not stand at the top of its module"):
+        encode_value(Inside(1))
+
+
+def world_of(mesh: Mesh) -> World:
+    return World(mesh=mesh, say=print, record=print)
+
+
+def on_rank_zero(mesh: Mesh) -> list[Any]:
+    world = world_of(mesh)
+    calls: list[str] = []
+
+    def inner() -> Any:
+        calls.append("inner")
+        return Point(mesh.rank, Path("p"))
+
+    def outer() -> Any:
+        return {"nested": call_once(inner, name="inner", world=world), "tensor": torch.ones(3)}
+
+    result = call_once(outer, name="outer", world=world)
+    return [result["nested"], result["tensor"].tolist(), calls]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_once_within_once_is_called_on_rank_zero_alone(size):
+    expected = [Point(0, Path("p")), [1.0, 1.0, 1.0]]
+    assert on_mesh(size, on_rank_zero) == [[*expected, ["inner"]]] + [[*expected, []]] * (size - 1)
+
+
+def fail_then_go_on(mesh: Mesh) -> list[str]:
+    """What each rank sees of failures: the function's, its result's, and of what needs the others."""
+    world = world_of(mesh)
+    seen = []
+    local = torch.ones(1)
+    notice = GatherNotice(print, world=world)
+    placed = LogicalTensor(local, placement=placement(mesh), mesh=mesh, notice=notice)
+    for function in (lambda: {}["x"], lambda: object(), lambda: placed.sum().item(), lambda: torch.zeros(1 << 20)):
+        try:
+            seen.append(str(call_once(function, name="it", world=world).shape))
+        except (RanklessError, KeyError) as error:
+            seen.append(f"{type(error).__name__}: {getattr(error, 'found', error)}")
+    return [*seen, str(placed.sum().item())]
+
+
+def placement(mesh: Mesh) -> Shard:
+    return Shard(0, (1,) * mesh.size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_fails_on_rank_zero_fails_everywhere_and_the_ranks_go_on_together(size):
+    first, *others = on_mesh(size, fail_then_go_on)
+    for other in others:
+        assert other[0] == "RanklessError: rank 0 failed: KeyError: 'x'"
+        assert other[1] == "RanklessError: rank 0 failed: RanklessError: a builtins.object"
+        assert "rank 0 failed: RanklessError: an operation on a whole batch at" in other[2]
+        assert other[3:] == ["torch.Size([1048576])", f"{float(size)}"]
+    assert first[0] == "KeyError: 'x'"
+    assert first[2].startswith(f"RanklessError: an operation on a whole batch at {__file__}")
+    assert first[3:] == others[0][3:]
