@@ -121,10 +121,10 @@ class WorkerProcess:
             dtype=self._plan.dtype,
             before_leaving=self._before_leaving,
         )
-        if self._files is not None:
-            self._files.watch_saving(importlib.import_module("torch.serialization"))
         if self._plan.watch.is_twin:
             importlib.import_module("rankless.runtime.twin").watch(self._plan)
+        if self._files is not None:
+            self._files.watch_saving(importlib.import_module("torch.serialization"))
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._plan.rank == 0:
             self._say(

@@ -21,7 +21,7 @@ from rankless.program.lower import Lowering
 from rankless.program.place import PlacedProgram, place
 from rankless.program.placement import Placement, Replicate
 from rankless.program.run import LocalProgram, compiled, logical_gradients
-from rankless.program.schedule import scheduled
+from rankless.program.schedule import GradientMemory, scheduled
 from rankless.program.tracing import user_line
 from rankless.records.values import Role
 from rankless.views.arguments import Arguments, placements_of
@@ -66,7 +66,7 @@ def tapped(placed: PlacedProgram, world: World) -> Callable[[Sequence[Tensor], S
     lowering = Lowering(placed, world.mesh)
     graph = lowering.run()
     values = {node: lowering.values[node][placed.placements[node]] for node in lowering.values}
-    local = scheduled(graph, logical_gradients(graph, logical), world.mesh)
+    local = scheduled(graph, logical_gradients(graph, logical), world.mesh, GradientMemory())
     call_line = user_line(sys._getframe(1))
     for node, value in values.items():
         is_input = node in logical.inputs

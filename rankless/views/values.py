@@ -45,4 +45,5 @@ def whole(local: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
         return local
     gather = Collective(mesh, placement, Replicate())
     # Not every backend gathers truth values.
-    return gather(local.to(torch.uint8)).to(torch.bool) if local.dtype == torch.bool else gather(local)
+    sent = local.to(torch.uint8) if local.dtype == torch.bool else local
+    return gather(sent, *gather.lengths).to(local.dtype)

@@ -1,5 +1,8 @@
 """Jobs whose batches vary in rows and length: exact on workers, and captured a few times only."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
