@@ -22,8 +22,9 @@ from rankless.errors import CaptureError
 from rankless.program.clean import cleaned, named
 from rankless.program.decompositions import DECOMPOSITIONS
 from rankless.program.effects import Effects, require_no_parameter_hooks
-from rankless.program.frozen_calls import frozen_calls_refused
+from rankless.program.guards import Guards
 from rankless.program.logical_program import LogicalProgram
+from rankless.program.modes import require_gradients
 from rankless.program.refusals import capture_error
 from rankless.program.sizes import Environment, Sizes, sizes_spelled_out
 from rankless.program.tracing import lines_recorded
@@ -61,6 +62,12 @@ class Captured:
     result_spec: pytree.TreeSpec
     result_leaves: tuple[Any, ...]
     """One entry per leaf of the job's result: `LEAF` for the next tensor result, else the plain value itself."""
+    guards: Guards
+    """What the job's Python has read: if it changes, this is no longer its program."""
+    modes_set: Sequence[tuple[nn.Module, bool]]
+    """The modules that the job puts into train or eval mode."""
+    printed: str | None
+    """The line of a print in the job, which a program does not do."""
 
 
 LEAF = object()
@@ -80,10 +87,14 @@ class TracedJob(nn.Module):
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
 
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Like `forward`: hooks that the script has put on all modules are not for this one."""
+        return self.forward(*tensors)
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
         traced = [*self.parameters(), *self.buffers()]
-        with lines_recorded(traced), frozen_calls_refused(), sizes_spelled_out(), self.effects.watched():
+        with self.effects.watched() as trail, lines_recorded(traced, trail), sizes_spelled_out():
             args, kwargs = self.arguments(tensors)
             result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
@@ -134,6 +145,8 @@ def capture(
     are any. Raises `CaptureError`, with the line of the
     user's script, if the job cannot be one program.
     """
+    if source.trains:
+        require_gradients(source.name, source.line)
     job = TracedJob(source, arguments)
     environment = Environment() if sizes is None else sizes.environment
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
@@ -150,9 +163,21 @@ def capture(
             require_no_parameter_hooks(source.modules)
             joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
             job.effects.require_none()
+            if not job.effects.settled():
+                # The first pass may have set the model up; then two more are the same, or nothing ever is.
+                joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+                job.effects.require_none()
+                job.effects.require_settled()
             program = cleaned(named(source.name, source.line, joint.graph_module), source.modules)
     assert job.result_spec is not None
-    return Captured(program=program, result_spec=job.result_spec, result_leaves=job.result_leaves)
+    return Captured(
+        program=program,
+        result_spec=job.result_spec,
+        result_leaves=job.result_leaves,
+        guards=job.effects.guards(),
+        modes_set=job.effects.modes_set(),
+        printed=job.effects.printed(),
+    )
 
 
 @contextlib.contextmanager

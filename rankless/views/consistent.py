@@ -56,6 +56,8 @@ class Consistent:
         sizes = prepared.sizes(arguments)
         program = tapped(prepared.local.placed, self._world) if inspected else prepared.local
         outputs = program([value.detach() for value in values], list(sizes.values()))
+        for module, training in prepared.captured.modes_set:
+            module.training = training
         results = self._apply(prepared, outputs)
         if self._job.optimizer is not None:
             self._job.optimizer.step()

@@ -28,9 +28,13 @@ class JobDefinition:
         return self.optimizer is not None
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all modules, tied ones once."""
-        found = {id(item): item for module in self.modules.values() for item in module.parameters()}
-        return list(found.values())
+        """The parameters of all modules, tied ones once, and the optimizer's that stand in a module no longer."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        everywhere = [
+            *(module.parameters() for module in self.modules.values()),
+            *(group["params"] for group in groups),
+        ]
+        return list({id(item): item for some in everywhere for item in some}.values())
 
     def device(self, default: torch.device) -> torch.device:
         """The device of the first parameter or buffer; `default` if there is none."""

@@ -5,7 +5,7 @@ On one device a job runs as the plain script would. On a mesh it is captured, pl
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from rankless.views.arguments import taken_apart
 from rankless.views.batch_dims import BatchDims
 from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition
+from rankless.views.once import require_company
 from rankless.views.plain import Plain
 from rankless.views.precision import cast_arguments, cast_job
 from rankless.views.world import WorldSource
@@ -54,6 +55,7 @@ class Job(Generic[Parameters, Result]):
         Raises `CaptureError` on a mesh if the job cannot be one program.
         """
         world, job = self._world(), self.definition
+        require_company(world, f"job {job.name!r}")
         if self._view is None:
             if world.dtype is not None:
                 cast_job(job, world.dtype)
@@ -80,6 +82,18 @@ class Job(Generic[Parameters, Result]):
         if world.limit is not None and job.trains:
             world.limit.step_made()
         return result
+
+    def __get__(self, instance: object, owner: type) -> Self:
+        """The job itself from its class; from an instance it could not take its `self`, and that is refused."""
+        if instance is None:
+            return self
+        name = self.definition.name
+        raise PlanError(
+            expected="a job made of a function, or of a method that has its object",
+            found=f"@rankless.job on the method {owner.__name__}.{name}",
+            fix=f"leave the method plain, and in __init__: self.{name} = rankless.job(model=…)(self.{name})",
+            where=self.definition.line,
+        )
 
 
 def make_job(

@@ -185,9 +185,9 @@ class LogicalTensor(Tensor):
     def whole(self) -> Tensor:
         """The whole as a plain tensor, gathered from all ranks at the first call: a collective operation."""
         if self._whole is None:
-            self.mesh.come(f"an operation on a whole batch of {list(self.shape)} outside jobs")
             where = _line_of_the_script()
             with self._notice.waiting(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self.mesh.come(f"an operation on a whole batch of {list(self.shape)} outside jobs")
                 self._whole = _gather(self._local, placement=self.placement, mesh=self.mesh)
                 dim, rank = self.placement.dim, self.mesh.rank
                 length = self.placement.lengths[rank]
