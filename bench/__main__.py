@@ -16,6 +16,8 @@ MODULES = {
     "start": "start",
     "first_result": "first_result",
     "help": "help_text",
+    "save_stall": "save_stall",
+    "resume": "resume",
     "checks": "checks",
     "variable_shapes": "variable_shapes",
 }

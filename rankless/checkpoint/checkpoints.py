@@ -9,7 +9,7 @@ from typing import Any
 from rankless.checkpoint.agreement import Agreement
 from rankless.checkpoint.loading import load
 from rankless.checkpoint.saving import SaveOptions, Saver
-from rankless.checkpoint.series import Entry, Keeping, SeriesSave, best, check_keeping, entries
+from rankless.checkpoint.series import Entry, Keeping, Row, SeriesSave, best, check_keeping
 from rankless.errors import CheckpointError
 
 
@@ -25,7 +25,8 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one training, each in `FOLDER/step-STEP`; those not to be kept go once a new one is there.
 
-    Every method is called on every rank.
+    Every method is called on every rank. `latest`, `best` and `steps` tell what is on disk now: call `wait` before
+    if a save in the background is to count.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Checkpoints:
     ) -> None:
         check_keeping(keeping)
         self.folder = Path(os.path.realpath(folder))
+        self._row = Row(self.folder)
         self._keeping = keeping
         self._options = options
         self._saver = saver
@@ -63,7 +65,7 @@ class Checkpoints:
             self.folder / f"step-{step}",
             objects,
             options=SaveOptions(layout=self._options.layout, background=self._options.background, extra=extra),
-            series=SeriesSave(folder=self.folder, keeping=self._keeping, step=step, metric=number),
+            series=SeriesSave(row=self._row, keeping=self._keeping, step=step, metric=number),
         )
 
     def load(
@@ -94,22 +96,22 @@ class Checkpoints:
     @property
     def latest(self) -> Path | None:
         """The checkpoint that was saved last."""
-        row = entries(self.folder)
+        row = self._row.entries()
         return row[-1].path if row else None
 
     @property
     def best(self) -> Path | None:
         """The checkpoint of the best metric."""
-        row = best(entries(self.folder), mode=self._keeping.mode)
+        row = best(self._row.entries(), mode=self._keeping.mode)
         return row[0].path if row else None
 
     @property
     def steps(self) -> list[int]:
         """The steps that are kept, in the order in which they were saved."""
-        return [entry.place.step for entry in entries(self.folder)]
+        return [entry.place.step for entry in self._row.entries()]
 
     def _find(self, which: str | int) -> Entry | None:
-        row = entries(self.folder)
+        row = self._row.entries()
         if which == "latest":
             return row[-1] if row else None
         if which == "best":

@@ -49,7 +49,7 @@ class Saver:
 
     def __init__(self, *, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._kept = Snapshot()
+        self._kept = Snapshot(kept=True)
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []
 
@@ -160,7 +160,7 @@ class Saver:
         rank = self.mesh.rank
         names = list(shares[rank]) if rank < len(shares) else []
         names += content.extra_tensors if rank == 0 else []
-        snapshot = self._kept if keep else Snapshot()
+        snapshot = self._kept if keep else Snapshot(kept=False)
         snapshot.take(content.object_tensors | content.extra_tensors, names)
         return dict(snapshot.tensors)
 

@@ -4,13 +4,13 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
 from rankless.checkpoint.files import peek
 from rankless.checkpoint.folder import Draft, find_checkpoint, remove_checkpoint
-from rankless.checkpoint.manifest import FORMAT, Place
+from rankless.checkpoint.manifest import FORMAT, MANIFEST_NAME, Place
 from rankless.errors import CheckpointError
 
 Mode = Literal["min", "max"]
@@ -63,21 +63,51 @@ def check_keeping(keeping: Keeping) -> None:
         )
 
 
-def entries(folder: Path) -> list[Entry]:
-    """The checkpoints of a row in the order in which they were saved, whatever else lies in the folder."""
-    names = set()
-    for path in folder.iterdir() if folder.is_dir() else ():
-        leftover = LEFTOVER_NAME.fullmatch(path.name)
-        names.add(leftover[1] if leftover else path.name)
-    found = []
-    for name in filter(FOLDER_NAME.fullmatch, names):
+class _OnDisk(NamedTuple):
+    """A manifest that has not changed, as long as this has not."""
+
+    folder: Path
+    inode: int
+    changed_ns: int
+
+
+class Row:
+    """The checkpoints in a folder, whatever else lies there; a manifest that has not changed is not read again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[_OnDisk, Place | None] = {}
+
+    def entries(self) -> list[Entry]:
+        """Those that are on disk now, in the order in which they were saved."""
+        names = set()
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            leftover = LEFTOVER_NAME.fullmatch(path.name)
+            names.add(leftover[1] if leftover else path.name)
+        manifests = {name: self._manifest(name) for name in filter(FOLDER_NAME.fullmatch, names)}
+        known, self._known = self._known, {}
+        found = []
+        for name, manifest in manifests.items():
+            if manifest is None:
+                continue
+            place = known[manifest] if manifest in known else _read_place(manifest.folder)
+            self._known[manifest] = place
+            if place is not None:
+                found.append(Entry(path=self.folder / name, place=place))
+        return sorted(found, key=lambda entry: (entry.place.order, entry.place.step))
+
+    def _manifest(self, name: str) -> _OnDisk | None:
         try:
-            header = peek(find_checkpoint(folder / name), _Header)
-        except CheckpointError:
-            continue
-        if header is not None and header.format == FORMAT:
-            found.append(Entry(path=folder / name, place=header.place))
-    return sorted(found, key=lambda entry: (entry.place.order, entry.place.step))
+            folder = find_checkpoint(self.folder / name)
+            status = (folder / MANIFEST_NAME).stat()
+        except (CheckpointError, OSError):
+            return None
+        return _OnDisk(folder, status.st_ino, status.st_mtime_ns)
+
+
+def _read_place(folder: Path) -> Place | None:
+    header = peek(folder, _Header)
+    return header.place if header is not None and header.format == FORMAT else None
 
 
 def best(row: list[Entry], *, mode: Mode) -> list[Entry]:
@@ -91,19 +121,19 @@ def best(row: list[Entry], *, mode: Mode) -> list[Entry]:
 class SeriesSave:
     """One save into a row: asked by the `Saver` on rank 0."""
 
-    folder: Path
+    row: Row
     keeping: Keeping
     step: int
     metric: float | None
 
     def next_place(self) -> Place:
         """Behind all that are there now."""
-        order = max((entry.place.order for entry in entries(self.folder)), default=0) + 1
+        order = max((entry.place.order for entry in self.row.entries()), default=0) + 1
         return Place(order, self.step, self.metric)
 
     def tidy(self) -> None:
         """Remove the checkpoints that are not to be kept, and what killed saves have left."""
-        row = entries(self.folder)
+        row = self.row.entries()
         keep_last = len(row) if self.keeping.keep_last is None else self.keeping.keep_last
         kept = {entry.path for entry in row[-keep_last:]}
         kept |= {entry.path for entry in best(row, mode=self.keeping.mode)[: self.keeping.keep_best]}
@@ -111,13 +141,13 @@ class SeriesSave:
             for entry in row:
                 if entry.path not in kept:
                     remove_checkpoint(entry.path)
-            for path in self.folder.iterdir():
+            for path in self.row.folder.iterdir():
                 leftover = LEFTOVER_NAME.fullmatch(path.name)
                 if leftover is not None:
-                    Draft(self.folder / leftover[1]).discard()
+                    Draft(self.row.folder / leftover[1]).discard()
         except OSError as error:
             raise CheckpointError(
-                expected=f"to remove checkpoints of {self.folder} that are not to be kept",
+                expected=f"to remove checkpoints of {self.row.folder} that are not to be kept",
                 found=f"{type(error).__name__}: {error}",
                 fix="make the folder writable; the new checkpoint is there",
             ) from error

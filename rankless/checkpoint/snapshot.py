@@ -19,13 +19,14 @@ def deal(tensors: Mapping[str, Tensor], *, ranks: int) -> list[list[str]]:
 
 
 class Snapshot:
-    """Tensors copied to the CPU: contiguous, sharing no memory, as safetensors demands.
+    """Tensors copied to the CPU: contiguous, sharing no memory, as safetensors demands. `kept`: for many copies.
 
     # Note [kept memory]: touching fresh memory costs several times what copying costs. So a snapshot for a
     # background save is kept and copied into again at the next one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kept: bool) -> None:
+        self._kept = kept
         self.tensors: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
@@ -33,11 +34,14 @@ class Snapshot:
         held, self.tensors = self.tensors, {}
         copied = [(name, tensors[name], held.pop(name, None)) for name in names]
         del held  # what is not wanted any more goes before more memory is asked for
-        for name, tensor, memory in copied:
-            if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-                # Page-locked memory is what a GPU can copy to without a halt at every tensor.
-                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self.tensors[name] = memory.copy_(tensor, non_blocking=True)
+        # Memory made in inference mode could not be copied into outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor, memory in copied:
+                if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+                    # Page-locked memory is what a GPU can copy to without a halt at every tensor.
+                    pinned = tensor.is_cuda and self._kept
+                    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+                self.tensors[name] = memory.copy_(tensor, non_blocking=True)
         for device in devices_of(tensors.values()):
             torch.cuda.synchronize(device)
 

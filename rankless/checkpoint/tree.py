@@ -205,5 +205,5 @@ def _unwritable(path: tuple[str, ...], found: str) -> CheckpointError:
     return CheckpointError(
         expected=f"{'.'.join(path)} to be made of {WRITABLE}",
         found=found,
-        fix="let its state_dict() return such values; nothing is pickled",
+        fix="give it such values, from its state_dict() if it has one; nothing is pickled",
     )

@@ -19,11 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from rankless.errors import CaptureError
+from rankless.program.autocast import autocast_as, autocast_state, without_autocast
 from rankless.program.clean import cleaned, named
 from rankless.program.decompositions import DECOMPOSITIONS
 from rankless.program.effects import Effects, require_no_parameter_hooks
-from rankless.program.frozen_calls import frozen_calls_refused
+from rankless.program.guards import Guards
 from rankless.program.logical_program import LogicalProgram
+from rankless.program.modes import require_gradients
 from rankless.program.refusals import capture_error
 from rankless.program.sizes import Environment, Sizes, sizes_spelled_out
 from rankless.program.tracing import lines_recorded
@@ -61,6 +63,12 @@ class Captured:
     result_spec: pytree.TreeSpec
     result_leaves: tuple[Any, ...]
     """One entry per leaf of the job's result: `LEAF` for the next tensor result, else the plain value itself."""
+    guards: Guards
+    """What the job's Python has read: if it changes, this is no longer its program."""
+    modes_set: Sequence[tuple[nn.Module, bool]]
+    """The modules that the job puts into train or eval mode."""
+    printed: str | None
+    """The line of a print in the job, which a program does not do."""
 
 
 LEAF = object()
@@ -70,22 +78,28 @@ SHAPE_LOGGER = "torch.fx.experimental.symbolic_shapes"
 class TracedJob(nn.Module):
     """The job's function as a module whose parameters are those of the modules it may use."""
 
-    def __init__(self, source: JobSource, arguments: ArgumentsOf) -> None:
+    def __init__(self, source: JobSource, arguments: ArgumentsOf, device: torch.device) -> None:
         super().__init__()
         for name, module in source.modules.items():
             self.add_module(name, module)
         self.source = source
         self.arguments = arguments
+        self.autocast = autocast_state(device.type)
         self.effects = Effects(source.function, source.modules)
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
 
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Like `forward`: hooks that the script has put on all modules are not for this one."""
+        return self.forward(*tensors)
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
         traced = [*self.parameters(), *self.buffers()]
-        with lines_recorded(traced), frozen_calls_refused(), sizes_spelled_out(), self.effects.watched():
+        with self.effects.watched() as trail, lines_recorded(traced, trail), sizes_spelled_out():
             args, kwargs = self.arguments(tensors)
-            result = self.source.function(*args, **kwargs)
+            with autocast_as(self.autocast):
+                result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
         self.result_leaves = tuple(LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         # A result may be an argument, or a view of one; a clone makes it a value of the program.
@@ -134,12 +148,16 @@ def capture(
     are any. Raises `CaptureError`, with the line of the
     user's script, if the job cannot be one program.
     """
-    job = TracedJob(source, arguments)
+    if source.trains:
+        require_gradients(source.name, source.line)
+    job = TracedJob(source, arguments, device)
     environment = Environment() if sizes is None else sizes.environment
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
     with contextlib.ExitStack() as stack:
         # PyTorch keeps the last capture's fake tensors here, which then die noisily with the interpreter.
         stack.callback(PhiloxStateTracker.reset)
+        # The backward is traced outside of an autocast that stands around the call.
+        stack.enter_context(without_autocast(device.type))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.set_grad_enabled(source.trains))
         if sizes is not None:
@@ -150,9 +168,21 @@ def capture(
             require_no_parameter_hooks(source.modules)
             joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
             job.effects.require_none()
+            if not job.effects.settled():
+                # The first pass may have set the model up; then two more are the same, or nothing ever is.
+                joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+                job.effects.require_none()
+                job.effects.require_settled()
             program = cleaned(named(source.name, source.line, joint.graph_module), source.modules)
     assert job.result_spec is not None
-    return Captured(program=program, result_spec=job.result_spec, result_leaves=job.result_leaves)
+    return Captured(
+        program=program,
+        result_spec=job.result_spec,
+        result_leaves=job.result_leaves,
+        guards=job.effects.guards(),
+        modes_set=job.effects.modes_set(),
+        printed=job.effects.printed(),
+    )
 
 
 @contextlib.contextmanager

@@ -1,15 +1,24 @@
 """What a job does besides computing: effects that happen once, at capture, and so would be lost or wrong."""
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rankless.errors import CaptureError
-from rankless.program.guards import Length, guards_of, is_simple
+from rankless.program.finding import Finder, found_by, guards_of
+from rankless.program.frozen_calls import frozen_calls_refused
+from rankless.program.guards import Guards
+from rankless.program.watching import Watch
+
+PLAIN_STATE = "a job that leaves Python values as they are: its Python runs once, not at every step"
+OUTSIDE = "count, collect or change it outside the job, or keep it in a buffer and change that in place"
 
 
 class Effects:
@@ -19,26 +28,38 @@ class Effects:
         self._function = function
         self._modules = modules
         self._generator = generator_state()
+        self._training = {id(part): part.training for part in self._parts()}
+        self._watch: Watch | None = None
         self._found: CaptureError | None = None
+        self._trails: list[list[Any]] = [[]]
+        self._same_code = False
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """One pass: what the job changes while it runs inside is noted."""
-        guards = guards_of(self._function, self._modules)
+    def watched(self) -> Iterator[list[Any]]:
+        """One pass: what the job changes while it runs inside is noted. Yields a list for what it calls, in order."""
+        for part in self._parts():
+            part.training = self._training.setdefault(id(part), part.training)
+        # What the first pass reads is not known before it.
+        finder = None if self._watch is None else found_by(self._function, self._modules, self._watch)
+        guards = None if finder is None else finder.result(None)
         tables = [
             (f"{name}.{path}" if path else name, part, dict(part._buffers), dict(part._parameters))
             for name, module in self._modules.items()
             for path, part in module.named_modules()
         ]
-        yield
-        self._found = None
-        changed = guards.first_changed()
-        if changed is not None:
-            self._found = CaptureError(
-                expected="a job that leaves Python values as they are: its Python runs once, not at every step",
-                found=f"{changed.label} was {brief(changed.value)} and is {brief(changed.read())} after the job",
-                fix="count, collect or change it outside the job, or keep it in a buffer and change that in place",
-            )
+        is_first, watch = self._watch is None, Watch()
+        self._trails.append([])
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(frozen_calls_refused())
+            if not is_first:
+                # Print once.
+                stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(watch.watching())
+            yield self._trails[-1]
+        watch.forget_passing()
+        self._same_code = self._watch is not None and watch.codes.keys() <= self._watch.codes.keys()
+        self._watch = watch
+        self._found = None if finder is None or guards is None else changed(finder, guards)
         for path, part, buffers, parameters in tables:
             replaced = first_replaced(part._buffers, buffers) or first_replaced(part._parameters, parameters)
             if replaced is not None:
@@ -59,6 +80,59 @@ class Effects:
         if self._found is not None:
             raise self._found
 
+    def settled(self) -> bool:
+        """Whether the last two passes have run the same code, with the same plain values."""
+        return self._same_code and self._trails[-1] == self._trails[-2]
+
+    def require_settled(self) -> None:
+        """Raise if the last two passes differ, with the first line that called something else."""
+        for before, now in zip_longest(*self._trails[-2:]):
+            if before != now:
+                raise unsettled(before, now)
+        if not self._same_code:
+            raise unsettled(None, None)
+
+    def guards(self) -> Guards:
+        """The guards of what the last pass has read."""
+        return guards_of(self._function, self._modules, self._watch, self._training)
+
+    def modes_set(self) -> list[tuple[nn.Module, bool]]:
+        """The modules that the job puts into another mode, with that mode."""
+        return [(part, part.training) for part in self._parts() if self._training.get(id(part)) is not part.training]
+
+    def printed(self) -> str | None:
+        """The line of the job's first print."""
+        return None if self._watch is None else self._watch.printed
+
+    def _parts(self) -> list[nn.Module]:
+        return [part for module in self._modules.values() for part in module.modules()]
+
+
+def changed(finder: Finder, guards: Guards) -> CaptureError | None:
+    """The error for the first thing that the job has read and changed."""
+    for label, iterator in finder.iterators.items():
+        return CaptureError(
+            expected=PLAIN_STATE,
+            found=f"the job reads {label}, an iterator ({type(iterator).__name__}), which would move on once",
+            fix="call next() outside the job and pass what it gives as an argument",
+        )
+    moved = guards.first_changed() or next((state for state in finder.states if not state.holds()), None)
+    if moved is None:
+        return None
+    return CaptureError(expected=PLAIN_STATE, found=f"{moved.label} {moved.change()} after the job", fix=OUTSIDE)
+
+
+def unsettled(before: Any, now: Any) -> CaptureError:
+    """The error for a job that computes otherwise whenever its Python runs; each is a call, with its line."""
+    was, found = ("nothing" if call is None else f"{call[0]}{call[2]}" for call in (before, now))
+    where = next((call[1] for call in (now, before) if call is not None), "")
+    return CaptureError(
+        expected="a job that computes the same whenever its Python runs with arguments of the same kind",
+        found=f"{found}, where it was {was} a moment before" if where else "other code that runs each time",
+        fix="take what changes out of the job, and pass it as an argument",
+        where=where or None,
+    )
+
 
 def require_no_parameter_hooks(modules: Mapping[str, nn.Module]) -> None:
     """Refuse hooks on parameters: gradients are made by the program, which would not call them."""
@@ -72,6 +146,19 @@ def require_no_parameter_hooks(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
+def require_initialised(modules: Mapping[str, nn.Module], line: str) -> None:
+    """Refuse lazy modules that have no parameters yet: every rank must start from the same ones."""
+    for name, module in modules.items():
+        for path, tensor in (*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)):
+            if is_lazy(tensor):
+                raise CaptureError(
+                    expected="modules whose parameters are made before the job's first call",
+                    found=f"{path}, which a lazy module has not made yet",
+                    fix="call the model once on a batch before the optimizer is made",
+                    where=line or None,
+                )
+
+
 def generator_state() -> bytes:
     """The state of torch's generator, read past the modes of a capture."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -82,14 +169,3 @@ def first_replaced(now: Mapping[str, Tensor | None], before: Mapping[str, Tensor
     """The first name under which another object stands."""
     names = [*before, *(name for name in now if name not in before)]
     return next((name for name in names if now.get(name) is not before.get(name)), None)
-
-
-def brief(value: Any) -> str:
-    """A value in few letters; tensors of a capture have no numbers to show."""
-    if isinstance(value, Tensor):
-        return "a tensor"
-    if isinstance(value, Length):
-        return f"of length {value.length}"
-    if isinstance(value, list | tuple | set | dict):
-        return f"of length {len(value)}" if not is_simple(value) else f"{value!r:.40}"
-    return f"{value!r:.40}"

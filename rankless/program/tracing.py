@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rankless.errors import CaptureError
+from rankless.program.unwatched import called, plain_parts
 from rankless.program.whole_operators import RECURRENT, whole_linear, whole_recurrent
 
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -68,11 +69,13 @@ REFUSED_OF_PARAMETERS: dict[Any, str] = {
 class LineMode(TorchFunctionMode):
     """Writes the user's line into the metadata of what is traced, and keeps some operators whole.
 
-    `tensors` are the traced parameters and buffers of the job's modules.
+    `tensors` are the traced parameters and buffers of the job's modules; `trail` gets every call with its plain
+    arguments.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], trail: list[Any]) -> None:
         super().__init__()
+        self._trail = trail
         self._known = {id(tensor) for tensor in tensors}
 
     def __torch_function__(  # PyTorch's protocol
@@ -82,8 +85,17 @@ class LineMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        refused = REFUSED.get(func) if is_users_file(caller(sys._getframe(1)).f_code.co_filename) else None
+        profile, frame = sys.getprofile(), sys._getframe(1)
+        sys.setprofile(None)
+        try:
+            return self._called(func, args, kwargs or {}, frame, profile)
+        finally:
+            sys.setprofile(profile)
+
+    def _called(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType, profile: Any
+    ) -> Any:
+        refused = REFUSED.get(func) if is_users_file(caller(frame).f_code.co_filename) else None
         if refused is None and args and id(args[0]) in self._known:
             refused = REFUSED_OF_PARAMETERS.get(func)
         if refused is not None:
@@ -92,23 +104,24 @@ class LineMode(TorchFunctionMode):
                 "it is captured",
                 found=f"{refused} inside the job",
                 fix="do this outside the job; a tensor's values may be returned as a metric",
-                where=user_line(sys._getframe(1)),
+                where=user_line(frame),
             )
-        fx_traceback.current_meta["stack_trace"] = user_line(sys._getframe(1))
+        line = fx_traceback.current_meta["stack_trace"] = user_line(frame)
+        self._trail.append((getattr(func, "__name__", ""), line, plain_parts((*args, *kwargs.items()))))
         if func is F.linear:
             return whole_linear(*args, **kwargs)
         kind = getattr(func, "__name__", "")
         # A packed sequence calls the same functions with other arguments; those are left to PyTorch.
         if RECURRENT.get(kind) is func and len(args) == 9 and isinstance(args[3], bool):
             return whole_recurrent(kind, *args)
-        return func(*args, **kwargs)
+        return called(func, args, kwargs, profile)
 
 
 @contextlib.contextmanager
-def lines_recorded(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Every operator traced inside carries its user's line as `meta["stack_trace"]`."""
+def lines_recorded(tensors: Iterable[Tensor], trail: list[Any]) -> Iterator[None]:
+    """Every operator traced inside carries its user's line as `meta["stack_trace"]`; `trail` tells them in order."""
     before = dict(fx_traceback.current_meta)
-    with fx_traceback.preserve_node_meta(), LineMode(tensors):
+    with fx_traceback.preserve_node_meta(), LineMode(tensors, trail):
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)

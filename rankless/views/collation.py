@@ -73,7 +73,7 @@ class Collation:
 
 
 def _refused(found: str) -> ReadingFailure:
-    failure = ReadingFailure(found=found, fix=_WHOLE, where=None)
+    failure = ReadingFailure(found=found, fix=_WHOLE)
     if get_worker_info() is None:
         raise failure.as_error()
     return failure

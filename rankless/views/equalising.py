@@ -9,6 +9,7 @@ from rankless.collectives.messages import all_gather_bytes
 from rankless.collectives.tensors import broadcast
 from rankless.errors import PlanError, RanksParted
 from rankless.program.clean import named_tensors
+from rankless.program.effects import require_initialised
 from rankless.views.definition import JobDefinition
 from rankless.views.world import World
 
@@ -28,6 +29,7 @@ def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
 
 def equalise(job: JobDefinition, world: World, *, when: str) -> None:
     """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
+    require_initialised(job.modules, job.line)
     parted = differing(job, world)
     if not parted:
         return

@@ -185,13 +185,13 @@ class LogicalTensor(Tensor):
     def whole(self) -> Tensor:
         """The whole as a plain tensor, gathered from all ranks at the first call: a collective operation."""
         if self._whole is None:
-            self.mesh.come(
-                f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
-                names=lambda: ["batch, and the same part of it,"],
-                digests=[self.identity],
-            )
             where = _line_of_the_script()
             with self._notice.waiting(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self.mesh.come(
+                    f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
+                    names=lambda: ["batch, and the same part of it,"],
+                    digests=[self.identity],
+                )
                 self._whole = _gather(self._local, placement=self.placement, mesh=self.mesh)
                 dim, rank = self.placement.dim, self.mesh.rank
                 length = self.placement.lengths[rank]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from rankless.collectives.messages import broadcast_bytes
@@ -23,7 +24,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 def call_once(function: Callable[[], Result], *, name: str, world: World) -> Result:
     """What `function` returns on rank 0, on every rank; see `rankless.once`."""
-    if get_proxy_mode() is not None:
+    if get_proxy_mode() is not None or detect_fake_mode() is not None:
         raise CaptureError(
             expected="a job that computes on tensors",
             found=f"rankless.once({name}) inside it, which would run at capture and never again",

@@ -10,8 +10,11 @@ from torch import nn
 from rankless.collectives.messages import all_gather_bytes
 from rankless.program.agreement import require_same_program
 from rankless.program.capture import ArgumentShape, Captured, JobSource, capture
-from rankless.program.guards import Guards, guards_of
+from rankless.program.guards import Guard, Guards
+from rankless.program.logical_program import LogicalProgram
+from rankless.program.modes import modes
 from rankless.program.placement import Placement, Shard
+from rankless.program.plain_values import kinds_of_plain
 from rankless.program.refusals import brief, raised_at
 from rankless.program.run import LocalProgram, built
 from rankless.program.schedule import GradientMemory
@@ -29,6 +32,11 @@ MOST_KINDS = 64
 """Kinds of calls whose programs are kept."""
 MANY_PROGRAMS = 4
 """Programs for varying sizes of one kind of call, of which the user is told."""
+
+KEPT = 16
+"""Programs kept per kind of call and shapes, the latest used."""
+TOLD_AT = 4
+"""After so many captures because of one value the script is told."""
 
 
 @dataclass
@@ -68,15 +76,21 @@ class Call:
 
 
 class Programs:
-    """The programs of one job on a mesh."""
+    """The programs of one job on a mesh; `changed` gives what is run of a captured one."""
 
-    def __init__(self, job: JobDefinition, world: World) -> None:
+    def __init__(
+        self,
+        job: JobDefinition,
+        world: World,
+        changed: Callable[[Captured, Arguments], LogicalProgram] = lambda captured, _: captured.program,
+    ) -> None:
         self._job = job
         self._world = world
+        self._changed = changed
         self._kinds: dict[Hashable, KindOfCall] = {}
         self._numbers = VaryingNumbers(job, world.say)
         self._memory = GradientMemory()
-        self._modules = [part for module in job.modules.values() for part in module.modules()]
+        self._recaptures: dict[str, int] = {}
 
     def program_for(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Prepared:
         """The program for this kind of call: captured now if it is new, or if a value it has taken in has changed."""
@@ -90,14 +104,31 @@ class Programs:
             self._kinds[key] = KindOfCall()
         kind = self._kinds[key]
         known = kind.by_shapes.setdefault(shapes, [])
-        for prepared in known:
+        for place, prepared in enumerate(known):
             if prepared.guards.hold():
+                known.insert(0, known.pop(place))
                 return prepared
         kind.history.add(shapes)
         call = Call(arguments=arguments, shapes=shapes, placements=placements)
-        prepared = fitting(kind, shapes) or self._for_varying_sizes(kind, call) or self._for_these_sizes(call)
-        known.append(prepared)
+        fits = fitting(kind, shapes)
+        stale = next((item.guards.first_changed() for item in (*known, *kind.varying)), None) if fits is None else None
+        prepared = fits or self._for_varying_sizes(kind, call) or self._for_these_sizes(call)
+        self._tell_of_change(stale)
+        known.insert(0, prepared)
+        # A value that changes at every step must not fill the memory.
+        del known[KEPT:], kind.varying[:-KEPT]
         return prepared
+
+    def _tell_of_change(self, stale: Guard | None) -> None:
+        """Say once of a value that it makes the job be captured again and again."""
+        if stale is None:
+            return
+        count = self._recaptures[stale.label] = self._recaptures.get(stale.label, 0) + 1
+        if count == TOLD_AT:
+            self._world.say(
+                f"{self._job.line}: job {self._job.name!r} has been captured {count} times again because {stale.label} "
+                "changes (right, but slow); pass it as a tensor argument"
+            )
 
     def exactly_for(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Prepared:
         """A program captured for this very call, with no size that varies: to be looked at value by value."""
@@ -105,7 +136,7 @@ class Programs:
         return self._for_these_sizes(Call(arguments=arguments, shapes=shapes, placements=placements))
 
     def _key(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Hashable:
-        """What a program depends on, other than sizes and guarded values: modes, which parameters train."""
+        """What a program depends on, other than sizes and guarded values: arguments, PyTorch's switches."""
         return (
             arguments.key(self._job.name),
             tuple(
@@ -116,18 +147,17 @@ class Programs:
                     for tensor, placement in zip(arguments.tensors, placements, strict=True)
                 ]
             ),
-            tuple([part.training for part in self._modules]),
-            tuple(
-                [item.requires_grad for part in self._modules for item in part._parameters.values() if item is not None]
-            ),
+            kinds_of_plain(arguments.plain),
+            modes(self._job.device(self._world.mesh.device).type),
         )
 
     def _for_these_sizes(self, call: Call) -> Prepared:
         """Capture, compare with the other ranks, place, lower."""
         captured, guards = self._captured(call.arguments, shapes_of(call.arguments), None)
         require_same_program(captured.program, self._world.mesh)
-        local = built(captured.program, call.placements, self._world.mesh, memory=self._memory)
-        self._tell(local)
+        program = self._changed(captured, call.arguments)
+        local = built(program, call.placements, self._world.mesh, memory=self._memory)
+        self._tell(local, captured)
         return ready(self._job, captured, guards, local, None)
 
     def _for_varying_sizes(self, kind: KindOfCall, call: Call) -> Prepared | None:
@@ -141,7 +171,8 @@ class Programs:
             captured, guards = self._captured(call.arguments, shapes, sizes)
             placements = [placed_as(item, shape.shape) for item, shape in zip(call.placements, shapes, strict=True)]
             mesh, symbols = self._world.mesh, tuple(sizes.symbols)
-            local = built(captured.program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
+            program = self._changed(captured, call.arguments)
+            local = built(program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
         except Exception as error:  # the job's own code, which may ask of a size what only a number can answer
             failure = f"{raised_at(error) or self._job.line}: {type(error).__name__}: {brief(error)}".splitlines()[0]
         conditions = self._agreed(sizes, failure)
@@ -150,7 +181,7 @@ class Programs:
             kind.failures += MOST_FAILURES if failure else 1
             return None
         require_same_program(captured.program, self._world.mesh)
-        self._tell(local)
+        self._tell(local, captured)
         varied = {place for group in groups for place in group}
         variation = Variation(
             groups=groups,
@@ -160,7 +191,7 @@ class Programs:
         )
         prepared = ready(self._job, captured, guards, local, variation)
         kind.varying.append(prepared)
-        if len(kind.varying) == MANY_PROGRAMS:
+        if sum(known.guards.hold() for known in kind.varying) == MANY_PROGRAMS:
             self._world.say(
                 f"{fixing_line(sizes) or self._job.line}: what job {self._job.name!r} computes depends on the sizes of "
                 f"its arguments, so it has been captured {MANY_PROGRAMS} times for sizes that vary, and will be again"
@@ -194,13 +225,18 @@ class Programs:
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
         namespaces = [] if sizes is None else namespaces_of(job.function, job.modules)
         before = [dict(names) for names in namespaces]
-        captured = capture(source, arguments.joined, shapes, job.device(self._world.mesh.device), sizes=sizes)
-        require_no_size_kept(namespaces, before)
-        # After the capture: in its first pass a model may have set itself up.
-        return captured, guards_of(job.function, job.modules)
+        try:
+            captured = capture(source, arguments.joined, shapes, job.device(self._world.mesh.device), sizes=sizes)
+        finally:
+            kept = without_sizes(namespaces, before)
+        if kept:
+            raise TypeError(f"the job keeps a size of an argument in {kept[0]!r}")
+        return captured, captured.guards
 
-    def _tell(self, local: LocalProgram) -> None:
-        """Say once which operators no rule covers, and show the program to whoever asked for it."""
+    def _tell(self, local: LocalProgram, captured: Captured) -> None:
+        """Say once which operators no rule covers and what is lost, and show the program to whoever asked for it."""
+        if captured.printed is not None:
+            self._world.say(f"{captured.printed}: print in job {self._job.name!r} happens only while it is captured")
         if self._world.programs is not None:
             self._world.programs.record(self._job, local)
         for node in local.placed.ruleless:
@@ -229,12 +265,11 @@ def namespaces_of(function: Callable[..., Any], modules: Mapping[str, nn.Module]
     return [*found, getattr(function, "__globals__", {})]
 
 
-def require_no_size_kept(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
-    """Put back what the job has overwritten with a size, and raise: outside the job it would be no number."""
+def without_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Put back what the job has overwritten with a size, which outside the job would be no number; the names."""
     kept = []
     for names, known in zip(namespaces, before, strict=True):
         for name in [name for name, value in names.items() if is_size(value)]:
             kept.append(name)
             names[name] = known.get(name)
-    if kept:
-        raise TypeError(f"the job keeps a size of an argument in {kept[0]!r}")
+    return kept

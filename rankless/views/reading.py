@@ -47,13 +47,24 @@ class ReadingFailure:
 
     found: str
     fix: str
-    where: str | None
+    where: str | None = None
+    trace: str = ""
+    """The traceback as the reader process has it."""
 
     def as_error(self) -> DataError:
         """The error to raise in the script's process."""
-        return DataError(
+        error = DataError(
             expected="samples and batches that can be read", found=self.found, fix=self.fix, where=self.where
         )
+        error.__cause__ = InReader(self.trace) if self.trace else None
+        return error
+
+
+class InReader(Exception):
+    """Stands for an error in a reader process: its text is the traceback there."""
+
+    def __str__(self) -> str:
+        return f"in a reader process:\n{self.args[0]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +155,9 @@ def told(error: Exception, named: str) -> ReadingFailure:
     """What becomes of a data set's error: raised here with the sample's name, or sent up by a reader process."""
     frames = traceback.extract_tb(error.__traceback__)
     found = f"{type(error).__name__}: {error} ({named})"
-    in_reader = get_worker_info() is not None
-    if in_reader:
-        found += "\n" + "".join(traceback.format_exception(error)).rstrip()
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
-    failure = ReadingFailure(found=found, fix="mend the data set: it raised while this sample was read", where=where)
-    if not in_reader:
-        raise failure.as_error() from error
-    return failure
+    fix = "mend the data set: it raised while this sample was read"
+    if get_worker_info() is None:
+        raise ReadingFailure(found=found, fix=fix, where=where).as_error() from error
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return ReadingFailure(found=found, fix=fix, where=where, trace=trace)

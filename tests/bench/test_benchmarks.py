@@ -76,6 +76,16 @@ def test_steps_of_both_sides_are_timed(model: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("workers", "what"), [(2, "stall"), (1, "resume")])
+def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_path: Path):
+    command = rankless_run(workers, "saves.py", what, "--pairs", "1", "--width", "32")
+    run(command, threads=1, folder=str(tmp_path))
+    ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
+    assert ours > 0
+    assert peer > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["digest", "guards"])
 def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
     command = rankless_run(2, "checks.py", "lenet", check, "--blocks", "1", "--steps", "2")

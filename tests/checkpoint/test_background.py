@@ -68,6 +68,25 @@ def test_the_memory_of_a_background_save_is_used_again(tmp_path):
     assert back.state["t"].tolist() == [0] * 5
 
 
+def test_a_save_in_inference_mode_and_the_next_outside_of_it(tmp_path):
+    saver, model = Saver(mesh=SOLO), torch.nn.Linear(3, 2)
+    with torch.inference_mode():
+        saver.save(tmp_path / "c", {"model": model, "thing": Holder({"t": torch.ones(2)})}, options=BEHIND)
+    saver.save(tmp_path / "c", {"model": model, "thing": Holder({"t": torch.ones(2)})}, options=BEHIND)
+    saver.wait()
+    twin = torch.nn.Linear(3, 2)
+    load(tmp_path / "c", {"model": twin}, mesh=SOLO)
+    assert torch.equal(twin.weight, model.weight)
+
+
+def test_the_default_device_of_the_script_does_not_matter(tmp_path):
+    with torch.device("meta"):
+        save(tmp_path / "c", {"thing": Holder({"t": torch.ones(2, device="cpu")})})
+        back = Holder()
+        load(tmp_path / "c", {"thing": back}, mesh=SOLO)
+    assert back.state["t"].tolist() == [1, 1]
+
+
 def test_an_error_is_raised_by_the_next_call_and_only_once(tmp_path):
     saver = Saver(mesh=SOLO)
     saver.save(tmp_path / "c", {"number": Number(1)})

@@ -11,8 +11,8 @@ from checkpoint.states import SOLO, Holder, Number
 from processes import on_mesh
 
 import rankless
-from rankless.checkpoint import Checkpoints, Keeping, SaveOptions, Saver
-from rankless.checkpoint.files import read_manifest
+from rankless.checkpoint import Checkpoints, Keeping, SaveOptions, Saver, series
+from rankless.checkpoint.files import peek, read_manifest
 from rankless.checkpoint.manifest import seal
 from rankless.errors import CheckpointError
 
@@ -88,6 +88,17 @@ def test_nothing_to_load_is_none_and_a_step_that_is_not_there_is_named(tmp_path)
     save_metrics(checkpoints, [None])
     with pytest.raises(CheckpointError, match=r"a step that is kept: 1\nfound:    7"):
         loaded(checkpoints, 7)
+
+
+def test_manifests_that_have_not_changed_are_read_once(tmp_path, monkeypatch):
+    checkpoints, read = row(tmp_path), []
+    monkeypatch.setattr(series, "peek", lambda folder, header: read.append(folder.name) or peek(folder, header))
+    save_metrics(checkpoints, [None] * 4)
+    assert checkpoints.steps == [1, 2, 3, 4]
+    assert sorted(read) == ["step-1", "step-2", "step-3", "step-4"]
+    checkpoints.save(2, number=Number(2))
+    assert checkpoints.steps == [1, 3, 4, 2]
+    assert read[4:] == ["step-2"]
 
 
 def test_other_things_in_the_folder_are_left_alone(tmp_path):

@@ -5,8 +5,10 @@ import msgspec
 import pytest
 from checkpoint.states import Number, loaded_number, save
 
+from rankless.checkpoint import folder
 from rankless.checkpoint.files import read_manifest
-from rankless.checkpoint.manifest import seal
+from rankless.checkpoint.folder import Draft
+from rankless.checkpoint.manifest import TensorFile, seal
 from rankless.errors import CheckpointError
 
 
@@ -118,3 +120,34 @@ def test_everything_is_on_disk_before_the_commit_and_the_manifest_is_written_las
         ("renamed", "c"),
         ("on disk", tmp_path.name),
     ]
+
+
+def test_rank_0_waits_for_a_part_as_long_as_something_grows_and_not_for_ever(tmp_path, monkeypatch):
+    draft = Draft(tmp_path / "c")
+    draft.open("token")
+    draft.reserve(1, "token")
+    monkeypatch.setattr(folder, "PATIENCE_SECONDS", 0.05)
+    with pytest.raises(CheckpointError, match=r"rank 1 to write its part[\s\S]*nothing has grown"):
+        draft.collect([1])
+    draft.withdraw(1, because=OSError())
+    with pytest.raises(CheckpointError, match="it gave up"):
+        draft.collect([1])
+    with pytest.raises(CheckpointError, match="one and the same for all ranks"):
+        draft.reserve(1, "another token")
+
+
+def test_a_part_that_comes_late_is_waited_for(tmp_path, monkeypatch):
+    draft, looks = Draft(tmp_path / "c"), []
+    draft.open("token")
+    draft.reserve(1, "token")
+    part = TensorFile("tensors-1.safetensors", 1, "", [])
+
+    def look(_seconds):
+        looks.append(1)
+        if len(looks) == 3:
+            draft.deliver(1, part)
+
+    monkeypatch.setattr(folder.time, "sleep", look)
+    assert draft.collect([1]) == [part]
+    assert len(looks) == 3
+    assert list(draft.folder.iterdir()) == []

@@ -176,6 +176,19 @@ def test_a_value_that_cannot_be_written_is_named_by_its_way(tmp_path, state, whe
     assert not (tmp_path / "c").exists()
 
 
+def test_extra_data_comes_back_or_is_refused_by_its_way(tmp_path):
+    extra = {"epoch": 1, "history": [0.5, float("nan")], "best": torch.ones(2), "seen": np.arange(2)}
+    save(tmp_path / "c", {"thing": Holder({"t": extra["best"]})}, extra=extra)
+    back = load(tmp_path / "c", {}, mesh=SOLO).extra
+    assert (back["epoch"], back["history"][0], back["best"].tolist(), back["seen"].tolist()) == (1, 0.5, [1, 1], [0, 1])
+    endless = []
+    endless.append(endless)
+    for wrong, what in ((endless, "nested more than"), ({"f": print}, r"extra\.f to be made of")):
+        with pytest.raises(CheckpointError, match=what):
+            save(tmp_path / "d", {}, extra=wrong)
+    assert load(tmp_path / "c", {}, mesh=SOLO, random=False).left_out == ""
+
+
 def test_objects_that_cannot_be_saved_or_loaded_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="rate to have state_dict"):
         save(tmp_path / "c", {"rate": 0.1})

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rankless.cli.trial_runs import Trial
+from rankless.cli.trial_runs import Trial, TrialFailed
 from rankless.observe.comparison import compare
 from rankless.observe.first_value import first_value
 from rankless.observe.recordings import Recording
@@ -53,9 +53,7 @@ FOUND = {
     "mean_of_means": ("result of train", "value", MODEL, "nll_loss_forward"),
     "local_batch_norm_statistics": ("result of train", "value", MODEL, "_native_batch_norm_legit_functional"),
     "running_statistics_not_updated": ("model.1.running_mean", "value", MODEL, "_native_batch_norm_legit_functional"),
-    "other_seed_on_one_rank": ("result of train", "value", MODEL, "native_dropout"),
     "skipped_batch": ("result of train", "input", CALL, ""),
-    "skipped_batch_on_one_rank": ("result of train", "input", CALL, ""),
     "repeated_batch": ("result of train", "input", CALL, ""),
     "row_given_twice": ("result of train", "input", CALL, ""),
     "wrong_learning_rate": ("model.0.weight", "after", None, ""),
@@ -66,6 +64,8 @@ FOUND = {
 that step's job call: what is wrong with it, what stands on its line, and the operator that gives it; where the job is
 right all through and its optimizer's step is not, there is none.
 """
+STOPPED = {"other_seed_on_one_rank": "call 4 of job 'train'", "skipped_batch_on_one_rank": "call 3 of job 'train'"}
+"""Faults that the ranks notice by themselves, and the call at which they stop."""
 STEP = 3
 
 
@@ -133,6 +133,17 @@ def test_a_fault_in_the_engine_is_found_and_its_step_and_line_named(baseline: Ba
         assert Path(file).name == "train.py"
         assert line in SCRIPT.splitlines()[int(number) - 1]
         assert first.operator == operator
+
+
+@pytest.mark.parametrize("sabotage", STOPPED)
+def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
+    baseline: Baseline, sabotage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TrialFailed):
+        trial(baseline.folder, sabotage).on_many(2)
+    said = capsys.readouterr().err
+    assert "RanksParted" in said
+    assert STOPPED[sabotage] in said
 
 
 @pytest.mark.parametrize(

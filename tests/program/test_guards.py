@@ -8,7 +8,8 @@ from torch import nn
 
 from rankless.collectives.mesh import Mesh
 from rankless.program import capture as capturing
-from rankless.program.guards import Guards, guards_of
+from rankless.program.finding import guards_of
+from rankless.program.guards import Guards
 from rankless.views import preparing
 from rankless.views.arguments import taken_apart
 from rankless.views.consistent import Consistent
@@ -194,9 +195,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by one entry per capture."""
     captures: list[str] = []
 
-    def capture(source, *arguments):
+    def capture(source, *arguments, **options):
         captures.append(source.name)
-        return capturing.capture(source, *arguments)
+        return capturing.capture(source, *arguments, **options)
 
     monkeypatch.setattr(preparing, "capture", capture)
     return captures

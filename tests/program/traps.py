@@ -115,6 +115,9 @@ def run_plainly(trap: Trap) -> list[Call]:
     for number, batch in enumerate(script.batches):
         script.before_call(number)
         optimizer.zero_grad()
+        # Also of parameters that the optimizer does not have: each call's gradients are its own.
+        for module in script.modules.values():
+            module.zero_grad()
         results = script.function(*batch)
         loss = results[0] if isinstance(results, tuple) else results
         loss.mean().backward()

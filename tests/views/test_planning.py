@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rankless.collectives.mesh import Mesh
 from rankless.records.programs import JobProgram
-from rankless.views.arguments import taken_apart
+from rankless.views.arguments import piece_of, placements_of, taken_apart
 from rankless.views.definition import JobDefinition
 from rankless.views.planning import job_program
 from rankless.views.preparing import Programs
@@ -75,11 +75,12 @@ def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobPro
     job = JobDefinition(name="train", function=train, modules={"model": model}, optimizer=optimizer, line="train.py:1")
     world = World(mesh=mesh, say=lambda _text: None, record=lambda _record: None)
     arguments = taken_apart((torch.randn(rows, 6, dtype=dtype), labels), {}, mesh.device)
-    prepared = Programs(job, world).program_for(arguments)
+    placements = placements_of(arguments, mesh)
+    prepared = Programs(job, world).program_for(arguments, placements)
     values = [slot if isinstance(slot, Tensor | int) else slot.tensor().detach() for slot in prepared.slots]
-    start = sum(len(part) for part in torch.arange(rows).tensor_split(mesh.size)[: mesh.rank])
-    length = len(torch.arange(rows).tensor_split(mesh.size)[mesh.rank])
-    values = [arguments.tensors[item].narrow(0, start, length) if isinstance(item, int) else item for item in values]
+    values = [
+        piece_of(arguments.tensors[item], placements[item], mesh) if isinstance(item, int) else item for item in values
+    ]
     with counted() as moved:
         prepared.local(values)
     return job_program(job, prepared.local), moved

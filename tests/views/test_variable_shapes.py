@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
         self.words, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH)
-        self.blocks = nn.ModuleList([Block(dropout), Block(dropout)])
+        self.blocks = nn.ModuleList([Block(dropout)])
         self.output = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words):
@@ -116,7 +116,7 @@ def normalised_convolutions():
 def encoder_with_padding():
     layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.1, batch_first=True)
     model = nn.ModuleDict(
-        {"body": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "head": nn.Linear(4, 3)}
+        {"body": nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "head": nn.Linear(4, 3)}
     )
 
     def loss(x, labels):
@@ -146,20 +146,20 @@ def pairs(rows):
     return {"left": torch.randn(rows, 4), "right": torch.randn(rows, 5)}
 
 
-VARYING_ROWS = (7, 8, 6, 5, 9, 7, 3, 11, 4, 2, 10, 7, 1, 6, 12, 5)
-PADDED_KEYS = ("in_proj_bias",)
+VARYING_ROWS = (7, 8, 6, 5, 9, 3, 11, 4, 2, 1, 12)
+TEXT_ROWS = (7,) * 5 + (5, 8, 4, 6, 1)
 SCENARIOS = [
     Scenario(build=recurrent, batch=sequences, rows=VARYING_ROWS),
     Scenario(build=normalised_convolutions, batch=sequences, rows=tuple(rows for rows in VARYING_ROWS if rows > 1)),
     Scenario(build=encoder_with_padding, batch=sequences, rows=VARYING_ROWS),
     Scenario(build=contrastive, batch=pairs, rows=tuple(rows for rows in VARYING_ROWS if rows > 1)),
-    Scenario(build=language_model, batch=text, rows=(7,) * 9 + (5,) + (6, 8, 7, 4, 9, 7, 5, 1)),
-    Scenario(build=language_model_with_dropout, batch=text, rows=(7,) * 9 + (5,) + (6, 8, 7, 4, 9, 7, 5, 1)),
+    Scenario(build=language_model, batch=text, rows=TEXT_ROWS),
+    Scenario(build=language_model_with_dropout, batch=text, rows=TEXT_ROWS),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3, every_size=True))
+@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3))
 def test_batches_of_varying_rows_and_length_are_trained_exactly(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)
 
