@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parent / "training"
