@@ -18,6 +18,8 @@ from weakref import ReferenceType
 import numpy
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rankless.program.guards import Answer, Cell, Entry, Guard, Guards, Items, contents, laid_out
 from rankless.program.module_state import ModuleState, kind_of
@@ -217,6 +219,8 @@ class Finder:
         if value is MISSING or is_simple(value) or (id(value), id(names)) in self._walked:
             return
         self._walked.add((id(value), id(names)))
+        if isinstance(value, FakeTensor | FunctionalTensor):
+            return  # a value of the capture itself, as an argument; the program's key and guards of sizes know it
         if isinstance(value, Tensor):
             self._ask(f"{label}, its shape, dtype and requires_grad", lambda: kind_of(value), (id(value), "kind"))
         elif isinstance(value, nn.Module):
