@@ -199,7 +199,10 @@ def _unrepeatable(differences: Sequence[Difference], mismatch: Mismatch | None) 
     for item in differences:
         limit = NOT_REPEATABLE_FACTOR * rounding_limit(item)
         if item.place.position < first and not item.is_integer_result and item.size > limit:
-            expected = "the run on one worker, repeated, to begin alike (seed what the script draws from)"
+            expected = (
+                "the run on one worker, repeated, to begin alike "
+                "(seed what the script draws from; read no file that an earlier run has left)"
+            )
             yield Finding(
                 place=item.place,
                 tensor=item.tensor,

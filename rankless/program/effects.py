@@ -15,6 +15,7 @@ from rankless.errors import CaptureError
 from rankless.program.finding import Finder, found_by, guards_of
 from rankless.program.frozen_calls import frozen_calls_refused
 from rankless.program.guards import Guards
+from rankless.program.steps_inside import steps_refused
 from rankless.program.watching import Watch
 
 PLAIN_STATE = "a job that leaves Python values as they are: its Python runs once, not at every step"
@@ -51,6 +52,7 @@ class Effects:
         self._trails.append([])
         with contextlib.ExitStack() as stack:
             stack.enter_context(frozen_calls_refused())
+            stack.enter_context(steps_refused())
             if not is_first:
                 # Print once.
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -101,7 +103,7 @@ class Effects:
         return [(part, part.training) for part in self._parts() if self._training.get(id(part)) is not part.training]
 
     def printed(self) -> str | None:
-        """The line of the job's first print."""
+        """The line of the first thing that the job prints or logs."""
         return None if self._watch is None else self._watch.printed
 
     def _parts(self) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import functools
+import io
 import os
 import random
 import sys
@@ -53,6 +54,24 @@ def require_not_frozen(function: Any, frame: FrameType) -> None:
     asking = user_asking(frame)
     if asking is not None:
         raise refusal(called_as(function, owner, frame), script_line(asking), expected)
+
+
+def require_nothing_written(function: Any, frame: FrameType) -> None:
+    """Raise `CaptureError` if the user's code writes to a file, which would happen at capture only."""
+    name = getattr(function, "__name__", "")
+    if name not in ("write", "writelines", "writerow", "writerows"):
+        return
+    owner = getattr(function, "__self__", None)
+    if not isinstance(owner, io.IOBase) and type(owner).__module__ != "_csv":
+        return
+    asking = user_asking(frame)
+    if asking is not None:
+        raise CaptureError(
+            expected="a job that writes nothing: its Python runs once, not at every step",
+            found=f"{name}() of a file inside the job",
+            fix="return what is to be written, and write it after the job",
+            where=script_line(asking),
+        )
 
 
 def user_asking(frame: FrameType | None) -> FrameType | None:

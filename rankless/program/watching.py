@@ -6,6 +6,7 @@ Python is thousands of calls per operator, so the profile is switched off inside
 """
 
 import contextlib
+import logging
 import os
 import sys
 from collections import Counter
@@ -15,11 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rankless.program.frozen_calls import require_not_frozen, user_asking
+from rankless.program.frozen_calls import require_not_frozen, require_nothing_written, user_asking
 from rankless.program.plain_values import SIMPLE
 from rankless.program.tracing import is_users_file
 
 ENVIRONMENT_READ = type(os.environ).__getitem__.__code__
+LOGGING = logging.Logger._log.__code__
 
 
 class Watch:
@@ -33,7 +35,7 @@ class Watch:
         self.environment: set[str] = set()
         """The environment variables that it asked for."""
         self.printed: str | None = None
-        """The line of its first print."""
+        """The first line that prints or logs."""
         self._is_users: dict[str, bool] = {}
 
     @contextlib.contextmanager
@@ -53,9 +55,10 @@ class Watch:
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call":
-            if argument is print and self.printed is None:
-                asking = user_asking(frame)
-                self.printed = None if asking is None else f"{asking.f_code.co_filename}:{asking.f_lineno}"
+            if argument is print or getattr(argument, "__self__", None) in (sys.stdout, sys.stderr):
+                self._says(frame)
+            else:
+                require_nothing_written(argument, frame)
             require_not_frozen(argument, frame)
         elif event in ("call", "return"):
             code = frame.f_code
@@ -64,8 +67,17 @@ class Watch:
                 caller = frame.f_back
                 if event == "return" and caller is not None and self._users(caller):
                     self._keep(code.co_name, argument, caller.f_code)
+            elif event == "call" and code is LOGGING:
+                self._says(frame.f_back)
             elif event == "call" and code is ENVIRONMENT_READ and user_asking(frame) is not None:
                 self.environment.add(frame.f_locals["key"])
+
+    def _says(self, frame: FrameType | None) -> None:
+        """Note the first line that prints or logs."""
+        while frame is not None and self.printed is None and not self._users(frame):
+            frame = frame.f_back
+        if frame is not None and self.printed is None:
+            self.printed = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def _users(self, frame: FrameType) -> bool:
         file = frame.f_code.co_filename

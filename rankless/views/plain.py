@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.program.autocast import fresh_casts, without_autocast
 from rankless.program.capture import objective
+from rankless.program.steps_inside import steps_refused
 from rankless.views.arguments import Arguments
 from rankless.views.counting import Counting
 from rankless.views.definition import JobDefinition, Outcome, without_gradient
@@ -25,6 +26,7 @@ class Plain:
         self._device = job.device(world.mesh.device)
         self._counting = Counting(job, world, alone=True) if job.gathers else None
         seed = world.perturbation_seed
+        self._is_first = True
         self._noise = None if seed is None else torch.Generator().manual_seed(seed)
 
     def run(self, arguments: Arguments) -> Outcome:
@@ -34,7 +36,7 @@ class Plain:
         if not self._job.trains:
             if looked_at:
                 run_beside(self._job, self._world, arguments)
-            with fresh_casts(), torch.no_grad():
+            with self._checked(), fresh_casts(), torch.no_grad():
                 result: Any = self._job.function(*args, **kwargs)
             if looked_at:
                 record_plain(self._job, self._world, result)
@@ -50,7 +52,8 @@ class Plain:
             if looked_at:
                 run_beside(self._job, self._world, arguments)
             with fresh_casts():
-                result = self._job.function(*args, **kwargs)
+                with self._checked():
+                    result = self._job.function(*args, **kwargs)
                 loss = objective(result, self._job.name)
                 with without_autocast(self._device.type):
                     loss.backward()
@@ -59,3 +62,8 @@ class Plain:
         if self._noise is not None:
             disturb([item.grad for item in parameters if item.grad is not None], self._noise)
         return Outcome(pytree.tree_map(without_gradient, result), loss=loss.detach(), counts=counts)
+
+    def _checked(self) -> contextlib.AbstractContextManager[None]:
+        """At the first call what the job may not do is refused; later calls cost nothing."""
+        first, self._is_first = self._is_first, False
+        return steps_refused() if first else contextlib.nullcontext()

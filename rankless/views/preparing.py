@@ -236,7 +236,9 @@ class Programs:
     def _tell(self, local: LocalProgram, captured: Captured) -> None:
         """Say once which operators no rule covers and what is lost, and show the program to whoever asked for it."""
         if captured.printed is not None:
-            self._world.say(f"{captured.printed}: print in job {self._job.name!r} happens only while it is captured")
+            self._world.say(
+                f"{captured.printed}: what job {self._job.name!r} prints or logs comes only while it is captured"
+            )
         if self._world.programs is not None:
             self._world.programs.record(self._job, local)
         for node in local.placed.ruleless:
