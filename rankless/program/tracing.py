@@ -24,11 +24,13 @@ OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 STANDARD_FOLDER = sysconfig.get_path("stdlib") + os.sep
 INSTALLED_FOLDERS = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+ALGEBRA_FOLDERS = tuple(folder + name + os.sep for folder in INSTALLED_FOLDERS for name in ("sympy", "mpmath"))
+"""What PyTorch computes with sizes that vary, while the job's own code runs."""
 
 
 def is_users_file(file: str | None) -> bool:
     """Whether a file belongs to neither PyTorch, nor Rankless, nor Python itself."""
-    if file is None or file.startswith((TORCH_FOLDER, OUR_FOLDER, "<frozen", "<rankless")):
+    if file is None or file.startswith((TORCH_FOLDER, OUR_FOLDER, "<frozen", "<rankless", *ALGEBRA_FOLDERS)):
         return False
     return file.startswith(INSTALLED_FOLDERS) or not file.startswith(STANDARD_FOLDER)
 
