@@ -7,6 +7,7 @@ RanklessError
 ├── ProgramMismatch    ranks that captured different programs
 ├── RanksParted        ranks that come to different calls, or to the same with different inputs
 ├── DataError          a data set or a batch that the loader or a job cannot take
+├── StepError          a training step that cannot be made, or must not be
 └── CheckpointError    a checkpoint that cannot be written or read
 """
 
@@ -71,6 +72,10 @@ class RanksParted(RanklessError):
 
 class DataError(RanklessError):
     """A data set or a batch that the loader or a job cannot take."""
+
+
+class StepError(RanklessError):
+    """A training step that cannot be made, or must not be."""
 
 
 class CheckpointError(RanklessError):

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.optim import Optimizer
 
 from rankless import checkpoint
 from rankless.observe.progress import ProgressDisplay
 from rankless.records.events import AnyRecord, Progress, Said
 from rankless.runtime.current import current
 from rankless.runtime.joined import Observer, Runtime
-from rankless.views.job import Job, Models, make_job
+from rankless.views.definition import Stepping
+from rankless.views.job import Job, Models, Optimizers, make_job
 from rankless.views.loader import Loader, LoaderOptions, Reading
 from rankless.views.once import call_once
 from rankless.views.world import World
@@ -52,25 +52,46 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
 def job(
     *,
     model: Models,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    gradient_norm: bool = False,
+    check_finite: bool = False,
     view: str = "consistent",
     check_every: int | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
     """A decorator that makes a function on whole batches a job: written for one device, run on all of them.
 
-    `model` is a module, or a list or dict of modules: all that the function uses. With an `optimizer` it is a
-    train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; a loss per sample means
-    its mean), and each call makes zero_grad, backward and step. Without one it predicts, without gradients.
-    Calls return the whole batch's results, the same on every rank. Tensors hold the batch in dim 0, unless
-    `batch_dims` names another for an argument, or None for one that is not batch: this decides what a call costs,
-    not its result. Models are compared between ranks at the first call, when they were changed outside jobs, and
-    before every `check_every`-th call. Raises `PlanError` for what cannot be right; on several workers `CaptureError`
-    at a call that cannot be one program, `RanksParted` where ranks differ.
+    `model` is a module, or a list or dict of modules: all that the function uses. With an `optimizer` (or a list of
+    them, stepped in turn) it is a train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; a
+    loss per sample means its mean), and each call makes zero_grad, backward and step. Without one it predicts, without
+    gradients. Calls return the whole batch's results, the same on every rank.
+
+    `accumulate=k` makes one step of k calls: that of one call on all their rows. The end of a pass over a loader, or
+    `flush()` of the job, makes the step of a shorter last group; `stepped` tells whether a call made one.
+    `clip_norm` and `clip_value` limit the whole gradient before each step, over all parameters of the optimizers;
+    with `gradient_norm=True` (or `clip_norm`) the job's `gradient_norm` is the norm before clipping.
+    `check_finite=True` raises `StepError` instead of stepping on a loss or gradient that is not finite.
+
+    Tensors hold the batch in dim 0, unless `batch_dims` names another for an argument, or None for one that is not
+    batch: this decides what a call costs, not its result. Models are compared between ranks at the first call, when
+    they were changed outside jobs, and before every `check_every`-th call. Raises `PlanError` for what cannot be right;
+    on several workers, or with `accumulate`, `CaptureError` at a call that cannot be one program, and `RanksParted`
+    where ranks differ.
     """
+    stepping = Stepping(
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        gradient_norm=gradient_norm,
+        check_finite=check_finite,
+        check_every=check_every,
+    )
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
-        made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, check_every=check_every)
+        made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, stepping=stepping)
         if batch_dims is not None:
             made.mark(batch_dims)
         return made

@@ -46,6 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
             found=workers,
             fix="give -n the number of workers that the script is to run on",
         )
+    steps = f"{arguments.steps} training step{'s' if arguments.steps != 1 else ''}"
+    print(
+        f"rankless plan: {program.target if program.kind != 'code' else '-c …'}, {workers} workers, {steps}", flush=True
+    )
     with tempfile.TemporaryDirectory(prefix="rankless-plan-") as folder:
         plan = make_run_plan(
             program,

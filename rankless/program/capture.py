@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from rankless.errors import CaptureError
+from rankless.program.autocast import autocast_as, autocast_state, without_autocast
 from rankless.program.clean import cleaned, named
 from rankless.program.decompositions import DECOMPOSITIONS
 from rankless.program.effects import Effects, require_no_parameter_hooks
@@ -77,12 +78,13 @@ SHAPE_LOGGER = "torch.fx.experimental.symbolic_shapes"
 class TracedJob(nn.Module):
     """The job's function as a module whose parameters are those of the modules it may use."""
 
-    def __init__(self, source: JobSource, arguments: ArgumentsOf) -> None:
+    def __init__(self, source: JobSource, arguments: ArgumentsOf, device: torch.device) -> None:
         super().__init__()
         for name, module in source.modules.items():
             self.add_module(name, module)
         self.source = source
         self.arguments = arguments
+        self.autocast = autocast_state(device.type)
         self.effects = Effects(source.function, source.modules)
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
@@ -96,7 +98,8 @@ class TracedJob(nn.Module):
         traced = [*self.parameters(), *self.buffers()]
         with self.effects.watched() as trail, lines_recorded(traced, trail), sizes_spelled_out():
             args, kwargs = self.arguments(tensors)
-            result = self.source.function(*args, **kwargs)
+            with autocast_as(self.autocast):
+                result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
         self.result_leaves = tuple(LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         # A result may be an argument, or a view of one; a clone makes it a value of the program.
@@ -147,12 +150,14 @@ def capture(
     """
     if source.trains:
         require_gradients(source.name, source.line)
-    job = TracedJob(source, arguments)
+    job = TracedJob(source, arguments, device)
     environment = Environment() if sizes is None else sizes.environment
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
     with contextlib.ExitStack() as stack:
         # PyTorch keeps the last capture's fake tensors here, which then die noisily with the interpreter.
         stack.callback(PhiloxStateTracker.reset)
+        # The backward is traced outside of an autocast that stands around the call.
+        stack.enter_context(without_autocast(device.type))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.set_grad_enabled(source.trains))
         if sizes is not None:

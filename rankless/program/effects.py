@@ -3,6 +3,7 @@
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,14 +32,16 @@ class Effects:
         self._watch: Watch | None = None
         self._found: CaptureError | None = None
         self._trails: list[list[Any]] = [[]]
+        self._same_code = False
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[Any]]:
         """One pass: what the job changes while it runs inside is noted. Yields a list for what it calls, in order."""
         for part in self._parts():
             part.training = self._training.setdefault(id(part), part.training)
-        finder = found_by(self._function, self._modules, self._watch)
-        guards = finder.result(None)
+        # What the first pass reads is not known before it.
+        finder = None if self._watch is None else found_by(self._function, self._modules, self._watch)
+        guards = None if finder is None else finder.result(None)
         tables = [
             (f"{name}.{path}" if path else name, part, dict(part._buffers), dict(part._parameters))
             for name, module in self._modules.items()
@@ -54,8 +57,9 @@ class Effects:
             stack.enter_context(watch.watching())
             yield self._trails[-1]
         watch.forget_passing()
+        self._same_code = self._watch is not None and watch.codes.keys() <= self._watch.codes.keys()
         self._watch = watch
-        self._found = self._changed(finder, guards)
+        self._found = None if finder is None or guards is None else changed(finder, guards)
         for path, part, buffers, parameters in tables:
             replaced = first_replaced(part._buffers, buffers) or first_replaced(part._parameters, parameters)
             if replaced is not None:
@@ -77,17 +81,16 @@ class Effects:
             raise self._found
 
     def settled(self) -> bool:
-        """Whether the last two passes have called the same functions with the same plain values."""
-        return self._trails[-1] == self._trails[-2]
+        """Whether the last two passes have run the same code, with the same plain values."""
+        return self._same_code and self._trails[-1] == self._trails[-2]
 
     def require_settled(self) -> None:
         """Raise if the last two passes differ, with the first line that called something else."""
-        for before, now in zip(*self._trails[-2:], strict=False):
+        for before, now in zip_longest(*self._trails[-2:]):
             if before != now:
                 raise unsettled(before, now)
-        if not self.settled():
-            longest = max(self._trails[-2:], key=len)
-            raise unsettled(None, longest[min(map(len, self._trails[-2:]))])
+        if not self._same_code:
+            raise unsettled(None, None)
 
     def guards(self) -> Guards:
         """The guards of what the last pass has read."""
@@ -104,31 +107,30 @@ class Effects:
     def _parts(self) -> list[nn.Module]:
         return [part for module in self._modules.values() for part in module.modules()]
 
-    def _changed(self, finder: Finder, guards: Guards) -> CaptureError | None:
-        """The error for the first thing that the job has read and changed."""
-        for label, iterator in finder.iterators.items():
-            return CaptureError(
-                expected=PLAIN_STATE,
-                found=f"the job reads {label}, an iterator ({type(iterator).__name__}), which would move on once",
-                fix="call next() outside the job and pass what it gives as an argument",
-            )
-        changed = guards.first_changed() or next((state for state in finder.states if not state.holds()), None)
-        if changed is None:
-            return None
+
+def changed(finder: Finder, guards: Guards) -> CaptureError | None:
+    """The error for the first thing that the job has read and changed."""
+    for label, iterator in finder.iterators.items():
         return CaptureError(
-            expected=PLAIN_STATE, found=f"{changed.label} {changed.change()} after the job", fix=OUTSIDE
+            expected=PLAIN_STATE,
+            found=f"the job reads {label}, an iterator ({type(iterator).__name__}), which would move on once",
+            fix="call next() outside the job and pass what it gives as an argument",
         )
+    moved = guards.first_changed() or next((state for state in finder.states if not state.holds()), None)
+    if moved is None:
+        return None
+    return CaptureError(expected=PLAIN_STATE, found=f"{moved.label} {moved.change()} after the job", fix=OUTSIDE)
 
 
 def unsettled(before: Any, now: Any) -> CaptureError:
-    """The error for a job that computes otherwise whenever its Python runs."""
-    name, line, given = now
-    was = "another call" if before is None else f"{before[0]}{before[2]}"
+    """The error for a job that computes otherwise whenever its Python runs; each is a call, with its line."""
+    was, found = ("nothing" if call is None else f"{call[0]}{call[2]}" for call in (before, now))
+    where = next((call[1] for call in (now, before) if call is not None), "")
     return CaptureError(
         expected="a job that computes the same whenever its Python runs with arguments of the same kind",
-        found=f"{name}{given}, where it was {was} a moment before",
+        found=f"{found}, where it was {was} a moment before" if where else "other code that runs each time",
         fix="take what changes out of the job, and pass it as an argument",
-        where=line or None,
+        where=where or None,
     )
 
 

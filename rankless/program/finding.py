@@ -1,18 +1,22 @@
 """Finds what a job reads: from its function, its modules, and what a watched pass has run, to plain values."""
 
+import argparse
+import dataclasses
 import functools
 import gc
 import io
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextvars import ContextVar
 from enum import Enum
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ReferenceType
 
 import numpy
+import torch
 from torch import Tensor, nn
 
 from rankless.program.guards import Answer, Cell, Entry, Guard, Guards, Items, contents, laid_out
@@ -46,6 +50,7 @@ OWN_TABLES = frozenset(
 )
 """What `ModuleState` watches, and what recurrent modules write anew whenever a parameter is set."""
 
+NAMESPACES = (SimpleNamespace, argparse.Namespace)
 COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
@@ -64,7 +69,7 @@ def guards_of(
 
 def found_by(function: Callable[..., Any], modules: Mapping[str, nn.Module], watch: Watch | None) -> "Finder":
     """A finder that has walked."""
-    found = Finder()
+    found = Finder(None if watch is None else watch.codes)
     found.value("job", function)
     for name, module in modules.items():
         found.module(name, module)
@@ -76,7 +81,9 @@ def found_by(function: Callable[..., Any], modules: Mapping[str, nn.Module], wat
 class Finder:
     """Walks from a function to all that its code reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, ran: Container[CodeType] | None = None) -> None:
+        self._ran = ran
+        """The code that ran, if that is known: other code is not read, but for what runs in backward."""
         self.guards: dict[tuple[int, str], Guard] = {}
         self.states: list[Answer] = []
         """Of things that may be read but not moved on by a job: generators of random numbers, open files."""
@@ -106,6 +113,14 @@ class Finder:
             for item in gc.get_referrers(*missing):
                 if isinstance(item, FunctionType):
                     self._function(item)
+        ran, self._ran = self._ran, None
+        for part in list(self.parts.values()):
+            for hook in (*part._backward_hooks.values(), *part._backward_pre_hooks.values()):
+                self._into("a backward hook", hook, NOTHING)
+        for code, scope in list(watch.codes.items()):
+            for name in sorted(self._reader.names(code).read_globally & scope.keys()):
+                self._backward_of(scope[name])
+        self._ran = ran
         for (_, code), (label, value) in list(watch.objects.items()):
             if is_simple(value):
                 # A list or array that no name leads to; what cannot be changed in place is part of something else.
@@ -136,8 +151,9 @@ class Finder:
         if kind not in self._names_of_class:
             read = frozenset({"forward"})
             for method in methods_of(kind):
-                read |= names_in(method.__code__)
-                self._function(method)
+                if not is_users_file(method.__code__.co_filename) or self._has_run(method.__code__):
+                    read |= names_in(method.__code__)
+                    self._function(method)
             owner = next(parent for parent in kind.__mro__ if "forward" in vars(parent))
             self._entry(f"{kind.__name__}.forward", self._scope_of(owner), "forward", NOTHING)
             self._names_of_class[kind] = Names(read)
@@ -146,7 +162,7 @@ class Finder:
     def _function(self, function: FunctionType) -> None:
         """Closure cells, globals and defaults that a Python function of the user reads."""
         code = function.__code__
-        if id(function) in self._functions or not is_users_file(code.co_filename):
+        if id(function) in self._functions or not is_users_file(code.co_filename) or not self._has_run(code):
             return
         self._functions.add(id(function))
         names = self._reader.names(code)
@@ -161,6 +177,16 @@ class Finder:
         self._into(label, function.__defaults__, names)
         self._into(label, function.__kwdefaults__, names)
         self._attributes(label, function, names)
+
+    def _has_run(self, code: CodeType) -> bool:
+        return self._ran is None or code in self._ran
+
+    def _backward_of(self, value: Any) -> None:
+        """What an autograd function of the user's reads when its gradient is made."""
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            for item in vars(value).values():
+                for function in functions_in(item):
+                    self._function(function)
 
     def _globals(self, code: CodeType, scope: dict[str, Any]) -> None:
         """The globals that code names, and the modules that it imports."""
@@ -261,6 +287,8 @@ class Finder:
             self.states.append(Answer(label, lambda: drawing_state(value), drawing_state(value)))
         elif isinstance(value, io.IOBase):
             self.states.append(Answer(label, lambda: place_in(value), place_in(value)))
+        elif isinstance(value, logging.Logger | logging.Handler):
+            return
         elif is_builtin_iterator(value):
             self.iterators[label] = value
         elif isinstance(value, functools._lru_cache_wrapper):
@@ -274,14 +302,18 @@ class Finder:
     def _attributes(self, label: str, value: Any, names: Names) -> None:
         """The attributes of an object that code names: its own, its slots, and its class's."""
         kind = type(value)
+        holds_data = kind.__module__ in HOLDERS or dataclasses.is_dataclass(kind)
         if kind.__module__ in HOLDERS:
             names = self._every
+        elif not holds_data and not is_users_class(kind) and kind not in NAMESPACES:
+            names = names.named
         scope = vars_of(value)
         if scope is not None:
             own = OWN_TABLES if isinstance(value, nn.Module) else frozenset()
             for name in names.among(scope):
                 if name not in own:
-                    self._entry(f"{label}.{name}", scope, name, names)
+                    # What is not named is read of this object; not of all that it leads to, but for plain data.
+                    self._entry(f"{label}.{name}", scope, name, names if holds_data else names.named)
         self._class(label, kind, names)
         for parent in kind.__mro__:
             for name, item in vars(parent).items():

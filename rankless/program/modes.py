@@ -7,6 +7,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rankless.errors import CaptureError
+from rankless.program.autocast import autocast_state
 
 
 def modes(device_type: str) -> Hashable:
@@ -15,7 +16,7 @@ def modes(device_type: str) -> Hashable:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        autocast_state(device_type),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.flash_sdp_enabled(),

@@ -75,8 +75,11 @@ def equal(now: Any, value: Any) -> bool:
     if kind is float:
         alike = now == value and math.copysign(1.0, now) == math.copysign(1.0, value)
         return bool(alike or (now != now and value != value))
-    if kind in (list, tuple, set, frozenset, torch.Size):
+    if kind in (list, tuple, torch.Size):
         return len(now) == len(value) and all(map(equal, now, value))
+    if kind in (set, frozenset):
+        # A copy may have another order.
+        return {(type(item), item) for item in now} == {(type(item), item) for item in value}
     if kind is dict:
         return len(now) == len(value) and all(map(equal, now, value)) and all(map(equal, now.values(), value.values()))
     if isinstance(value, numpy.ndarray | numpy.generic):

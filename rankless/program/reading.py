@@ -1,6 +1,7 @@
 """What a function's code reads by name, as its bytecode says."""
 
 import dis
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ class Names:
     read_globally: frozenset[str] = frozenset()
     imported: frozenset[str] = frozenset()
     """Modules imported inside the function."""
+
+    @functools.cached_property
+    def named(self) -> "Names":
+        """Without the attributes that code may read but does not name."""
+        return Names(self.read, read_globally=self.read_globally, imported=self.imported) if self.every else self
 
     def among(self, scope: Any) -> list[str]:
         """Those that stand in a namespace, in an order that is the same in every process."""

@@ -28,8 +28,8 @@ class LocalProgram:
     moves: tuple[Move, ...]
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
-        """Run it once; no gradient is recorded."""
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        """Run it once; no gradient is recorded, and autocast's casts are those that were captured."""
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             return self.function(*sizes, *values)
 
 

@@ -2,27 +2,27 @@
 
 import sys
 from collections.abc import Callable
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy
-from torch import nn
 
 from rankless.program.plain_values import SIMPLE
-
-PYTHON = (FunctionType, MethodType, nn.Module)
-"""An argument of one of these kinds may be Python code of the user's."""
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], profile: Any) -> Any:
     """Call a function of PyTorch's; if it is given Python code of the user's, that is watched by `profile`."""
-    if profile is None or not any(isinstance(item, PYTHON) for item in (*args, *kwargs.values())):
+    if profile is None or not any(map(is_called_back, (*args, *kwargs.values()))):
         return function(*args, **kwargs)
     sys.setprofile(profile)
     try:
         return function(*args, **kwargs)
     finally:
         sys.setprofile(None)
+
+
+def is_called_back(argument: Any) -> bool:
+    """Whether an argument may be Python code of the user's."""
+    return callable(argument) and not isinstance(argument, type)
 
 
 def plain_parts(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -109,6 +109,7 @@ class Runtime:
         """Finish what is being recorded, tell of a save that failed, and destroy the group that joining made."""
         if os.getpid() != self.process_id:
             return
+        self.world.passes.leave(self.say)
         if not self._has_agent and not hasattr(sys, "last_value"):
             self._finish_or_fail()
         if (failure := self.saver.close()) is not None:

@@ -1,5 +1,6 @@
 """From what a rank has read to what the script gets: plain tensors, or logical ones once all ranks agree."""
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -37,19 +38,20 @@ def make_logical(read: BatchRead, *, mesh: Mesh, notice: GatherNotice) -> Any:
 
     def convert(path: str, leaf: Any) -> Any:
         if isinstance(leaf, OwnRows):
-            return identified(LogicalTensor(leaf.local, placement=placement, mesh=mesh, notice=notice))
+            return identified(path, LogicalTensor(leaf.local, placement=placement, mesh=mesh, notice=notice))
         if not isinstance(leaf, Tensor):
             return _whole_or_refused(path, leaf, request)
         if request.divided:
             _require_rows(path, leaf, len(request.indices))
-            return identified(LogicalTensor(leaf, placement=placement, mesh=mesh, notice=notice))
+            return identified(path, LogicalTensor(leaf, placement=placement, mesh=mesh, notice=notice))
         if leaf.dim() == 0 or leaf.shape[0] != rows:
             return leaf
         local = leaf.narrow(0, placement.start(mesh.rank), placement.lengths[mesh.rank])
-        return identified(LogicalTensor(local, placement=placement, mesh=mesh, notice=notice, whole=leaf))
+        return identified(path, LogicalTensor(local, placement=placement, mesh=mesh, notice=notice, whole=leaf))
 
-    def identified(tensor: LogicalTensor) -> LogicalTensor:
-        tensor.identity = int.from_bytes(request.digest[:8], "little")
+    def identified(path: str, tensor: LogicalTensor) -> LogicalTensor:
+        # With its place in the batch: else a rank that is given inputs for targets would pass for the others.
+        tensor.identity = int.from_bytes(request.digest[:8], "little") ^ zlib.crc32(path.encode())
         return tensor
 
     return map_leaves(convert, read.data)

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from rankless.program.autocast import fresh_casts
 from rankless.program.capture import LEAF, Captured
 from rankless.program.sizes import numbers_of
 from rankless.views.arguments import Arguments, piece_of, placements_of
 from rankless.views.call_digest import GENERATOR, call_text, digests_of, generator_digest, names_of
-from rankless.views.definition import JobDefinition
+from rankless.views.counting import Counting
+from rankless.views.definition import JobDefinition, Outcome
 from rankless.views.equalising import equalise, require_equal, require_same_kind_of_device
 from rankless.views.inspecting import tapped
 from rankless.views.prepared import Prepared
@@ -27,20 +29,22 @@ class Consistent:
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
-        self._programs = Programs(job, world)
+        self._counting = Counting(job, world, alone=False) if job.gathers else None
+        self._programs = Programs(job, world) if self._counting is None else self._counting.programs
         self._calls = 0
         self._changes = 0
         self._draws = False
         self._tensors: Sequence[Tensor] = ()
         require_same_kind_of_device(job, world)
 
-    def run(self, arguments: Arguments) -> Any:
-        """The job's whole result, the same on every rank; a train job's step is made."""
+    def run(self, arguments: Arguments) -> Outcome:
+        """The job's whole result, the same on every rank; a train job's gradients are made."""
         self._meet(arguments)
         placements = placements_of(arguments, self._world.mesh)
         inspected = self._world.values is not None and self._world.values.begins(self._job.name)
         prepare = self._programs.exactly_for if inspected else self._programs.program_for
-        prepared = prepare(arguments, placements)
+        with fresh_casts():
+            prepared = prepare(arguments, placements)
         self._draws = self._draws or prepared.captured.program.draws
         mesh = self._world.mesh
         values, states = [], []
@@ -59,11 +63,14 @@ class Consistent:
         for module, training in prepared.captured.modes_set:
             module.training = training
         results = self._apply(prepared, outputs)
-        if self._job.optimizer is not None:
-            self._job.optimizer.step()
         self._tensors = states
         self._world.watch.note(states)
-        return joined_result(prepared.captured, results, sizes)
+        if not self._job.trains:
+            return Outcome(joined_result(prepared.captured, results, sizes))
+        # First what is minimised, then the script's own results, last what the loss was divided by.
+        loss, *results = results
+        counts = () if self._counting is None else self._counting.read(prepared, results)
+        return Outcome(joined_result(prepared.captured, results, sizes), loss=loss, counts=counts)
 
     def _meet(self, arguments: Arguments) -> None:
         """Make sure that all ranks make this call, with the same inputs and models; raises `RanksParted`."""
@@ -102,8 +109,7 @@ class Consistent:
             else:
                 with torch.no_grad():
                     target.tensor().copy_(value)
-        # A train job's first result is what is minimised; the script gets its own results only.
-        return results[1:] if self._job.trains else results
+        return results
 
 
 def joined_result(captured: Captured, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:

@@ -5,26 +5,29 @@ On one device a job runs as the plain script would. On a mesh it is captured, pl
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from typing import Generic, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.errors import PlanError, RanklessError
+from rankless.program.autocast import without_autocast
 from rankless.views.arguments import taken_apart
 from rankless.views.batch_dims import BatchDims
 from rankless.views.consistent import Consistent
-from rankless.views.definition import JobDefinition
+from rankless.views.definition import JobDefinition, Stepping
 from rankless.views.once import require_company
 from rankless.views.plain import Plain
 from rankless.views.precision import cast_arguments, cast_job
-from rankless.views.world import WorldSource
+from rankless.views.stepping import Stepper, group_sizes, require_known_parameters
+from rankless.views.world import World, WorldSource
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class Job(Generic[Parameters, Result]):
@@ -38,6 +41,9 @@ class Job(Generic[Parameters, Result]):
         self.definition = definition
         self._world = world
         self._view: Plain | Consistent | None = None
+        self._stepper: Stepper | None = None
+        self._stepped = False
+        self._group_sizes = group_sizes(definition)
         self._batch_dims: BatchDims | None = None
 
     def mark(self, batch_dims: Mapping[str, int | None]) -> None:
@@ -60,6 +66,9 @@ class Job(Generic[Parameters, Result]):
             if world.dtype is not None:
                 cast_job(job, world.dtype)
             self._view = Plain(job, world) if world.mesh.size == 1 else Consistent(job, world)
+        if job.trains and group_sizes(job) != self._group_sizes:
+            require_known_parameters(job)
+            self._group_sizes = group_sizes(job)
         if world.recorder is not None:
             for name, module in job.modules.items():
                 world.recorder.register(name, module)
@@ -69,19 +78,59 @@ class Job(Generic[Parameters, Result]):
         if world.dtype is not None:
             arguments = cast_arguments(arguments, world.dtype)
         try:
-            result: Result = self._view.run(arguments)
+            outcome = self._view.run(arguments)
+            if outcome.loss is not None:
+                with without_autocast(job.device(world.mesh.device).type):
+                    self._stepped = self._stepper_of(world).take(outcome.loss, outcome.counts)
         except RanklessError as error:
             # The message has the script's line; the frames below this one are ours and PyTorch's.
             raise error.with_traceback(None) from error.__cause__
         if world.recorder is not None:
-            world.recorder.record_call(job=job.name, line=job.line, results=result)
-            if job.trains:
-                world.recorder.record_step(job=job.name, model=job.modules)
-        if world.meter is not None and job.trains:
-            world.meter.trained(job=job.name, loss=lambda: float(loss_of(result)))
-        if world.limit is not None and job.trains:
-            world.limit.step_made()
+            world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
+        loss = outcome.loss
+        if world.meter is not None and loss is not None:
+            world.meter.trained(job=job.name, loss=lambda: float(loss))
+        if self._stepped and self._stepper is not None:
+            self._stepper.tell()
+        result: Result = outcome.result
         return result
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the last call made the optimizer's step; with `accumulate=k` every k-th does, and a pass's last."""
+        return self._stepped
+
+    @property
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole gradient at the last step, before clipping: one number, the same on every rank.
+
+        Raises `PlanError` unless the job was asked for it, and before the first step.
+        """
+        norm = None if self._stepper is None else self._stepper.gradient_norm
+        if norm is None:
+            asked = self.definition.stepping.measures_norm
+            raise PlanError(
+                expected=f"a step of job {self.definition.name!r} whose gradient was measured",
+                found="no step yet" if asked else "a job that does not measure it",
+                fix="read it after a step" if asked else "pass gradient_norm=True (or clip_norm=) to rankless.job",
+                where=self.definition.line,
+            )
+        return norm
+
+    def flush(self) -> bool:
+        """Make a step of the calls gathered since the last one (`accumulate=k`); False if there are none.
+
+        The end of a pass over a `rankless.loader` does this by itself; loops without one call it at their end.
+        """
+        if self._stepper is None or not self._stepper.flush():
+            return False
+        self._stepper.tell()
+        return True
+
+    def _stepper_of(self, world: World) -> Stepper:
+        if self._stepper is None:
+            self._stepper = Stepper(self.definition, world)
+        return self._stepper
 
     def __get__(self, instance: object, owner: type) -> Self:
         """The job itself from its class; from an instance it could not take its `self`, and that is refused."""
@@ -100,10 +149,10 @@ def make_job(
     function: Callable[Parameters, Result],
     *,
     model: Models,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers | None,
     view: str,
     world: WorldSource,
-    check_every: int | None = None,
+    stepping: Stepping | None = None,
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
     if view != "consistent":
@@ -112,20 +161,18 @@ def make_job(
             found=f"view={view!r}",
             fix="leave view= away; the mirrored view is not part of this release",
         )
-    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
-        raise PlanError(expected="check_every= as a number of calls, from 1 up", found=check_every, fix="leave it away")
-    modules = named_modules(model)
-    if optimizer is not None:
-        check_optimizer(optimizer, modules)
     code = getattr(function, "__code__", None)
     definition = JobDefinition(
         name=getattr(function, "__name__", "job"),
         function=function,
-        modules=modules,
-        optimizer=optimizer,
+        modules=named_modules(model),
+        optimizers=named_optimizers(optimizer),
+        stepping=stepping or Stepping(),
         line="" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
-        check_every=check_every,
     )
+    definition.stepping.require_sound()
+    require_optimizer(definition)
+    require_known_parameters(definition)
     return Job(definition, world)
 
 
@@ -146,31 +193,44 @@ def named_modules(model: Models) -> dict[str, nn.Module]:
     return named
 
 
-def check_optimizer(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
-    """Refuse an optimizer that could not be right on a mesh."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise PlanError(
-            expected="an optimizer that steps once per batch",
-            found="LBFGS, which calls the loss several times per step",
-            fix="use another optimizer",
-        )
-    known = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in known:
+def named_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
+    """The optimizers of a job, in the order in which they step."""
+    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    for item in given:
+        if not isinstance(item, Optimizer):
+            raise PlanError(
+                expected="optimizer= to be a torch.optim optimizer, or a list of them",
+                found=type(item).__name__,
+                fix="pass the optimizer itself; schedulers stay in the script",
+            )
+        for kind, (found, fix) in REFUSED_OPTIMIZERS.items():
+            if isinstance(item, kind):
                 raise PlanError(
-                    expected="an optimizer of the parameters of the modules given as model=",
-                    found=f"a parameter of shape {list(parameter.shape)} that is in none of them",
-                    fix="pass its module too: model=[model, other]",
+                    expected="an optimizer that makes its step from the gradients of one backward",
+                    found=found,
+                    fix=fix,
                 )
+    return given
 
 
-def loss_of(result: Any) -> Tensor:
-    """The loss in a train job's result, as one number."""
-    loss = result
-    if isinstance(result, Mapping):
-        loss = result["loss"]
-    elif isinstance(result, tuple | list):
-        loss = result[0]
-    tensor: Tensor = loss
-    return tensor.detach().mean()
+REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
+    torch.optim.LBFGS: (
+        "LBFGS, which calls the loss several times per step, where a job has one call and one gradient",
+        "use another optimizer",
+    ),
+    torch.optim.SparseAdam: (
+        "SparseAdam, which needs sparse gradients, where the gradients of a job are whole tensors",
+        "use torch.optim.Adam, and sparse=False in the embedding",
+    ),
+}
+"""Optimizers that could not be right, and why."""
+
+
+def require_optimizer(job: JobDefinition) -> None:
+    """Refuse settings of a step on a job that makes none."""
+    if not job.trains and job.stepping != Stepping(check_every=job.check_every):
+        raise PlanError(
+            expected="accumulate=, clip_norm=, clip_value=, gradient_norm= and check_finite= on a train job",
+            found=f"job {job.name!r} without optimizer=, which makes no steps",
+            fix="pass optimizer=, or leave these away",
+        )

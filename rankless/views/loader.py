@@ -115,18 +115,20 @@ class Loader:
             world.say("pin_memory=True does nothing here: there is no accelerator to copy to")
 
     def _hand_out(self, reads: Iterator[BatchRead], current: Pass, world: World) -> Iterator[Any]:
-        meter = world.meter
+        meter, turn = world.meter, world.passes.begin(batches=self._steps_left(current))
         epoch = meter.begin_epoch(steps=self._steps_left(current)) if meter is not None else None
         try:
             for read, batch in self._batches(reads, world):
                 if meter is not None and epoch is not None:
                     meter.batch(epoch, rows=read.request.rows or 0)
                 current.hand_out(read.request.digest)
+                world.passes.hand_out(turn)
                 yield batch
         except GeneratorExit:
             current.over = True  # the script has left its loop: the next pass is a new one
             raise
         current.over = True
+        world.passes.end(turn)
         if meter is not None and epoch is not None:
             meter.end_epoch(epoch)
 

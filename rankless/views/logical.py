@@ -187,7 +187,11 @@ class LogicalTensor(Tensor):
         if self._whole is None:
             where = _line_of_the_script()
             with self._notice.waiting(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                self.mesh.come(f"an operation on a whole batch of {list(self.shape)} outside jobs")
+                self.mesh.come(
+                    f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
+                    names=lambda: ["batch, and the same part of it,"],
+                    digests=[self.identity],
+                )
                 self._whole = _gather(self._local, placement=self.placement, mesh=self.mesh)
                 dim, rank = self.placement.dim, self.mesh.rank
                 length = self.placement.lengths[rank]

@@ -18,12 +18,11 @@ def cast_job(job: JobDefinition, dtype: torch.dtype) -> None:
     for module in job.modules.values():
         # `module.to(dtype)` would drop the imaginary part of what is complex.
         module._apply(lambda tensor: cast(tensor, dtype))
-    if job.optimizer is None:
-        return
-    for state in job.optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                state[key] = cast(value, dtype)
+    for optimizer in job.optimizers:
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = cast(value, dtype)
 
 
 def cast_arguments(arguments: Arguments, dtype: torch.dtype) -> Arguments:

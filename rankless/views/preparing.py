@@ -11,6 +11,7 @@ from rankless.collectives.messages import all_gather_bytes
 from rankless.program.agreement import require_same_program
 from rankless.program.capture import ArgumentShape, Captured, JobSource, capture
 from rankless.program.guards import Guard, Guards
+from rankless.program.logical_program import LogicalProgram
 from rankless.program.modes import modes
 from rankless.program.placement import Placement, Shard
 from rankless.program.plain_values import kinds_of_plain
@@ -75,11 +76,17 @@ class Call:
 
 
 class Programs:
-    """The programs of one job on a mesh."""
+    """The programs of one job on a mesh; `changed` gives what is run of a captured one."""
 
-    def __init__(self, job: JobDefinition, world: World) -> None:
+    def __init__(
+        self,
+        job: JobDefinition,
+        world: World,
+        changed: Callable[[Captured, Arguments], LogicalProgram] = lambda captured, _: captured.program,
+    ) -> None:
         self._job = job
         self._world = world
+        self._changed = changed
         self._kinds: dict[Hashable, KindOfCall] = {}
         self._numbers = VaryingNumbers(job, world.say)
         self._memory = GradientMemory()
@@ -148,7 +155,8 @@ class Programs:
         """Capture, compare with the other ranks, place, lower."""
         captured, guards = self._captured(call.arguments, shapes_of(call.arguments), None)
         require_same_program(captured.program, self._world.mesh)
-        local = built(captured.program, call.placements, self._world.mesh, memory=self._memory)
+        program = self._changed(captured, call.arguments)
+        local = built(program, call.placements, self._world.mesh, memory=self._memory)
         self._tell(local, captured)
         return ready(self._job, captured, guards, local, None)
 
@@ -163,7 +171,8 @@ class Programs:
             captured, guards = self._captured(call.arguments, shapes, sizes)
             placements = [placed_as(item, shape.shape) for item, shape in zip(call.placements, shapes, strict=True)]
             mesh, symbols = self._world.mesh, tuple(sizes.symbols)
-            local = built(captured.program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
+            program = self._changed(captured, call.arguments)
+            local = built(program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
         except Exception as error:  # the job's own code, which may ask of a size what only a number can answer
             failure = f"{raised_at(error) or self._job.line}: {type(error).__name__}: {brief(error)}".splitlines()[0]
         conditions = self._agreed(sizes, failure)

@@ -8,6 +8,7 @@ import torch
 from rankless.collectives.mesh import Mesh
 from rankless.records.events import AnyRecord
 from rankless.views.model_watch import ModelWatch
+from rankless.views.passes import Passes
 from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder
@@ -49,6 +50,8 @@ class World:
     meter: ProgressMeter | None = None
     """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
 
+    passes: Passes = field(default_factory=Passes)
+    """Told by loaders of batches and ends of passes, for jobs that gather several calls into a step."""
     solitude: Solitude = field(default_factory=Solitude)
 
 

@@ -65,7 +65,7 @@ def test_an_operation_on_a_batch_that_one_rank_makes_alone_is_named_and_ends_the
     job = run_script(ALONE, "-n", "2", folder=tmp_path)
     assert "rank 1 has waited 0 s at" in job.stderr
     assert "script.py:7 for the other ranks to come to the same operation" in job.stderr
-    assert "rank 0 ended its script while other ranks still needed it" in job.stderr
+    assert "raised RanksParted" in job.stderr
     assert job.returncode == 1
 
 

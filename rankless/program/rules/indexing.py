@@ -28,6 +28,17 @@ def gathered(call: Call) -> Iterator[Strategy]:
         yield from split(call, along_dim(call))
 
 
+def gather(call: Call) -> Iterator[Strategy]:
+    """As above; besides, the indices may be split along the indexed dim, which then must be whole in the source."""
+    yield from gathered(call)
+    shapes = [shape_of(node) for node in call.inputs]
+    if len(shapes[0]) == len(shapes[1]) and shapes[1]:
+        dim = call.argument("dim") % len(shapes[0])
+        source = "." * len(shapes[0])
+        indices = "".join("Z" if place == dim else "." for place in range(len(shapes[1])))
+        yield from split(call, f"{source},{indices}->{indices}")
+
+
 def index_select(call: Call) -> str:
     """Rows by index: other dims of the source, or the list of indices, may be split."""
     count = len(shape_of(call.inputs[0]))
@@ -88,7 +99,7 @@ def index_put(call: Call) -> Iterator[Strategy]:
 
 
 RULES: dict[Any, Rule] = {
-    aten.gather.default: gathered,
+    aten.gather.default: gather,
     aten.scatter.src: gathered,
     aten.scatter.value: gathered,
     aten.scatter_add.default: gathered,

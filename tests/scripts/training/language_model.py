@@ -162,7 +162,9 @@ def main():
         return compute_loss(batch, reduction="mean")
 
     def train_group(group):
-        return [train(batch).item() for batch in group]
+        losses = [train(batch).item() for batch in group]
+        train.flush()  # the last group may be a short one
+        return losses
 
     @rankless.job(model=model)
     def evaluate(batch):
