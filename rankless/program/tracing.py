@@ -109,7 +109,9 @@ class LineMode(TorchFunctionMode):
                 where=user_line(frame),
             )
         line = fx_traceback.current_meta["stack_trace"] = user_line(frame)
-        self._trail.append((getattr(func, "__name__", ""), line, plain_parts((*args, *kwargs.items()))))
+        # Of sizes that vary PyTorch asks in some passes and knows in others.
+        if not getattr(func, "__name__", "").startswith(("sym_", "_sym_")):
+            self._trail.append((getattr(func, "__name__", ""), line, plain_parts((*args, *kwargs.items()))))
         if func is F.linear:
             return whole_linear(*args, **kwargs)
         kind = getattr(func, "__name__", "")

@@ -120,7 +120,7 @@ ROWS = (7, 7, 7, 7, 5, 6, 7, 9, 7, 7, 4, 7)
     [
         (loop_over_range, 4, "it asks for the number itself, as len() and range() do"),
         (size_as_key, 1, "unhashable type"),
-        (size_kept_in_the_model, 1, "the job keeps a size of an argument in 'length'"),
+        (size_kept_in_the_model, 1, "model.length was a SymInt and is a SymInt after the job"),
         (branch_on_length, 3, None),
         (size_as_result, 2, None),
     ],
