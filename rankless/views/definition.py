@@ -94,9 +94,11 @@ class JobDefinition:
         return list({id(item): item for some in everywhere for item in some}.values())
 
     def stepped_parameters(self) -> list[Tensor]:
-        """The parameters that the optimizers step, once each, in the order of their groups."""
+        """The parameters that the optimizers step, once each, in the order of the modules."""
+        # A script clips `model.parameters()`: in another order the norm would round otherwise.
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return list({id(item): item for group in groups for item in group["params"]}.values())
+        stepped = {id(item) for group in groups for item in group["params"]}
+        return [item for item in self.parameters() if id(item) in stepped]
 
     def parameter_name(self, parameter: Tensor) -> str:
         """A parameter's name in the script's words, as "model.head.weight"."""

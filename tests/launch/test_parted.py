@@ -55,7 +55,7 @@ FAULTS = {
     ),
     "a print of a batch on one rank": (
         "batch = next(iter(rankless.loader(data, batch_size=4)))[0]; print(batch.sum()) if odd else None",
-        "an operation on a whole batch of [4, 3] outside jobs",
+        "an operation on a whole batch of torch.float32 [4, 3] outside jobs",
     ),
 }
 

@@ -215,5 +215,5 @@ def test_a_changed_value_captures_exactly_once_and_an_unchanged_one_never(monkey
     wanted = job(arguments.tensors[0]).detach()
     for value, captured in ((1.0, 1), (1.0, 1), (2.0, 2), (2.0, 2), (1.0, 2), (2.0, 2)):
         scale = value
-        torch.testing.assert_close(view.run(arguments), wanted * value)
+        torch.testing.assert_close(view.run(arguments).result, wanted * value)
         assert len(captures) == captured

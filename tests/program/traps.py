@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh import Mesh
-from rankless.views.arguments import taken_apart
 from rankless.views.consistent import Consistent
 from rankless.views.job import make_job
 from rankless.views.world import World
@@ -131,12 +130,12 @@ def run_captured(mesh: Mesh, trap: Trap) -> list[Call]:
     script, optimizer = started(trap)
     world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
     job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
-    consistent = Consistent(job.definition, world) if mesh.size == 1 else None
+    if mesh.size == 1:
+        job._view = Consistent(job.definition, world)
     calls = []
     for number, batch in enumerate(script.batches):
         script.before_call(number)
-        results = job(*batch) if consistent is None else consistent.run(taken_apart(batch, {}, mesh.device))
-        calls.append(call_after(script, results, batch))
+        calls.append(call_after(script, job(*batch), batch))
     return calls
 
 

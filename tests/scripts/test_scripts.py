@@ -1,7 +1,6 @@
 """Scripts as their authors would write them: the same training as their plain twins, on one device and on several."""
 
 import difflib
-import inspect
 import json
 import os
 import re
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import rankless
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +32,6 @@ ODD = {
 }
 """Arguments that leave one or two rows for the last batch."""
 ADDED_LINES = {"image_classifier": 22, "language_model": 15, "gan": 8, "two_tower": 9, "fine_tuning": 11}
-NEW_KEYWORDS = re.compile(r", (?:accumulate|clip_norm)=[\w.]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +43,9 @@ class Ran:
     failure: str
 
 
-def text_of(name: str) -> str:
-    """A script's text; without clipping and accumulation in it and its twin while jobs do not know them."""
-    text = (SCRIPTS / f"{name}.py").read_text()
-    if "clip_norm" in inspect.signature(rankless.job).parameters:
-        return text
-    return re.sub(r"\n *(?:nn\.utils\.clip_grad_norm_|train\.flush)\(.*", "", NEW_KEYWORDS.sub("", text))
-
-
 def placed(name: str, folder: Path, *, split: bool = False) -> Path:
     """The script in a folder of its own; with `split`, each rank reads and augments its own samples only."""
-    lines = text_of(name).splitlines(keepends=True)
+    lines = (SCRIPTS / f"{name}.py").read_text().splitlines(keepends=True)
     (folder / f"{name}.py").write_text("".join(line for line in lines if not split or "reading=" not in line))
     return folder / f"{name}.py"
 
@@ -163,7 +151,6 @@ def test_last_batches_of_fewer_rows_than_workers_are_the_same_training(name: str
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif("accumulate" not in inspect.signature(rankless.job).parameters, reason="jobs do not know it yet")
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_accumulated_steps_are_those_of_the_plain_twin(workers: int, tmp_path: Path) -> None:
     arguments = "--limit 55 --accumulate 3 --d-model 32 --epochs 2 --batch-size 7 --max-length 80"
