@@ -126,6 +126,7 @@ BUILDS = [
 ROWS = (7, 7, 7, 7, 5, 6, 7, 9, 7, 7, 4, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "symbolic", "what"),
     [

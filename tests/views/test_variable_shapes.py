@@ -197,6 +197,7 @@ def counted_captures(mesh, build, batches):
     return found, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_200_lengths_are_captured_three_times(workers):
     batches = [text(6, length) for length in range(202, 2, -1)]
