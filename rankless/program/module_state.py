@@ -14,10 +14,17 @@ HOOKS_OF_ALL = tuple(
     for name, table in vars(of_all_modules).items()
     if name.startswith("_global_") and name.endswith("_hooks") and isinstance(table, dict)
 )
-kind_of = attrgetter("shape", "dtype", "device", "requires_grad")
 ATTRIBUTES = tuple(map(attrgetter, ("shape", "dtype", "device", "requires_grad")))
 TENSOR_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 training_of = attrgetter("training")
+
+
+def kind_of(tensor: Tensor) -> tuple[object, ...]:
+    """All that a program takes in of a tensor but its values; a size that varies counts by its name."""
+    shape = tensor.shape
+    if not all(isinstance(size, int) for size in shape):
+        return tuple(map(repr, shape)), tensor.dtype, tensor.device, tensor.requires_grad
+    return shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 class ModuleState:

@@ -24,6 +24,8 @@ OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 STANDARD_FOLDER = sysconfig.get_path("stdlib") + os.sep
 INSTALLED_FOLDERS = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+ALGEBRA_FOLDERS = tuple(folder + name + os.sep for folder in INSTALLED_FOLDERS for name in ("sympy", "mpmath"))
+"""What PyTorch computes with sizes that vary, while the job's own code runs."""
 
 
 ALGEBRA_FOLDERS = tuple(folder + name + os.sep for folder in INSTALLED_FOLDERS for name in ("sympy", "mpmath"))
@@ -111,7 +113,9 @@ class LineMode(TorchFunctionMode):
                 where=user_line(frame),
             )
         line = fx_traceback.current_meta["stack_trace"] = user_line(frame)
-        self._trail.append((getattr(func, "__name__", ""), line, plain_parts((*args, *kwargs.items()))))
+        # Of sizes that vary PyTorch asks in some passes and knows in others.
+        if not getattr(func, "__name__", "").startswith(("sym_", "_sym_")):
+            self._trail.append((getattr(func, "__name__", ""), line, plain_parts((*args, *kwargs.items()))))
         if func is F.linear:
             return whole_linear(*args, **kwargs)
         kind = getattr(func, "__name__", "")

@@ -8,6 +8,7 @@ import msgspec
 from torch import nn
 
 from rankless.collectives.messages import all_gather_bytes
+from rankless.errors import RanklessError
 from rankless.program.agreement import require_same_program
 from rankless.program.capture import ArgumentShape, Captured, JobSource, capture
 from rankless.program.guards import Guard, Guards
@@ -174,7 +175,7 @@ class Programs:
             program = self._changed(captured, call.arguments)
             local = built(program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
         except Exception as error:  # the job's own code, which may ask of a size what only a number can answer
-            failure = f"{raised_at(error) or self._job.line}: {type(error).__name__}: {brief(error)}".splitlines()[0]
+            failure = reason_of(error, self._job.line)
         conditions = self._agreed(sizes, failure)
         if conditions is None:
             # What raises once raises always; a size may be asked for its number in some shapes only.
@@ -254,6 +255,15 @@ def fitting(kind: KindOfCall, shapes: Shapes) -> Prepared | None:
         if prepared.variation is not None and prepared.variation.fits(shapes) and prepared.guards.hold():
             return prepared
     return None
+
+
+def reason_of(error: Exception, line: str) -> str:
+    """Why a capture came to nothing, in one line after that of the script; `line` if no nearer one is known."""
+    if isinstance(error, RanklessError):
+        text, where = str(error.found), error.where
+    else:
+        text, where = f"{type(error).__name__}: {brief(error)}", None
+    return f"{where or raised_at(error) or line}: {text}".partition("\n")[0]
 
 
 def fixing_line(sizes: Sizes) -> str:

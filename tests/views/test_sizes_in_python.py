@@ -94,6 +94,16 @@ def size_in_a_tensor():
     )
 
 
+def tensor_in_an_inner_function():
+    def function(_, x):
+        def inner():
+            return x.mean() / x.shape[1]
+
+        return inner()
+
+    return trained(function)
+
+
 def sizes_that_must_be_equal():
     return trained(lambda _, x: x.mean() * (3 if x.shape[0] == x.shape[1] else 1))
 
@@ -110,19 +120,22 @@ BUILDS = [
     size_of_a_cached_function,
     size_kept_in_the_model,
     size_in_a_tensor,
+    tensor_in_an_inner_function,
     sizes_that_must_be_equal,
 ]
 ROWS = (7, 7, 7, 7, 5, 6, 7, 9, 7, 7, 4, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "symbolic", "what"),
     [
         (loop_over_range, 4, "it asks for the number itself, as len() and range() do"),
         (size_as_key, 1, "unhashable type"),
-        (size_kept_in_the_model, 1, "the job keeps a size of an argument in 'length'"),
+        (size_kept_in_the_model, 1, "model.length was a SymInt and is a SymInt after the job"),
         (branch_on_length, 3, None),
         (size_as_result, 2, None),
+        (tensor_in_an_inner_function, 2, None),
     ],
     ids=lambda item: getattr(item, "__name__", ""),
 )
