@@ -25,10 +25,6 @@ OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 STANDARD_FOLDER = sysconfig.get_path("stdlib") + os.sep
 INSTALLED_FOLDERS = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 ALGEBRA_FOLDERS = tuple(folder + name + os.sep for folder in INSTALLED_FOLDERS for name in ("sympy", "mpmath"))
-"""What PyTorch computes with sizes that vary, while the job's own code runs."""
-
-
-ALGEBRA_FOLDERS = tuple(folder + name + os.sep for folder in INSTALLED_FOLDERS for name in ("sympy", "mpmath"))
 """What PyTorch computes with sizes in, on its own behalf, even where a line of the user's begins it."""
 
 
