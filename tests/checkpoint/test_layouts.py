@@ -16,6 +16,15 @@ from rankless.checkpoint.snapshot import deal
 from rankless.errors import CheckpointError
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the ranks have it: sums over several threads round otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def trained(seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 20), nn.Linear(20, 20))
