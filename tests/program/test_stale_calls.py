@@ -4,11 +4,14 @@ import re
 
 import pytest
 import torch
-from traps import Trap, run_captured
+from traps import Trap, run_captured, started
 from traps_stale_calls import TRAPS
+from traps_steps_inside import PARTS, WRITTEN
 
 from rankless.collectives.mesh import Mesh
 from rankless.errors import CaptureError
+from rankless.views.job import make_job
+from rankless.views.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +21,20 @@ def _gradients_are_switched_on_again():
     torch.set_grad_enabled(True)
 
 
-@pytest.mark.parametrize("trap", TRAPS, ids=str)
+@pytest.mark.parametrize("trap", [*TRAPS, *PARTS, *WRITTEN], ids=str)
 def test_the_job_is_refused_with_what_was_found_and_the_line(trap: Trap):
     with pytest.raises(CaptureError) as raised:
         run_captured(Mesh.solo(), trap)
     assert re.search(trap.refused, str(raised.value.found)), raised.value.found
+    assert raised.value.where == trap.line()
+
+
+@pytest.mark.parametrize("trap", PARTS, ids=str)
+def test_parts_of_the_step_are_refused_on_one_device_too(trap: Trap):
+    script, optimizer = started(trap)
+    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+    job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
+    with pytest.raises(CaptureError) as raised:
+        job(*script.batches[0])
+    assert re.search(trap.refused, str(raised.value.found))
     assert raised.value.where == trap.line()

@@ -221,6 +221,6 @@ TRAPS = [
     Trap(build=requires_grad_set_inside, refused=r"requires_grad"),
     Trap(build=frozen_parameters),
     Trap(build=no_grad_inside),
-    Trap(build=backward_inside, refused=r"backprop"),
+    Trap(build=backward_inside, refused=r"backward\(\) inside the job"),
     Trap(build=parameter_changed_inside, refused=r"parameter 'model\.0\.weight' is changed in place"),
 ]
