@@ -15,7 +15,7 @@ from rankless.runtime.current import current
 from rankless.runtime.joined import Observer, Runtime
 from rankless.views.definition import Stepping
 from rankless.views.job import Job, Models, Optimizers, make_job
-from rankless.views.loader import Loader, LoaderOptions, Reading
+from rankless.views.loading.loader import Loader, LoaderOptions, Reading
 from rankless.views.once import call_once
 from rankless.views.world import World
 

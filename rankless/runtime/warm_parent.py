@@ -50,7 +50,7 @@ JOB_MODULES = (
     "torch.fx",
     "rankless.script",
     "rankless.views.job",
-    "rankless.views.loader",
+    "rankless.views.loading.loader",
 )
 """What the first job call needs besides; imported only for programs that use Rankless."""
 

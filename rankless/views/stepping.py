@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from rankless.errors import PlanError, StepError
 from rankless.views.accumulating import Count, Group
 from rankless.views.definition import JobDefinition
-from rankless.views.passes import LoaderPass
+from rankless.views.loading.passes import LoaderPass
 from rankless.views.world import World
 
 

@@ -7,8 +7,8 @@ import torch
 
 from rankless.collectives.mesh import Mesh
 from rankless.records.events import AnyRecord
+from rankless.views.loading.passes import Passes
 from rankless.views.model_watch import ModelWatch
-from rankless.views.passes import Passes
 from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder

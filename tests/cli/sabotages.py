@@ -19,7 +19,7 @@ from rankless.program.moves import StackedGather
 from rankless.program.schedule import Bucket
 from rankless.views import consistent
 from rankless.views.consistent import Consistent
-from rankless.views.loader import Loader
+from rankless.views.loading.loader import Loader
 
 FROM = 3
 RANK = int(os.environ["RANK"])

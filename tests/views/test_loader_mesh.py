@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from rankless.collectives.mesh import Mesh
 from rankless.errors import DataError
-from rankless.views.loader import Loader, LoaderOptions
+from rankless.views.loading.loader import Loader, LoaderOptions
 from rankless.views.logical import LogicalTensor
 from rankless.views.world import World
 

@@ -9,8 +9,8 @@ from processes import on_mesh
 from views.loading import Items, Texts, frozen, loader_on
 
 from rankless.collectives.mesh import Mesh
+from rankless.views.loading.prefetching import PlainCopier, copied, copier_for, data_of
 from rankless.views.logical import LogicalTensor
-from rankless.views.prefetching import PlainCopier, copied, copier_for, data_of
 
 
 class Diary:

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from rankless.collectives.mesh import Mesh
 from rankless.records.events import Progress
-from rankless.views.loader import Loader, LoaderOptions
+from rankless.views.loading.loader import Loader, LoaderOptions
 from rankless.views.progress import ProgressMeter
 from rankless.views.world import World
 

@@ -12,7 +12,7 @@ from rankless.collectives.mesh import Mesh
 from rankless.errors import PlanError, StepError
 from rankless.views.definition import Stepping
 from rankless.views.job import make_job
-from rankless.views.loader import Loader, LoaderOptions
+from rankless.views.loading.loader import Loader, LoaderOptions
 from rankless.views.world import World
 
 STEPS = 6

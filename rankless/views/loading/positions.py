@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from rankless.errors import DataError
-from rankless.views.generators import (
+from rankless.views.loading.generators import (
     Generator,
     ProcessStates,
     as_plain,

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from rankless.views.generators import epoch_seed, generators_held, restore, states_of
-from rankless.views.loader_options import LoaderOptions
-from rankless.views.positions import (
+from rankless.views.loading.generators import epoch_seed, generators_held, restore, states_of
+from rankless.views.loading.options import LoaderOptions
+from rankless.views.loading.positions import (
     plain_states,
     restore_samplers,
     sampler_states,
     samplers_of,
     states_from_plain,
 )
-from rankless.views.reading import has_plain_columns
+from rankless.views.loading.reading import has_plain_columns
 
 
 class Order:

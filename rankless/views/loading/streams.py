@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rankless.program.placement import split_lengths
-from rankless.views.batch_tree import leaves_of
-from rankless.views.reading import BatchRequest, ReadingFailure, SamplesRead, told
+from rankless.views.loading.batch_tree import leaves_of
+from rankless.views.loading.reading import BatchRequest, ReadingFailure, SamplesRead, told
 
 _COMPARED_BYTES = 1 << 16
 

@@ -17,8 +17,8 @@ from rankless.collectives.messages import broadcast_bytes
 from rankless.collectives.tensors import scatter
 from rankless.errors import DataError
 from rankless.program.placement import split_lengths
-from rankless.views.batch_tree import OwnRows, map_leaves, rows_of
-from rankless.views.generators import (
+from rankless.views.loading.batch_tree import OwnRows, map_leaves, rows_of
+from rankless.views.loading.generators import (
     ProcessStates,
     as_plain,
     drawn_between,
@@ -26,7 +26,7 @@ from rankless.views.generators import (
     process_states,
     restore_process,
 )
-from rankless.views.reading import BatchRead, BatchRequest, ReadingFailure
+from rankless.views.loading.reading import BatchRead, BatchRequest, ReadingFailure
 from rankless.views.typed_values import decode_value, encode_value
 
 

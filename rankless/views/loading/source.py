@@ -8,15 +8,15 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from rankless.collectives.mesh import Mesh
-from rankless.views.batches import gather_lists, lists_in, require_agreement
-from rankless.views.collation import Collation
-from rankless.views.first_rank import draw_alike, sent_by_the_first
-from rankless.views.generators import drawn_between, process_states, restore_process
-from rankless.views.order import Order
-from rankless.views.positions import Moment, Pass, require_same_batches, restore_samplers
-from rankless.views.reading import BatchRead, ReaderStart, ReadingFailure, SampleReader, has_plain_columns
-from rankless.views.requests import RankBatches
-from rankless.views.streams import StreamReader
+from rankless.views.loading.batches import gather_lists, lists_in, require_agreement
+from rankless.views.loading.collation import Collation
+from rankless.views.loading.first_rank import draw_alike, sent_by_the_first
+from rankless.views.loading.generators import drawn_between, process_states, restore_process
+from rankless.views.loading.order import Order
+from rankless.views.loading.positions import Moment, Pass, require_same_batches, restore_samplers
+from rankless.views.loading.reading import BatchRead, ReaderStart, ReadingFailure, SampleReader, has_plain_columns
+from rankless.views.loading.requests import RankBatches
+from rankless.views.loading.streams import StreamReader
 from rankless.views.world import World
 
 _INTEGERS_ONLY = (RandomSampler, SequentialSampler, WeightedRandomSampler)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, default_convert, get_worker_info
 
-from rankless.views.batch_tree import PerSample, leaves_of, with_lists_marked
-from rankless.views.generators import drawn_between, generators_restored, process_states
-from rankless.views.reading import BatchRead, ReadingFailure, SamplesRead
+from rankless.views.loading.batch_tree import PerSample, leaves_of, with_lists_marked
+from rankless.views.loading.generators import drawn_between, generators_restored, process_states
+from rankless.views.loading.reading import BatchRead, ReadingFailure, SamplesRead
 
 _TRIED_BATCHES = 3
 _WHOLE = 'pass reading="replicated": every rank then collates the whole batch as one device does'

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rankless.views.batch_tree import map_tensors
+from rankless.views.loading.batch_tree import map_tensors
 
 Item = TypeVar("Item")
 

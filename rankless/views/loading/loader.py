@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from rankless.views.batches import make_logical
-from rankless.views.loader_options import LoaderOptions, Reading, check_options
+from rankless.views.loading.batches import make_logical
+from rankless.views.loading.options import LoaderOptions, Reading, check_options
+from rankless.views.loading.order import Order
+from rankless.views.loading.positions import VERSION, Moment, Pass, require_same_loader, sampler_states
+from rankless.views.loading.prefetching import copied, copier_for
+from rankless.views.loading.reading import BatchRead
+from rankless.views.loading.source import Source
 from rankless.views.logical import GatherNotice
 from rankless.views.once import require_company
-from rankless.views.order import Order
-from rankless.views.positions import VERSION, Moment, Pass, require_same_loader, sampler_states
-from rankless.views.prefetching import copied, copier_for
-from rankless.views.reading import BatchRead
-from rankless.views.source import Source
 from rankless.views.world import World, WorldSource
 
 __all__ = ["Loader", "LoaderOptions", "Reading"]

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, TensorDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from rankless.errors import DataError
-from rankless.views.generators import Generator, generators_held, generators_restored, seed_generators
+from rankless.views.loading.generators import Generator, generators_held, generators_restored, seed_generators
 
 
 @dataclass(frozen=True, kw_only=True)

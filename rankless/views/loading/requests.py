@@ -15,9 +15,9 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRa
 
 from rankless.collectives.mesh import Mesh
 from rankless.program.placement import split_lengths
-from rankless.views.generators import Generator, drawn_between, process_states, restore_process, sample_seed
-from rankless.views.positions import Moment, Pass, require_same_batches
-from rankless.views.reading import BatchRequest
+from rankless.views.loading.generators import Generator, drawn_between, process_states, restore_process, sample_seed
+from rankless.views.loading.positions import Moment, Pass, require_same_batches
+from rankless.views.loading.reading import BatchRequest
 
 _TORCHS_OWN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """They draw nothing from the process's generators after their first index."""
