@@ -72,7 +72,9 @@ def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobPro
         return F.cross_entropy(model(inputs), labels) + torch.cumsum(inputs, 0).square().mean()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = JobDefinition(name="train", function=train, modules={"model": model}, optimizer=optimizer, line="train.py:1")
+    job = JobDefinition(
+        name="train", function=train, modules={"model": model}, optimizers=(optimizer,), line="train.py:1"
+    )
     world = World(mesh=mesh, say=lambda _text: None, record=lambda _record: None)
     arguments = taken_apart((torch.randn(rows, 6, dtype=dtype), labels), {}, mesh.device)
     placements = placements_of(arguments, mesh)
