@@ -113,7 +113,9 @@ assert int(os.environ["MASTER_PORT"]) and os.environ["TORCHELASTIC_RUN_ID"]
     assert "do not tell" not in kept
 
 
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "plain"])
+@pytest.mark.parametrize(
+    "warm", [pytest.param(True, id="warm"), pytest.param(False, id="plain", marks=pytest.mark.exhaustive)]
+)
 def test_all_ranks_start_from_the_same_seeds_and_runs_from_different_ones(warm: bool, tmp_path: Path) -> None:
     script = "import random, numpy, torch\nprint(random.random(), hash('a'), numpy.random.rand(), torch.rand(1).item())"
     options = ["-n", "2", "--show", "all", *([] if warm else ["--no-warm"])]

@@ -151,8 +151,8 @@ def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
     [
         ("nothing", "adam", 0),
         ("mean_of_means", "adam", 1),
-        ("dropped_gradient_reduction", "sgd", 1),
-        ("local_batch_norm_statistics", "adam", 1),
+        pytest.param("dropped_gradient_reduction", "sgd", 1, marks=pytest.mark.exhaustive),
+        pytest.param("local_batch_norm_statistics", "adam", 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_command_says_so_too(tmp_path: Path, sabotage: str, optimizer: str, code: int) -> None:

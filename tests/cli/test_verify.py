@@ -104,7 +104,7 @@ def test_a_training_is_the_same_on_three_workers_and_its_output_is_in_the_logs(t
 @pytest.mark.parametrize(
     ("sabotage", "step", "tensor", "decided_in"),
     [
-        ("rate", 1, "model.", "float64"),
+        pytest.param("rate", 1, "model.", "float64", marks=pytest.mark.exhaustive),
         ("drift", 3, "result ['loss'] of train", "float32"),  # ranks that disagree are no matter of rounding
         ("longer", 9, "the calls", "float32"),  # nor are more calls
     ],
