@@ -55,7 +55,8 @@ class Watch:
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call":
-            if argument is print or getattr(argument, "__self__", None) in (sys.stdout, sys.stderr):
+            owner = getattr(argument, "__self__", None)
+            if argument is print or owner is sys.stdout or owner is sys.stderr:
                 self._says(frame)
             else:
                 require_nothing_written(argument, frame)
