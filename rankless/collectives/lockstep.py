@@ -20,6 +20,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rankless.collectives.mesh import Mesh
@@ -31,8 +32,11 @@ SLOTS = 64
 ENTRY_BYTES = 1024
 NUMBER = struct.Struct("<Q")
 HEADER = struct.Struct("<HH")
-"""Bytes of the text, and how many digests follow it; what is left is the line."""
+"""Bytes of the text, and how many digests follow it; what is left is the line, and on another the remark."""
+LENGTH_BYTES = 2
+"""At the end of each entry's place: how many bytes of it are in use."""
 MOST_DIGESTS = 32
+MOST_LINE_BYTES = 160
 REREADS = 5
 END = "the end of the script"
 FIX = (
@@ -56,11 +60,19 @@ class Lockstep:
         self._number = 0
         self._fence = threading.Lock()
 
-    def come(self, text: str, *, names: Callable[[], Sequence[str]] = tuple, digests: Sequence[int] = ()) -> None:
+    def come(
+        self,
+        text: str,
+        *,
+        names: Callable[[], Sequence[str]] = tuple,
+        digests: Sequence[int] = (),
+        remark: str = "",
+    ) -> None:
         """Return if no rank is known to be elsewhere; else raise `RanksParted`, which says who is where.
 
         `text` says what this event is; it must be the same on every rank, and so must the `digests` (64 bits each) of
-        what `names` gives names to. Collective the first time.
+        what `names` gives names to. A `remark` is this rank's own: not compared, shown where digests differ. Collective
+        the first time.
         """
         if not self._opened:
             self._open()
@@ -69,7 +81,7 @@ class Lockstep:
         self._number += 1
         core = entry_core(text, digests)
         line = line_of_the_script() if text != END else ""
-        self._write(core, line)
+        self._write(core, line, remark)
         with self._fence:  # a full fence: our entry is seen by others before we read theirs
             pass
         for rank in range(self._mesh.size):
@@ -102,13 +114,14 @@ class Lockstep:
             if path:
                 os.unlink(path)
 
-    def _write(self, core: bytes, line: str) -> None:
+    def _write(self, core: bytes, line: str, remark: str) -> None:
         memory = self._memory
         assert memory is not None
         at = self._place(self._mesh.rank)
-        payload = core + line.encode()[-160:]
+        payload = core + line.encode()[-MOST_LINE_BYTES:] + b"\n" + remark.encode()
+        payload = payload[: ENTRY_BYTES - NUMBER.size - LENGTH_BYTES]
         memory[at + NUMBER.size : at + NUMBER.size + len(payload)] = payload
-        memory[at + ENTRY_BYTES - 2 : at + ENTRY_BYTES] = len(payload).to_bytes(2, "little")
+        memory[at + ENTRY_BYTES - LENGTH_BYTES : at + ENTRY_BYTES] = len(payload).to_bytes(LENGTH_BYTES, "little")
         memory[at : at + NUMBER.size] = NUMBER.pack(self._number)
 
     def _alike(self, rank: int, core: bytes) -> bool:
@@ -133,32 +146,33 @@ class Lockstep:
         here = {rank: entry for rank, entry in entries.items() if entry is not None}
         alike = [rank for rank, (payload, _) in here.items() if payload.startswith(core)]
         others = [rank for rank in here if rank not in alike]
-        theirs, their_digests, their_line = here[others[0]][1]
-        if theirs != text:
+        other = here[others[0]][1]
+        if other.text != text:
             return RanksParted(
                 expected=f"all ranks to come to the same next: {ranks_text(alike)} came to {text}",
-                found=f"{ranks_text(others)} came to {theirs}{f' ({their_line})' if their_line else ''}",
+                found=f"{ranks_text(others)} came to {other.text}{f' ({other.line})' if other.line else ''}",
                 fix=FIX,
                 where=line or None,
             )
-        pairs = zip(names, digests, their_digests, strict=False)
+        pairs = zip(names, digests, other.digests, strict=False)
         named = [name for name, one, other in pairs if one != other] or ["its inputs"]
         odd, most = (alike, others) if len(alike) < len(others) else (others, alike)
         return RanksParted(
             expected=f"the same {named[0]} on every rank, in {text}",
-            found=f"{' and '.join(named)} of {ranks_text(odd)}: other values than of {ranks_text(most)}",
+            found=f"{' and '.join(named)} of {ranks_text(odd)}: other values than of {ranks_text(most)}"
+            + "".join(f"; on rank {rank} {entry.remark}" for rank, (_, entry) in here.items() if entry.remark),
             fix=FIX_OF_VALUES,
             where=line,
         )
 
-    def _entry(self, rank: int) -> tuple[bytes, tuple[str, tuple[int, ...], str]] | None:
+    def _entry(self, rank: int) -> tuple[bytes, "Entry"] | None:
         """What a rank has written under this number, if it has come to it."""
         memory = self._memory
         assert memory is not None
         at = self._place(rank)
         if NUMBER.unpack_from(memory, at)[0] != self._number:
             return None
-        length = int.from_bytes(memory[at + ENTRY_BYTES - 2 : at + ENTRY_BYTES], "little")
+        length = int.from_bytes(memory[at + ENTRY_BYTES - LENGTH_BYTES : at + ENTRY_BYTES], "little")
         payload = memory[at + NUMBER.size : at + NUMBER.size + length]
         return payload, read_entry(payload)
 
@@ -177,13 +191,24 @@ def entry_core(text: str, digests: Sequence[int]) -> bytes:
     return HEADER.pack(len(data), len(kept)) + data + struct.pack(f"<{len(kept)}Q", *kept)
 
 
-def read_entry(payload: bytes) -> tuple[str, tuple[int, ...], str]:
-    """Text, digests and line of an entry."""
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a rank has written of an event."""
+
+    text: str
+    digests: tuple[int, ...]
+    line: str
+    remark: str
+
+
+def read_entry(payload: bytes) -> Entry:
+    """An entry from its bytes."""
     length, count = HEADER.unpack_from(payload)
     text = payload[HEADER.size : HEADER.size + length].decode(errors="replace")
     at = HEADER.size + length
     digests = struct.unpack_from(f"<{count}Q", payload, at)
-    return text, digests, payload[at + 8 * count :].decode(errors="replace")
+    line, _, remark = payload[at + 8 * count :].decode(errors="replace").partition("\n")
+    return Entry(text=text, digests=digests, line=line, remark=remark)
 
 
 def shared_file(size: int) -> str:

@@ -11,7 +11,14 @@ import torch.distributed as dist
 class Meeting(Protocol):
     """What tells ranks that have parted: see `collectives.lockstep`."""
 
-    def come(self, text: str, *, names: Callable[[], Sequence[str]] = tuple, digests: Sequence[int] = ()) -> None:
+    def come(
+        self,
+        text: str,
+        *,
+        names: Callable[[], Sequence[str]] = tuple,
+        digests: Sequence[int] = (),
+        remark: str = "",
+    ) -> None:
         """Note where this rank is; raise if another is known to be elsewhere."""
         ...
 
@@ -33,12 +40,19 @@ class Mesh:
     group: dist.ProcessGroup | None = None
     meeting: Meeting | None = None
 
-    def come(self, text: str, *, names: Callable[[], Sequence[str]] = tuple, digests: Sequence[int] = ()) -> None:
+    def come(
+        self,
+        text: str,
+        *,
+        names: Callable[[], Sequence[str]] = tuple,
+        digests: Sequence[int] = (),
+        remark: str = "",
+    ) -> None:
         """Say that this rank has come to a place where all ranks must meet; raises `RanksParted` if another is not
-        there. `digests` are of what must be equal, and `names` gives their names.
+        there. `digests` are of what must be equal, `names` gives their names, and `remark` says more of this rank.
         """
         if self.meeting is not None:
-            self.meeting.come(text, names=names, digests=digests)
+            self.meeting.come(text, names=names, digests=digests, remark=remark)
 
     @staticmethod
     def solo(device: torch.device | str = "cpu") -> "Mesh":

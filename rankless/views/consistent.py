@@ -17,10 +17,11 @@ from rankless.views.definition import JobDefinition, Outcome
 from rankless.views.equalising import equalise, require_equal, require_same_kind_of_device
 from rankless.views.inspecting import tapped
 from rankless.views.prepared import Prepared
-from rankless.views.preparing import Programs
+from rankless.views.preparing import Call, Programs
 from rankless.views.world import World
 
 CHANGED = ", its models changed outside jobs since"
+READ = "Python values that the job reads"
 
 
 class Consistent:
@@ -39,12 +40,15 @@ class Consistent:
 
     def run(self, arguments: Arguments) -> Outcome:
         """The job's whole result, the same on every rank; a train job's gradients are made."""
-        self._meet(arguments)
         placements = placements_of(arguments, self._world.mesh)
+        call = self._programs.look_up(arguments, placements)
+        self._meet(call)
         inspected = self._world.values is not None and self._world.values.begins(self._job.name)
-        prepare = self._programs.exactly_for if inspected else self._programs.program_for
         with fresh_casts():
-            prepared = prepare(arguments, placements)
+            if inspected:
+                prepared = self._programs.captured_exactly(call)
+            else:
+                prepared = call.known or self._programs.captured(call)
         self._draws = self._draws or prepared.captured.program.draws
         mesh = self._world.mesh
         values, states = [], []
@@ -72,20 +76,25 @@ class Consistent:
         counts = () if self._counting is None else self._counting.read(prepared, results)
         return Outcome(joined_result(prepared.captured, results, sizes), loss=loss, counts=counts)
 
-    def _meet(self, arguments: Arguments) -> None:
-        """Make sure that all ranks make this call, with the same inputs and models; raises `RanksParted`."""
+    def _meet(self, call: Call) -> None:
+        """Make sure that all ranks make this call, with the same inputs and models; raises `RanksParted`.
+
+        Also with the same program: where a Python value that the job reads differs, one rank would capture alone.
+        """
         self._calls += 1
         job, mesh = self._job, self._world.mesh
         is_first = self._calls == 1
         changed = not is_first and self._world.watch.changed(self._tensors)
         if mesh.meeting is not None:
-            digests = digests_of(arguments.tensors)
-            if self._draws:
-                digests.append(generator_digest())
+            arguments = call.arguments
+            program = 0 if call.known is None else call.known.number
+            drawn = [generator_digest()] if self._draws else []
+            stale = call.stale() if call.known is None else None
             mesh.come(
                 call_text(job.name, self._calls, arguments) + (CHANGED if changed else ""),
-                names=lambda: [*names_of(job.function, arguments), GENERATOR],
-                digests=digests,
+                names=lambda: [READ, *([GENERATOR] if drawn else []), *names_of(job.function, arguments)],
+                digests=[program, *drawn, *digests_of(arguments.tensors)],
+                remark="" if stale is None else f"{stale.label} {stale.change()}",
             )
         self._changes += changed
         if is_first:

@@ -32,7 +32,8 @@ class Counting:
 
     def of_call(self, arguments: Arguments) -> tuple[Count, ...]:
         """The counts of a call on one device."""
-        prepared = self.programs.program_for(arguments, placements_of(arguments, self._world.mesh))
+        call = self.programs.look_up(arguments, placements_of(arguments, self._world.mesh))
+        prepared = call.known or self.programs.captured(call)
         values = [
             arguments.tensors[slot] if isinstance(slot, int) else slot if isinstance(slot, Tensor) else slot.tensor()
             for slot in prepared.slots

@@ -110,7 +110,8 @@ def tapped(placed: PlacedProgram, world: World) -> Callable[[Sequence[Tensor], S
 def run_beside(job: JobDefinition, world: World, arguments: Arguments) -> None:
     """On one worker: run the job's logical program whole, with its values written down, and change nothing."""
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    prepared = Programs(job, world).exactly_for(arguments, placements_of(arguments, world.mesh))
+    programs = Programs(job, world)
+    prepared = programs.captured_exactly(programs.look_up(arguments, placements_of(arguments, world.mesh)))
     values = []
     for slot in prepared.slots:
         if isinstance(slot, int):

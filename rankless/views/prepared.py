@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from rankless.program.capture import Captured
-from rankless.program.guards import Guards
 from rankless.program.logical_program import ProgramInput
 from rankless.program.run import LocalProgram
 from rankless.views.arguments import Arguments
@@ -34,7 +33,8 @@ class Prepared:
 
     local: LocalProgram
     captured: Captured
-    guards: Guards
+    number: int
+    """Its place among the job's programs, in the order of their captures: the same on every rank."""
     slots: tuple[Slot | Tensor | int, ...]
     """Where each input comes from: a module's entry, a constant, or the number of a tensor argument."""
     targets: tuple[Slot | None, ...]
@@ -42,6 +42,11 @@ class Prepared:
     parameters: tuple[nn.Parameter, ...]
     variation: Variation | None
     """What other sizes of arguments it is right for; None if only for those it was captured with."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every Python value that it has taken in is what it was."""
+        return self.captured.guards.hold()
 
     def sizes(self, arguments: Arguments) -> dict[str, int]:
         """The varying sizes in this call, by name."""
@@ -51,13 +56,13 @@ class Prepared:
 
 
 def ready(
-    job: JobDefinition, captured: Captured, guards: Guards, local: LocalProgram, variation: Variation | None
+    job: JobDefinition, captured: Captured, local: LocalProgram, *, number: int, variation: Variation | None = None
 ) -> Prepared:
     """A job's program with its inputs and outputs found."""
     return Prepared(
         local=local,
         captured=captured,
-        guards=guards,
+        number=number,
         slots=tuple(slot(job, described) for described in local.inputs),
         targets=tuple(
             None if described.kind == "result" else entry(job, described.name, described.kind == "gradient")

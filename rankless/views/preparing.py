@@ -11,7 +11,7 @@ from rankless.collectives.messages import all_gather_bytes
 from rankless.errors import RanklessError
 from rankless.program.agreement import require_same_program
 from rankless.program.capture import ArgumentShape, Captured, JobSource, capture
-from rankless.program.guards import Guard, Guards
+from rankless.program.guards import Guard
 from rankless.program.logical_program import LogicalProgram
 from rankless.program.modes import modes
 from rankless.program.placement import Placement, Shard
@@ -60,24 +60,35 @@ class Told(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The tensors of a call: their logical shapes, and how they lie."""
+    """The tensors of a call, their logical shapes and how they lie; and the programs of calls like it."""
 
     arguments: Arguments
     shapes: Shapes
     placements: tuple[Placement, ...]
+    kind: KindOfCall
+    known: Prepared | None
+    """The program that is right for it, if there is one."""
 
-    def varying(self, history: History) -> tuple[tuple[Place, ...], ...]:
+    def stale(self) -> Guard | None:
+        """What has changed since a program was captured that would be right without."""
+        programs = (*self.kind.by_shapes.get(self.shapes, ()), *self.kind.varying)
+        return next((prepared.captured.guards.first_changed() for prepared in programs), None)
+
+    def varying(self) -> tuple[tuple[Place, ...], ...]:
         """The places whose sizes vary; lengths of shards that do not follow from a size stay as they are."""
         uneven = {
             (number, placement.dim)
             for number, (placement, shape) in enumerate(zip(self.placements, self.shapes, strict=True))
             if isinstance(placement, Shard) and not splits_evenly(placement, shape)
         }
-        return tuple(group for group in history.groups(self.shapes) if not uneven.intersection(group))
+        return tuple(group for group in self.kind.history.groups(self.shapes) if not uneven.intersection(group))
 
 
 class Programs:
-    """The programs of one job on a mesh; `changed` gives what is run of a captured one."""
+    """The programs of one job on a mesh; `changed` gives what is run of a captured one.
+
+    Each rank looks a call up by itself, so that ranks can compare what they have found; a capture is collective.
+    """
 
     def __init__(
         self,
@@ -92,9 +103,10 @@ class Programs:
         self._numbers = VaryingNumbers(job, world.say)
         self._memory = GradientMemory()
         self._recaptures: dict[str, int] = {}
+        self._captures = 0
 
-    def program_for(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Prepared:
-        """The program for this kind of call: captured now if it is new, or if a value it has taken in has changed."""
+    def look_up(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Call:
+        """A call with the program that is known for it, unless it is new or a value that was taken in has changed."""
         shapes = tuple([tensor.shape for tensor in arguments.tensors])
         key = self._key(arguments, placements)
         if key not in self._kinds:
@@ -105,20 +117,25 @@ class Programs:
             self._kinds[key] = KindOfCall()
         kind = self._kinds[key]
         known = kind.by_shapes.setdefault(shapes, [])
-        for place, prepared in enumerate(known):
-            if prepared.guards.hold():
-                known.insert(0, known.pop(place))
-                return prepared
-        kind.history.add(shapes)
-        call = Call(arguments=arguments, shapes=shapes, placements=placements)
-        fits = fitting(kind, shapes)
-        stale = next((item.guards.first_changed() for item in (*known, *kind.varying)), None) if fits is None else None
-        prepared = fits or self._for_varying_sizes(kind, call) or self._for_these_sizes(call)
+        found = next((prepared for prepared in known if prepared.is_right), None)
+        if found is None:
+            kind.history.add(shapes)
+            found = fitting(kind, shapes)
+        if found is not None:
+            keep(known, found)
+        return Call(arguments=arguments, shapes=shapes, placements=placements, kind=kind, known=found)
+
+    def captured(self, call: Call) -> Prepared:
+        """A program for a call that has none, captured by every rank and kept."""
+        stale = call.stale()
+        prepared = self._for_varying_sizes(call) or self._for_these_sizes(call)
         self._tell_of_change(stale)
-        known.insert(0, prepared)
-        # A value that changes at every step must not fill the memory.
-        del known[KEPT:], kind.varying[:-KEPT]
+        keep(call.kind.by_shapes[call.shapes], prepared)
         return prepared
+
+    def captured_exactly(self, call: Call) -> Prepared:
+        """A program captured for this very call, with no size that varies: to be looked at value by value."""
+        return self._for_these_sizes(call)
 
     def _tell_of_change(self, stale: Guard | None) -> None:
         """Say once of a value that it makes the job be captured again and again."""
@@ -130,11 +147,6 @@ class Programs:
                 f"{self._job.line}: job {self._job.name!r} has been captured {count} times again because {stale.label} "
                 "changes (right, but slow); pass it as a tensor argument"
             )
-
-    def exactly_for(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Prepared:
-        """A program captured for this very call, with no size that varies: to be looked at value by value."""
-        shapes = tuple([tensor.shape for tensor in arguments.tensors])
-        return self._for_these_sizes(Call(arguments=arguments, shapes=shapes, placements=placements))
 
     def _key(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Hashable:
         """What a program depends on, other than sizes and guarded values: arguments, PyTorch's switches."""
@@ -154,22 +166,22 @@ class Programs:
 
     def _for_these_sizes(self, call: Call) -> Prepared:
         """Capture, compare with the other ranks, place, lower."""
-        captured, guards = self._captured(call.arguments, shapes_of(call.arguments), None)
+        captured = self._capture(call.arguments, shapes_of(call.arguments), None)
         require_same_program(captured.program, self._world.mesh)
         program = self._changed(captured, call.arguments)
         local = built(program, call.placements, self._world.mesh, memory=self._memory)
         self._tell(local, captured)
-        return ready(self._job, captured, guards, local, None)
+        return self._ready(captured, local)
 
-    def _for_varying_sizes(self, kind: KindOfCall, call: Call) -> Prepared | None:
+    def _for_varying_sizes(self, call: Call) -> Prepared | None:
         """The same with symbols for sizes that have varied; None if there are none, or no such program."""
-        groups = call.varying(kind.history)
+        kind, groups = call.kind, call.varying()
         if not groups or kind.failures >= MOST_FAILURES:
             return None
         sizes, failure = Sizes(), ""
         try:
             shapes = symbolic(sizes, shapes_of(call.arguments), groups)
-            captured, guards = self._captured(call.arguments, shapes, sizes)
+            captured = self._capture(call.arguments, shapes, sizes)
             placements = [placed_as(item, shape.shape) for item, shape in zip(call.placements, shapes, strict=True)]
             mesh, symbols = self._world.mesh, tuple(sizes.symbols)
             program = self._changed(captured, call.arguments)
@@ -190,9 +202,10 @@ class Programs:
             fixed={place: size for place, size in sizes_of(call.shapes).items() if place not in varied},
             holds=condition_of(conditions, len(groups)),
         )
-        prepared = ready(self._job, captured, guards, local, variation)
+        prepared = self._ready(captured, local, variation)
         kind.varying.append(prepared)
-        if sum(known.guards.hold() for known in kind.varying) == MANY_PROGRAMS:
+        del kind.varying[:-KEPT]
+        if sum(known.is_right for known in kind.varying) == MANY_PROGRAMS:
             self._world.say(
                 f"{fixing_line(sizes) or self._job.line}: what job {self._job.name!r} computes depends on the sizes of "
                 f"its arguments, so it has been captured {MANY_PROGRAMS} times for sizes that vary, and will be again"
@@ -218,10 +231,12 @@ class Programs:
         )
         return None
 
-    def _captured(
-        self, arguments: Arguments, shapes: Sequence[ArgumentShape], sizes: Sizes | None
-    ) -> tuple[Captured, Guards]:
-        """The logical program for arguments of the given shapes, and the Python values that it has taken in."""
+    def _ready(self, captured: Captured, local: LocalProgram, variation: Variation | None = None) -> Prepared:
+        self._captures += 1
+        return ready(self._job, captured, local, number=self._captures, variation=variation)
+
+    def _capture(self, arguments: Arguments, shapes: Sequence[ArgumentShape], sizes: Sizes | None) -> Captured:
+        """The logical program for arguments of the given shapes."""
         job = self._job
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
         namespaces = [] if sizes is None else namespaces_of(job.function, job.modules)
@@ -232,7 +247,7 @@ class Programs:
             kept = without_sizes(namespaces, before)
         if kept:
             raise TypeError(f"the job keeps a size of an argument in {kept[0]!r}")
-        return captured, captured.guards
+        return captured
 
     def _tell(self, local: LocalProgram, captured: Captured) -> None:
         """Say once which operators no rule covers and what is lost, and show the program to whoever asked for it."""
@@ -252,9 +267,14 @@ class Programs:
 def fitting(kind: KindOfCall, shapes: Shapes) -> Prepared | None:
     """A program for varying sizes that is right for these."""
     for prepared in kind.varying:
-        if prepared.variation is not None and prepared.variation.fits(shapes) and prepared.guards.hold():
+        if prepared.variation is not None and prepared.variation.fits(shapes) and prepared.is_right:
             return prepared
     return None
+
+
+def keep(programs: list[Prepared], used: Prepared) -> None:
+    """Put the program that is used first, and drop the last: a value that changes always must not fill the memory."""
+    programs[:] = [used, *(other for other in programs if other is not used)][:KEPT]
 
 
 def reason_of(error: Exception, line: str) -> str:

@@ -9,6 +9,7 @@ from rankless.collectives.lockstep import SLOTS, Lockstep
 from rankless.collectives.messages import barrier
 from rankless.errors import RanksParted
 
+UNLIKE = (1, 3)
 SAME = [("call 1 of job 'train'", (1, 2))] * 3
 
 
@@ -24,7 +25,8 @@ def come(mesh, steps):
             if text == "end":
                 lockstep.end()
             else:
-                met.come(text, names=lambda: ["images", "labels"], digests=digests)
+                remark = f"the step is {mesh.rank}" if digests == UNLIKE else ""
+                met.come(text, names=lambda: ["images", "labels"], digests=digests, remark=remark)
         except RanksParted as error:
             outcome = str(error)
             break
@@ -53,9 +55,10 @@ def test_another_call_is_named_with_its_ranks_and_line(size):
 
 
 def test_other_values_are_named_with_the_argument_and_the_odd_rank():
-    found = [text for text in outcomes([SAME, SAME, [*SAME[:-1], (SAME[0][0], (1, 3))]]) if text]
+    found = [text for text in outcomes([SAME, SAME, [*SAME[:-1], (SAME[0][0], UNLIKE)]]) if text]
     assert found
     assert all("labels of rank" in text for text in found)
+    assert all("; on rank 2 the step is 2" in text for text in found)
     assert not any("images" in text for text in found)
 
 

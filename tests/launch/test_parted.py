@@ -15,10 +15,11 @@ from torch import nn
 
 model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scale = 1.0
 
 @rankless.job(model=model, optimizer=optimizer{options})
 def train(x, y):
-    return (model(x) - y).square().mean()
+    return scale * (model(x) - y).square().mean()
 
 @rankless.job(model=model)
 def evaluate(x):
@@ -42,6 +43,7 @@ FAULTS = {
     "other values": ("y = y + 1 if odd else y", "y of rank"),
     "other shapes": ("x, y = (x[:7], y[:7]) if odd else (x, y)", "float32[7, 3], float32[7, 1]"),
     "another job": ("evaluate(x) if odd else None", "call 1 of job 'evaluate'"),
+    "a value that the job reads": ("scale = 2.0 if odd else 1.0", "Python values that the job reads of rank"),
     "more random numbers": ("torch.rand(1) if odd else None", "random generator of rank"),
     "save on one rank": ("rankless.save('m', model=model) if odd else None", "rankless.save"),
     "once on one rank": ("rankless.once(len, 'abc') if odd else None", "rankless.once(len)"),

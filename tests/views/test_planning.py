@@ -78,7 +78,8 @@ def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobPro
     world = World(mesh=mesh, say=lambda _text: None, record=lambda _record: None)
     arguments = taken_apart((torch.randn(rows, 6, dtype=dtype), labels), {}, mesh.device)
     placements = placements_of(arguments, mesh)
-    prepared = Programs(job, world).program_for(arguments, placements)
+    programs = Programs(job, world)
+    prepared = programs.captured(programs.look_up(arguments, placements))
     values = [slot if isinstance(slot, Tensor | int) else slot.tensor().detach() for slot in prepared.slots]
     values = [
         piece_of(arguments.tensors[item], placements[item], mesh) if isinstance(item, int) else item for item in values

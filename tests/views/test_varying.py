@@ -10,7 +10,7 @@ from rankless.program.placement import Replicate, Shard, split_lengths
 from rankless.program.sizes import Sizes, condition_of, known, numbers_of
 from rankless.views.arguments import Arguments
 from rankless.views.job import make_job
-from rankless.views.preparing import Call, Programs
+from rankless.views.preparing import Call, KindOfCall, Programs
 from rankless.views.varying import History, Variation, placed_as, splits_evenly, symbolic
 from rankless.views.world import World
 
@@ -70,9 +70,9 @@ def test_lengths_that_do_not_follow_from_a_size_are_kept():
     assert splits_evenly(Shard(0, (4, 3)), (7, 3))
     assert splits_evenly(Replicate(), (7, 3))
     assert placed_as(uneven, (7, 3)) == uneven
-    call = Call(arguments=Arguments((), None, ()), shapes=((7, 3),), placements=(uneven,))
-    history = history_of(((6, 4),), ((8, 5),), ((7, 3),))
-    assert call.varying(history) == (((0, 1),),)
+    kind = KindOfCall(history=history_of(((6, 4),), ((8, 5),), ((7, 3),)))
+    call = Call(arguments=Arguments((), None, ()), shapes=((7, 3),), placements=(uneven,), kind=kind, known=None)
+    assert call.varying() == (((0, 1),),)
 
 
 def test_a_number_asked_of_a_size_is_a_guard_and_a_cost_looked_at_is_none():
