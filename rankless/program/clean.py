@@ -18,7 +18,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 
 from rankless.errors import CaptureError
-from rankless.program.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput, described
+from rankless.program.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput, described, draws
 from rankless.program.sizes import is_size
 
 aten = torch.ops.aten
@@ -198,9 +198,7 @@ def drop_double_transposes(graph: fx.Graph) -> None:
 
 def is_kept(node: fx.Node) -> bool:
     """Whether a node stays although nobody uses its value."""
-    if node.op in ("placeholder", "output"):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and (torch.Tag.nondeterministic_seeded in node.target.tags)
+    return node.op in ("placeholder", "output") or draws(node)
 
 
 def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from rankless.errors import CaptureError
-from rankless.program.logical_program import LogicalProgram, LogicalValue, ProgramOutput
+from rankless.program.logical_program import LogicalProgram, LogicalValue, ProgramOutput, draws
 from rankless.program.row_inference import RowKinds
 from rankless.program.row_kinds import DIVIDED, FACTOR, MEAN, NLL, VIEWED, Divisor, Lost, Sum
 from rankless.program.sizes import is_size
@@ -170,7 +170,7 @@ def require_undrawn(node: fx.Node, line: str) -> None:
         if item in seen:
             continue
         seen.add(item)
-        if isinstance(item.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in item.target.tags:
+        if draws(item):
             raise refusal("a mean over a count that is drawn at random", str(item.meta.get("line", line)))
         stack.extend(item.all_input_nodes)
 

@@ -143,19 +143,6 @@ class Guards:
             return False
         return all(guard.holds() for guard in self.others)
 
-    def put_back(self, is_wrong: Callable[[Any], bool]) -> str | None:
-        """Put back what was there in place of values that are wrong; the label of the first."""
-        first = None
-        for guard in self.guards:
-            if isinstance(guard, Entry) and isinstance(guard.scope, dict) and is_wrong(guard.scope.get(guard.name)):
-                guard.scope[guard.name] = guard.value
-            elif isinstance(guard, Cell) and is_wrong(contents(guard.cell)):
-                guard.cell.cell_contents = guard.value
-            else:
-                continue
-            first = first or guard.label
-        return first
-
     def first_changed(self) -> Guard | None:
         """The first guard that does not hold."""
         return next((guard for guard in self.guards if not guard.holds()), None)

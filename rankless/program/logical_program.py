@@ -93,14 +93,16 @@ class LogicalProgram:
     @cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
-        return any(
-            isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-            for node in self.graph.nodes
-        )
+        return any(map(draws, self.graph.nodes))
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits of `text`'s SHA-256."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def value_text(node: fx.Node) -> str:

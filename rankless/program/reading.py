@@ -92,14 +92,6 @@ def names_in(code: CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
-def line_naming(code: CodeType, name: str) -> str | None:
-    """The first line of a function that reads a name, as "file.py:12"."""
-    for item in instructions(code):
-        if item.argval == name and item.positions is not None and item.positions.lineno:
-            return f"{code.co_filename}:{item.positions.lineno}"
-    return None
-
-
 def functions_in(value: Any) -> list[FunctionType]:
     """The Python functions that a method, property or decorated function stands for."""
     if isinstance(value, FunctionType):

@@ -66,14 +66,14 @@ def capture_error(job: str, line: str) -> Iterator[None]:
             found=f"{USERS_WORDS.get(operator, operator)} needs the value of a tensor",
             fix=VALUE_READ,
             where=raised_at(error) or line,
-        ) from brief(error)
+        ) from without_frames(error)
     except UnsupportedOperatorException as error:
         raise CaptureError(
             expected=f"job {job!r} to use operators that PyTorch can trace",
             found=str(error.func),
             fix="use another operator, or compute it outside the job",
             where=raised_at(error) or line,
-        ) from brief(error)
+        ) from without_frames(error)
     except SyntaxError as error:
         # PyTorch writes a graph as Python code, and cannot for an overload named by a keyword, as random_.from.
         raise CaptureError(
@@ -81,15 +81,15 @@ def capture_error(job: str, line: str) -> Iterator[None]:
             found="one that it cannot, such as tensor.random_(low, high)",
             fix="use torch.randint and its kind",
             where=raised_at(error) or line,
-        ) from brief(error)
+        ) from without_frames(error)
     except (RuntimeError, AssertionError) as error:
         refusal = refused(job, error, line)
         if refusal is error:
             raise
-        raise refusal from brief(error)
+        raise refusal from without_frames(error)
 
 
-def brief(error: BaseException) -> BaseException:
+def without_frames(error: BaseException) -> BaseException:
     """The error without the dozens of frames of PyTorch's tracing."""
     error.__context__ = None
     return error.with_traceback(None)

@@ -16,7 +16,7 @@ from operator import getitem
 import torch
 from torch import fx
 
-from rankless.program.logical_program import LogicalProgram, ProgramInput
+from rankless.program.logical_program import LogicalProgram, ProgramInput, draws
 from rankless.program.placement import Partial, Placement, Replicate, Shard
 from rankless.program.row_kinds import (
     BATCH_NORM,
@@ -150,7 +150,7 @@ class RowKinds:
         count = len(value.shape)
         inputs = [(item, self.kinds[item]) for item in node.all_input_nodes]
         everywhere = all(isinstance(kind, Fixed) and len(kind.alike) == len(shape_of(item)) for item, kind in inputs)
-        drawn = torch.Tag.nondeterministic_seeded in node.target.tags and node.target is not aten.randperm.default
+        drawn = draws(node) and node.target is not aten.randperm.default
         if node.target in MADE or (everywhere and (drawn or is_pointwise(node.target) or node.target in CONVERTED)):
             return list(range(count))
         if node.target is aten.embedding.default:

@@ -17,7 +17,7 @@ from rankless.program.placement import Placement, Replicate, Shard, split_length
 from rankless.views.logical import LogicalTensor
 
 TENSOR = "tensor"
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,27 @@ class Arguments:
 
 def leaf_names(function: Callable[..., Any], arguments: Arguments) -> list[str]:
     """The argument of the function that each leaf of a call belongs to."""
+    return [name for name, _ in leaf_paths(function, arguments)]
+
+
+def leaf_paths(function: Callable[..., Any], arguments: Arguments) -> list[tuple[str, str]]:
+    """The argument of the function that each leaf of a call belongs to, and the way to it from there: "['ids'][0]"."""
     parameters = inspect.signature(function).parameters
-    positional = [name for name, item in parameters.items() if item.kind not in VARIADIC]
-    variadic = [name for name, item in parameters.items() if item.kind is VARIADIC[0]]
+    positional = [name for name, item in parameters.items() if item.kind in POSITIONAL]
+    variadic = [name for name, item in parameters.items() if item.kind is inspect.Parameter.VAR_POSITIONAL]
     tree = pytree.tree_unflatten(list(arguments.plain), arguments.spec)
-    names = []
+    found = []
     for path, _ in pytree.tree_flatten_with_path(tree)[0]:
+        rest = pytree.keystr(path[2:])
         # Positional arguments are a tuple, those by keyword a dict.
         match path[1]:
+            case pytree.SequenceKey(place) if place < len(positional):
+                found.append((positional[place], rest))
             case pytree.SequenceKey(place):
-                names.append((positional + variadic * (place + 1))[place])
+                found.append((variadic[0], f"[{place - len(positional)}]{rest}"))
             case pytree.MappingKey(name):
-                names.append(name)
-    return names
+                found.append((name, rest))
+    return found
 
 
 def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:

@@ -6,21 +6,19 @@ found by `check_every`, which compares models. A batch of a loader is not looked
 of all its samples, which every rank knows. Values on a GPU are not looked at either: that would wait for it.
 """
 
-import inspect
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from rankless.views.arguments import TENSOR, Arguments
+from rankless.program.plain_values import SIMPLE
+from rankless.views.arguments import TENSOR, Arguments, leaf_paths
 from rankless.views.logical import LogicalTensor
 
 PIECES = 256
 PIECE_BYTES = 64
-SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 GENERATOR = "state of torch's random generator"
 
 
@@ -43,18 +41,8 @@ def plain_text(value: Any) -> str:
 
 def names_of(function: Callable[..., Any], arguments: Arguments) -> list[str]:
     """What the function calls its tensor arguments: "images", "batch['ids']"."""
-    leaves = pytree.tree_unflatten(list(arguments.plain), arguments.spec)
-    args, kwargs = leaves
-    try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        given = {f"argument {place}": value for place, value in enumerate([*args, *kwargs.values()])}
-    found = []
-    for name, value in given.items():
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            if leaf is TENSOR:
-                found.append(f"{name}{pytree.keystr(path)}")
-    return found
+    paths = leaf_paths(function, arguments)
+    return [name + rest for (name, rest), leaf in zip(paths, arguments.plain, strict=True) if leaf is TENSOR]
 
 
 def digests_of(tensors: Sequence[Tensor]) -> list[int]:

@@ -5,7 +5,6 @@ script does to the whole in place, also through a view or a NumPy array, is in t
 and an operation that would part the two (a transpose in place, new storage) is refused.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from rankless.collectives.lockstep import line_of_the_script
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.tensors import all_gather
 from rankless.errors import DataError
@@ -101,7 +101,7 @@ class GatherNotice:
         self._given = True
         name = resolve_name(operation) or getattr(operation, "__name__", str(operation))
         self._say(
-            f"{_line_of_the_script()}: {name} outside a job gathers the whole batch on every rank, here and "
+            f"{line_of_the_script()}: {name} outside a job gathers the whole batch on every rank, here and "
             "wherever else it is done; inside a job nothing is gathered"
         )
 
@@ -185,7 +185,7 @@ class LogicalTensor(Tensor):
     def whole(self) -> Tensor:
         """The whole as a plain tensor, gathered from all ranks at the first call: a collective operation."""
         if self._whole is None:
-            where = _line_of_the_script()
+            where = line_of_the_script()
             with self._notice.waiting(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self.mesh.come(
                     f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
@@ -258,7 +258,7 @@ def _on_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
                 expected="operations that leave a batch's shape and storage as they are",
                 found=f"{resolve_name(func) or func}, which changed them in place",
                 fix="use the operation that gives a new tensor (without the underscore at its end)",
-                where=_line_of_the_script(),
+                where=line_of_the_script(),
             )
         if result is tensor.whole():
             result = tensor
@@ -280,14 +280,3 @@ def _gather(local: Tensor, *, placement: Shard, mesh: Mesh) -> Tensor:
         gathered = all_gather(rows, mesh=mesh, dim=0, lengths=placement.lengths)
         whole = gathered.view(local.dtype).reshape(-1, *row_shape)
     return whole.movedim(0, placement.dim).to(local.device)
-
-
-def _line_of_the_script() -> str:
-    """The file and line of the innermost frame that is neither ours nor PyTorch's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "rankless",
-        "torch",
-    ):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -16,7 +16,7 @@ from rankless.program.logical_program import LogicalProgram
 from rankless.program.modes import modes
 from rankless.program.placement import Placement, Shard
 from rankless.program.plain_values import kinds_of_plain
-from rankless.program.refusals import brief, raised_at
+from rankless.program.refusals import raised_at
 from rankless.program.run import LocalProgram, built
 from rankless.program.schedule import GradientMemory
 from rankless.program.sizes import Sizes, condition_of, is_size
@@ -282,7 +282,7 @@ def reason_of(error: Exception, line: str) -> str:
     if isinstance(error, RanklessError):
         text, where = str(error.found), error.where
     else:
-        text, where = f"{type(error).__name__}: {brief(error)}", None
+        text, where = f"{type(error).__name__}: {error}", None
     return f"{where or raised_at(error) or line}: {text}".partition("\n")[0]
 
 

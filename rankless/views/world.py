@@ -49,10 +49,10 @@ class World:
     """Takes every value of one job call; None but where `verify` looks for the first that differs."""
     meter: ProgressMeter | None = None
     """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
-
     passes: Passes = field(default_factory=Passes)
     """Told by loaders of batches and ends of passes, for jobs that gather several calls into a step."""
     solitude: Solitude = field(default_factory=Solitude)
+    """Whether rank 0 is inside `rankless.once`."""
 
 
 WorldSource = Callable[[], World]
