@@ -45,7 +45,8 @@ def on_mesh(size: int, function: Callable[..., Any], *arguments: Any) -> list[An
     if not errors:
         return answers
     # Workers that failed differently may have stopped at different collectives: the next test gets new ones.
-    if len(errors) < size or len({type(error) for error in errors}) > 1:
+    alike = len(errors) == size and len({type(error) for error in errors}) == 1
+    if not alike or not pool.lives:
         _discard(size)
     raise errors[0]
 
@@ -78,6 +79,11 @@ class Pool:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+
+    @property
+    def lives(self) -> bool:
+        """Whether no worker has ended."""
+        return all(process.is_alive() for process in self.processes)
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         """Each worker's result, or the exception that it raised."""

@@ -52,8 +52,7 @@ def counted(
         for node, count in targets_counted(given).items()
     }
     found = RowKinds(more, fewer, dims, key_in(written))
-    order = {node: place for place, node in enumerate(more.graph.nodes)}
-    divisors = sorted(divisors_of(minimised(more), found, line), key=lambda item: order[item.node])
+    divisors = divisors_of(minimised(more), found, line)
     counts = []
     for divisor in divisors:
         twin = twin_of(divisor.node, more, program, line)
@@ -129,13 +128,18 @@ def key_in(written: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], str]:
 
 
 def divisors_of(objective: fx.Node, found: RowKinds, line: str) -> list[Divisor]:
-    """What the loss is divided by; nothing for a sum over rows. Raises for what cannot be gathered."""
+    """What the loss is divided by, in the order of the program; nothing for a sum over rows.
+
+    Raises for what cannot be gathered.
+    """
     kind = found.kinds[objective]
     if isinstance(kind, Lost):
         raise refusal(kind.reason, kind.line or line)
     if not isinstance(kind, Sum):
         raise refusal("one that no batch goes into", line)
-    divisors = [divisor for divisor in kind.divisors if divisor is not None]
+    order = {node: place for place, node in enumerate(objective.graph.nodes)}
+    # A set's order is another on every rank, and all must take the same of several that are computed alike.
+    divisors = sorted(filter(None, kind.divisors), key=lambda divisor: order[divisor.node])
     if not divisors:
         if kind.constant:
             raise refusal("a sum over rows plus a term without rows, which would be added once per call", line)
@@ -147,7 +151,10 @@ def divisors_of(objective: fx.Node, found: RowKinds, line: str) -> list[Divisor]
     if len(finishes) > 1 or (kind.constant and finishes != {(0.0, None)}):
         raise refusal("a mean over a count that is clamped or shifted, beside a term that is not", lines)
     # Counts that are computed alike are one. Different ones must be in proportion, which every call shows.
-    return [*{divisor.node if divisor.literal else divisor.key: divisor for divisor in divisors}.values()]
+    alike: dict[fx.Node | str, Divisor] = {}
+    for divisor in divisors:
+        alike.setdefault(divisor.node if divisor.literal else divisor.key, divisor)
+    return list(alike.values())
 
 
 def refusal(found: str, line: str) -> CaptureError:

@@ -167,8 +167,8 @@ class Programs:
     def _for_these_sizes(self, call: Call) -> Prepared:
         """Capture, compare with the other ranks, place, lower."""
         captured = self._capture(call.arguments, shapes_of(call.arguments), None)
-        require_same_program(captured.program, self._world.mesh)
         program = self._changed(captured, call.arguments)
+        require_same_program(program, self._world.mesh)
         local = built(program, call.placements, self._world.mesh, memory=self._memory)
         self._tell(local, captured)
         return self._ready(captured, local)
@@ -193,7 +193,7 @@ class Programs:
             # What raises once raises always; a size may be asked for its number in some shapes only.
             kind.failures += MOST_FAILURES if failure else 1
             return None
-        require_same_program(captured.program, self._world.mesh)
+        require_same_program(program, self._world.mesh)
         self._tell(local, captured)
         varied = {place for group in groups for place in group}
         variation = Variation(

@@ -29,7 +29,12 @@ def test_each_worker_knows_itself(tmp_path: Path) -> None:
 
 
 def test_torchrun_is_understood(tmp_path: Path) -> None:
-    script = WHO.replace("print(", "print(rankless.once(lambda: 'same'), ")
+    # One write per line: both workers write to one pipe, and buffering may be switched off.
+    script = """
+import rankless
+same = rankless.once(lambda: "same")
+print(f"{same} {rankless.rank()} {rankless.world_size()} {rankless.local_rank()}\\n", end="")
+"""
     prefix = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     job = alone(script, *prefix, folder=tmp_path)
     assert sorted(job.stdout.split("\n")) == ["", "same 0 2 0", "same 1 2 1"], job.stderr
