@@ -24,17 +24,23 @@ BACKWARD = (
     "return the loss and leave backward() away; torch.autograd.grad for gradients that the loss needs",
 )
 SCHEDULING = ("a scheduler's step()", "call scheduler.step() after the job: inside it would happen at capture only")
+SCALING = (
+    "a GradScaler's scale()",
+    "leave the scaler away and return the loss itself: autocast to bfloat16 needs none",
+)
 STEPPING = ("an optimizer's step()", "leave it away: each call of the job makes it, or pass optimizer= to rankless.job")
 
 
 @contextlib.contextmanager
 def steps_refused() -> Iterator[None]:
-    """Within, backward, clipping and the steps of optimizers and schedulers raise `CaptureError` with their line."""
+    """Within, backward, clipping, scaling, steps of optimizers and schedulers raise `CaptureError` with their line."""
     wanted: list[tuple[Any, str, tuple[str, str]]] = [
         (Tensor, "backward", BACKWARD),
         (torch.autograd, "backward", BACKWARD),
         (LRScheduler, "step", SCHEDULING),
         (ReduceLROnPlateau, "step", SCHEDULING),
+        # Asked by `scale` of a scaler that is enabled.
+        (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", SCALING),
         # Asked by both kinds of clipping, whatever name the script has imported them by.
         (clip_grad, "_get_total_norm", CLIPPING),
         (clip_grad, "_group_tensors_by_device_and_dtype", CLIPPING),

@@ -9,6 +9,7 @@ from typing import Generic, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankless.errors import PlanError, RanklessError
@@ -179,16 +180,23 @@ def make_job(
 def named_modules(model: Models) -> dict[str, nn.Module]:
     """The modules of a job by name: "model", "model_0" and so on, or the names given."""
     if isinstance(model, nn.Module):
-        return {"model": model}
-    named = (
-        dict(model) if isinstance(model, Mapping) else {f"model_{place}": module for place, module in enumerate(model)}
-    )
+        named = {"model": model}
+    elif isinstance(model, Mapping):
+        named = dict(model)
+    else:
+        named = {f"model_{place}": module for place, module in enumerate(model)}
     for name, module in named.items():
         if not isinstance(module, nn.Module) or not name.isidentifier():
             raise PlanError(
                 expected="model= to be a torch.nn.Module, a list of them, or a dict of them by name",
                 found=f"{type(module).__name__} under the name {name!r}",
                 fix="pass modules; other things the job may read from its closure",
+            )
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            raise PlanError(
+                expected="model= to be the model itself: its job is what runs on all devices",
+                found=f"{type(module).__name__} around it",
+                fix="leave the wrapper away, or pass and call its .module",
             )
     return named
 

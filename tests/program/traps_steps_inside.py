@@ -38,6 +38,15 @@ def step_of_a_scheduler():
     return doing(act)
 
 
+def loss_scaled():
+    scaler = torch.amp.GradScaler("cpu")
+
+    def act(_model, loss, _optimizer):
+        scaler.scale(loss)  # the line
+
+    return doing(act)
+
+
 def norm_clipped():
     def act(model, _loss, _optimizer):
         clip_grad_norm_(model.parameters(), 1.0)  # the line
@@ -80,6 +89,7 @@ def row_written():
 PARTS = [
     Trap(build=step_of_an_optimizer, refused=r"an optimizer's step\(\) inside the job"),
     Trap(build=step_of_a_scheduler, refused=r"a scheduler's step\(\) inside the job"),
+    Trap(build=loss_scaled, refused=r"a GradScaler's scale\(\) inside the job"),
     Trap(build=norm_clipped, refused=r"clipping gradients inside the job"),
     Trap(build=values_clipped, refused=r"clipping gradients inside the job"),
     Trap(build=backward_of_the_loss, refused=r"backward\(\) inside the job"),

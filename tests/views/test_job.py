@@ -42,6 +42,11 @@ def test_what_is_no_module_is_refused_as_a_model(model):
         job_of(lambda x: x, model)
 
 
+def test_a_model_in_a_wrapper_that_makes_it_parallel_is_refused_with_the_way_out():
+    with pytest.raises(PlanError, match=r"DataParallel around it\n.*pass and call its \.module"):
+        job_of(lambda x: x, nn.DataParallel(nn.Linear(2, 2)))
+
+
 def test_a_model_on_another_kind_of_device_than_its_job_is_refused_with_the_way_out():
     mesh = Mesh(rank=0, size=2, device=torch.device("cuda", 0))
     with pytest.raises(PlanError, match=r"model.to\('cuda'\)"):
