@@ -65,14 +65,19 @@ class Draft:
             self._reserved(rank).touch()
 
     def deliver(self, rank: int, file: TensorFile) -> None:
-        """Tell rank 0 that this rank's file is on disk."""
+        """Tell rank 0 that this rank's file is on disk. Raises CheckpointError if rank 0 has given up."""
+        self._require_rank_0()
         self._reserved(rank).write_bytes(msgspec.json.encode(file))
         self._reserved(rank).rename(self._part(rank))
 
     def withdraw(self, rank: int, because: BaseException) -> None:
         """Tell rank 0 that this rank's file will not come. Raises CheckpointError if rank 0 gave up before."""
-        if not (self.folder / _TOKEN_NAME).exists():
-            raise self._failed(0, "it gave up; its own error says why") from because
+        try:
+            self._require_rank_0()
+        except CheckpointError as error:
+            # What this rank wrote while rank 0 removed the folder.
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise error from because
         self._reserved(rank).unlink(missing_ok=True)
 
     def collect(self, ranks: Sequence[int]) -> list[TensorFile]:
@@ -105,9 +110,15 @@ class Draft:
         with contextlib.suppress(OSError):
             if not self.place.exists() and self._old.exists():
                 self._old.rename(self.place)
+            # The token first: a rank whose file then vanishes under its hands knows why.
+            (self.folder / _TOKEN_NAME).unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.place.exists():
                 shutil.rmtree(self._old, ignore_errors=True)
+
+    def _require_rank_0(self) -> None:
+        if not (self.folder / _TOKEN_NAME).exists():
+            raise self._failed(0, "it gave up; its own error says why")
 
     def _size(self) -> int:
         size = 0

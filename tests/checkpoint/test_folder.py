@@ -48,6 +48,22 @@ def test_a_save_that_fails_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     assert loaded_number(tmp_path / "c") == 1
 
 
+def test_a_rank_whose_folder_vanishes_blames_rank_0_and_leaves_nothing(tmp_path):
+    ours, theirs = Draft(tmp_path / "c"), Draft(tmp_path / "c")
+    ours.open("a token")
+    theirs.reserve(1, "a token")
+    ours.discard()
+    for again in (False, True):
+        if again:  # rank 1 wrote while rank 0 removed
+            (tmp_path / ".c.new").mkdir()
+            (tmp_path / ".c.new" / "tensors-1.safetensors").write_text("")
+        with pytest.raises(CheckpointError, match="rank 0 to write its part"):
+            theirs.deliver(1, TensorFile("tensors-1.safetensors", 0, "", []))
+        with pytest.raises(CheckpointError, match="rank 0 to write its part"):
+            theirs.withdraw(1, because=FileNotFoundError())
+        assert os.listdir(tmp_path) == []
+
+
 def test_other_peoples_files_are_not_replaced(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "thesis.txt").write_text("ten years")
