@@ -9,10 +9,15 @@ from rankless.collectives.messages import all_gather_bytes
 from rankless.errors import CheckpointError
 
 
+class FailedElsewhere(CheckpointError):
+    """What a rank raises that came through itself, and learnt from the folder that another did not."""
+
+
 class _Outcome(msgspec.Struct):
-    """How one rank came through; `summary` must be the same on all that did."""
+    """How one rank came through; `summary` must be the same on all that did. `follows`: its error is another's."""
 
     error: str | None
+    follows: bool
     summary: str
     note: bytes
 
@@ -20,9 +25,9 @@ class _Outcome(msgspec.Struct):
 class Agreement:
     """A context at whose end every rank raises if any rank raised, or if their `summary` differs.
 
-    Without it a rank that raises would leave the others waiting in their next collective. The rank that
-    raised keeps its own error; the others get a CheckpointError that names it. `fix` is for ranks that differ.
-    What each rank puts into `note`, all find in `notes` afterwards, in the order of ranks.
+    Without it a rank that raises would leave the others waiting in their next collective. The rank that raised keeps
+    its own error, unless that only follows another's; the others get a CheckpointError that names it. `fix` is for
+    ranks that differ. What each rank puts into `note`, all find in `notes` afterwards, in the order of ranks.
     """
 
     def __init__(self, *, mesh: Mesh, doing: str, fix: str = "let every rank come here alike") -> None:
@@ -44,17 +49,20 @@ class Agreement:
             self.notes = [self.note]
             return
         text = None if error is None else f"{type(error).__name__}: {str(error).strip()}"
-        mine = msgspec.msgpack.encode(_Outcome(error=text, summary=self.summary, note=self.note))
+        follows = isinstance(error, FailedElsewhere)
+        mine = msgspec.msgpack.encode(_Outcome(error=text, follows=follows, summary=self.summary, note=self.note))
         outcomes = [msgspec.msgpack.decode(data, type=_Outcome) for data in all_gather_bytes(mine, mesh=self._mesh)]
-        if error is not None:
+        failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+        causes = [rank for rank in failed if not outcomes[rank].follows]
+        if error is not None and (not follows or not causes):
             return
-        for rank, outcome in enumerate(outcomes):
-            if outcome.error is not None:
-                raise CheckpointError(
-                    expected=f"every rank to {self._doing}",
-                    found=f"rank {rank} failed: {outcome.error}",
-                    fix=f"mend the cause on rank {rank}",
-                )
+        if failed:
+            rank = (causes or failed)[0]
+            raise CheckpointError(
+                expected=f"every rank to {self._doing}",
+                found=f"rank {rank} failed: {outcomes[rank].error}",
+                fix=f"mend the cause on rank {rank}",
+            ) from None
         for rank, outcome in enumerate(outcomes):
             if outcome.summary != outcomes[0].summary:
                 raise CheckpointError(

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import safetensors
 
+from rankless.checkpoint.agreement import FailedElsewhere
 from rankless.checkpoint.files import sync
 from rankless.checkpoint.manifest import MANIFEST_NAME, TENSORS_NAME, TensorFile
 from rankless.errors import CheckpointError
@@ -88,7 +89,11 @@ class Draft:
             if grown != seen:
                 seen, since = grown, time.monotonic()
             if time.monotonic() - since > PATIENCE_SECONDS:
-                raise self._failed(waiting[0], f"nothing has grown for {PATIENCE_SECONDS:.0f} s")
+                raise CheckpointError(
+                    expected=f"rank {waiting[0]} to write its part of {self.place}",
+                    found=f"nothing has grown for {PATIENCE_SECONDS:.0f} s",
+                    fix=f"see why rank {waiting[0]} is stuck; the checkpoint that was there before is kept",
+                )
             time.sleep(POLL_SECONDS)
         files = [msgspec.json.decode(self._part(rank).read_bytes(), type=TensorFile) for rank in ranks]
         for rank in ranks:
@@ -118,7 +123,7 @@ class Draft:
 
     def _require_rank_0(self) -> None:
         if not (self.folder / _TOKEN_NAME).exists():
-            raise self._failed(0, "it gave up; its own error says why")
+            raise self._gave_up(0)
 
     def _size(self) -> int:
         size = 0
@@ -134,13 +139,13 @@ class Draft:
             return False
         # Looked at again: it may have been renamed between the two looks.
         if not self._part(rank).exists():
-            raise self._failed(rank, "it gave up; its own error says why")
+            raise self._gave_up(rank)
         return True
 
-    def _failed(self, rank: int, found: str) -> CheckpointError:
-        return CheckpointError(
+    def _gave_up(self, rank: int) -> FailedElsewhere:
+        return FailedElsewhere(
             expected=f"rank {rank} to write its part of {self.place}",
-            found=found,
+            found="it gave up; its own error says why",
             fix=f"mend the cause on rank {rank}; the checkpoint that was there before is kept",
         )
 
