@@ -34,7 +34,7 @@ def commands(page: Path) -> list[str]:
 
 
 ALL_COMMANDS = [command for page in PAGES for command in commands(page)]
-HERE = [command for command in ALL_COMMANDS if command not in RUN_ELSEWHERE]
+HERE = [command for command in dict.fromkeys(ALL_COMMANDS) if command not in RUN_ELSEWHERE]
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
