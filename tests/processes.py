@@ -6,9 +6,11 @@ in the order of ranks. The function is found by name, so it must stand at the to
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -19,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -97,6 +100,7 @@ class Pool:
             if not wait([self.pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic())):
                 for error in filter(lambda answer: isinstance(answer, Exception), answers.values()):
                     raise error
+                self._show_where()
                 raise TimeoutError(f"{function.__qualname__}: no answer from ranks {waiting} in time")
             for rank in waiting:
                 if self.pipes[rank].poll():
@@ -104,6 +108,15 @@ class Pool:
                     if isinstance(answers[rank], Exception):
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _show_where(self) -> None:
+        """Let every worker and its children write to stderr where they are."""
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker = psutil.Process(process.pid)
+                for part in (worker, *worker.children(recursive=True)):
+                    part.send_signal(signal.SIGUSR1)
+                    time.sleep(0.2)
 
     def _answer(self, rank: int) -> Any:
         try:
@@ -127,6 +140,7 @@ class Pool:
 
 def _serve(pipe: Connection, rank: int, size: int, store_file: str) -> None:
     """A worker's life: join the group, answer tasks until the pipe closes."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     # A process of a fork server would start its own children by one too: in a run's workers readers are forked.
     multiprocessing.set_start_method("fork", force=True)
     loopback = "lo0" if sys.platform == "darwin" else "lo"

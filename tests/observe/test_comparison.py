@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from rankless.observe.comparison import compare
 from rankless.observe.recordings import read_recordings
 from rankless.observe.verdict import encode_report, make_report, render_table, render_verdict
+from rankless.records.results import Called
 from rankless.views.recording import Recorder, disturb, nudged
 
 ROWS, STEPS = 12, 6
@@ -277,3 +279,18 @@ def test_the_report_and_the_table_say_what_was_compared(tmp_path):
     assert len(decoded["losses_many"]) == STEPS
     assert 0 <= decoded["largest_loss_difference"] < 1e-5
     assert 0 <= decoded["largest_parameter_difference"] < 1e-5
+
+
+def test_a_tolerance_below_the_noise_is_out_of_reach_also_where_repeated_losses_are_by_chance_the_same(tmp_path):
+    one = train(tmp_path / "one", 1)[0]
+    many = train(tmp_path / "many", 3)
+    noise = train(tmp_path / "noise", 1, noise_seed=5)[0]
+    lucky = [
+        mine if isinstance(mine, Called) else theirs for mine, theirs in zip(one.results, noise.results, strict=True)
+    ]
+    repeated = [replace(noise, results=tuple(lucky))]
+    tight, wide = (compare(one, many, repeated, tolerance=bound) for bound in (1e-12, 1e-3))
+    assert tight.findings
+    assert tight.tolerance.unmet is not None
+    assert not wide.findings
+    assert wide.tolerance.unmet is None
