@@ -10,7 +10,7 @@ SOURCES := rankless tests examples bench
 
 help:
 	@echo "make demo    set up, train LeNet on 4 workers, verify its first 2 epochs against one worker"
-	@echo "make test    set up, run every test"
+	@echo "make test    set up, run every test [PYTEST=arguments]"
 	@echo "make check   set up, then format, lint, types, imports and tests: what CI runs"
 	@echo "make bench   set up, then measure against torchrun and DistributedDataParallel [BENCH=name] [JSON=file]"
 
@@ -28,8 +28,9 @@ demo: $(READY)
 	$(BIN)/rankless run -n 4 examples/lenet.py --at-least 0.97
 	$(BIN)/rankless verify -n 4 examples/lenet.py --epochs 2
 
+# Two to four test processes, each with worker pools of its own: most of a test's time is one process waiting for another.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal $(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(SOURCES)
