@@ -160,8 +160,7 @@ def capture(
         stack.enter_context(without_autocast(device.type))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.set_grad_enabled(source.trains))
-        if sizes is not None:
-            stack.enter_context(unlogged())
+        stack.enter_context(unlogged())
         with fake:
             inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
         with capture_error(source.name, source.line), seems_compiling(), tensors_kept(source.modules):
@@ -187,7 +186,7 @@ def capture(
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Within, PyTorch does not log what fails: a capture for varying sizes that comes to nothing is no error."""
+    """Within, PyTorch does not log what fails: it is raised as well, and under varying sizes it may be no error."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SHAPE_LOGGER)]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:

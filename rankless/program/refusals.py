@@ -3,6 +3,7 @@
 import contextlib
 import traceback
 from collections.abc import Iterator
+from types import TracebackType
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rankless.errors import CaptureError, RanklessError
-from rankless.program.tracing import is_users_file
+from rankless.program.tracing import OUR_FOLDER, is_users_file
 
 VALUE_READ = (
     "compute with tensors instead (torch.where, masks, sums), or return the tensor as a metric and read it outside"
@@ -93,6 +94,26 @@ def without_frames(error: BaseException) -> BaseException:
     """The error without the dozens of frames of PyTorch's tracing."""
     error.__context__ = None
     return error.with_traceback(None)
+
+
+def as_the_script_raised_it(error: Exception) -> Exception:
+    """The error of a job's own code with the script's lines only: between them dozens are of PyTorch's tracing, and ours.
+
+    An error of Rankless's own code keeps all its frames.
+    """
+    frames = []
+    innermost = trace = error.__traceback__
+    while trace is not None:
+        innermost = trace
+        if is_users_file(trace.tb_frame.f_code.co_filename):
+            frames.append(trace)
+        trace = trace.tb_next
+    if not frames or innermost is None or innermost.tb_frame.f_code.co_filename.startswith(OUR_FOLDER):
+        return error
+    shown: TracebackType | None = None
+    for frame in reversed(frames):
+        shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return error.with_traceback(shown)
 
 
 def refused(job: str, error: RuntimeError | AssertionError, line: str) -> Exception:

@@ -1,5 +1,7 @@
 """Run: one rank's program as straight-line code, called below autograd."""
 
+import linecache
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,19 +26,38 @@ class LocalProgram:
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
     function: Callable[..., Sequence[Tensor]]
+    lines: Mapping[int, str]
+    """The script's line, as "file.py:12", for each line of `function`."""
     placed: PlacedProgram
     moves: tuple[Move, ...]
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
-        """Run it once; no gradient is recorded, and autocast's casts are those that were captured."""
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            return self.function(*sizes, *values)
+        """Run it once; no gradient is recorded, and autocast's casts are those that were captured.
+
+        What an operator raises gets a note of the script's line that it serves.
+        """
+        try:
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+                return self.function(*sizes, *values)
+        except Exception as error:  # operators are foreign code, and this program has no lines that a user knows
+            if note := self._place_of(error):
+                error.add_note(note)
+            raise
+
+    def _place_of(self, error: Exception) -> str:
+        """Which line of the script an error came from, in words; empty if that cannot be told."""
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if frame.f_code is self.function.__code__ and (line := self.lines.get(number)):
+                file, _, place = line.rpartition(":")
+                text = linecache.getline(file, int(place)).strip() if place.isdigit() else ""
+                return f"in the job's line {line}" + (f": {text}" if text else "")
+        return ""
 
 
-def compiled(graph: fx.Graph, sizes: Sequence[str] = ()) -> Callable[..., Sequence[Tensor]]:
+def compiled(graph: fx.Graph, sizes: Sequence[str] = ()) -> tuple[Callable[..., Sequence[Tensor]], Mapping[int, str]]:
     """A graph as one Python function: an assignment per node, each value dropped after its last use.
 
-    `sizes` names the varying sizes, which it takes first.
+    `sizes` names the varying sizes, which it takes first. Beside it the script's line for each of its own.
     """
     code = CodeWriter(sizes)
     last_use = {}
@@ -53,12 +74,13 @@ def compiled(graph: fx.Graph, sizes: Sequence[str] = ()) -> Callable[..., Sequen
             arguments = [code.text(item) for item in node.args]
             arguments += [f"{key}={code.text(item)}" for key, item in node.kwargs.items()]
             code.lines.append(f"{node.name} = {code.constant(node.target)}({', '.join(arguments)})")
+            code.origins[len(code.lines)] = node.meta.get("line", "")
         dropped = [value.name for value in node.all_input_nodes if last_use.get(value) is node]
         if node not in last_use:
             dropped.append(node.name)
         if dropped:
             code.lines.append(f"del {', '.join(dropped)}")
-    return code.function()
+    return code.function(), code.origins_by_line()
 
 
 class CodeWriter:
@@ -67,6 +89,7 @@ class CodeWriter:
     def __init__(self, sizes: Sequence[str]) -> None:
         self.parameters: list[str] = list(sizes)
         self.lines: list[str] = []
+        self.origins: dict[int, str] = {}
         self.constants: dict[str, Any] = dict(NUMBERS)
         self.computed: dict[str, str] = {}
 
@@ -96,6 +119,10 @@ class CodeWriter:
         self.constants[name] = value
         return name
 
+    def origins_by_line(self) -> dict[int, str]:
+        """The script's line for each line of the function, which begins with its name and the sizes it computes."""
+        return {1 + len(self.computed) + place: line for place, line in self.origins.items()}
+
     def function(self) -> Callable[..., Sequence[Tensor]]:
         """The lines as a function."""
         computed = [f"{name} = {expression}" for expression, name in self.computed.items()]
@@ -118,10 +145,12 @@ def built(
     placed = place(program, arguments, mesh.size)
     local = lower(placed, mesh)
     local = scheduled(local, logical_gradients(local, program), mesh, memory)
+    function, lines = compiled(local.graph, sizes)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
-        function=compiled(local.graph, sizes),
+        function=function,
+        lines=lines,
         placed=placed,
         moves=local.moves,
     )

@@ -82,10 +82,12 @@ def tapped(placed: PlacedProgram, world: World) -> Callable[[Sequence[Tensor], S
         )
         with local.graph.inserting_after(value):
             local.graph.call_function(tap, (value,))
+    function, lines = compiled(local.graph)
     program = LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
-        function=compiled(local.graph),
+        function=function,
+        lines=lines,
         placed=placed,
         moves=(),
     )

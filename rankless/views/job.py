@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from rankless.errors import PlanError, RanklessError
 from rankless.program.autocast import without_autocast
+from rankless.program.refusals import as_the_script_raised_it
 from rankless.views.arguments import taken_apart
 from rankless.views.batch_dims import BatchDims
 from rankless.views.consistent import Consistent
@@ -86,6 +87,8 @@ class Job(Generic[Parameters, Result]):
         except RanklessError as error:
             # The message has the script's line; the frames below this one are ours and PyTorch's.
             raise error.with_traceback(None) from error.__cause__
+        except Exception as error:  # the script's own code raised it, under capture with a hundred frames between
+            raise as_the_script_raised_it(error) from error.__cause__
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
         loss = outcome.loss
