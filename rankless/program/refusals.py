@@ -97,7 +97,7 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def as_the_script_raised_it(error: Exception) -> Exception:
-    """The error of a job's own code with the script's lines only: between them dozens are of PyTorch's tracing, and ours.
+    """The error of a job's own code with the script's lines only, without the dozens of PyTorch's tracing and ours.
 
     An error of Rankless's own code keeps all its frames.
     """
