@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy
@@ -34,6 +35,8 @@ from rankless.views.values import ValueRecorder
 from rankless.views.world import World
 
 STORE_TIMEOUT = timedelta(minutes=5)
+JOINED = "rankless/joined"
+"""Under this name the store counts the ranks that have come through joining."""
 
 Observer = Callable[[AnyRecord], None]
 
@@ -49,14 +52,14 @@ class Runtime:
         up: Observer,
         plan: WorkerPlan | None,
         progress: bool,
-        owns_group: bool,
+        end_group: Callable[[], None] | None,
     ) -> None:
         self.local_rank = local_rank
         self.process_id = os.getpid()
         self._up = up
         self._rank = mesh.rank
         self._said: set[str] = set()
-        self._owns_group = owns_group
+        self._end_group = end_group
         self._meeting = Lockstep(mesh, say=self.say) if mesh.size > 1 else None
         self._has_agent = plan is not None
         self.world = World(
@@ -115,9 +118,9 @@ class Runtime:
         if (failure := self.saver.close()) is not None:
             print(f"rankless: {failure}", file=sys.stderr)
         self._close(stopped=False)
-        if self._owns_group and dist.is_initialized():
-            self._owns_group = False
-            dist.destroy_process_group()
+        if self._end_group is not None and dist.is_initialized():
+            end_group, self._end_group = self._end_group, None
+            end_group()
 
     def _finish_or_fail(self) -> None:
         """As the interpreter ends: what is raised now would be printed and forgotten, with exit code 0."""
@@ -143,7 +146,7 @@ def join(*, observer: Callable[[], Observer]) -> Runtime:
         return _join_existing(torchrun, observer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     up = observer()
-    return Runtime(mesh=Mesh.solo(device), local_rank=0, up=up, plan=None, progress=True, owns_group=False)
+    return Runtime(mesh=Mesh.solo(device), local_rank=0, up=up, plan=None, progress=True, end_group=None)
 
 
 def _join_as_worker(plan: WorkerPlan) -> Runtime:
@@ -154,15 +157,18 @@ def _join_as_worker(plan: WorkerPlan) -> Runtime:
             fix="take rankless out of the script given as --against: zero_grad(), backward() and step() in its place",
         )
     device = _use_device(plan.device)
-    owns_group = plan.world_size > 1 and not dist.is_initialized()
-    if owns_group:
+    end_group = None
+    if plan.world_size > 1 and not dist.is_initialized():
+        store = _meet(plan)
         dist.init_process_group(
             plan.backend,
-            store=_meet(plan),
+            store=store,
             rank=plan.rank,
             world_size=plan.world_size,
             device_id=_bound(plan, device),
         )
+        store.add(JOINED, 1)
+        end_group = partial(_end_group_of, store, plan)
     descriptor = plan.records_descriptor
 
     def up(record: AnyRecord) -> None:
@@ -175,8 +181,16 @@ def _join_as_worker(plan: WorkerPlan) -> Runtime:
         up=up,
         plan=plan,
         progress=plan.progress,
-        owns_group=owns_group,
+        end_group=end_group,
     )
+
+
+def _end_group_of(store: Any, plan: WorkerPlan) -> None:
+    """Destroy the group; rank 0, whose process serves the store, stays until all ranks have come through joining."""
+    deadline = time.monotonic() + STORE_TIMEOUT.total_seconds()
+    while plan.rank == 0 and store.add(JOINED, 0) < plan.world_size and time.monotonic() < deadline:
+        time.sleep(0.001)
+    dist.destroy_process_group()
 
 
 def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[], Observer]) -> Runtime:
@@ -188,7 +202,8 @@ def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[],
         dist.init_process_group("nccl" if own_gpu else "gloo")
     mesh = _mesh_of_world(device)
     up = observer() if mesh.rank == 0 else _drop
-    runtime = Runtime(mesh=mesh, local_rank=local_rank, up=up, plan=None, progress=True, owns_group=owns_group)
+    end_group = dist.destroy_process_group if owns_group else None
+    runtime = Runtime(mesh=mesh, local_rank=local_rank, up=up, plan=None, progress=True, end_group=end_group)
     if not _seeded_alike(mesh):
         runtime.say(
             "the ranks' random generators started from different seeds; from here on all go on from rank 0's "

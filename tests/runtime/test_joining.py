@@ -121,7 +121,30 @@ def test_notices_are_said_once_by_rank_0(tmp_path: Path) -> None:
     assert alone(script, folder=tmp_path).stderr == "rankless: look here\n"
 
 
+SLOW_TO_JOIN = """
+import os, time
+import torch.distributed as dist
+import rankless
+
+join = dist.init_process_group
+
+def slowly(*args, store, **kwargs):
+    join(*args, store=store, **kwargs)
+    time.sleep(1)
+    store.add("still", 1)
+
+if os.environ["RANK"] == "1":
+    dist.init_process_group = slowly
+print(rankless.rank())
+"""
+
+
+def test_rank_0_does_not_leave_while_another_is_still_joining(tmp_path: Path) -> None:
+    job = run_script(SLOW_TO_JOIN, "-n", "2", folder=tmp_path)
+    assert (job.stdout, job.returncode) == ("0\n", 0), job.stderr
+
+
 def test_a_module_run_as_m_joins_too(tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text(WHO)
     job = rankless("run", "-n", "2", "-m", "who", folder=tmp_path)
-    assert (job.stdout, job.returncode) == ("0 2 0\n", 0)
+    assert (job.stdout, job.returncode) == ("0 2 0\n", 0), job.stderr
