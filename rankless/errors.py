@@ -6,6 +6,7 @@ RanklessError
 ├── CaptureError       a job that cannot become one program; carries the line of the user's script
 ├── ProgramMismatch    ranks that captured different programs
 ├── RanksParted        ranks that come to different calls, or to the same with different inputs
+├── CollectiveError    ranks that call different collectives, or one that does not come; see `rankless.collectives`
 ├── DataError          a data set or a batch that the loader or a job cannot take
 ├── StepError          a training step that cannot be made, or must not be
 └── CheckpointError    a checkpoint that cannot be written or read
@@ -68,6 +69,10 @@ class ProgramMismatch(RanklessError):
 
 class RanksParted(RanklessError):
     """Ranks that come to different calls, or to the same call with different inputs or models."""
+
+
+class CollectiveError(RanklessError):
+    """Ranks whose calls of a collective do not fit together, or a rank that does not come to one."""
 
 
 class DataError(RanklessError):

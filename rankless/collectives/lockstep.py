@@ -12,19 +12,16 @@ Between hosts there is no such memory: there nothing is compared yet (part 4 bri
 import mmap
 import os
 import struct
-import sys
-import tempfile
 import threading
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.messages import all_gather_bytes, barrier
+from rankless.collectives.script_lines import line_of_the_script
+from rankless.collectives.shared_memory import host_identity, shared_file
 from rankless.errors import RanksParted
 
 SLOTS = 64
@@ -209,35 +206,3 @@ def read_entry(payload: bytes) -> Entry:
     digests = struct.unpack_from(f"<{count}Q", payload, at)
     line, _, remark = payload[at + 8 * count :].decode(errors="replace").partition("\n")
     return Entry(text=text, digests=digests, line=line, remark=remark)
-
-
-def shared_file(size: int) -> str:
-    """The path of a new file of that size, all its memory reserved; empty if there is none to be had."""
-    for folder in ("/dev/shm", None):
-        with suppress(OSError):
-            descriptor, path = tempfile.mkstemp(prefix="rankless-lockstep-", dir=folder)
-            try:
-                # Writing to a mapped file for which there is no room would kill the process.
-                os.write(descriptor, bytes(size))
-                return path
-            except OSError:
-                os.unlink(path)
-            finally:
-                os.close(descriptor)
-    return ""
-
-
-def host_identity() -> str:
-    """What two processes have in common only if they share memory: the running kernel, and the container's."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/dev/shm').st_dev}"
-    return f"{uuid.getnode()}"
-
-
-def line_of_the_script() -> str:
-    """The file and line of the innermost frame that is neither ours nor PyTorch's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("rankless", "torch"):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

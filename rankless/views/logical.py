@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rankless.collectives.lockstep import line_of_the_script
 from rankless.collectives.mesh import Mesh
+from rankless.collectives.script_lines import line_of_the_script
 from rankless.collectives.tensors import all_gather
 from rankless.errors import DataError
 from rankless.program.placement import Shard

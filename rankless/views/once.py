@@ -8,8 +8,8 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from rankless.collectives.messages import broadcast_bytes
+from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.errors import CaptureError, RanklessError
-from rankless.views.typed_values import decode_value, encode_value
 from rankless.views.world import World
 
 Result = TypeVar("Result")

@@ -20,10 +20,10 @@ from torch.utils.data import (
 )
 
 from rankless.collectives.mesh import Mesh
+from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.views.loading.generators import process_states, restore_process
 from rankless.views.loading.loader import Loader, LoaderOptions
 from rankless.views.logical import LogicalTensor
-from rankless.views.typed_values import decode_value, encode_value
 from rankless.views.world import World
 
 Pair = namedtuple("Pair", "number text")

@@ -28,9 +28,9 @@ from views.loading import (
 
 from rankless.checkpoint.tree import TreeWriter, decode
 from rankless.collectives.mesh import Mesh
+from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.errors import DataError
 from rankless.views.loading.generators import process_states, restore_process
-from rankless.views.typed_values import decode_value, encode_value
 
 READERS = READER_CASES | STREAM_READER_CASES
 

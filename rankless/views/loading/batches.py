@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.messages import all_gather_bytes
+from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.errors import DataError
 from rankless.program.placement import Shard, split_lengths
 from rankless.views.loading.batch_tree import OwnRows, PerSample, leaves_of, map_leaves, rows_of
 from rankless.views.loading.reading import BatchRead, BatchRequest
 from rankless.views.logical import GatherNotice, LogicalTensor
-from rankless.views.typed_values import decode_value, encode_value
 
 _WHOLE = 'pass reading="replicated": every rank then reads and collates the whole batch'
 

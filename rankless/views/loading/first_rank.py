@@ -15,6 +15,7 @@ from torch import Tensor
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.messages import broadcast_bytes
 from rankless.collectives.tensors import scatter
+from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.errors import DataError
 from rankless.program.placement import split_lengths
 from rankless.views.loading.batch_tree import OwnRows, map_leaves, rows_of
@@ -27,7 +28,6 @@ from rankless.views.loading.generators import (
     restore_process,
 )
 from rankless.views.loading.reading import BatchRead, BatchRequest, ReadingFailure
-from rankless.views.typed_values import decode_value, encode_value
 
 
 class _Row(msgspec.Struct, frozen=True):

@@ -15,11 +15,11 @@ import torch
 from processes import on_mesh
 
 from rankless.collectives.mesh import Mesh
+from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.errors import RanklessError
 from rankless.program.placement import Shard
 from rankless.views.logical import GatherNotice, LogicalTensor
 from rankless.views.once import call_once
-from rankless.views.typed_values import decode_value, encode_value
 from rankless.views.world import World
 
 

@@ -1,0 +1,205 @@
+"""A collective after its roll call: at once, or, asynchronous, as soon as all ranks have come.
+
+Note [issued late]: a call with `async_op=True` returns before the other ranks have come, but must not be issued before:
+one that does not fit would kill the process. So the call goes into a queue, and a thread holds its roll call and issues
+it. Where the others are there already, and nothing waits before it, it is issued at once, without the thread.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from rankless.collectives.calls import Call
+from rankless.collectives.roll_call import RollCall
+from rankless.collectives.script_lines import line_of_the_script
+
+
+class Awaited(Protocol):
+    """What an asynchronous collective returns."""
+
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Return once the result is there; raise what went wrong."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+
+Issue = Callable[[bool], Awaited | None]
+"""Calls torch.distributed, asynchronously if its argument says so."""
+
+
+class Queue:
+    """The collectives of one roll call, in the order in which this rank calls them.
+
+    `opening` makes the roll call at the first of them, and waits there for the other ranks; it gives None where nothing
+    can be compared.
+    """
+
+    def __init__(self, opening: Callable[[], RollCall | None], timeout: timedelta) -> None:
+        self._opening: Callable[[], RollCall | None] | None = opening
+        self._roll_call: RollCall | None = None
+        self._timeout = timeout
+        self._waiting: deque[IssuedLate] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def run(self, call: Call, issue: Issue, *, timeout: timedelta | None = None) -> None:
+        """Hold the roll call, then run the collective to its end."""
+        self._until_empty()
+        roll_call = self.opened()
+        if roll_call is not None:
+            roll_call.write(call, line_of_the_script())
+            roll_call.wait(timeout or self._timeout)
+            roll_call.compare()
+        issue(False)
+
+    def start(self, call: Call, issue: Issue) -> Awaited:
+        """Begin the collective once the roll call is held. Raises CollectiveError here, or where it is awaited."""
+        late = IssuedLate(call, line_of_the_script(), issue)
+        with self._changed:
+            if not self._waiting and self._opening is None and late.fits_now(self._roll_call):
+                return late
+            self._waiting.append(late)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="rankless collectives", daemon=True)
+                self._thread.start()
+            return late
+
+    def refuse(self, operation: str, found: str) -> None:
+        """Tell the other ranks that this one cannot make its call, where they wait for it."""
+        self._until_empty()
+        roll_call = self.opened()
+        if roll_call is not None:
+            roll_call.write(Call(operation=operation, settings=f"refused there: {found}"), line_of_the_script())
+            roll_call.wait(self._timeout)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the roll call has been opened."""
+        return self._opening is None
+
+    def opened(self) -> RollCall | None:
+        """The roll call, opened if it is not yet."""
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            try:
+                self._roll_call = opening()
+            except BaseException:
+                self._opening = opening
+                raise
+        return self._roll_call
+
+    def _until_empty(self) -> None:
+        if self._waiting:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._waiting)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                late = self._waiting[0]
+            late.hold(self.opened, self._timeout)
+            with self._changed:
+                self._waiting.popleft()
+                self._changed.notify_all()
+
+
+class IssuedLate:
+    """A collective that is issued when all ranks have come."""
+
+    def __init__(self, call: Call, line: str, issue: Issue) -> None:
+        self._call = call
+        self._line = line
+        self._issue = issue
+        self._written = False
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._issued = threading.Event()
+        self._work: Awaited | None = None
+        self._error: Exception | None = None
+        self._done = False
+
+    def fits_now(self, roll_call: RollCall | None) -> bool:
+        """Issue it, if all ranks have come. Raises CollectiveError if the calls do not fit together."""
+        if roll_call is not None:
+            self._write(roll_call)
+            if not roll_call.all_came():
+                return False
+            roll_call.compare()
+        self._work = self._issue(True)
+        self._issued.set()
+        return True
+
+    def hold(self, opened: Callable[[], RollCall | None], timeout: timedelta) -> None:
+        """Hold the roll call and issue; what fails is kept for `wait`."""
+        try:
+            roll_call = opened()
+            if roll_call is not None:
+                self._write(roll_call)
+                roll_call.wait(timeout)
+                roll_call.compare()
+            with torch.cuda.stream(self._stream):
+                self._work = self._issue(True)
+        except Exception as error:  # whatever it is, it belongs to whoever waits
+            self._error = error
+        finally:
+            self._issued.set()
+
+    def _write(self, roll_call: RollCall) -> None:
+        if not self._written:
+            self._written = True
+            roll_call.write(self._call, self._line)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return once the collective is done (on a GPU: is in the stream); raises CollectiveError if it cannot be."""
+        if not self._issued.wait(None if timeout is None else timeout.total_seconds()):
+            raise TimeoutError(f"{self._call}: not all ranks have come in {timeout}")
+        if self._error is not None:
+            raise self._error
+        if self._work is not None:
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        # Not every one of torch's works says so once it is.
+        return self._done or (self._issued.is_set() and (self._work is None or self._work.is_completed()))
+
+
+class Finishing:
+    """A collective in pieces whose results are put where they belong once it is done."""
+
+    def __init__(self, works: Sequence[Awaited | None], finish: Callable[[], None]) -> None:
+        self._works = [work for work in works if work is not None]
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return once the results are in place."""
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether every piece has come; `wait` puts them in place."""
+        return all(work.is_completed() for work in self._works)
+
+
+def finishing(works: Sequence[Awaited | None], finish: Callable[[], None], late: bool) -> Awaited | None:
+    """A collective in pieces: to be waited for if it is issued late, else waited for now."""
+    whole = Finishing(works, finish)
+    if late:
+        return whole
+    whole.wait()
+    return None

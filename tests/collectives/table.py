@@ -1,0 +1,322 @@
+"""Every collective: how a process runs it, and what one process alone computes from all ranks' inputs.
+
+Inputs are small whole numbers, so that every reduction of every dtype is exact. `run` gives what the rank holds
+afterwards, `expected` the same from the inputs of all ranks; None where the result is undefined there.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+import rankless.collectives as collectives
+from rankless.collectives.mesh import Mesh
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+WHOLE = [torch.int64, torch.int32, torch.int8, torch.uint8]
+MOVED = [*FLOATS, *WHOLE, torch.bool, torch.complex64]
+REDUCTIONS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor], list[torch.dtype]]] = {
+    "sum": (ReduceOp.SUM, torch.add, [*FLOATS, *WHOLE, torch.complex64]),
+    "product": (ReduceOp.PRODUCT, torch.mul, [*FLOATS, *WHOLE]),
+    "min": (ReduceOp.MIN, torch.minimum, [*FLOATS, *WHOLE]),
+    "max": (ReduceOp.MAX, torch.maximum, [*FLOATS, *WHOLE]),
+    "band": (ReduceOp.BAND, torch.bitwise_and, WHOLE),
+    "bor": (ReduceOp.BOR, torch.bitwise_or, WHOLE),
+    "bxor": (ReduceOp.BXOR, torch.bitwise_xor, WHOLE),
+}
+AVERAGED = [torch.float64, torch.float32]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is: its rank in a group of so many, and how it is to call."""
+
+    rank: int
+    size: int
+    group: Any
+    asynchronous: bool
+    device: torch.device
+
+    def done(self, work: Any) -> None:
+        """Wait where the call was asynchronous; else it must have waited."""
+        assert (work is not None) == self.asynchronous
+        if work is not None:
+            work.wait()
+            assert work.is_completed()
+
+
+def given(rank: int, dtype: torch.dtype, shape: tuple[int, ...], salt: int = 0) -> Tensor:
+    """A rank's input."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    return torch.randint(0, 3, shape, generator=generator).to(dtype)
+
+
+def reduced(name: str, tensors: list[Tensor]) -> Tensor:
+    """What one process makes of all ranks' tensors."""
+    if name == "avg":
+        return functools.reduce(torch.add, tensors) / len(tensors)
+    return functools.reduce(REDUCTIONS[name][1], tensors).to(tensors[0].dtype)
+
+
+def operation(name: str) -> Any:
+    return ReduceOp.AVG if name == "avg" else REDUCTIONS[name][0]
+
+
+Shape = tuple[int, ...]
+
+
+def run(case: str, place: Place, dtype: torch.dtype, shape: Shape) -> list[Tensor]:
+    """Call the collective; the tensors that it has written."""
+    name, _, how = case.partition(" ")
+    mine = given(place.rank, dtype, shape).to(place.device)
+    options: dict[str, Any] = {"group": place.group, "async_op": place.asynchronous}
+    found = RUNS[name](place, mine, how, options)
+    return [tensor.cpu() for tensor in found]
+
+
+def rows(rank: int, how: str) -> int:
+    """How many more rows a rank has where sizes are uneven."""
+    return rank if how == "uneven" else 0
+
+
+def longer(tensor: Tensor, more: int) -> Tensor:
+    """A tensor of one dim more, with 1 + `more` equal rows."""
+    return tensor.unsqueeze(0).repeat(1 + more, *([1] * tensor.dim()))
+
+
+def run_broadcast(place: Place, mine: Tensor, _how: str, options: dict[str, Any]) -> list[Tensor]:
+    place.done(collectives.broadcast(mine, group_src=place.size - 1, **options))
+    return [mine]
+
+
+def run_all_reduce(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    place.done(collectives.all_reduce(mine, operation(how), **options))
+    return [mine]
+
+
+def run_reduce(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    place.done(collectives.reduce(mine, None, operation(how), group_dst=1, **options))
+    return [mine] if place.rank == 1 else []
+
+
+def run_all_gather(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    into = [torch.zeros_like(longer(mine, rows(rank, how))) for rank in range(place.size)]
+    place.done(collectives.all_gather(into, longer(mine, rows(place.rank, how)), **options))
+    return into
+
+
+def run_all_gather_single(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    whole = torch.zeros_like(longer(mine, place.size - 1))
+    called = collectives.all_gather_into_tensor if how == "yesterday" else collectives.all_gather_single
+    place.done(called(whole, longer(mine, 0), **options))
+    return [whole]
+
+
+def run_gather(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    into = None
+    if place.rank == 1:
+        into = [torch.zeros_like(longer(mine, rows(rank, how))) for rank in range(place.size)]
+    place.done(collectives.gather(longer(mine, rows(place.rank, how)), into, group_dst=1, **options))
+    return into or []
+
+
+def run_scatter(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    given_list = None
+    if place.rank == 1:
+        given_list = [
+            longer(mine + rank if mine.dtype != torch.bool else mine, rows(rank, how)) for rank in range(place.size)
+        ]
+    into = torch.zeros_like(longer(mine, rows(place.rank, how)))
+    place.done(collectives.scatter(into, given_list, group_src=1, **options))
+    return [into]
+
+
+def run_reduce_scatter(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    kind, _, uneven = how.partition(" ")
+    pieces = [longer(mine * (rank + 1), rows(rank, uneven)) for rank in range(place.size)]
+    into = torch.zeros_like(pieces[place.rank])
+    place.done(collectives.reduce_scatter(into, pieces, operation(kind), **options))
+    return [into]
+
+
+def run_reduce_scatter_single(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    kind, _, when = how.partition(" ")
+    whole = torch.stack([mine * (rank + 1) for rank in range(place.size)])
+    into = torch.zeros_like(whole[:1])
+    called = collectives.reduce_scatter_tensor if when == "yesterday" else collectives.reduce_scatter_single
+    place.done(called(into, whole, operation(kind), **options))
+    return [into]
+
+
+def run_all_to_all(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    sent = [longer(mine, rows(rank + place.rank, how)) for rank in range(place.size)]
+    into = [torch.zeros_like(longer(mine, rows(rank + place.rank, how))) for rank in range(place.size)]
+    place.done(collectives.all_to_all(into, sent, **options))
+    return into
+
+
+def run_all_to_all_single(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    lengths = [1 + rows(rank + place.rank, how) for rank in range(place.size)]
+    sent = torch.cat([longer(mine, length - 1) for length in lengths])
+    into = torch.zeros_like(sent)
+    splits = (lengths, lengths) if how == "uneven" else (None, None)
+    place.done(collectives.all_to_all_single(into, sent, *splits, **options))
+    return [into]
+
+
+def run_all_reduce_coalesced(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    tensors = [mine, longer(mine, 2)]
+    place.done(collectives.all_reduce_coalesced(tensors, operation(how), **options))
+    return tensors
+
+
+def run_send(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    """Each to the next, in a ring."""
+    into = torch.zeros_like(mine)
+    following, before = (place.rank + 1) % place.size, (place.rank - 1) % place.size
+    group = options["group"]
+    if options["async_op"] and how == "batch":
+        operations = [
+            collectives.P2POp(collectives.isend, mine, group=group, group_peer=following),
+            collectives.P2POp(collectives.irecv, into, group=group, group_peer=before),
+        ]
+        works = collectives.batch_isend_irecv(operations)
+        assert len(works) == 2
+    elif options["async_op"]:
+        works = [
+            collectives.isend(mine, group=group, group_dst=following, tag=3),
+            collectives.irecv(into, group=group, group_src=before, tag=3),
+        ]
+    else:
+        works = []
+        calls: list[Callable[[], Any]] = [
+            lambda: collectives.send(mine, group=group, group_dst=following),
+            lambda: collectives.recv(into, group=group, **({} if how == "any" else {"group_src": before})),
+        ]
+        for call in calls if place.rank % 2 == 0 else reversed(calls):
+            call()
+    for work in works:
+        work.wait()
+    return [into]
+
+
+RUNS: dict[str, Callable[[Place, Tensor, str, dict[str, Any]], list[Tensor]]] = {
+    "broadcast": run_broadcast,
+    "all_reduce": run_all_reduce,
+    "reduce": run_reduce,
+    "all_gather": run_all_gather,
+    "all_gather_single": run_all_gather_single,
+    "gather": run_gather,
+    "scatter": run_scatter,
+    "reduce_scatter": run_reduce_scatter,
+    "reduce_scatter_single": run_reduce_scatter_single,
+    "all_to_all": run_all_to_all,
+    "all_to_all_single": run_all_to_all_single,
+    "all_reduce_coalesced": run_all_reduce_coalesced,
+    "send": run_send,
+}
+
+
+def expected(case: str, rank: int, size: int, dtype: torch.dtype, shape: Shape) -> list[Tensor]:
+    """What `run` gives on a rank, computed by one process."""
+    name, _, how = case.partition(" ")
+    inputs = [given(each, dtype, shape) for each in range(size)]
+    if name == "broadcast":
+        return [inputs[size - 1]]
+    if name == "all_reduce":
+        return [reduced(how, inputs)]
+    if name == "reduce":
+        return [reduced(how, inputs)] if rank == 1 else []
+    if name == "all_gather":
+        return [longer(tensor, rows(each, how)) for each, tensor in enumerate(inputs)]
+    if name == "all_gather_single":
+        return [torch.stack(inputs)]
+    if name == "gather":
+        return [longer(tensor, rows(each, how)) for each, tensor in enumerate(inputs)] if rank == 1 else []
+    if name == "scatter":
+        return [longer(inputs[1] + rank if dtype != torch.bool else inputs[1], rows(rank, how))]
+    if name == "reduce_scatter":
+        kind, _, uneven = how.partition(" ")
+        return [longer(reduced(kind, [tensor * (rank + 1) for tensor in inputs]), rows(rank, uneven))]
+    if name == "reduce_scatter_single":
+        return [longer(reduced(how.partition(" ")[0], [tensor * (rank + 1) for tensor in inputs]), 0)]
+    if name == "all_to_all":
+        return [longer(tensor, rows(rank + each, how)) for each, tensor in enumerate(inputs)]
+    if name == "all_to_all_single":
+        return [torch.cat([longer(tensor, rows(rank + each, how)) for each, tensor in enumerate(inputs)])]
+    if name == "all_reduce_coalesced":
+        return [reduced(how, inputs), longer(reduced(how, inputs), 2)]
+    assert name == "send"
+    return [inputs[(rank - 1) % size]]
+
+
+def dtypes(case: str) -> list[torch.dtype]:
+    """What a case is run with."""
+    _, _, how = case.partition(" ")
+    kind = how.partition(" ")[0]
+    if kind == "avg":
+        return AVERAGED
+    return REDUCTIONS[kind][2] if kind in REDUCTIONS else MOVED
+
+
+CASES = [
+    "broadcast",
+    *(f"all_reduce {kind}" for kind in [*REDUCTIONS, "avg"]),
+    *(f"reduce {kind}" for kind in ("sum", "max")),
+    "all_gather",
+    "all_gather uneven",
+    "all_gather_single",
+    "all_gather_single yesterday",
+    "gather",
+    "gather uneven",
+    "scatter",
+    "scatter uneven",
+    "reduce_scatter sum",
+    "reduce_scatter min",
+    "reduce_scatter sum uneven",
+    "reduce_scatter_single sum",
+    "reduce_scatter_single sum yesterday",
+    "all_to_all",
+    "all_to_all uneven",
+    "all_to_all_single",
+    "all_to_all_single uneven",
+    "all_reduce_coalesced sum",
+    "send",
+    "send batch",
+    "send any",
+]
+
+
+@functools.cache
+def some_group(size: int) -> Any:
+    """A group of all ranks but the first, or of both where there are two; made by all ranks alike."""
+    return dist.new_group(list(range(size))[-max(2, size - 1) :])
+
+
+def on_group(mesh: Mesh, case: str, whole: bool, asynchronous: bool, shapes: list[Shape]) -> list[Any]:
+    """A case for every dtype and shape; None for a rank outside of the group."""
+    group = None if whole else some_group(mesh.size)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        assert collectives.all_reduce(torch.ones(1), group=group) is None
+        return []
+    place = Place(rank, dist.get_world_size(group), group, asynchronous, mesh.device)
+    return [(rank, place.size, [run(case, place, dtype, shape) for dtype in dtypes(case) for shape in shapes])]
+
+
+def require_right(case: str, answers: list[list[Any]], shapes: list[Shape]) -> None:
+    """Compare what ranks found with what one process computes."""
+    assert sum(map(len, answers)) >= 2
+    for answer in answers:
+        for rank, size, found in answer:
+            wanted = [expected(case, rank, size, dtype, shape) for dtype in dtypes(case) for shape in shapes]
+            for ours, plain in zip(found, wanted, strict=True):
+                for left, right in zip(ours, plain, strict=True):
+                    assert left.dtype == right.dtype
+                    assert left.shape == right.shape
+                    torch.testing.assert_close(left, right, rtol=1e-6 if "avg" in case else 0, atol=0)
