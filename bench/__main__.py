@@ -20,6 +20,7 @@ MODULES = {
     "resume": "resume",
     "checks": "checks",
     "variable_shapes": "variable_shapes",
+    "collectives": "collectives",
 }
 
 

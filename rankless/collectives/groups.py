@@ -31,6 +31,8 @@ class Queues:
     collectives: Queue
     lanes: dict[Lane, Queue]
     timeout: timedelta
+    rank: int
+    size: int
 
 
 _queues: WeakKeyDictionary[dist.ProcessGroup, Queues] = WeakKeyDictionary()
@@ -117,22 +119,21 @@ def joined_group(group: dist.ProcessGroup | None) -> Group | None:
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         return None
-    rank, size = dist.get_rank(found), dist.get_world_size(found)
-    if rank < 0:
-        return None
     queues = _queues.get(found)
     if queues is None:
-        queues = _queues[found] = _new_queues(found, rank, size)
-    return Group(found, queues, rank, size)
+        if dist.get_rank(found) < 0:
+            return None
+        queues = _queues[found] = _new_queues(found)
+    return Group(found, queues, queues.rank, queues.size)
 
 
-def _new_queues(group: dist.ProcessGroup, rank: int, size: int) -> Queues:
-    timeout = _timeout_of(group)
+def _new_queues(group: dist.ProcessGroup) -> Queues:
+    rank, size, timeout = dist.get_rank(group), dist.get_world_size(group), _timeout_of(group)
     if size == 1:
-        return Queues(Queue(lambda: None, timeout), {}, timeout)
+        return Queues(Queue(lambda: None, timeout), {}, timeout, rank, size)
     point = MeetingPoint(store=group.get_group_store(), name="collectives", timeout=timeout, say=_say)
     opening = partial(open_roll_call, point, place=rank, ranks=range(size))
-    return Queues(Queue(opening, timeout), {}, timeout)
+    return Queues(Queue(opening, timeout), {}, timeout, rank, size)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -92,3 +92,13 @@ def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
     run(command, threads=1, folder=str(tmp_path))
     ((part, whole),) = json.loads((tmp_path / "times.json").read_text())
     assert 0 < part < whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather_single"])
+def test_collectives_of_both_sides_are_timed(operation: str, tmp_path: Path):
+    command = rankless_run(2, "collectives.py", operation, "4096", "--pairs", "1", "--calls", "2")
+    run(command, threads=1, folder=str(tmp_path))
+    ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
+    assert ours > 0
+    assert peer > 0
