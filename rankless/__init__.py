@@ -11,7 +11,19 @@ from rankless.errors import RanklessError
 from rankless.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from rankless.script import checkpoints, job, load, loader, local_rank, once, rank, save, world_size
+    from rankless.script import (
+        checkpoints,
+        init,
+        job,
+        load,
+        loader,
+        local_rank,
+        once,
+        rank,
+        save,
+        shutdown,
+        world_size,
+    )
 
 if sys.platform == "win32":
     raise ImportError("Rankless runs on Linux (and, best effort, macOS), not on Windows: use WSL there.")
@@ -20,6 +32,7 @@ __all__ = [
     "RanklessError",
     "__version__",
     "checkpoints",
+    "init",
     "job",
     "load",
     "loader",
@@ -27,6 +40,7 @@ __all__ = [
     "once",
     "rank",
     "save",
+    "shutdown",
     "world_size",
 ]
 

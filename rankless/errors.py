@@ -3,6 +3,7 @@
 RanklessError
 ├── PlanError          settings that cannot be run; found before any process starts
 ├── LaunchError        processes that could not be started, or a job whose worker failed
+├── JoinError          a process that cannot join its job: an address taken, ranks missing, a rank given twice
 ├── CaptureError       a job that cannot become one program; carries the line of the user's script
 ├── ProgramMismatch    ranks that captured different programs
 ├── RanksParted        ranks that come to different calls, or to the same with different inputs
@@ -57,6 +58,10 @@ class PlanError(RanklessError):
 
 class LaunchError(RanklessError):
     """Processes that could not be started, or a job whose worker failed."""
+
+
+class JoinError(RanklessError):
+    """A process that cannot join its job."""
 
 
 class CaptureError(RanklessError):

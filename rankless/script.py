@@ -9,10 +9,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from rankless import checkpoint
+from rankless.errors import PlanError
 from rankless.observe.progress import ProgressDisplay
 from rankless.records.events import AnyRecord, Progress, Said
-from rankless.runtime.current import current
-from rankless.runtime.joined import Observer, Runtime
+from rankless.runtime.current import current, join_by, leave
+from rankless.runtime.invitation import read_invitation
+from rankless.runtime.joined import JOINING_SECONDS, Observer, Runtime
 from rankless.views.definition import Stepping
 from rankless.views.job import Job, Models, Optimizers, make_job
 from rankless.views.loading.loader import Loader, LoaderOptions, Reading
@@ -21,6 +23,39 @@ from rankless.views.world import World
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+def init(
+    address: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout_seconds: float = JOINING_SECONDS,
+) -> None:
+    """Join the job, and return once all its processes are there; every few seconds says who is missing.
+
+    Without arguments as the launcher says: `rankless run`, torchrun and their like; a process that was started alone is
+    a job of one. With `address` the processes meet at "tcp://HOST:PORT", where rank 0 listens on that address only, or
+    at "file:///SHARED/PATH", a file that all hosts see; `rank` and `world_size` are then this process's number and how
+    many there are. After `shutdown` it may be called again. Scripts that only use jobs and loaders need not call it.
+    Raises `PlanError` for arguments that cannot be meant, and `JoinError` if the processes do not come together.
+    """
+    if address is not None:
+        invitation = read_invitation(address, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds)
+        join_by(invitation, observer=_watch_alone)
+        return
+    if rank is not None or world_size is not None:
+        raise PlanError(
+            expected="rank= and world_size= beside an address",
+            found=f"rank={rank}, world_size={world_size} and no address",
+            fix='name where to meet: rankless.init("tcp://10.0.0.1:29500", rank=…, world_size=…)',
+        )
+    _current().make_group()
+
+
+def shutdown() -> None:
+    """Leave the job: end its process group, once what is saved in the background is on disk. `init` may join again."""
+    leave()
 
 
 def rank() -> int:

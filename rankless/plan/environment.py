@@ -44,6 +44,10 @@ class Torchrun(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     local_rank: int
     threads: int | None
+    master_address: str
+    master_port: int
+    has_store: bool
+    """Whether the launcher itself serves the store at that address."""
 
 
 def parent_environment(plan: RunPlan) -> dict[str, str]:
@@ -133,7 +137,20 @@ def read_torchrun() -> Torchrun | None:
     rank, size = _whole_number("RANK"), _whole_number("WORLD_SIZE")
     if rank is None or size is None or "MASTER_ADDR" not in os.environ or WORKER_PLAN in os.environ:
         return None
-    return Torchrun(rank=rank, world_size=size, local_rank=_whole_number("LOCAL_RANK") or 0, threads=user_threads())
+    return Torchrun(
+        rank=rank,
+        world_size=size,
+        local_rank=_whole_number("LOCAL_RANK") or 0,
+        threads=user_threads(),
+        master_address=os.environ["MASTER_ADDR"],
+        master_port=_whole_number("MASTER_PORT") or 0,
+        has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def prefer_loopback() -> None:
+    """Let Gloo talk over loopback, unless the user has named an interface: all ranks are on this host."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_name())
 
 
 def snapshot() -> dict[str, str]:

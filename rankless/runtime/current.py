@@ -3,9 +3,12 @@
 import os
 from collections.abc import Callable
 
+from rankless.errors import JoinError
+from rankless.runtime.invitation import Invitation
 from rankless.runtime.joined import Observer, Runtime, join
 
 _joined: Runtime | None = None
+_left = False
 
 
 def current(*, observer: Callable[[], Observer]) -> Runtime:
@@ -13,10 +16,31 @@ def current(*, observer: Callable[[], Observer]) -> Runtime:
 
     `observer` makes what takes the records of a process that was started without `rankless run`.
     """
-    global _joined  # one of the two pieces of state that the design allows a module
+    global _joined  # one of the pieces of state that the design allows a module
     if _joined is None or _joined.process_id != os.getpid():
-        _joined = join(observer=observer)
+        _joined = join(observer=observer, again=_left)
     return _joined
+
+
+def join_by(invitation: Invitation, *, observer: Callable[[], Observer]) -> None:
+    """Join where the script says. Raises JoinError if this process has joined already."""
+    global _joined  # as above
+    if _joined is not None and _joined.process_id == os.getpid():
+        raise JoinError(
+            expected="rankless.init before anything that joins: jobs' calls, loaders, rankless.rank()",
+            found="a process that has joined its job",
+            fix="call it first in the script; or rankless.shutdown() before it, to join another job",
+        )
+    _joined = join(observer=observer, invitation=invitation, again=_left)
+
+
+def leave() -> None:
+    """Leave the world, if this process has joined one: after that it may join again."""
+    global _joined, _left  # as above
+    if _joined is not None and _joined.process_id == os.getpid():
+        _joined.finish()
+        _joined.leave()
+        _joined, _left = None, True
 
 
 def finish() -> None:

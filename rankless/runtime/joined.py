@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy
@@ -21,11 +20,14 @@ from rankless.checkpoint import Saver
 from rankless.collectives.lockstep import Lockstep
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.messages import all_gather_bytes
-from rankless.errors import PlanError, RanklessError
+from rankless.errors import JoinError, PlanError, RanklessError
 from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Said
+from rankless.runtime.invitation import Invitation
+from rankless.runtime.meeting import meet
+from rankless.runtime.shared_file import meet_at_file
 from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
 from rankless.views.recording import Recorder
@@ -35,6 +37,7 @@ from rankless.views.values import ValueRecorder
 from rankless.views.world import World
 
 STORE_TIMEOUT = timedelta(minutes=5)
+JOINING_SECONDS = 1800.0
 JOINED = "rankless/joined"
 """Under this name the store counts the ranks that have come through joining."""
 
@@ -60,6 +63,7 @@ class Runtime:
         self._rank = mesh.rank
         self._said: set[str] = set()
         self._end_group = end_group
+        self._left = False
         self._meeting = Lockstep(mesh, say=self.say) if mesh.size > 1 else None
         self._has_agent = plan is not None
         self.world = World(
@@ -110,8 +114,9 @@ class Runtime:
 
     def leave(self) -> None:
         """Finish what is being recorded, tell of a save that failed, and destroy the group that joining made."""
-        if os.getpid() != self.process_id:
+        if os.getpid() != self.process_id or self._left:
             return
+        self._left = True
         self.world.passes.leave(self.say)
         if not self._has_agent and not hasattr(sys, "last_value"):
             self._finish_or_fail()
@@ -122,6 +127,13 @@ class Runtime:
             end_group, self._end_group = self._end_group, None
             end_group()
 
+    def make_group(self) -> None:
+        """Let the collectives of a process that is alone have a group, of one."""
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, missing in the stubs
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            self._end_group = dist.destroy_process_group
+
     def _finish_or_fail(self) -> None:
         """As the interpreter ends: what is raised now would be printed and forgotten, with exit code 0."""
         try:
@@ -131,14 +143,18 @@ class Runtime:
             os._exit(1)
 
 
-def join(*, observer: Callable[[], Observer]) -> Runtime:
-    """Join the world that this process was started for, or one of its own if it was started alone.
+def join(*, observer: Callable[[], Observer], invitation: Invitation | None = None, again: bool = False) -> Runtime:
+    """Join the world that this process was started for or is invited to, or one of its own if it was started alone.
 
-    `observer` makes what takes the records of a process that has no agent above it.
+    `observer` makes what takes the records of a process that has no agent above it. `again`: it has joined before, and
+    left. Raises JoinError if the ranks do not come together.
     """
     plan = environment.read_worker_plan()
     if plan is not None:
-        return _join_as_worker(plan)
+        _require_as_planned(plan, invitation)
+        return _join_as_worker(plan, again)
+    if invitation is not None:
+        return _join_invited(invitation, observer)
     torchrun = environment.read_torchrun()
     # A worker's forked child has inherited a group that is the worker's own, and must not touch it.
     may_join = not environment.is_child_of_worker()
@@ -149,7 +165,16 @@ def join(*, observer: Callable[[], Observer]) -> Runtime:
     return Runtime(mesh=Mesh.solo(device), local_rank=0, up=up, plan=None, progress=True, end_group=None)
 
 
-def _join_as_worker(plan: WorkerPlan) -> Runtime:
+def _require_as_planned(plan: WorkerPlan, invitation: Invitation | None) -> None:
+    if invitation is not None and (invitation.rank, invitation.world_size) != (plan.rank, plan.world_size):
+        raise JoinError(
+            expected=f"rank={plan.rank} and world_size={plan.world_size}, as `rankless run` has started this process",
+            found=f"rank={invitation.rank} and world_size={invitation.world_size} in rankless.init",
+            fix="call rankless.init() without arguments under a launcher",
+        )
+
+
+def _join_as_worker(plan: WorkerPlan, again: bool) -> Runtime:
     if plan.watch.is_twin:
         raise PlanError(
             expected="a twin in plain PyTorch, so that it says what the script should do without Rankless",
@@ -159,7 +184,7 @@ def _join_as_worker(plan: WorkerPlan) -> Runtime:
     device = _use_device(plan.device)
     end_group = None
     if plan.world_size > 1 and not dist.is_initialized():
-        store = _meet(plan)
+        store = meet(_invitation_of(plan), _say_alone).store if again else _store_of(plan)
         dist.init_process_group(
             plan.backend,
             store=store,
@@ -167,8 +192,7 @@ def _join_as_worker(plan: WorkerPlan) -> Runtime:
             world_size=plan.world_size,
             device_id=_bound(plan, device),
         )
-        store.add(JOINED, 1)
-        end_group = partial(_end_group_of, store, plan)
+        end_group = _end_of(store, plan.rank, plan.world_size)
     descriptor = plan.records_descriptor
 
     def up(record: AnyRecord) -> None:
@@ -185,24 +209,50 @@ def _join_as_worker(plan: WorkerPlan) -> Runtime:
     )
 
 
-def _end_group_of(store: Any, plan: WorkerPlan) -> None:
-    """Destroy the group; rank 0, whose process serves the store, stays until all ranks have come through joining."""
-    deadline = time.monotonic() + STORE_TIMEOUT.total_seconds()
-    while plan.rank == 0 and store.add(JOINED, 0) < plan.world_size and time.monotonic() < deadline:
-        time.sleep(0.001)
-    dist.destroy_process_group()
+def _join_invited(invitation: Invitation, observer: Callable[[], Observer]) -> Runtime:
+    meeting = meet(invitation, _say_alone) if invitation.kind == "tcp" else meet_at_file(invitation, _say_alone)
+    local_rank = meeting.local_rank(invitation.rank)
+    device, backend = _device_of(local_rank)
+    if meeting.is_on_one_host:
+        environment.prefer_loopback()
+    dist.init_process_group(
+        backend,
+        store=meeting.store,
+        rank=invitation.rank,
+        world_size=invitation.world_size,
+        device_id=device if backend == "nccl" else None,
+    )
+    end_group = _end_of(meeting.store, invitation.rank, invitation.world_size)
+    return _runtime_without_agent(device, local_rank, observer, end_group)
+
+
+def _end_of(store: Any, rank: int, world_size: int) -> Callable[[], None]:
+    """What destroys the group; rank 0, whose process serves the store, stays until all have come through joining."""
+    store.add(JOINED, 1)
+
+    def end() -> None:
+        deadline = time.monotonic() + STORE_TIMEOUT.total_seconds()
+        while rank == 0 and store.add(JOINED, 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.001)
+        dist.destroy_process_group()
+
+    return end
 
 
 def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[], Observer]) -> Runtime:
+    """Join as torchrun, or a launcher like it, has told; or take over the group that the script has made."""
+    if torchrun is not None and torchrun.world_size > 1 and not dist.is_initialized():
+        return _join_invited(_invitation_from(torchrun), observer)
     local_rank = torchrun.local_rank if torchrun is not None else 0
-    own_gpu = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
-    device = _use_device(f"cuda:{local_rank}" if own_gpu else "cpu")
-    owns_group = torchrun is not None and torchrun.world_size > 1 and not dist.is_initialized()
-    if owns_group:
-        dist.init_process_group("nccl" if own_gpu else "gloo")
+    device, _ = _device_of(local_rank)
+    return _runtime_without_agent(device, local_rank, observer, None)
+
+
+def _runtime_without_agent(
+    device: torch.device, local_rank: int, observer: Callable[[], Observer], end_group: Callable[[], None] | None
+) -> Runtime:
     mesh = _mesh_of_world(device)
     up = observer() if mesh.rank == 0 else _drop
-    end_group = dist.destroy_process_group if owns_group else None
     runtime = Runtime(mesh=mesh, local_rank=local_rank, up=up, plan=None, progress=True, end_group=end_group)
     if not _seeded_alike(mesh):
         runtime.say(
@@ -210,6 +260,36 @@ def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[],
             "(models made before get rank 0's values at a job's first call)"
         )
     return runtime
+
+
+def _device_of(local_rank: int) -> tuple[torch.device, str]:
+    """The GPU of this number with NCCL; the CPU with Gloo where there is none."""
+    own_gpu = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
+    return _use_device(f"cuda:{local_rank}" if own_gpu else "cpu"), "nccl" if own_gpu else "gloo"
+
+
+def _invitation_from(torchrun: environment.Torchrun) -> Invitation:
+    return Invitation(
+        kind="tcp",
+        host=torchrun.master_address,
+        port=torchrun.master_port,
+        rank=torchrun.rank,
+        world_size=torchrun.world_size,
+        timeout_seconds=JOINING_SECONDS,
+        served=torchrun.has_store,
+    )
+
+
+def _invitation_of(plan: WorkerPlan) -> Invitation:
+    """Where a worker joins that has left: rank 0's first store may still be closing."""
+    return Invitation(
+        kind="tcp",
+        host=plan.master_address,
+        port=plan.master_port,
+        rank=plan.rank,
+        world_size=plan.world_size,
+        timeout_seconds=JOINING_SECONDS,
+    )
 
 
 def _seeded_alike(mesh: Mesh) -> bool:
@@ -227,7 +307,7 @@ def _seed_bytes() -> bytes:
     return (torch.initial_seed() % 2**64).to_bytes(8, "little")
 
 
-def _meet(plan: WorkerPlan) -> Any:
+def _store_of(plan: WorkerPlan) -> Any:
     """The store at which ranks meet; rank 0 serves it on the local socket that the agent has opened."""
     if plan.store_port is None:
         raise RuntimeError("a worker plan without a store")
@@ -261,6 +341,10 @@ def _use_device(name: str) -> torch.device:
 
 def _bound(plan: WorkerPlan, device: torch.device) -> torch.device | None:
     return device if plan.backend == "nccl" else None
+
+
+def _say_alone(text: str) -> None:
+    print(f"rankless: {text}", file=sys.stderr, flush=True)
 
 
 def _drop(_record: AnyRecord) -> None:

