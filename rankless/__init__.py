@@ -12,11 +12,14 @@ from rankless.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from rankless.script import (
+        PerDevice,
+        Whole,
         checkpoints,
         init,
         job,
         load,
         loader,
+        local,
         local_rank,
         once,
         rank,
@@ -29,13 +32,16 @@ if sys.platform == "win32":
     raise ImportError("Rankless runs on Linux (and, best effort, macOS), not on Windows: use WSL there.")
 
 __all__ = [
+    "PerDevice",
     "RanklessError",
+    "Whole",
     "__version__",
     "checkpoints",
     "init",
     "job",
     "load",
     "loader",
+    "local",
     "local_rank",
     "once",
     "rank",

@@ -18,8 +18,27 @@ from rankless.runtime.joined import JOINING_SECONDS, Observer, Runtime
 from rankless.views.definition import Stepping
 from rankless.views.job import Job, Models, Optimizers, make_job
 from rankless.views.loading.loader import Loader, LoaderOptions, Reading
+from rankless.views.mirrored import Local
 from rankless.views.once import call_once
+from rankless.views.placeholders import PerDevice, Whole
 from rankless.views.world import World
+
+__all__ = [
+    "PerDevice",
+    "Whole",
+    "checkpoints",
+    "init",
+    "job",
+    "load",
+    "loader",
+    "local",
+    "local_rank",
+    "once",
+    "rank",
+    "save",
+    "shutdown",
+    "world_size",
+]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -93,7 +112,7 @@ def job(
     clip_value: float | None = None,
     gradient_norm: bool = False,
     check_finite: bool = False,
-    view: str = "consistent",
+    view: str | None = None,
     check_every: int | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
@@ -103,6 +122,12 @@ def job(
     them, stepped in turn) it is a train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; a
     loss per sample means its mean), and each call makes zero_grad, backward and step. Without one it predicts, without
     gradients. Calls return the whole batch's results, the same on every rank.
+
+    With `view="mirrored"` it runs as plain PyTorch, once per device: of each list among its arguments device i gets the
+    element i, and a call returns the list of all devices' results. Together the elements are the whole batch. Any
+    Python may stand in it; on one worker the same script runs each element in turn. Arguments annotated with
+    `Annotated[torch.Tensor, rankless.Whole(shape, dtype)]` or `rankless.PerDevice` (which implies the mirrored view)
+    are checked before a call runs, and raise `DataError`.
 
     `accumulate=k` makes one step of k calls: that of one call on all their rows. The end of a pass over a loader, or
     `flush()` of the job, makes the step of a shorter last group; `stepped` tells whether a call made one.
@@ -132,6 +157,11 @@ def job(
         return made
 
     return decorate
+
+
+def local(value: Any) -> Any:
+    """This device's own element of an argument of a job in the mirrored view, where the others pass theirs."""
+    return Local(value)
 
 
 def loader(

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from rankless.errors import PlanError
 from rankless.views.accumulating import Count
+
+View = Literal["consistent", "mirrored"]
+"""How a job sees several devices: as one, with whole tensors, or as a list with one element per device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,7 @@ class JobDefinition:
     modules: Mapping[str, nn.Module]
     optimizers: tuple[Optimizer, ...] = ()
     stepping: Stepping = field(default_factory=Stepping)
+    view: View = "consistent"
     line: str
 
     @property

@@ -5,7 +5,7 @@ On one device a job runs as the plain script would. On a mesh it is captured, pl
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, ParamSpec, Self, TypeVar
+from typing import Generic, ParamSpec, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from rankless.program.refusals import as_the_script_raised_it
 from rankless.views.arguments import taken_apart
 from rankless.views.batch_dims import BatchDims
 from rankless.views.consistent import Consistent
-from rankless.views.definition import JobDefinition, Stepping
+from rankless.views.definition import JobDefinition, Stepping, View
+from rankless.views.mirrored import Mirrored
 from rankless.views.once import require_company
+from rankless.views.placeholders import PerDevice, Placeholder, check, placeholders_of
 from rankless.views.plain import Plain
 from rankless.views.precision import cast_arguments, cast_job
 from rankless.views.stepping import Stepper, group_sizes, require_known_parameters
@@ -42,11 +44,12 @@ class Job(Generic[Parameters, Result]):
         functools.update_wrapper(self, definition.function)
         self.definition = definition
         self._world = world
-        self._view: Plain | Consistent | None = None
+        self._view: Plain | Consistent | Mirrored | None = None
         self._stepper: Stepper | None = None
         self._stepped = False
         self._group_sizes = group_sizes(definition)
         self._batch_dims: BatchDims | None = None
+        self._placeholders = placeholders_of(definition.function, definition.name, definition.line)
 
     def mark(self, batch_dims: Mapping[str, int | None]) -> None:
         """Say which dim of which argument holds the batch; None for one that is not batch."""
@@ -64,10 +67,12 @@ class Job(Generic[Parameters, Result]):
         """
         world, job = self._world(), self.definition
         require_company(world, f"job {job.name!r}")
+        if self._placeholders:
+            check(self._placeholders, job.function, args, kwargs, job.line)
         if self._view is None:
             if world.dtype is not None:
                 cast_job(job, world.dtype)
-            self._view = Plain(job, world) if world.mesh.size == 1 else Consistent(job, world)
+            self._view = view_of(job, world)
         if job.trains and group_sizes(job) != self._group_sizes:
             require_known_parameters(job)
             self._group_sizes = group_sizes(job)
@@ -154,30 +159,54 @@ def make_job(
     *,
     model: Models,
     optimizer: Optimizers | None,
-    view: str,
+    view: str | None,
     world: WorldSource,
     stepping: Stepping | None = None,
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
-    if view != "consistent":
-        raise PlanError(
-            expected='view="consistent"',
-            found=f"view={view!r}",
-            fix="leave view= away; the mirrored view is not part of this release",
-        )
     code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", "job")
+    line = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
     definition = JobDefinition(
-        name=getattr(function, "__name__", "job"),
+        name=name,
         function=function,
         modules=named_modules(model),
         optimizers=named_optimizers(optimizer),
         stepping=stepping or Stepping(),
-        line="" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+        view=view_meant(view, placeholders_of(function, name, line), line),
+        line=line,
     )
     definition.stepping.require_sound()
     require_optimizer(definition)
     require_known_parameters(definition)
     return Job(definition, world)
+
+
+def view_meant(view: str | None, placeholders: Mapping[str, Placeholder], line: str) -> View:
+    """The view that is named, or that the placeholders imply."""
+    is_list = {name for name, item in placeholders.items() if isinstance(item, PerDevice)}
+    if view not in (None, *get_args(View)):
+        raise PlanError(
+            expected='view="consistent" or view="mirrored"',
+            found=f"view={view!r}",
+            fix="leave view= away for whole batches; the mirrored view takes lists, one element per device",
+            where=line,
+        )
+    if view == "consistent" and is_list:
+        raise PlanError(
+            expected="whole batches in the consistent view",
+            found=f"PerDevice on {', '.join(sorted(is_list))}",
+            fix='use Whole there, or view="mirrored"',
+            where=line,
+        )
+    return "mirrored" if view == "mirrored" or is_list else "consistent"
+
+
+def view_of(job: JobDefinition, world: World) -> Plain | Consistent | Mirrored:
+    """What runs a job's calls in this world."""
+    if job.view == "mirrored":
+        return Mirrored(job, world)
+    return Plain(job, world) if world.mesh.size == 1 else Consistent(job, world)
 
 
 def named_modules(model: Models) -> dict[str, nn.Module]:

@@ -21,8 +21,8 @@ def job_of(function, model, *, optimizer=None, view="consistent", mesh=None):
 
 
 def test_another_view_is_refused_by_name():
-    with pytest.raises(PlanError, match="mirrored"):
-        job_of(lambda x: x, nn.Linear(2, 2), view="mirrored")
+    with pytest.raises(PlanError, match="view='global'"):
+        job_of(lambda x: x, nn.Linear(2, 2), view="global")
 
 
 def test_an_optimizer_of_parameters_that_no_model_has_is_refused():
