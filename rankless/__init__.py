@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         rank,
         save,
         shutdown,
+        spawn,
         world_size,
     )
 
@@ -47,6 +48,7 @@ __all__ = [
     "rank",
     "save",
     "shutdown",
+    "spawn",
     "world_size",
 ]
 

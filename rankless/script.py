@@ -3,13 +3,15 @@
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from rankless import checkpoint
 from rankless.errors import PlanError
+from rankless.launch.spawning import Spawned
+from rankless.launch.spawning import spawn as spawn_workers
 from rankless.observe.progress import ProgressDisplay
 from rankless.records.events import AnyRecord, Progress, Said
 from rankless.runtime.current import current, join_by, leave
@@ -37,6 +39,7 @@ __all__ = [
     "rank",
     "save",
     "shutdown",
+    "spawn",
     "world_size",
 ]
 
@@ -75,6 +78,19 @@ def init(
 def shutdown() -> None:
     """Leave the job: end its process group, once what is saved in the background is on disk. `init` may join again."""
     leave()
+
+
+def spawn(
+    function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True
+) -> list[Any] | Spawned:
+    """The results of `function(rank, *args)`, by rank, run in `nprocs` new processes of this host.
+
+    The function may be defined in a script, a notebook or the interpreter, and the script needs no guard: it is not run
+    again. In it `rankless.init()` and torch's `init_process_group()` find the others. What it raises on a worker is
+    raised here, with rank and traceback, once the other workers are ended; a worker that dies is a `LaunchError`. With
+    `join=False` a handle is returned at once: `join(timeout_seconds)`, `terminate()`, `process_ids`.
+    """
+    return spawn_workers(function, args, nprocs, join)
 
 
 def rank() -> int:

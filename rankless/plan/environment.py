@@ -88,6 +88,22 @@ def worker_environment(plan: WorkerPlan, *, cuda_devices: str | None) -> dict[st
     return variables
 
 
+def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """The environment of a process that `rankless.spawn` starts: torchrun's variables, and its share of the cores."""
+    variables = {name: value for name, value in os.environ.items() if name != WORKER_PLAN}
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    return variables | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_name()),
+    }
+
+
 def loopback_name() -> str:
     """The name of the loopback network interface."""
     return "lo" if os.uname().sysname == "Linux" else "lo0"

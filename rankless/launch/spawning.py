@@ -1,0 +1,147 @@
+"""Workers that a script starts itself, each running one of its functions: `rankless.spawn`.
+
+Note [functions that travel]: each worker is a new interpreter with this one's flags and module path, and gets the
+function by cloudpickle, which takes what is defined in a script, a notebook or the interpreter along by value. So the
+script is not run again in the workers, and needs no guard around its main part.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
+
+from rankless.errors import LaunchError, PlanError
+from rankless.launch.judge import signal_name
+from rankless.launch.workers import reserve_master_port
+from rankless.plan.environment import spawned_environment
+from rankless.runtime.bootstrap import python_command
+from rankless.runtime.spawned import receive, send
+
+GRACE_SECONDS = 2.0
+
+
+class Spawned:
+    """Workers that run: `join()` waits for their results, `terminate()` ends them."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], count: int) -> None:
+        self._results: dict[int, Any] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: dict[int, socket.socket] = {}
+        # The path first and alone: the function's modules are found on it.
+        payload = cloudpickle.dumps((list(sys.path), cloudpickle.dumps((function, args))))
+        self._reserved = reserve_master_port()
+        try:
+            for rank in range(count):
+                self._start(rank, count, payload)
+        except BaseException:
+            self.terminate()
+            raise
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The workers' processes, by rank."""
+        return [process.pid for process in self._processes]
+
+    def join(self, timeout_seconds: float | None = None) -> list[Any] | None:
+        """What the function returned, by rank; None if that is not there in time.
+
+        If it raises on a worker, the others are ended and this raises the same, with a note that names rank and
+        traceback. Raises LaunchError for a worker that ends without a word.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in self._channels.items():
+                if rank not in self._results:
+                    selector.register(channel, selectors.EVENT_READ, rank)
+            try:
+                while selector.get_map():
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    ready = selector.select(left)
+                    if not ready:
+                        return None
+                    for key, _ in ready:
+                        selector.unregister(key.fileobj)
+                        self._results[key.data] = self._result_of(key.data)
+            except BaseException:
+                self.terminate()
+                raise
+        for process in self._processes:
+            process.wait()
+        self._reserved.close()
+        return [self._results[rank] for rank in range(len(self._processes))]
+
+    def terminate(self) -> None:
+        """End the workers that still run."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + GRACE_SECONDS
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(number)
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        for channel in self._channels.values():
+            channel.close()
+        self._reserved.close()
+
+    def _start(self, rank: int, count: int, payload: bytes) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            told = map(str, (theirs.fileno(), rank, os.getpid()))
+            command = [*python_command("rankless.runtime.spawned"), *told]
+            environment = spawned_environment(rank, count, self._reserved.getsockname()[1])
+            process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        self._processes.append(process)
+        self._channels[rank] = ours
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send(ours, payload)
+
+    def _result_of(self, rank: int) -> Any:
+        data = receive(self._channels[rank])
+        if data is None:
+            raise self._silent(rank)
+        kind, value, trace = cloudpickle.loads(data)
+        if kind == "error":
+            value.add_note(f"on rank {rank} of {len(self._processes)}:\n{trace}")
+            raise value
+        return value
+
+    def _silent(self, rank: int) -> LaunchError:
+        process = self._processes[rank]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+        code = process.returncode
+        killed = code is not None and code < 0
+        return LaunchError(
+            expected=f"rank {rank} to return from the function, or to raise",
+            found=f"it was killed by {signal_name(-code)}" if killed and code else f"it ended with exit code {code}",
+            fix="look at what it has printed; a SIGKILL that nobody sent is often the kernel's, for want of memory",
+        )
+
+
+def spawn(
+    function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True
+) -> list[Any] | Spawned:
+    """The results of `function(rank, *args)` in `nprocs` new processes; with `join=False` a handle of them."""
+    if not callable(function):
+        raise PlanError(
+            expected="a function to spawn, called as function(rank, *args)",
+            found=type(function).__name__,
+            fix="pass the function itself, without calling it",
+        )
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
+        raise PlanError(expected="nprocs= of at least 1", found=repr(nprocs), fix="say how many processes to start")
+    spawned = Spawned(function, tuple(args), nprocs)
+    if not join:
+        return spawned
+    results = spawned.join()
+    assert results is not None
+    return results

@@ -1,0 +1,30 @@
+"""The two views side by side: the same losses, on one worker and on two."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def losses(view: str, folder: Path, model: str, *launcher: str) -> list[float]:
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{view}.py"), "--model", model, "--dropout", "0"]
+    done = subprocess.run([*command, "--epochs", "3"], cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"test accuracy ([\d.]+)%", done.stdout)[0]) > 30
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "lenet"])
+def test_both_views_print_the_same_losses_without_dropout(model: str, tmp_path: Path):
+    two = ("-m", "rankless", "run", "-n", "2")
+    wanted = losses("consistent", tmp_path, model)
+    assert len(wanted) == 2
+    for found in (losses("mirrored", tmp_path, model), losses("mirrored", tmp_path, model, *two)):
+        assert found == pytest.approx(wanted, rel=1e-4)
+    if model == "mlp":
+        assert losses("consistent", tmp_path, model, *two) == pytest.approx(wanted, rel=1e-4)

@@ -1,0 +1,157 @@
+"""`rankless.spawn`: functions in new processes, from a script, from standard input, from an interpreter."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from jobs import wait_until
+
+import rankless
+import rankless.collectives as collectives
+from rankless.errors import LaunchError, PlanError
+
+pytestmark = pytest.mark.slow
+
+
+def summed(rank: int, start: float) -> dict[str, Any]:
+    rankless.init()
+    total = torch.tensor([start + rank])
+    collectives.all_reduce(total)
+    return {"rank": rankless.rank(), "size": rankless.world_size(), "total": total.item()}
+
+
+def by_torch(rank: int, size: int) -> float:
+    torch.distributed.init_process_group("gloo")
+    total = torch.tensor([float(rank)])
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+    return total.item() + size
+
+
+def test_results_come_back_by_rank_and_the_processes_find_each_other():
+    wanted = [{"rank": rank, "size": 3, "total": 33.0} for rank in range(3)]
+    assert rankless.spawn(summed, (10.0,), nprocs=3) == wanted
+    assert rankless.spawn(by_torch, args=(2,), nprocs=2) == [3.0, 3.0]
+
+
+def fails(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("no such column")
+    signal.pause()
+
+
+def test_what_a_worker_raises_is_raised_with_its_rank_and_traceback_and_the_others_end():
+    with pytest.raises(KeyError, match="no such column") as raised:
+        rankless.spawn(fails, nprocs=3)
+    (note,) = raised.value.__notes__
+    assert note.startswith("on rank 1 of 3:")
+    assert "in fails" in note
+    assert not [child for child in psutil.Process().children() if "spawned" in " ".join(child.cmdline())]
+
+
+class Odd(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def fails_oddly(_rank: int) -> None:
+    raise Odd(1, 2)
+
+
+def test_an_error_that_does_not_travel_is_told_in_words():
+    with pytest.raises(RuntimeError, match="Odd: 1 and 2"):
+        rankless.spawn(fails_oddly, nprocs=1)
+
+
+def killed(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def test_a_worker_that_is_killed_is_named():
+    with pytest.raises(LaunchError, match=r"it was killed by .*SIGKILL"):
+        rankless.spawn(killed, nprocs=2)
+
+
+def waits(_rank: int) -> None:
+    signal.pause()
+
+
+def test_a_handle_waits_for_a_time_and_ends_the_workers():
+    handle = rankless.spawn(waits, nprocs=2, join=False)
+    assert handle.join(timeout_seconds=0.2) is None
+    workers = [psutil.Process(number) for number in handle.process_ids]
+    assert all(worker.is_running() for worker in workers)
+    handle.terminate()
+    assert not any(worker.is_running() for worker in workers)
+
+
+SCRIPT = """
+import sys
+import rankless
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+scale = 10
+
+def work(rank, point):
+    sys.stdout.write(f"worker {rank}\\n")  # one write: the workers share a terminal
+    sys.stdout.flush()
+    return Point(point.x * scale + rank)
+
+print("main")
+print([type(found) is Point and found.x for found in rankless.spawn(work, (Point(4),), nprocs=2)])
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "standard input", "interactive"])
+def test_a_script_needs_no_guard_and_an_interpreter_no_file(way: str, tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    # The interactive interpreter ends a block at an empty line.
+    text = SCRIPT.replace("\n\n    def", "\n    def").replace("scale = 10\n\n", "scale = 10\n")
+    command = {"script": ["script.py"], "standard input": ["-"], "interactive": ["-i", "-q"]}[way]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        input=None if way == "script" else text.replace('print("main")', '\nprint("main")'),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines.count("main") == 1
+    assert sorted(line for line in lines if line.startswith("worker")) == ["worker 0", "worker 1"]
+    assert lines[-1] == "[40, 41]", done.stderr
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path):
+    (tmp_path / "script.py").write_text(
+        "import signal, rankless\n"
+        "handle = rankless.spawn(lambda rank: signal.pause(), nprocs=2, join=False)\n"
+        "print(*handle.process_ids, flush=True)\nsignal.pause()\n"
+    )
+    process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    workers = [psutil.Process(int(number)) for number in process.stdout.readline().split()]
+    wait_until(lambda: all(len(worker.memory_maps()) > 10 for worker in workers))
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(worker.is_running() for worker in workers))
+
+
+@pytest.mark.parametrize(
+    ("function", "count", "words"), [(3, 2, "a function"), (waits, 0, "nprocs="), (waits, True, "n")]
+)
+def test_what_cannot_be_spawned_is_refused(function: Any, count: Any, words: str):
+    with pytest.raises(PlanError, match=words):
+        rankless.spawn(function, nprocs=count)
