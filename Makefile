@@ -5,13 +5,14 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := rankless tests examples bench
 
-.PHONY: help demo test check lint bench clean
+.PHONY: help demo test check lint bench soak clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    set up, train LeNet on 4 workers, verify its first 2 epochs against one worker"
 	@echo "make test    set up, run every test [PYTEST=arguments]"
 	@echo "make check   set up, then format, lint, types, imports and tests: what CI runs"
+	@echo "make soak    set up, run every test there is, also those that CI leaves out; resumable, hours; writes docs/soak.md"
 	@echo "make bench   set up, then measure against torchrun and DistributedDataParallel [BENCH=name] [JSON=file]"
 
 # The stamp is older than a changed pin, so a pull that moves one sets up again. Torch goes first and by name, so that
@@ -43,5 +44,8 @@ check: lint test
 bench: $(READY)
 	$(BIN)/python -m bench $(BENCH) $(if $(JSON),--json $(JSON))
 
+soak: $(READY)
+	$(BIN)/python tests/soak.py
+
 clean:
-	rm -rf .venv build dist log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .soak .venv build dist log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,103 @@
+"""Everything, also what CI leaves out: `make soak`. Resumable: a file of tests that has passed at this commit is not
+run again. The result goes to docs/soak.md, with the commit and the raw counts.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+STATE = ROOT / ".soak"
+Counts = dict[str, float]
+
+
+def commit() -> str:
+    """The commit that is tested. Tests of what nobody else can have are worth nothing: all must be committed."""
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
+    if changed.stdout.strip():
+        sys.exit(
+            "expected: everything committed, so that the result says what it covers\nfound:    changes; commit them"
+        )
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return head.stdout.strip()
+
+
+def run(file: Path) -> Counts:
+    """The counts of one file of tests, every marker included."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "exhaustive or not exhaustive", f"--junitxml={report}"]
+        start = time.monotonic()
+        done = subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True)
+        seconds = round(time.monotonic() - start, 1)
+        if not report.exists():
+            return {"tests": 1, "failed": 1, "skipped": 0, "seconds": seconds}
+        counts = counted(report)
+    if counts["failed"]:
+        print(done.stdout[-4000:], flush=True)
+    return counts | {"seconds": seconds}
+
+
+def counted(report: Path) -> Counts:
+    """Tests, failures and skips in pytest's report."""
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    total = {
+        name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+    }
+    return {"tests": total["tests"], "failed": total["failures"] + total["errors"], "skipped": total["skipped"]}
+
+
+def page(tested: str, results: dict[str, Counts]) -> str:
+    """The result as a page."""
+    folders: dict[str, Counts] = {}
+    for name, counts in results.items():
+        folder = folders.setdefault(str(Path(name).parent), dict.fromkeys(("tests", "failed", "skipped", "seconds"), 0))
+        for key in folder:
+            folder[key] += counts[key]
+    rows = [
+        f"| {name} | " + " | ".join(f"{value:g}" for value in counts.values()) + " |"
+        for name, counts in folders.items()
+    ]
+    total = [
+        f"{sum(counts[key] for counts in results.values()):g}" for key in ("tests", "failed", "skipped", "seconds")
+    ]
+    return "\n".join(
+        [
+            "# The last soak",
+            "",
+            f"`make soak` of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: every test, also those that CI leaves out.",
+            "",
+            "| folder | tests | failed | skipped | seconds |",
+            "|---|---|---|---|---|",
+            *rows,
+            f"| all | {' | '.join(total)} |",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Run what has not passed yet; end with 1 if anything fails."""
+    tested = commit()
+    STATE.mkdir(exist_ok=True)
+    state = STATE / f"{tested}.json"
+    results: dict[str, Counts] = json.loads(state.read_text()) if state.exists() else {}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = str(file.relative_to(ROOT))
+        if name in results and not results[name]["failed"]:
+            continue
+        results[name] = run(file)
+        state.write_text(json.dumps(results, indent=1))
+        print(f"{name}: {results[name]}", flush=True)
+    (ROOT / "docs" / "soak.md").write_text(page(tested, results))
+    print(page(tested, results))
+    sys.exit(any(counts["failed"] for counts in results.values()))
+
+
+if __name__ == "__main__":
+    main()
