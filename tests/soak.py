@@ -70,7 +70,7 @@ def page(tested: str, results: dict[str, Counts]) -> str:
         [
             "# The last soak",
             "",
-            f"`make soak` of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: every test, also those that CI leaves out.",
+            f"`make soak` of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: every test, also what CI leaves out.",
             "",
             "| folder | tests | failed | skipped | seconds |",
             "|---|---|---|---|---|",
