@@ -134,16 +134,14 @@ def job(
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
     """A decorator that makes a function on whole batches a job: written for one device, run on all of them.
 
-    `model` is a module, or a list or dict of modules: all that the function uses. With an `optimizer` (or a list of
-    them, stepped in turn) it is a train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; a
-    loss per sample means its mean), and each call makes zero_grad, backward and step. Without one it predicts, without
-    gradients. Calls return the whole batch's results, the same on every rank.
+    `model` is a module, or a list or dict of modules: all that the function uses. With an `optimizer` (or several,
+    stepped in turn) it is a train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; one per
+    sample means its mean), and a call makes zero_grad, backward and step. Without one it predicts, without gradients.
+    Calls return the whole batch's results, the same on every rank.
 
-    With `view="mirrored"` it runs as plain PyTorch, once per device: of each list among its arguments device i gets the
-    element i, and a call returns the list of all devices' results. Together the elements are the whole batch. Any
-    Python may stand in it; on one worker the same script runs each element in turn. Arguments annotated with
-    `Annotated[torch.Tensor, rankless.Whole(shape, dtype)]` or `rankless.PerDevice` (which implies the mirrored view)
-    are checked before a call runs, and raise `DataError`.
+    With `view="mirrored"` it runs as plain PyTorch, once per device, on that device's element of each list it is given,
+    and returns the list of all results; any Python may stand in it. Arguments annotated with `Whole` or `PerDevice`
+    (which implies the mirrored view) are checked before a call runs, and raise `DataError`.
 
     `accumulate=k` makes one step of k calls: that of one call on all their rows. The end of a pass over a loader, or
     `flush()` of the job, makes the step of a shorter last group; `stepped` tells whether a call made one.
@@ -151,11 +149,10 @@ def job(
     with `gradient_norm=True` (or `clip_norm`) the job's `gradient_norm` is the norm before clipping.
     `check_finite=True` raises `StepError` instead of stepping on a loss or gradient that is not finite.
 
-    Tensors hold the batch in dim 0, unless `batch_dims` names another for an argument, or None for one that is not
-    batch: this decides what a call costs, not its result. Models are compared between ranks at the first call, when
-    they were changed outside jobs, and before every `check_every`-th call. Raises `PlanError` for what cannot be right;
-    on several workers, or with `accumulate`, `CaptureError` at a call that cannot be one program, and `RanksParted`
-    where ranks differ.
+    Tensors hold the batch in dim 0, unless `batch_dims` names another for an argument, or None where there is none: this
+    decides what a call costs, not its result. Models are compared between ranks at the first call, when changed outside
+    jobs, and before every `check_every`-th call. Raises `PlanError`; on several workers, or with `accumulate`,
+    `CaptureError` at a call that cannot be one program, and `RanksParted` where ranks differ.
     """
     stepping = Stepping(
         accumulate=accumulate,
@@ -168,9 +165,7 @@ def job(
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
         made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, stepping=stepping)
-        if batch_dims is not None:
-            made.mark(batch_dims)
-        return made
+        return made.mark(batch_dims or {})
 
     return decorate
 

@@ -51,9 +51,11 @@ class Job(Generic[Parameters, Result]):
         self._batch_dims: BatchDims | None = None
         self._placeholders = placeholders_of(definition.function, definition.name, definition.line)
 
-    def mark(self, batch_dims: Mapping[str, int | None]) -> None:
-        """Say which dim of which argument holds the batch; None for one that is not batch."""
-        self._batch_dims = BatchDims(self.definition.function, batch_dims)
+    def mark(self, batch_dims: Mapping[str, int | None]) -> Self:
+        """Say which dim of which argument holds the batch, None for one that is not batch; the job itself."""
+        if batch_dims:
+            self._batch_dims = BatchDims(self.definition.function, batch_dims)
+        return self
 
     @property
     def called(self) -> bool:
