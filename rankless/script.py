@@ -149,10 +149,10 @@ def job(
     with `gradient_norm=True` (or `clip_norm`) the job's `gradient_norm` is the norm before clipping.
     `check_finite=True` raises `StepError` instead of stepping on a loss or gradient that is not finite.
 
-    Tensors hold the batch in dim 0, unless `batch_dims` names another for an argument, or None where there is none: this
-    decides what a call costs, not its result. Models are compared between ranks at the first call, when changed outside
-    jobs, and before every `check_every`-th call. Raises `PlanError`; on several workers, or with `accumulate`,
-    `CaptureError` at a call that cannot be one program, and `RanksParted` where ranks differ.
+    Tensors hold the batch in dim 0, unless `batch_dims` names another for an argument, or None: this decides what a
+    call costs, not its result. Models are compared between ranks at the first call, when changed outside jobs, and
+    before every `check_every`-th call. Raises `PlanError`; on several workers, or with `accumulate`, `CaptureError` at
+    a call that cannot be one program, and `RanksParted` where ranks differ.
     """
     stepping = Stepping(
         accumulate=accumulate,
