@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rankless.script import (
         PerDevice,
         Whole,
+        check_synchronised,
         checkpoints,
         init,
         job,
@@ -37,6 +38,7 @@ __all__ = [
     "RanklessError",
     "Whole",
     "__version__",
+    "check_synchronised",
     "checkpoints",
     "init",
     "job",

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from rankless import checkpoint
+from rankless.collectives.handing_on import require_synchronised
 from rankless.errors import PlanError
 from rankless.launch.spawning import Spawned
 from rankless.launch.spawning import spawn as spawn_workers
@@ -28,6 +29,7 @@ from rankless.views.world import World
 __all__ = [
     "PerDevice",
     "Whole",
+    "check_synchronised",
     "checkpoints",
     "init",
     "job",
@@ -78,6 +80,14 @@ def init(
 def shutdown() -> None:
     """Leave the job: end its process group, once what is saved in the background is on disk. `init` may join again."""
     leave()
+
+
+def check_synchronised(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Raise `RanksParted` on every rank, naming tensors and ranks, unless parameters, buffers and the optimizer's state
+    are the same bits on all.
+    """
+    if _current().world.mesh.size > 1:
+        require_synchronised(model, optimizer)
 
 
 def spawn(

@@ -3,12 +3,13 @@
 Two sides. For Rankless itself: a mesh and the tensors that move over it (`mesh`, `tensors`, `messages`, `lockstep`);
 called by `program`, `checkpoint` and `views`. For scripts: the names below, which are torch.distributed's and take its
 process groups, each after a roll call that turns a hang into an error (`transfers`, `reductions`, `point_to_point`,
-`objects`, and `differentiable`, which is imported by name). Nobody else talks to `torch.distributed`, save `runtime`,
+`objects`, `handing_on`; `differentiable` is imported by name). Nobody else talks to `torch.distributed`, save `runtime`,
 which makes the groups.
 """
 
 from torch.distributed import ReduceOp
 
+from rankless.collectives.handing_on import broadcast_optimizer_state, broadcast_parameters
 from rankless.collectives.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -51,6 +52,8 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "gather",
     "gather_object",
     "irecv",
