@@ -24,8 +24,10 @@ def shared_file(size: int) -> str:
 
 
 def host_identity() -> str:
-    """What two processes have in common only if they share memory: the running kernel, and the container's."""
+    """What two processes have in common only if they share memory and process numbers: the running kernel, and the
+    container's memory and numbers.
+    """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/dev/shm').st_dev}"
+        return f"{boot} {os.stat('/dev/shm').st_dev} {os.readlink('/proc/self/ns/pid')}"
     return f"{uuid.getnode()}"
