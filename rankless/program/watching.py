@@ -6,6 +6,7 @@ Python is thousands of calls per operator, so the profile is switched off inside
 """
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -40,13 +41,20 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, calls on this thread are watched; another profiler pauses."""
+        """Within, calls on this thread are watched; another profiler pauses.
+
+        So does looking for garbage: finalizers and callbacks of it, of any library, run at moments that mean nothing.
+        """
         before: Any = sys.getprofile()
+        collects = gc.isenabled()
+        gc.disable()
         sys.setprofile(self._called)
         try:
             yield
         finally:
             sys.setprofile(None)
+            if collects:
+                gc.enable()
             # cProfile shows itself here, which is no function.
             if hasattr(before, "enable"):
                 before.enable()

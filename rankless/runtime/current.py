@@ -1,5 +1,6 @@
 """The process's one joined runtime. Read by the facade, `rankless.script`, and by nobody else."""
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -41,6 +42,8 @@ def leave() -> None:
         _joined.finish()
         _joined.leave()
         _joined, _left = None, True
+        # The store that rank 0 serves closes with the last reference, and what has left refers to itself in circles.
+        gc.collect()
 
 
 def finish() -> None:

@@ -117,6 +117,7 @@ class Runtime:
         if os.getpid() != self.process_id or self._left:
             return
         self._left = True
+        atexit.unregister(self.leave)  # or the interpreter would keep all this, and the store with it, to its end
         self.world.passes.leave(self.say)
         if not self._has_agent and not hasattr(sys, "last_value"):
             self._finish_or_fail()

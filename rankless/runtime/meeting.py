@@ -113,7 +113,9 @@ def _all_arrived(store: Any, prefix: str, invitation: Invitation, patience: Pati
         if len(arrived) < size:
             patience.wait(waiting_for, "start the others, with the same address and world_size")
     store.set("rankless/complete", "")
-    return Meeting(store, [arrived[other] for other in range(size)])
+    # At a launcher's store the keys of an earlier group are still there.
+    own_store = dist.PrefixStore(f"{prefix}/group", store)  # type: ignore[attr-defined]  # missing in the stubs
+    return Meeting(own_store, [arrived[other] for other in range(size)])
 
 
 def _require_one_size(other: Arrived, rank: int, invitation: Invitation) -> None:

@@ -1,5 +1,7 @@
 """What a job that cannot be one program is told; an error of the script's own passes as it is."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,29 @@ def test_an_error_of_pytorch_about_shapes_passes_unchanged():
     with pytest.raises(RuntimeError, match="same reduction dim") as raised:
         called(loss, model, *rows())
     assert not isinstance(raised.value, CaptureError)
+
+
+def test_what_runs_when_garbage_is_collected_is_not_the_jobs():
+    model = perceptron()
+    seen = []
+
+    def loss(features, labels):
+        rounds = [[number] for number in range(200)]
+        return F.cross_entropy(model(features), labels) * len(rounds)
+
+    def collected(phase, _info):
+        seen.append(phase)
+
+    before = gc.get_threshold()
+    # At each pass of the job's Python at another moment, as under a library that watches collections (hypothesis does).
+    gc.callbacks.append(lambda phase, info: collected(phase, info) if len(seen) % 3 else seen.append(phase))
+    gc.set_threshold(37)
+    try:
+        called(loss, model, *rows())
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.pop()
+    assert seen
 
 
 def no_loss(_model, _features, _labels):

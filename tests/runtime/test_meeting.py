@@ -150,7 +150,7 @@ for _ in range(2):
     total = torch.ones(2)
     collectives.all_reduce(total)
     # One write: torchrun's processes share a terminal.
-    sys.stdout.write(f"{rankless.rank()} {rankless.world_size()} {total.tolist()}\n")
+    sys.stdout.write(f"{rankless.rank()} {rankless.world_size()} {total.tolist()}\\n")
     rankless.shutdown()
 """
 
