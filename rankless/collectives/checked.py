@@ -16,6 +16,7 @@ import torch
 from rankless.collectives.calls import Call
 from rankless.collectives.roll_call import RollCall
 from rankless.collectives.script_lines import line_of_the_script
+from rankless.errors import CollectiveError
 
 
 class Awaited(Protocol):
@@ -59,9 +60,9 @@ class Queue:
             roll_call.compare()
         issue(False)
 
-    def start(self, call: Call, issue: Issue) -> Awaited:
+    def start(self, call: Call, issue: Issue, *, timeout: timedelta | None = None) -> Awaited:
         """Begin the collective once the roll call is held. Raises CollectiveError here, or where it is awaited."""
-        late = IssuedLate(call, line_of_the_script(), issue)
+        late = IssuedLate(call, line_of_the_script(), issue, timeout or self._timeout)
         with self._changed:
             if not self._waiting and self._opening is None and late.fits_now(self._roll_call):
                 return late
@@ -107,7 +108,7 @@ class Queue:
                     self._thread = None
                     return
                 late = self._waiting[0]
-            late.hold(self.opened, self._timeout)
+            late.hold(self.opened)
             with self._changed:
                 self._waiting.popleft()
                 self._changed.notify_all()
@@ -116,10 +117,11 @@ class Queue:
 class IssuedLate:
     """A collective that is issued when all ranks have come."""
 
-    def __init__(self, call: Call, line: str, issue: Issue) -> None:
+    def __init__(self, call: Call, line: str, issue: Issue, timeout: timedelta) -> None:
         self._call = call
         self._line = line
         self._issue = issue
+        self._timeout = timeout
         self._written = False
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._issued = threading.Event()
@@ -138,13 +140,13 @@ class IssuedLate:
         self._issued.set()
         return True
 
-    def hold(self, opened: Callable[[], RollCall | None], timeout: timedelta) -> None:
+    def hold(self, opened: Callable[[], RollCall | None]) -> None:
         """Hold the roll call and issue; what fails is kept for `wait`."""
         try:
             roll_call = opened()
             if roll_call is not None:
                 self._write(roll_call)
-                roll_call.wait(timeout)
+                roll_call.wait(self._timeout)
                 roll_call.compare()
             with torch.cuda.stream(self._stream):
                 self._work = self._issue(True)
@@ -161,7 +163,12 @@ class IssuedLate:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once the collective is done (on a GPU: is in the stream); raises CollectiveError if it cannot be."""
         if not self._issued.wait(None if timeout is None else timeout.total_seconds()):
-            raise TimeoutError(f"{self._call}: not all ranks have come in {timeout}")
+            raise CollectiveError(
+                expected=f"all ranks to come to {self._call}",
+                found=f"not all of them in {timeout}",
+                fix="wait longer, or look at what the others do instead: py-spy dump --pid",
+                where=self._line,
+            )
         if self._error is not None:
             raise self._error
         if self._work is not None:

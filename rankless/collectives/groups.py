@@ -61,7 +61,7 @@ class Group:
                 store=self.torch.get_group_store(),
                 name=f"lane-{sender}-{receiver}-{tag}",
                 timeout=self.queues.timeout,
-                say=_say,
+                say=say,
             )
             opening = partial(open_roll_call, point, place=int(self.rank == receiver), ranks=(sender, receiver))
             self.queues.lanes[name] = Queue(opening, self.queues.timeout)
@@ -70,17 +70,20 @@ class Group:
     def run(self, call: Call, issue: Issue, async_op: bool, timeout: timedelta | None = None) -> Awaited | None:
         """A collective after its roll call: to its end, or, with `async_op`, begun and to be waited for."""
         if async_op:
-            return self.queue.start(call, issue)
+            return self.queue.start(call, issue, timeout=timeout)
         self.queue.run(call, issue, timeout=timeout)
         return None
 
     @contextmanager
-    def telling(self, operation: str) -> Iterator[None]:
-        """Within, a PlanError about this rank's arguments is told to the others: they would wait for it."""
+    def telling(self, operation: str, queue: Queue | None = None) -> Iterator[None]:
+        """Within, a PlanError about this rank's arguments is told to the others: they would wait for it.
+
+        `queue` is that of a lane where the call is a message.
+        """
         try:
             yield
         except PlanError as error:
-            self.queue.refuse(operation, str(error.found))
+            (queue or self.queue).refuse(operation, str(error.found))
             raise error.with_traceback(None) from None
 
     def rank_of(self, global_rank: int | None, group_rank: int | None, role: str, default: int | None = 0) -> int:
@@ -131,7 +134,7 @@ def _new_queues(group: dist.ProcessGroup) -> Queues:
     rank, size, timeout = dist.get_rank(group), dist.get_world_size(group), _timeout_of(group)
     if size == 1:
         return Queues(Queue(lambda: None, timeout), {}, timeout, rank, size)
-    point = MeetingPoint(store=group.get_group_store(), name="collectives", timeout=timeout, say=_say)
+    point = MeetingPoint(store=group.get_group_store(), name="collectives", timeout=timeout, say=say)
     opening = partial(open_roll_call, point, place=rank, ranks=range(size))
     return Queues(Queue(opening, timeout), {}, timeout, rank, size)
 
@@ -145,5 +148,6 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else default_pg_timeout
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell whoever watches this process."""
     print(f"rankless: {text}", file=sys.stderr, flush=True)

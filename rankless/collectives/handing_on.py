@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.groups import AnyGroup, joined_group
 from rankless.collectives.objects import all_gather_object, broadcast_object_list
+from rankless.collectives.tensors import joined_by_kind
 from rankless.collectives.transfers import broadcast
 from rankless.collectives.typed_values import encode_value
 from rankless.errors import PlanError, RanksParted
@@ -32,15 +32,10 @@ def broadcast_parameters(parameters: Parameters, root_rank: int = 0, group: AnyG
     named = named_tensors(parameters)
     described = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()}
     _require_alike(described, group, "the same names, shapes and dtypes of parameters on every rank")
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in named.values():
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for tensors in kinds.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    for flat, put_back in joined_by_kind(named.values()):
         if flat.numel():
             broadcast(flat, root_rank, group)
-        for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.detach().copy_(piece.reshape(tensor.shape))
+            put_back()
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, group: AnyGroup = None) -> None:

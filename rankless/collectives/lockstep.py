@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rankless.collectives.calls import ranks_text
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.messages import all_gather_bytes, barrier
 from rankless.collectives.script_lines import line_of_the_script
@@ -172,11 +173,6 @@ class Lockstep:
         length = int.from_bytes(memory[at + ENTRY_BYTES - LENGTH_BYTES : at + ENTRY_BYTES], "little")
         payload = memory[at + NUMBER.size : at + NUMBER.size + length]
         return payload, read_entry(payload)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """As "rank 2" or "ranks 0, 1"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def entry_core(text: str, digests: Sequence[int]) -> bytes:

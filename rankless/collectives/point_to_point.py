@@ -13,10 +13,13 @@ from torch import Tensor
 
 from rankless.collectives.calls import Call
 from rankless.collectives.checked import Awaited
-from rankless.collectives.groups import AnyGroup, Group, Lane, joined_group
+from rankless.collectives.groups import AnyGroup, Group, Lane, joined_group, say
+from rankless.collectives.roll_call import TELL_AFTER_SECONDS
+from rankless.collectives.script_lines import line_of_the_script
 from rankless.collectives.tensor_checks import require_usable, text_of
-from rankless.errors import PlanError
+from rankless.errors import CollectiveError, PlanError
 
+OPERATION = "send and recv"
 _NAP_SECONDS = 0.0005
 
 
@@ -48,9 +51,8 @@ def recv(
     """
     if (joined := joined_group(group)) is None:
         return -1
-    require_usable(joined, tensor)
     if src is None and group_src is None:
-        lane = _first_lane(joined, tag)
+        lane = _checked(joined, tensor, _first_lane(joined, tag))
     else:
         lane = _lane_from(joined, tensor, src, group_src, tag)
     joined.lane(*lane).run(_call(tensor), partial(_issue, "recv", tensor, joined, lane))
@@ -104,7 +106,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Awaited]:
 
 
 def _call(tensor: Tensor) -> Call:
-    return Call(operation="send and recv", settings=text_of(tensor))
+    return Call(operation=OPERATION, settings=text_of(tensor))
 
 
 def _issue(kind: str, tensor: Tensor, joined: Group, lane: Lane, late: bool) -> Awaited | None:
@@ -120,13 +122,20 @@ def _issue(kind: str, tensor: Tensor, joined: Group, lane: Lane, late: bool) -> 
 
 
 def _lane_to(joined: Group, tensor: Tensor, dst: int | None, group_dst: int | None, tag: int) -> Lane:
-    require_usable(joined, tensor)
-    return joined.rank, _other(joined, joined.rank_of(dst, group_dst, "dst", default=None)), tag
+    peer = _other(joined, joined.rank_of(dst, group_dst, "dst", default=None))
+    return _checked(joined, tensor, (joined.rank, peer, tag))
 
 
 def _lane_from(joined: Group, tensor: Tensor, src: int | None, group_src: int | None, tag: int) -> Lane:
-    require_usable(joined, tensor)
-    return _other(joined, joined.rank_of(src, group_src, "src", default=None)), joined.rank, tag
+    peer = _other(joined, joined.rank_of(src, group_src, "src", default=None))
+    return _checked(joined, tensor, (peer, joined.rank, tag))
+
+
+def _checked(joined: Group, tensor: Tensor, lane: Lane) -> Lane:
+    """The lane, if the tensor can travel on it; if not, the other rank hears of it too."""
+    with joined.telling(OPERATION, joined.lane(*lane)):
+        require_usable(joined, tensor)
+    return lane
 
 
 def _other(joined: Group, peer: int) -> int:
@@ -140,8 +149,9 @@ def _other(joined: Group, peer: int) -> int:
 
 
 def _first_lane(joined: Group, tag: int) -> Lane:
-    """The lane of a rank that has begun to send; waits for one."""
+    """The lane of a rank that has begun to send; waits for one as long as the group's timeout, and says so."""
     store = joined.torch.get_group_store()
+    start = told = time.monotonic()
     while True:
         for sender in range(joined.size):
             if sender == joined.rank:
@@ -153,4 +163,15 @@ def _first_lane(joined: Group, tag: int) -> Lane:
             roll_call = queue.opened()
             if roll_call is not None and roll_call.is_awaited():
                 return lane
+        now = time.monotonic()
+        if now - told > TELL_AFTER_SECONDS:
+            told = now
+            say(f"{line_of_the_script()}: waiting for any rank to send, {now - start:.0f} s")
+        if now - start > joined.queues.timeout.total_seconds():
+            raise CollectiveError(
+                expected=f"some rank to send to rank {joined.rank} with tag {tag}",
+                found=f"none in {now - start:.1f} s",
+                fix="look at what the others do instead: py-spy dump --pid; is it the same tag and group?",
+                where=line_of_the_script(),
+            )
         time.sleep(_NAP_SECONDS)

@@ -27,6 +27,7 @@ from rankless.collectives.tensor_checks import (
     shapes_of,
     text_of,
 )
+from rankless.collectives.tensors import joined_by_kind
 from rankless.errors import PlanError
 
 
@@ -154,12 +155,7 @@ def all_reduce_coalesced(
         settings = f"{name_of(op, kept[0])}, {dtype_text(kept[0])}, shapes {shapes}"
 
     def issue(late: bool) -> Awaited | None:
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in kept])
-
-        def finish() -> None:
-            for tensor, piece in zip(kept, flat.split([tensor.numel() for tensor in kept]), strict=True):
-                tensor.detach().copy_(piece.reshape(tensor.shape))
-
-        return finishing([dist.all_reduce(flat, op=op, group=joined.torch, async_op=late)], finish, late)
+        ((flat, put_back),) = joined_by_kind(kept)
+        return finishing([dist.all_reduce(flat, op=op, group=joined.torch, async_op=late)], put_back, late)
 
     return joined.run(Call(operation="all_reduce_coalesced", settings=settings), issue, async_op)

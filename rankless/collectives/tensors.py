@@ -4,7 +4,8 @@ None of them changes its input, save `start_all_reduce`, which says so. Uneven s
 rank's number of rows along `dim`. On a mesh of one process each is the identity.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -108,3 +109,18 @@ def scatter(tensor: Tensor, *, mesh: Mesh, lengths: Sequence[int], source: int =
             piece[: part.shape[0]] = part
     dist.scatter(row, pieces, group=mesh.group, group_src=source)
     return row[: lengths[mesh.rank]]
+
+
+def joined_by_kind(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
+    """The tensors of each dtype and device as one flat copy, and what puts its values back into them."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in kinds.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        yield flat, partial(_put_back, flat, alike)
+
+
+def _put_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.reshape(tensor.shape))

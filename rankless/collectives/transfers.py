@@ -218,8 +218,8 @@ def all_to_all(
             sends=shapes_of(input_tensor_list),
             takes=shapes_of(output_tensor_list),
         )
-    sent, taken = dict(enumerate(input_tensor_list)), dict(enumerate(output_tensor_list))
-    require_shape(taken[joined.rank], tuple(sent[joined.rank].shape), "output_tensor_list to have room for its own")
+        sent, taken = dict(enumerate(input_tensor_list)), dict(enumerate(output_tensor_list))
+        require_shape(taken[joined.rank], tuple(sent[joined.rank].shape), "output_tensor_list with room for its own")
     return joined.run(call, partial(_exchange, sent, taken, joined), async_op)
 
 
@@ -263,8 +263,7 @@ def barrier(
     joined = joined_group(group)
     if joined is None:
         return None
-    with joined.telling("barrier"):
-        devices = None if device_ids is None else list(device_ids)
+    devices = None if device_ids is None else list(device_ids)
     issue: Issue = lambda late: dist.barrier(group=joined.torch, async_op=late, device_ids=devices)  # noqa: E731
     return joined.run(Call(operation="barrier", settings=""), issue, async_op, timeout)
 

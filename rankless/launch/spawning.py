@@ -26,6 +26,8 @@ from rankless.runtime.bootstrap import python_command
 from rankless.runtime.spawned import receive, send
 
 GRACE_SECONDS = 2.0
+LEAVING_SECONDS = 10.0
+"""How long a worker that has given its result may take to end."""
 
 
 class Spawned:
@@ -73,9 +75,11 @@ class Spawned:
             except BaseException:
                 self.terminate()
                 raise
+        deadline = time.monotonic() + LEAVING_SECONDS
         for process in self._processes:
-            process.wait()
-        self._reserved.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self.terminate()  # one that has given its result, and hangs in a thread or at its exit, is not waited for
         return [self._results[rank] for rank in range(len(self._processes))]
 
     def terminate(self) -> None:

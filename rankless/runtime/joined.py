@@ -26,7 +26,7 @@ from rankless.plan.run_plan import WorkerPlan
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Said
 from rankless.runtime.invitation import Invitation
-from rankless.runtime.meeting import meet
+from rankless.runtime.meeting import TELL_AFTER_SECONDS, meet
 from rankless.runtime.shared_file import meet_at_file
 from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
@@ -232,8 +232,14 @@ def _end_of(store: Any, rank: int, world_size: int) -> Callable[[], None]:
     store.add(JOINED, 1)
 
     def end() -> None:
-        deadline = time.monotonic() + STORE_TIMEOUT.total_seconds()
-        while rank == 0 and store.add(JOINED, 0) < world_size and time.monotonic() < deadline:
+        start = told = time.monotonic()
+        while rank == 0 and (joined := store.add(JOINED, 0)) < world_size:
+            now = time.monotonic()
+            if now - start > STORE_TIMEOUT.total_seconds():
+                break
+            if now - told > TELL_AFTER_SECONDS:
+                told = now
+                _say_alone(f"before leaving, waiting for {world_size - joined} ranks to come through joining")
             time.sleep(0.001)
         dist.destroy_process_group()
 

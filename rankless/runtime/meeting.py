@@ -8,13 +8,14 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
+from rankless.collectives.calls import ranks_text
 from rankless.collectives.shared_memory import host_identity
 from rankless.errors import JoinError
 from rankless.runtime.invitation import Invitation
@@ -101,21 +102,25 @@ def _all_arrived(store: Any, prefix: str, invitation: Invitation, patience: Pati
     store.set(f"{prefix}/{rank}", msgspec.json.encode(own))
     arrived: dict[int, Arrived] = {}
 
-    def waiting_for() -> str:
-        missing = [str(other) for other in range(size) if other not in arrived]
-        return f"{invitation}: waiting for rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {size}"
-
     while len(arrived) < size:
         for other in range(size):
             if other not in arrived and store.check([f"{prefix}/{other}"]):
                 arrived[other] = msgspec.json.decode(store.get(f"{prefix}/{other}"), type=Arrived)
                 _require_one_size(arrived[other], other, invitation)
         if len(arrived) < size:
-            patience.wait(waiting_for, "start the others, with the same address and world_size")
+            patience.wait(
+                lambda: waiting_text(invitation, arrived), "start the others, with the same address and world_size"
+            )
     store.set("rankless/complete", "")
     # At a launcher's store the keys of an earlier group are still there.
     own_store = dist.PrefixStore(f"{prefix}/group", store)  # type: ignore[attr-defined]  # missing in the stubs
     return Meeting(own_store, [arrived[other] for other in range(size)])
+
+
+def waiting_text(invitation: Invitation, arrived: Collection[int]) -> str:
+    """For which ranks a meeting waits, in words."""
+    missing = [rank for rank in range(invitation.world_size) if rank not in arrived]
+    return f"{invitation}: waiting for {ranks_text(missing)} of {invitation.world_size}"
 
 
 def _require_one_size(other: Arrived, rank: int, invitation: Invitation) -> None:
@@ -168,17 +173,17 @@ def _until_reachable(invitation: Invitation, patience: Patience) -> None:
         return f"{invitation}: waiting for rank 0, which serves there ({why})"
 
     while True:
-        with contextlib.suppress(TimeoutError):
-            try:
-                socket.create_connection((invitation.host, invitation.port), timeout=2.0).close()
-                return
-            except socket.gaierror as error:
-                raise JoinError(
-                    expected=f"a host name that can be looked up: {invitation.host}",
-                    found=str(error),
-                    fix="name an IP address, or add the name to /etc/hosts",
-                ) from None
-            except OSError as error:
-                why = error.strerror or str(error)
-        why = why or "no answer: a firewall, or another network?"
+        try:
+            socket.create_connection((invitation.host, invitation.port), timeout=2.0).close()
+            return
+        except socket.gaierror as error:
+            raise JoinError(
+                expected=f"a host name that can be looked up: {invitation.host}",
+                found=str(error),
+                fix="name an IP address, or add the name to /etc/hosts",
+            ) from None
+        except TimeoutError:
+            why = "no answer: a firewall, or another network?"
+        except OSError as error:
+            why = error.strerror or str(error)
         patience.wait(waiting_for, "start rank 0 on that host first; is the port open, and the address rank 0's?")

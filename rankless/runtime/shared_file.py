@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from rankless.collectives.shared_memory import host_identity
 from rankless.errors import JoinError
 from rankless.runtime.invitation import Invitation
-from rankless.runtime.meeting import Arrived, Meeting, Patience, Say
+from rankless.runtime.meeting import Arrived, Meeting, Patience, Say, waiting_text
 
 CONFIRM_SECONDS = 1.0
 STALE_SECONDS = 10.0
@@ -54,11 +55,8 @@ def meet_at_file(invitation: Invitation, say: Say) -> Meeting:
         _write(file, signed)
     name = signed.name
 
-    def waiting_for() -> str:
-        missing = [str(other) for other in range(size) if signed is None or other not in signed.arrived]
-        return f"{invitation}: waiting for rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {size}"
-
     while not signed.is_full:
+        waiting_for = partial(waiting_text, invitation, signed.arrived)
         patience.wait(waiting_for, "start the others, with the same file and world_size")
         with _locked(invitation.path) as file:
             found = _read(file)

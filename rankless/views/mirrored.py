@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.messages import all_gather_bytes
-from rankless.collectives.tensors import all_reduce, broadcast
+from rankless.collectives.tensors import all_reduce, broadcast, joined_by_kind
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.errors import PlanError
 from rankless.program.autocast import fresh_casts, without_autocast
@@ -121,7 +121,9 @@ class Mirrored:
             loss = loss_of(result)
             share = loss
             if loss.dim():
-                count = all_reduce(torch.tensor(float(loss.numel()), dtype=torch.float64), mesh=mesh)
+                count = all_reduce(
+                    torch.tensor(float(loss.numel()), dtype=torch.float64, device=mesh.device), mesh=mesh
+                )
                 # DistributedDataParallel makes the mean of the devices' gradients.
                 share = loss.sum() * (mesh.size / count.item())
             self._backward(share)
@@ -157,16 +159,9 @@ class Mirrored:
 
     def _hand_on_buffers(self) -> None:
         """Let every rank have the first one's buffers, as before the call."""
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._buffers():
-            kinds.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in kinds.values():
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+        for flat, put_back in joined_by_kind(self._buffers()):
             broadcast(flat, mesh=self._world.mesh)
-            pieces = flat.split([buffer.numel() for buffer in buffers])
-            with torch.no_grad():
-                for buffer, piece in zip(buffers, pieces, strict=True):
-                    buffer.copy_(piece.reshape(buffer.shape))
+            put_back()
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for module in self._job.modules.values() for buffer in module.buffers()]

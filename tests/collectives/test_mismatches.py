@@ -176,6 +176,39 @@ def test_a_message_that_does_not_fit_is_named_on_both_ranks():
         assert "rank 1: send and recv(float32 [4])" in told
 
 
+def unusable(mesh: Mesh) -> str:
+    """Rank 0 cannot send what it has: rank 1 must not wait for it."""
+    try:
+        if mesh.rank == 0:
+            collectives.send(ones(3, 3).t(), 1)
+        elif mesh.rank == 1:
+            collectives.recv(ones(3, 3), 0)
+    except RanklessError as error:
+        return f"{type(error).__name__}{error}"
+    return ""
+
+
+def test_a_message_that_cannot_be_sent_is_told_to_who_waits_for_it():
+    sender, receiver = on_mesh(2, unusable)
+    assert sender.startswith("PlanError")
+    assert receiver.startswith("CollectiveError")
+    assert "refused there: float32 [3, 3] with strides" in receiver
+
+
+def in_vain(mesh: Mesh) -> str:
+    group = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=1))
+    try:
+        if mesh.rank == 1:
+            collectives.recv(ones(2), group=group, tag=9)
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_who_takes_from_any_rank_does_not_wait_for_ever():
+    assert "some rank to send to rank 1 with tag 9" in on_mesh(2, in_vain)[1]
+
+
 def late(mesh: Mesh) -> list[str]:
     """Rank 1 comes to the barrier only after rank 0 has given up."""
     told = []
