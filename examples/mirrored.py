@@ -1,6 +1,7 @@
 """LeNet or an MLP in the mirrored view on two devices: lists with one element each, and both devices' losses."""
 
 import argparse
+from typing import Annotated
 
 import numpy as np
 import rankless
@@ -49,18 +50,21 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", choices=["lenet", "mlp"], default="lenet")
 parser.add_argument("--dropout", type=float, default=0.5)
 parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--devices", type=int, default=1, help="of this host; rankless run -n decides where it is used")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
 (train_images, train_labels), (test_images, test_labels) = read_digits()
 model = (LeNet if arguments.model == "lenet" else MLP)(arguments.dropout)
-model.to("cuda" if torch.cuda.is_available() else "cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[60, 75], gamma=0.1)
 
 
 @rankless.job(model=model, optimizer=optimizer, view="mirrored")
-def train(images, labels):
+def train(
+    images: Annotated[torch.Tensor, rankless.PerDevice((PER_DEVICE, 1, 28, 28), torch.float32)],
+    labels: Annotated[torch.Tensor, rankless.PerDevice((PER_DEVICE,), torch.int64)],
+):
     return F.cross_entropy(model(images), labels, reduction="none")
 
 
@@ -69,6 +73,8 @@ def classify(images):
     return model(images).argmax(dim=1)
 
 
+rankless.configure(devices_per_host=arguments.devices)
+model.to("cuda" if torch.cuda.is_available() else "cpu")
 step = 0
 for epoch in range(arguments.epochs):
     model.train()

@@ -11,11 +11,13 @@ import torch
 from rankless import checkpoint
 from rankless.collectives.handing_on import require_synchronised
 from rankless.errors import PlanError
+from rankless.launch.relaunching import relaunch
 from rankless.launch.spawning import Spawned
 from rankless.launch.spawning import spawn as spawn_workers
 from rankless.observe.progress import ProgressDisplay
+from rankless.plan.environment import is_launched
 from rankless.records.events import AnyRecord, Progress, Said
-from rankless.runtime.current import current, join_by, leave
+from rankless.runtime.current import current, join_by, joined_at, leave
 from rankless.runtime.invitation import read_invitation
 from rankless.runtime.joined import JOINING_SECONDS, Observer, Runtime
 from rankless.views.definition import Stepping
@@ -31,6 +33,7 @@ __all__ = [
     "Whole",
     "check_synchronised",
     "checkpoints",
+    "configure",
     "init",
     "job",
     "load",
@@ -80,6 +83,26 @@ def init(
 def shutdown() -> None:
     """Leave the job: end its process group, once what is saved in the background is on disk. `init` may join again."""
     leave()
+
+
+def configure(*, devices_per_host: int) -> None:
+    """Let plain `python train.py` train on `devices_per_host` devices of this host, as `rankless run -n` does.
+
+    The process becomes the launcher of its own script: this call does not return there, and returns at once in the
+    workers, which run the script from its beginning. It may stand anywhere before the first call of a job, a loader or
+    CUDA, also after the jobs are defined. A launcher's command line has the last word. Raises `PlanError` later than
+    that, and in the interactive interpreter and notebooks, where `rankless.spawn` is the way.
+    """
+    line = joined_at()
+    uses_others = torch.cuda.is_initialized() or torch.distributed.is_initialized()
+    if line is not None or (uses_others and not is_launched()):
+        begun = "use CUDA or torch.distributed" if line is None else f"train: {line} was the first call"
+        raise PlanError(
+            expected="rankless.configure before the first call of a job, a loader or CUDA",
+            found=f"a process that has begun to {begun}",
+            fix="move it up: right below the imports, say",
+        )
+    relaunch(devices_per_host)
 
 
 def check_synchronised(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -141,6 +164,7 @@ def job(
     view: str | None = None,
     check_every: int | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
     """A decorator that makes a function on whole batches a job: written for one device, run on all of them.
 
@@ -150,8 +174,8 @@ def job(
     Calls return the whole batch's results, the same on every rank.
 
     With `view="mirrored"` it runs as plain PyTorch, once per device, on that device's element of each list it is given,
-    and returns the list of all results; any Python may stand in it. Arguments annotated with `Whole` or `PerDevice`
-    (which implies the mirrored view) are checked before a call runs, and raise `DataError`.
+    and returns the list of all results. Arguments annotated with `Whole` or `PerDevice` (which implies that view) are
+    checked before a call. `dtype` is that of placeholders and of tensors made in the function that name none.
 
     `accumulate=k` makes one step of k calls: that of one call on all their rows. The end of a pass over a loader, or
     `flush()` of the job, makes the step of a shorter last group; `stepped` tells whether a call made one.
@@ -161,8 +185,8 @@ def job(
 
     Tensors hold the batch in dim 0, unless `batch_dims` names another for an argument, or None: this decides what a
     call costs, not its result. Models are compared between ranks at the first call, when changed outside jobs, and
-    before every `check_every`-th call. Raises `PlanError`; on several workers, or with `accumulate`, `CaptureError` at
-    a call that cannot be one program, and `RanksParted` where ranks differ.
+    before every `check_every`-th call. Raises `PlanError`, `DataError`; with `accumulate` or several workers also
+    `CaptureError` for what cannot be one program, and `RanksParted`.
     """
     stepping = Stepping(
         accumulate=accumulate,
@@ -175,7 +199,7 @@ def job(
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
         made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, stepping=stepping)
-        return made.mark(batch_dims or {})
+        return made.mark(batch_dims or {}, dtype)
 
     return decorate
 

@@ -148,6 +148,11 @@ def is_child_of_worker() -> bool:
     return WORKER_PLAN in os.environ and read_worker_plan() is None
 
 
+def is_launched() -> bool:
+    """Whether a launcher has started this process: ours, torchrun, or one that sets torchrun's variables."""
+    return WORKER_PLAN in os.environ or read_torchrun() is not None
+
+
 def read_torchrun() -> Torchrun | None:
     """What torchrun told this process, or None when another launcher, or none, started it."""
     rank, size = _whole_number("RANK"), _whole_number("WORLD_SIZE")

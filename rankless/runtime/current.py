@@ -35,6 +35,11 @@ def join_by(invitation: Invitation, *, observer: Callable[[], Observer]) -> None
     _joined = join(observer=observer, invitation=invitation, again=_left)
 
 
+def joined_at() -> str | None:
+    """The line of the script at which this process has joined, or None if it has not."""
+    return None if _joined is None or _joined.process_id != os.getpid() else _joined.line
+
+
 def leave() -> None:
     """Leave the world, if this process has joined one: after that it may join again."""
     global _joined, _left  # as above

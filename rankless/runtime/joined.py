@@ -20,6 +20,7 @@ from rankless.checkpoint import Saver
 from rankless.collectives.lockstep import Lockstep
 from rankless.collectives.mesh import Mesh
 from rankless.collectives.messages import all_gather_bytes
+from rankless.collectives.script_lines import line_of_the_script
 from rankless.errors import JoinError, PlanError, RanklessError
 from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
@@ -59,6 +60,8 @@ class Runtime:
     ) -> None:
         self.local_rank = local_rank
         self.process_id = os.getpid()
+        self.line = line_of_the_script()
+        """Where the script joined: its first call of a job, loader or the like."""
         self._up = up
         self._rank = mesh.rank
         self._said: set[str] = set()

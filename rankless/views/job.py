@@ -3,8 +3,10 @@
 On one device a job runs as the plain script would. On a mesh it is captured, placed, lowered and run (see `program`).
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Generic, ParamSpec, Self, TypeVar, get_args
 
 import torch
@@ -21,7 +23,7 @@ from rankless.views.consistent import Consistent
 from rankless.views.definition import JobDefinition, Stepping, View
 from rankless.views.mirrored import Mirrored
 from rankless.views.once import require_company
-from rankless.views.placeholders import PerDevice, Placeholder, check, placeholders_of
+from rankless.views.placeholders import Check, PerDevice, Placeholder, placeholders_of
 from rankless.views.plain import Plain
 from rankless.views.precision import cast_arguments, cast_job
 from rankless.views.stepping import Stepper, group_sizes, require_known_parameters
@@ -49,12 +51,20 @@ class Job(Generic[Parameters, Result]):
         self._stepped = False
         self._group_sizes = group_sizes(definition)
         self._batch_dims: BatchDims | None = None
-        self._placeholders = placeholders_of(definition.function, definition.name, definition.line)
+        placeholders = placeholders_of(definition.function, definition.name, definition.line)
+        self._check = Check(definition.function, placeholders, definition.line)
+        self._dtype: torch.dtype | None = None
 
-    def mark(self, batch_dims: Mapping[str, int | None]) -> Self:
-        """Say which dim of which argument holds the batch, None for one that is not batch; the job itself."""
+    def mark(self, batch_dims: Mapping[str, int | None], dtype: torch.dtype | None = None) -> Self:
+        """Say which dim of which argument holds the batch, None for one that is not batch, and the dtype where neither
+        a placeholder nor the function names one; the job itself.
+        """
         if batch_dims:
             self._batch_dims = BatchDims(self.definition.function, batch_dims)
+        if dtype is not None:
+            require_floating(dtype, self.definition.line)
+            self._dtype = dtype
+            self._check = replace(self._check, dtype=dtype)
         return self
 
     @property
@@ -69,8 +79,8 @@ class Job(Generic[Parameters, Result]):
         """
         world, job = self._world(), self.definition
         require_company(world, f"job {job.name!r}")
-        if self._placeholders:
-            check(self._placeholders, job.function, args, kwargs, job.line)
+        if self._check.placeholders:
+            self._check(args, kwargs, recast=world.dtype is not None)
         if self._view is None:
             if world.dtype is not None:
                 cast_job(job, world.dtype)
@@ -87,7 +97,8 @@ class Job(Generic[Parameters, Result]):
         if world.dtype is not None:
             arguments = cast_arguments(arguments, world.dtype)
         try:
-            outcome = self._view.run(arguments)
+            with default_dtype(world.dtype or self._dtype):
+                outcome = self._view.run(arguments)
             if outcome.loss is not None:
                 with without_autocast(job.device(world.mesh.device).type):
                     self._stepped = self._stepper_of(world).take(outcome.loss, outcome.counts)
@@ -209,6 +220,31 @@ def view_of(job: JobDefinition, world: World) -> Plain | Consistent | Mirrored:
     if job.view == "mirrored":
         return Mirrored(job, world)
     return Plain(job, world) if world.mesh.size == 1 else Consistent(job, world)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Let `dtype` be torch's default inside; None leaves it as it is."""
+    before = torch.get_default_dtype()
+    if dtype in (None, before):
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def require_floating(dtype: torch.dtype, line: str) -> None:
+    """Refuse a default dtype that torch would not have as one."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise PlanError(
+            expected="dtype= as a floating-point dtype of torch, the default of tensors made in the job",
+            found=str(dtype),
+            fix="pass torch.float32, say; the dtype of labels stands in their placeholder",
+            where=line,
+        )
 
 
 def named_modules(model: Models) -> dict[str, nn.Module]:

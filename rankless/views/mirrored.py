@@ -179,6 +179,8 @@ class JobModule(nn.Module):
         super().__init__()
         self.models = nn.ModuleDict(job.modules)
         self.function = job.function
+        # PyTorch warns at a step in which no parameter is left over; jobs that leave some are what this one stands for.
+        self.left_over = nn.Parameter(torch.zeros(1, device=job.device(torch.device("cpu"))))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the job's function returns."""
@@ -188,7 +190,7 @@ class JobModule(nn.Module):
 def wrapped(job: JobDefinition, group: Any) -> nn.Module:
     """The job under DistributedDataParallel. Calls may use other parameters each time: a job is any Python."""
     return DistributedDataParallel(
-        JobModule(job), process_group=group, find_unused_parameters=True, broadcast_buffers=False
+        JobModule(job), process_group=group, find_unused_parameters=True, forward_sync_buffers=False
     )
 
 

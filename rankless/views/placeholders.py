@@ -19,20 +19,23 @@ from rankless.views.mirrored import Local
 
 @dataclass(frozen=True)
 class Whole:
-    """An argument that is one tensor or NumPy array of this shape (None: any size in a dim) and dtype."""
+    """An argument that is one tensor or NumPy array of this shape (None: any size in a dim) and dtype.
+
+    Without `dtype` it is the job's `dtype`, and without that torch's default dtype when the job is called.
+    """
 
     shape: tuple[int | None, ...]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
 class PerDevice:
     """An argument that is a list of tensors or NumPy arrays of this shape and dtype, one per device: it makes the job's
-    view the mirrored one.
+    view the mirrored one. Without `dtype` it is the one that `Whole` would have.
     """
 
     shape: tuple[int | None, ...]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
 
 
 Placeholder = Whole | PerDevice
@@ -60,68 +63,96 @@ def placeholders_of(function: Callable[..., Any], job: str, line: str) -> dict[s
     return found
 
 
-def check(
-    placeholders: Mapping[str, Placeholder], function: Callable[..., Any], args: Any, kwargs: Any, where: str
-) -> None:
-    """Raise DataError for an argument that is not what its placeholder says."""
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    for name, placeholder in placeholders.items():
-        if name not in bound.arguments:
-            continue
-        value = bound.arguments[name]
-        if isinstance(placeholder, Whole):
-            _check_one(name, value, placeholder, where)
-        elif isinstance(value, Local):
-            _check_one(f"{name}, this device's own,", value.value, placeholder, where)
-        elif isinstance(value, list):
-            for place, element in enumerate(value):
-                _check_one(f"{name}[{place}]", element, placeholder, where)
-        else:
-            raise DataError(
-                expected=f"{name} as a list with one element per device: {described(placeholder)}",
-                found=kind_of(value),
-                fix="pass a list, as [images1, images2], or rankless.local(x) for what is this device's own",
-                where=where,
-            )
+@dataclass(frozen=True)
+class Check:
+    """What the arguments of one job must be."""
+
+    function: Callable[..., Any]
+    placeholders: Mapping[str, Placeholder]
+    where: str
+    dtype: torch.dtype | None = None
+    """Of placeholders that name none; None: torch's default dtype at the call."""
+
+    def __call__(self, args: Any, kwargs: Any, *, recast: bool) -> None:
+        """Raise DataError for an argument that is not what its placeholder says.
+
+        `recast`: the run has all floating-point numbers in a precision of its own, whatever the script says.
+        """
+        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        for name, placeholder in self.placeholders.items():
+            if name in bound.arguments:
+                dtype = placeholder.dtype or self.dtype or torch.get_default_dtype()
+                one = OneTensor(placeholder.shape, dtype, self.where, recast and dtype.is_floating_point)
+                _check_argument(name, bound.arguments[name], placeholder, one)
 
 
-def _check_one(name: str, value: Any, placeholder: Placeholder, where: str) -> None:
+@dataclass(frozen=True)
+class OneTensor:
+    """What one tensor of an argument must be."""
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+    where: str
+    any_precision: bool
+
+    def __str__(self) -> str:
+        """As "float32 [100, any]"."""
+        return f"{str(self.dtype).removeprefix('torch.')} {shape_text(self.shape)}"
+
+    def has_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether a tensor of `dtype` is meant too."""
+        return dtype == self.dtype or (self.any_precision and dtype.is_floating_point)
+
+
+def _check_argument(name: str, value: Any, placeholder: Placeholder, one: OneTensor) -> None:
+    if isinstance(placeholder, Whole):
+        _check_one(name, value, one)
+    elif isinstance(value, Local):
+        _check_one(f"{name}, this device's own,", value.value, one)
+    elif isinstance(value, list):
+        for place, element in enumerate(value):
+            _check_one(f"{name}[{place}]", element, one)
+    else:
+        raise DataError(
+            expected=f"{name} as a list with one element per device: {one}",
+            found=kind_of(value),
+            fix="pass a list, as [images1, images2], or rankless.local(x) for what is this device's own",
+            where=one.where,
+        )
+
+
+def _check_one(name: str, value: Any, one: OneTensor) -> None:
     if not isinstance(value, Tensor | numpy.ndarray):
         raise DataError(
-            expected=f"{name} as a tensor or a NumPy array: {described(placeholder)}",
+            expected=f"{name} as a tensor or a NumPy array: {one}",
             found=kind_of(value),
             fix="pass torch.tensor(…)",
-            where=where,
+            where=one.where,
         )
-    shape, wanted = tuple(value.shape), placeholder.shape
+    shape, wanted = tuple(value.shape), one.shape
     fits = len(shape) == len(wanted) and all(size in (None, own) for size, own in zip(wanted, shape, strict=True))
     if not fits:
         raise DataError(
             expected=f"{name} of shape {shape_text(wanted)}",
             found=f"shape {list(shape)}",
             fix="pass a batch of that shape, or change the placeholder: None stands for any size of a dim",
-            where=where,
+            where=one.where,
         )
     dtype = torch.from_numpy(value[:0] if value.ndim else value.reshape(1)).dtype if is_array(value) else value.dtype
-    if dtype != placeholder.dtype:
-        short = str(placeholder.dtype).removeprefix("torch.")
-        convert = f'{name.partition(",")[0]}.astype("{short}")' if is_array(value) else f"to(torch.{short})"
+    if not one.has_dtype(dtype):
+        short = str(one.dtype).removeprefix("torch.")
+        convert = f'{name.partition(",")[0]}.astype("{short}")' if is_array(value) else f"to({one.dtype})"
         raise DataError(
             expected=f"{name} of dtype {short}",
             found=str(dtype).removeprefix("torch."),
             fix=f"convert it before the call: {convert}",
-            where=where,
+            where=one.where,
         )
 
 
 def is_array(value: Any) -> bool:
     """Whether a value is NumPy's."""
     return isinstance(value, numpy.ndarray)
-
-
-def described(placeholder: Placeholder) -> str:
-    """As "float32 [100, any]"."""
-    return f"{str(placeholder.dtype).removeprefix('torch.')} {shape_text(placeholder.shape)}"
 
 
 def shape_text(shape: tuple[int | None, ...]) -> str:

@@ -103,3 +103,52 @@ def test_placeholders_that_cannot_be_meant_are_refused_where_the_job_is_made():
 
     with pytest.raises(PlanError, match="Whole with a shape and a dtype"):
         make_job(bare, model=nn.Linear(1, 1), optimizer=None, view=None, world=lambda: world_of(Mesh.solo()))
+
+
+def made_with_a_default(mesh: Mesh, dtype: torch.dtype | None, view: str | None = None) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.float64)
+
+    def score(images: Annotated[Tensor, Whole((4, 3))]) -> tuple[Tensor, Tensor]:
+        made = torch.full((2,), 1 / 3)
+        return (model(images) * made).sum(), made
+
+    return make_job(score, model=model, optimizer=None, view=view, world=lambda: world_of(mesh)).mark({}, dtype)
+
+
+def scored_with_a_default(mesh: Mesh) -> tuple[float, str]:
+    score, made = made_with_a_default(mesh, torch.float64)(torch.ones(4, 3, dtype=torch.float64))
+    return float(score), str(made.dtype)
+
+
+def test_a_default_dtype_holds_for_placeholders_and_for_what_the_job_makes():
+    wanted = scored_with_a_default(Mesh.solo())
+    assert wanted[1] == "torch.float64"
+    found = on_mesh(2, scored_with_a_default)
+    assert [dtype for _, dtype in found] == ["torch.float64"] * 2
+    assert [score for score, _ in found] == pytest.approx([wanted[0]] * 2, rel=1e-15)
+    assert torch.get_default_dtype() == torch.float32
+    _, made = made_with_a_default(Mesh.solo(), torch.float64, "mirrored")(torch.ones(4, 3, dtype=torch.float64))[0]
+    assert made.dtype == torch.float64
+
+
+def test_without_a_default_dtype_torchs_own_holds_and_another_is_refused():
+    with pytest.raises(DataError, match="float32"):
+        made_with_a_default(Mesh.solo(), None)(torch.ones(4, 3, dtype=torch.float64))
+    with pytest.raises(DataError, match="float64"):
+        made_with_a_default(Mesh.solo(), torch.float64)(torch.ones(4, 3))
+    with pytest.raises(PlanError, match="floating-point"):
+        made_with_a_default(Mesh.solo(), torch.int64)
+
+
+def test_a_run_in_another_precision_takes_what_the_script_would_have_given():
+    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None, dtype=torch.float64)
+    model = nn.Linear(3, 2)
+
+    def score(images: Annotated[Tensor, Whole((4, 3), torch.float32)]) -> Tensor:
+        return model(images).sum()
+
+    job = make_job(score, model=model, optimizer=None, view=None, world=lambda: world)
+    assert job(torch.ones(4, 3, dtype=torch.float64)).dtype == torch.float64
+    with pytest.raises(DataError, match="float32"):
+        job(torch.ones(4, 3, dtype=torch.int64))

@@ -1,0 +1,98 @@
+"""A plain `python train.py` that becomes the launcher of its own script: `rankless.configure`.
+
+Note [two runs of the script's beginning]: what stands before `configure` runs once in the process that becomes the
+launcher, and again in every worker, where `configure` returns at once. The process is replaced, not forked: signals,
+exit code, terminal and process id are those of the command that the user typed.
+"""
+
+import builtins
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from rankless.errors import PlanError
+from rankless.plan import environment
+from rankless.plan.run_plan import Program, ProgramKind
+from rankless.runtime.bootstrap import interpreter_flags
+
+_START = (
+    "import sys; root = sys.argv.pop(1)\n"
+    "if not sys.flags.safe_path: del sys.path[0]\n"
+    "if root not in sys.path: sys.path.append(root)\n"
+    "from rankless.cli import main\n"
+    "sys.exit(main())\n"
+)
+_KINDS: Mapping[str, ProgramKind] = {"c": "code", "m": "module"}
+_LONG_OPTION = "--check-hash-based-pycs"
+"""Python's one long option that a value follows."""
+
+
+def relaunch(devices_per_host: int) -> None:
+    """Become `rankless run -n devices_per_host` of the script that runs; return in its workers and where one is enough.
+
+    Raises PlanError where there is no script that could be started again.
+    """
+    if not isinstance(devices_per_host, int) or isinstance(devices_per_host, bool) or devices_per_host < 1:
+        raise PlanError(
+            expected="devices_per_host= as a number of workers, from 1 up",
+            found=f"devices_per_host={devices_per_host!r}",
+            fix="pass how many devices of this host are to be used",
+        )
+    if environment.is_launched():
+        _tell_who_decides(devices_per_host)
+    elif devices_per_host > 1 and multiprocessing.parent_process() is None:
+        _become_launcher(devices_per_host, running_program(sys.orig_argv, _main_file()))
+
+
+def running_program(command: Sequence[str], main_file: str | None) -> Program:
+    """The program that this interpreter was started with: `command` is `sys.orig_argv`, `main_file` the script's file.
+
+    Raises PlanError in the interactive interpreter, a notebook, and for a script read from standard input.
+    """
+    rest = list(command[1:])
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        option = rest.pop(0)
+        for place, letter in enumerate(option) if not option.startswith("--") else ():
+            if letter in "cmWX":
+                value = option[place + 1 :] or (rest.pop(0) if rest else "")
+                if letter in "cm":
+                    return Program(kind=_KINDS[letter], target=value, arguments=tuple(rest))
+                break
+        if option == _LONG_OPTION and rest:
+            rest.pop(0)
+    if not rest or rest[0] == "-" or main_file is None:
+        raise PlanError(
+            expected="a script, started as `python train.py`: this process becomes its launcher",
+            found="the interactive interpreter, a notebook, or a script read from standard input",
+            fix="start workers from there by rankless.spawn(function, args, nprocs=4)",
+        )
+    # The script may have gone to another folder since, or be a folder with a __main__.py.
+    is_found = os.path.isfile(rest[0]) and os.path.samefile(rest[0], main_file)
+    return Program(kind="script", target=rest[0] if is_found else main_file, arguments=tuple(rest[1:]))
+
+
+def _main_file() -> str | None:
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__")
+    return None if is_interactive else getattr(sys.modules["__main__"], "__file__", None)
+
+
+def _become_launcher(count: int, program: Program) -> NoReturn:
+    option = {"script": [], "module": ["-m"], "code": ["-c"]}[program.kind]
+    root = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
+    command = ["run", "-n", str(count), *option, program.target, *program.arguments]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(sys.executable, [sys.executable, *interpreter_flags(), "-c", _START, root, *command])
+
+
+def _tell_who_decides(devices_per_host: int) -> None:
+    plan = environment.read_worker_plan()
+    if plan is not None and plan.rank == 0 and plan.recording is None and plan.local_world_size != devices_per_host:
+        print(
+            f"rankless: rankless.configure(devices_per_host={devices_per_host}) gives way to the command line's "
+            f"-n {plan.local_world_size}",
+            file=sys.stderr,
+            flush=True,
+        )
