@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.records.events import AnyRecord, Exited, Leaving, Left, Raised
+from rankless.records.events import AnyRecord, Exited, HostLost, HostToldToEnd, Leaving, Left, Raised
 
 SETTLING_SECONDS = 0.3
 """After a victim's record: how long the culprit's own may take to arrive, as that of a killed process."""
@@ -25,13 +25,14 @@ _LOST_CONNECTION = re.compile(
     r"|rank \d+ (raised|failed)\b"
 )
 
-Cause = Literal["raised", "left", "signal", "exit", "lost"]
+Cause = Literal["raised", "left", "signal", "exit", "lost", "host"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Who ended the job, how, and what the job's exit code is."""
 
     culprit: int
+    """A rank; of a host that is to blame as a whole its first."""
     cause: Cause
     exit_code: int
     headline: str
@@ -89,6 +90,15 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
         )
     if isinstance(record, Exited) and record.exit_code != 0 and not told:
         return _judge_exit(record)
+    if isinstance(record, HostLost):
+        return Verdict(culprit=record.rank, cause="host", exit_code=1, headline=f"host {record.host} {record.how}")
+    if isinstance(record, HostToldToEnd):
+        return Verdict(
+            culprit=record.rank,
+            cause="host",
+            exit_code=128 + record.signal,
+            headline=f"host {record.host} was told to end ({signal_name(record.signal)})",
+        )
     return None
 
 

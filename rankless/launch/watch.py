@@ -1,15 +1,17 @@
-"""Watching a run: records in, phases on, until nothing is left to watch."""
+"""Watching a run: records in, phases on, until nothing is left to watch, here and on other hosts."""
 
 import contextlib
 import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import msgspec
 
+from rankless.launch.company import Others
+from rankless.launch.control.frames import Ended, How
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import Verdict, judge
 from rankless.launch.parent_process import ParentProcess
@@ -32,6 +34,10 @@ class Phase(Enum):
     KILLING = "told to be killed"
 
 
+HOWS: dict[int, How] = {signal.SIGINT: "interrupt"}
+SIGNALS: dict[How, int] = {"interrupt": signal.SIGINT, "stop": signal.SIGTERM}
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended: the verdict if it failed by itself, the signal if the agent was told to end it."""
 
@@ -47,12 +53,14 @@ class Watch:
         self,
         parent: ParentProcess,
         *,
+        others: Others,
         interrupts: Interrupts,
         on_record: Callable[[AnyRecord], None],
         on_turn: Callable[[], None],
         foreign: Foreign | None = None,
     ) -> None:
         self._parent = parent
+        self._others = others
         self._interrupts = interrupts
         self._on_record = on_record
         self._on_turn = on_turn
@@ -62,12 +70,15 @@ class Watch:
         self._deadline = float("inf")
         self._verdict: Verdict | None = None
         self._interrupted_by: int | None = None
+        self._told_end = False
 
     def run_to_end(self) -> Outcome:
-        """Watch until the parent has ended, or does not answer any more."""
+        """Watch until the parent has ended, or does not answer any more, and the other hosts have, too."""
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
             selector.register(self._parent.records, selectors.EVENT_READ)
             selector.register(self._interrupts, selectors.EVENT_READ)
+            if self._others.fileno() is not None:
+                selector.register(self._others, selectors.EVENT_READ)  # type: ignore[arg-type]  # it has a number now
             if hasattr(os, "pidfd_open"):
                 ended = os.pidfd_open(self._parent.process_id)
                 stack.callback(os.close, ended)
@@ -76,22 +87,45 @@ class Watch:
                 exit_code = self._parent.poll()  # before reading: what it sent before it ended is there now
                 self._read_records()
                 self._on_turn()
-                if exit_code is not None:
-                    return self._outcome(exit_code)
                 now = time.monotonic()
+                self._hear_others(now)
+                if exit_code is not None and self._has_all_ended(exit_code, selector):
+                    return self._outcome(exit_code)
                 signals: list[int | None] = [*self._interrupts.read()]
                 for number in signals or [None]:
                     if not self._move_on(number, now):
                         return self._outcome(None)
                 selector.select(max(0.0, min(POLL_SECONDS, self._deadline - now)))
 
+    def _has_all_ended(self, exit_code: int, selector: selectors.BaseSelector) -> bool:
+        """Once the parent has ended: whether nothing lives on the other hosts either."""
+        if not self._told_end:
+            self._told_end = True
+            self._others.ended(Ended(parent_exit_code=exit_code, interrupted_by=self._interrupted_by))
+            for key in list(selector.get_map().values()):
+                if isinstance(key.fileobj, int):  # what told of the parent's end does so for ever
+                    selector.unregister(key.fileobj)
+        return not self._others.are_busy
+
     def _read_records(self) -> None:
         records, _ = receive_records(self._parent.records)
+        self._others.report(records)
+        self._take(records)
+
+    def _hear_others(self, now: float) -> None:
+        turn = self._others.turn(now)
+        self._take(turn.records)
+        if turn.stop == "kill" and self._phase is not Phase.KILLING:
+            self._end_at_once(now)
+        elif turn.stop is not None and self._phase is Phase.RUNNING:
+            self._ask_to_end(SIGNALS[turn.stop], now)
+
+    def _take(self, records: Sequence[AnyRecord]) -> None:
         for record in records:
             if self._phase is Phase.RUNNING:
                 self._records.append(record)
             self._on_record(record)
-        if records and self._phase is Phase.RUNNING:
+        if records and self._phase is Phase.RUNNING and self._others.judges:
             known = self._verdict is not None
             self._verdict = judge(self._records)
             if self._verdict is not None and not known:
@@ -101,17 +135,23 @@ class Watch:
         """Pass to the next phase if it is time, or a signal has come; False when there is none left."""
         if self._phase is Phase.RUNNING and number is not None:
             self._interrupted_by = number
+            self._others.told_to_end(number)
             self._ask_to_end(number, now)
         elif self._phase is Phase.RUNNING and now >= self._deadline:
             self._ask_to_end(signal.SIGTERM, now)
         elif self._phase is Phase.STOPPING and (number is not None or now >= self._deadline):
-            self._parent.wake()
-            self._enter(Phase.KILLING, KILL, now + KILL_GRACE_SECONDS)
+            self._end_at_once(now)
         elif self._phase is Phase.KILLING:
             return now < self._deadline
         return True
 
+    def _end_at_once(self, now: float) -> None:
+        self._parent.wake()
+        self._others.stop("kill")
+        self._enter(Phase.KILLING, KILL, now + KILL_GRACE_SECONDS)
+
     def _ask_to_end(self, number: int, now: float) -> None:
+        self._others.stop(HOWS.get(number, "stop"))
         if self._foreign is not None:
             self._enter(Phase.STOPPING, signalling(number), now + self._foreign.shutdown_seconds)
         elif number == signal.SIGINT:

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from rankless.plan.foreign import Foreign, Hosts
+from rankless.plan.hosts import DEFAULT_PORT, Host
 
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
@@ -40,6 +41,53 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     """The script is plain PyTorch, and recorded by its optimizers' steps instead of by jobs."""
 
 
+class Company(msgspec.Struct, frozen=True, kw_only=True):
+    """The hosts of a job that has several, and how they come together."""
+
+    hosts: tuple[Host, ...]
+    """In the order of their ranks; host 0 plans, shows and saves."""
+    place: int
+    """This host's."""
+    port: int = DEFAULT_PORT
+    """On which host 0's agent listens."""
+    way: Literal["ssh", "hand"] = "ssh"
+    """How the agents of the other hosts are started."""
+    is_listed: bool = True
+    """Whether every host knows all the others' addresses; else only host 0's, and how many there are."""
+    insecure: bool = False
+    """Let whoever reaches the port join: there is no token."""
+    join_timeout_seconds: float = 60.0
+    copies: bool = False
+    """Send the script to hosts that have another one."""
+
+
+class JobStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What host 0 decides once all hosts are there, the same for all of them."""
+
+    run_id: str
+    seed: int | None
+    workers: tuple[int, ...]
+    """On each host."""
+    backend: Literal["gloo", "nccl"]
+    master_address: str
+    master_port: int
+    store_address: str
+    store_port: int
+
+    @property
+    def world_size(self) -> int:
+        """How many workers the job has."""
+        return sum(self.workers)
+
+    def first_rank(self, place: int) -> int:
+        """The rank of a host's first worker."""
+        return sum(self.workers[:place])
+
+    def host_of(self, rank: int) -> int:
+        """The place of the host on which a rank runs."""
+        return next(place for place in range(len(self.workers)) if rank < self.first_rank(place + 1))
+
+
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a user asks for; `plan.check.make_run_plan` makes a `RunPlan` of it."""
 
@@ -60,6 +108,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     watch: Watch = Watch()
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
+    company: Company | None = None
+    """None: this host alone."""
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +139,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     progress: bool = True
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
+    company: Company | None = None
+    """None: this host alone."""
 
 
 class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +172,11 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0 only: an inherited socket that listens already, on which it serves the store that all ranks
     meet at.
     """
+    interface: str | None = None
+    """The network interface by which other hosts are reached; None where all workers are on this one."""
+    host: int = 0
+    """The place of its host among the job's."""
+    host_count: int = 1
     store_address: str = "127.0.0.1"
     store_port: int | None = None
     process_id: int | None = None

@@ -81,4 +81,18 @@ class FileOpened(Record, frozen=True, tag="file_opened"):
     """File and line of the script, as "train.py:40"; empty if it is not known."""
 
 
-AnyRecord = Started | Raised | Leaving | Left | Exited | Progress | Said | FileOpened
+class HostLost(Record, frozen=True, tag="host_lost"):
+    """A host of the job is gone, or silent; `rank` is its first."""
+
+    host: str
+    how: str
+
+
+class HostToldToEnd(Record, frozen=True, tag="host_told_to_end"):
+    """A signal has told another host's agent to end; `rank` is its first."""
+
+    host: str
+    signal: int
+
+
+AnyRecord = Started | Raised | Leaving | Left | Exited | Progress | Said | FileOpened | HostLost | HostToldToEnd

@@ -1,0 +1,185 @@
+"""From a plan to a job all of whose hosts are there: alone, as host 0, or as one of the others."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from rankless.errors import JoinError, PlanError
+from rankless.launch.company import Leading, Led, Nobody
+from rankless.launch.control.hub import Hub
+from rankless.launch.gathering import gather, let_start
+from rankless.launch.host_facts import HostFacts, own_facts
+from rankless.launch.interrupts import Interrupts
+from rankless.launch.logs import run_name
+from rankless.launch.ports import open_store_socket, reserve_master_port
+from rankless.launch.reaching import reach
+from rankless.launch.ssh import RemoteAgent, RemoteTask
+from rankless.launch.tokens import token_of
+from rankless.plan.check import choose_backend
+from rankless.plan.environment import carried_variables
+from rankless.plan.hosts import addresses_of, interface_towards
+from rankless.plan.run_plan import Company, JobStart, RunPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembled:
+    """A job whose hosts are there."""
+
+    others: Nobody | Led | Leading
+    start: JobStart
+    place: int = 0
+    names: Sequence[str] = ("",)
+    """Of the hosts."""
+    devices: Sequence[Sequence[str]]
+    """Of each host's workers, where they are known."""
+    interface: str | None = None
+    store: socket.socket | None = None
+    """Host 0's, on which rank 0 will serve."""
+
+
+@contextlib.contextmanager
+def assembled(
+    plan: RunPlan, *, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
+) -> Iterator[Assembled]:
+    """The job, once all its hosts are there. Raises JoinError if they do not come, and `gathering.Interrupted`."""
+    if plan.company is None:
+        with open_store_socket() as store, reserve_master_port(plan.hosts.master_port) as reserved:
+            start = _start(plan, (plan.worker_count,), plan.devices, store=store, reserved=reserved)
+            yield Assembled(others=Nobody(), start=start, devices=(plan.devices,), store=store)
+    elif plan.company.place == 0:
+        with _as_host_0(plan, plan.company, interrupts, tell, token) as found:
+            yield found
+    else:
+        with _as_another(plan, plan.company, interrupts, tell, token) as found:
+            yield found
+
+
+@contextlib.contextmanager
+def _as_host_0(
+    plan: RunPlan, company: Company, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
+) -> Iterator[Assembled]:
+    token = token_of(company) if token is None else token
+    interface, address = own_address(company)
+    own = _facts(plan, company)
+    with contextlib.ExitStack() as stack:
+        hub = Hub(_listen(address, company), token=token, host_count=len(company.hosts))
+        stack.callback(hub.close)
+        starters: Mapping[int, RemoteAgent] = {}
+        if company.way == "ssh":
+            starters = {place: _started(plan, company, place, token, tell) for place in range(1, len(company.hosts))}
+            for starter in starters.values():
+                stack.callback(starter.close)
+        store = stack.enter_context(open_store_socket(address))
+        reserved = stack.enter_context(reserve_master_port(plan.hosts.master_port))
+        facts = gather(hub, company, own=own, starters=starters, interrupts=interrupts, tell=tell)
+        devices = [plan.devices, *(facts[place].devices for place in sorted(facts))]
+        everywhere = tuple(f"{place}:{device}" if device != "cpu" else "cpu" for place, some in enumerate(devices) for device in some)
+        start = _start(plan, tuple(map(len, devices)), everywhere, store=store, reserved=reserved)
+        let_start(hub, start)
+        names = [company.hosts[0].address, *(_name(company, place, facts) for place in sorted(facts))]
+        others = Led(hub, start, names)
+        yield Assembled(others=others, start=start, names=names, devices=devices, interface=interface, store=store)
+
+
+@contextlib.contextmanager
+def _as_another(
+    plan: RunPlan, company: Company, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
+) -> Iterator[Assembled]:
+    token = token_of(company) if token is None else token
+    uplink, start = reach(company, lambda: _facts(plan, company), token, interrupts=interrupts, tell=tell)
+    try:
+        interface, _ = interface_towards(company.hosts[0].address)
+        name = company.hosts[company.place].address
+        names = [host.address for host in company.hosts]
+        yield Assembled(
+            others=Leading(uplink, start, company.place, name),
+            start=start,
+            place=company.place,
+            names=names,
+            devices=(plan.devices,),
+            interface=interface,
+        )
+    finally:
+        uplink.close()
+
+
+def own_address(company: Company) -> tuple[str, str]:
+    """Host 0's interface and address that the others reach. Raises PlanError where its name leads to loopback only."""
+    towards = company.hosts[0].address
+    outward = {address for address in addresses_of(towards) if not address.startswith("127.") and address != "::1"}
+    if company.is_listed and not outward:
+        towards = company.hosts[1].address  # its own name means itself here, as Debian has it
+    try:
+        interface, address = interface_towards(towards)
+        if towards != company.hosts[1].address:
+            interface, _ = _interface_of(next(iter(outward), address))
+            address = next(iter(sorted(outward)), address)
+    except OSError as error:
+        raise PlanError(
+            expected=f"a way from host 0 to {towards}",
+            found=error.strerror or str(error),
+            fix="check that the names resolve and the network is up: rankless doctor --hosts …",
+        ) from None
+    return interface, address
+
+
+def _interface_of(address: str) -> tuple[str, str]:
+    import psutil
+
+    for name, items in psutil.net_if_addrs().items():
+        if any(item.address.partition("%")[0] == address for item in items):
+            return name, address
+    raise OSError(f"no interface has the address {address}")
+
+
+def _listen(address: str, company: Company) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, company.port), family=family, backlog=1024)
+    except OSError as error:
+        raise JoinError(
+            expected=f"port {company.port} of {address} to be free, for the other hosts to come to",
+            found=error.strerror or str(error),
+            fix="end what has it, or choose another with --port (port=), on every host",
+        ) from None
+
+
+def _started(
+    plan: RunPlan, company: Company, place: int, token: bytes, tell: Callable[[str], None]
+) -> RemoteAgent:
+    there = msgspec.structs.replace(company, place=place)
+    task = RemoteTask(
+        plan=msgspec.structs.replace(plan, company=there, worker_count=company.hosts[place].workers, devices=()),
+        token=token,
+        environment=carried_variables(),
+    )
+    return RemoteAgent(task, tell=tell)
+
+
+def _facts(plan: RunPlan, company: Company) -> HostFacts:
+    hosts = [f"{host.address}:{host.workers}" for host in company.hosts]
+    return own_facts(plan.program, hosts=hosts if company.is_listed else [f"{len(hosts)} hosts"], devices=plan.devices)
+
+
+def _name(company: Company, place: int, facts: Mapping[int, HostFacts]) -> str:
+    return company.hosts[place].address if company.is_listed else facts[place].name
+
+
+def _start(
+    plan: RunPlan, workers: tuple[int, ...], devices: Sequence[str], *, store: socket.socket, reserved: socket.socket
+) -> JobStart:
+    address = str(store.getsockname()[0])
+    return JobStart(
+        run_id=run_name(plan),
+        seed=plan.seed,
+        workers=workers,
+        backend=choose_backend(tuple(devices)),
+        master_address=plan.hosts.master_address if plan.company is None else address,
+        master_port=reserved.getsockname()[1],
+        store_address=address,
+        store_port=store.getsockname()[1],
+    )

@@ -1,0 +1,86 @@
+"""Another host's end of the control channel: its one connection, to host 0."""
+
+import errno
+import select
+import socket
+import time
+from contextlib import suppress
+
+from rankless.launch.control.frames import Beat, Frame
+from rankless.launch.control.hub import BEAT_SECONDS, SILENT_SECONDS
+from rankless.launch.control.session import BrokenOff, Session
+
+
+class NotReached(Exception):
+    """Host 0 does not answer; the text says how, for people."""
+
+
+class Uplink:
+    """The connection to host 0. It is selectable; `turn` then gives the frames that have come."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._heard = time.monotonic()
+        self._beaten = 0.0
+
+    def fileno(self) -> int:
+        """What to select on."""
+        return self._session.fileno()
+
+    def turn(self, now: float) -> list[Frame]:
+        """What host 0 has said since the last call; sends signs of life. Raises BrokenOff if it is lost."""
+        try:
+            frames = self._session.receive()
+        except BrokenOff as broken:
+            if not self._session.is_proven:
+                raise BrokenOff(f"{broken}, after this host gave its proof: is the job's token the same on both?") from None
+            raise
+        if frames:
+            self._heard = now
+        if now - self._heard > SILENT_SECONDS:
+            raise BrokenOff(f"no sign of life for {now - self._heard:.0f} s")
+        if now - self._beaten >= BEAT_SECONDS:
+            self._beaten = now
+            self.tell(Beat())
+        return frames
+
+    def tell(self, frame: Frame) -> None:
+        """Send a frame; what is broken is found when it is listened to."""
+        with suppress(BrokenOff):
+            self._session.send(frame)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._session.close()
+
+
+def connect(address: str, port: int, *, token: bytes, timeout_seconds: float) -> Session:
+    """A session with host 0. Raises NotReached, with what happened."""
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError:
+        raise NotReached(f"the name {address} does not resolve here") from None
+    reason = "it has no address"
+    for family, kind, protocol, _, place in found:
+        connection = socket.socket(family, kind, protocol)
+        connection.setblocking(False)
+        code = connection.connect_ex(place)
+        if code == errno.EINPROGRESS:
+            _, writable, _ = select.select([], [connection], [], timeout_seconds)
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if writable else errno.ETIMEDOUT
+        if code == 0:
+            return Session(connection, side="client", token=token)
+        connection.close()
+        reason = unreached(code, address, port)
+    raise NotReached(reason)
+
+
+def unreached(code: int, address: str, port: int) -> str:
+    """What a failed connection means."""
+    if code == errno.ECONNREFUSED:
+        return f"nobody listens at {address}:{port}: the job is not started there yet, or with another port"
+    if code == errno.ETIMEDOUT:
+        return f"no answer from {address}:{port}: a firewall drops the packets, the port is not mapped, or the host is down"
+    if code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return f"no way leads to {address} from here ({errno.errorcode[code]}): is the network, or the host, down?"
+    return f"{address}:{port}: {errno.errorcode.get(code, str(code))}"

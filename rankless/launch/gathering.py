@@ -1,0 +1,150 @@
+"""Host 0, until all hosts are there: who is missing and why, whether all agree, and the word to start."""
+
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from rankless.errors import JoinError
+from rankless.launch.control.frames import Refused, Start, Waiting
+from rankless.launch.control.hub import Arrived, Hub, Lost, Stranger
+from rankless.launch.host_facts import HostFacts, differences
+from rankless.launch.interrupts import Interrupts
+from rankless.launch.probing import Probe
+from rankless.plan.run_plan import Company, JobStart
+
+TELL_EVERY_SECONDS = 5.0
+
+
+class Interrupted(Exception):
+    """A signal has ended the waiting."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Starter(Protocol):
+    """What starts the agent of another host."""
+
+    def ended(self) -> str | None:
+        """Why it has ended, if it has, without the agent having come."""
+        ...
+
+
+def gather(
+    hub: Hub,
+    company: Company,
+    *,
+    own: HostFacts,
+    starters: Mapping[int, Starter],
+    interrupts: Interrupts,
+    tell: Callable[[str], None],
+) -> dict[int, HostFacts]:
+    """What the other hosts told of themselves, by their places, once all are there and agree with `own`.
+
+    Raises JoinError for a host that does not come, cannot be started or differs, and tells those that are there;
+    Interrupted on a signal.
+    """
+    found: dict[int, HostFacts] = {}
+    wanted = range(1, len(company.hosts))
+    start = told = time.monotonic()
+    probes = {place: Probe(company, place) for place in wanted if place not in starters and company.is_listed}
+    with selectors.DefaultSelector() as selector:
+        selector.register(hub, selectors.EVENT_READ)
+        selector.register(interrupts, selectors.EVENT_READ)
+        while missing := [place for place in wanted if place not in found]:
+            selector.select(0.1)
+            if numbers := interrupts.read():
+                hub.tell_all(Refused(expected="a job that starts", found="host 0 was told to end", fix="start it again"))
+                raise Interrupted(numbers[0])
+            now = time.monotonic()
+            try:
+                _hear(hub, company, own=own, found=found, tell=tell, now=now)
+                _require_hope(company, missing, found, starters, probes, waited=now - start)
+            except JoinError as error:
+                hub.tell_all(Refused(expected=str(error.expected), found=str(error.found), fix=error.fix))
+                raise
+            if now - told > TELL_EVERY_SECONDS:
+                told = now
+                text = waiting_text(company, missing, probes, now - start)
+                tell(text)
+                hub.tell_all(Waiting(text=text))
+    return found
+
+
+def waiting_text(company: Company, missing: Sequence[int], probes: Mapping[int, Probe], waited: float) -> str:
+    """As "waiting: 1/2 hosts, missing 10.7.0.2, 12 s"."""
+    count = len(company.hosts)
+    there = f"waiting: {count - len(missing)}/{count} hosts, missing "
+    seen = [f"{company.hosts[place]}{_seen(probes.get(place))}" for place in missing]
+    return there + ", ".join(seen) + f", {waited:.0f} s"
+
+
+def _seen(probe: Probe | None) -> str:
+    found = None if probe is None else probe.found()
+    return "" if found is None else f" ({found})"
+
+
+def _hear(
+    hub: Hub,
+    company: Company,
+    *,
+    own: HostFacts,
+    found: dict[int, HostFacts],
+    tell: Callable[[str], None],
+    now: float,
+) -> None:
+    for news in hub.turn(now):
+        if isinstance(news, Arrived):
+            _require_alike(own, news, str(company.hosts[news.host]), f"{company.hosts[0]}")
+            found[news.host] = news.facts
+        elif isinstance(news, Lost):
+            found.pop(news.host, None)
+            tell(f"{company.hosts[news.host]} has come and gone again: {news.how}")
+        elif isinstance(news, Stranger):
+            tell(f"{news.address} tried to join, and was turned away: {news.why}")
+
+
+def _require_alike(own: HostFacts, news: Arrived, name: str, own_name: str) -> None:
+    parted = differences(own, news.facts, received_seconds=news.received_seconds)
+    if parted:
+        raise JoinError(
+            expected="all hosts to have the same " + ", ".join(item.what.removeprefix("the ") for item in parted),
+            found="; ".join(f"{item.what}: {name} has {item.there}, {own_name} has {item.here}" for item in parted),
+            fix="; ".join(item.fix for item in parted),
+        )
+
+
+def _require_hope(
+    company: Company,
+    missing: Sequence[int],
+    found: Mapping[int, HostFacts],
+    starters: Mapping[int, Starter],
+    probes: Mapping[int, Probe],
+    *,
+    waited: float,
+) -> None:
+    for place in missing:
+        if place in starters and place not in found and (why := starters[place].ended()) is not None:
+            raise JoinError(
+                expected=f"the agent on {company.hosts[place]} to be started by ssh",
+                found=why,
+                fix=f"try it by hand: ssh {company.hosts[place]} true; or use --no-ssh and start the job on each host",
+            )
+    late = [place for place in missing if place not in found]
+    if late and waited > company.join_timeout_seconds:
+        names = ", ".join(str(company.hosts[place]) for place in late)
+        seen = "; ".join(f"{company.hosts[place]}{_seen(probes.get(place))}" for place in late)
+        raise JoinError(
+            expected=f"all {len(company.hosts)} hosts within {company.join_timeout_seconds:g} s (--join-timeout)",
+            found=f"no word from {seen}",
+            fix=f"start the same line on {names}"
+            if company.way == "hand"
+            else f"see what the agent does on {names}: its way to {company.hosts[0]}:{company.port} may be closed",
+        )
+
+
+def let_start(hub: Hub, start: JobStart) -> None:
+    """Tell all hosts to start their workers."""
+    hub.tell_all(Start(start=start))

@@ -1,0 +1,67 @@
+"""What can be seen from here of a host that does not come: asked in the background, told beside its name."""
+
+import errno
+import socket
+import threading
+import time
+
+from rankless.plan.run_plan import Company
+
+PROBE_SECONDS = 2.0
+AGAIN_SECONDS = 4.0
+SSH_PORT = 22
+
+
+class Probe:
+    """Looks at one host again and again, in a thread of its own, while somebody asks."""
+
+    def __init__(self, company: Company, place: int) -> None:
+        self._address = company.hosts[place].address
+        self._found: str | None = None
+        self._asked = time.monotonic()
+        self._thread = threading.Thread(target=self._look, name=f"probe of {self._address}", daemon=True)
+        self._thread.start()
+
+    def found(self) -> str | None:
+        """What was seen last, in words; None while nothing was."""
+        self._asked = time.monotonic()
+        return self._found
+
+    def _look(self) -> None:
+        while time.monotonic() - self._asked < 3 * AGAIN_SECONDS:
+            self._found = seen_of(self._address)
+            time.sleep(AGAIN_SECONDS)
+
+
+def seen_of(address: str, port: int = SSH_PORT, *, timeout_seconds: float = PROBE_SECONDS) -> str:
+    """Whether a host can be reached, in words: tried with a connection to the port of its ssh, which any host answers
+    that is up and has no firewall that drops.
+    """
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return "its name does not resolve here"
+    seen = ""
+    for family, kind, protocol, _, place in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.settimeout(timeout_seconds)
+            code = _code_of(probe, place)
+        if code in (0, errno.ECONNREFUSED):
+            return "it is up, the job is not started there or cannot reach this host"
+        if code == errno.ETIMEDOUT:
+            seen = "no answer: it is down, or a firewall drops packets to it"
+        elif code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            seen = "no way leads to it: its network or it is down"
+        else:
+            seen = errno.errorcode.get(code, str(code))
+    return seen
+
+
+def _code_of(probe: socket.socket, place: tuple[object, ...]) -> int:
+    try:
+        probe.connect(place)
+    except TimeoutError:
+        return errno.ETIMEDOUT
+    except OSError as error:
+        return error.errno or 0
+    return 0

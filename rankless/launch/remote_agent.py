@@ -1,0 +1,45 @@
+"""The agent of a host that ssh has started: told by host 0 what to do, through standard input."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from rankless.errors import RanklessError
+from rankless.launch import agent
+from rankless.launch.ssh import RemoteTask
+from rankless.plan import environment
+from rankless.runtime.ending import Ending
+
+
+def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+    """Read the task, and return what runs it."""
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RemoteTask)
+    environment.apply(task.environment)
+    joined = threading.Event()
+    threading.Thread(target=_watch_input, args=(joined,), name="lifeline until joined", daemon=True).start()
+
+    def run() -> None:
+        try:
+            code = agent.run(
+                task.plan, on_record=lambda _: None, out=sys.stdout, err=sys.stderr, token=task.token, on_joined=joined.set
+            )
+        except RanklessError as error:
+            print(f"rankless: {type(error).__name__}{error}", file=sys.stderr, flush=True)
+            code = 2
+        raise SystemExit(code)
+
+    return run
+
+
+def _watch_input(joined: threading.Event) -> None:
+    """End this process if the one that started it goes before the job has begun."""
+    with contextlib.suppress(OSError):
+        while sys.stdin.buffer.read(1024):
+            pass
+    if not joined.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
