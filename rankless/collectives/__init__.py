@@ -27,6 +27,7 @@ from rankless.collectives.reductions import (
 from rankless.collectives.reductions import reduce_scatter_single as reduce_scatter_tensor
 from rankless.collectives.transfers import (
     all_gather,
+    all_gather_coalesced,
     all_gather_single,
     all_to_all,
     all_to_all_single,
@@ -41,6 +42,7 @@ __all__ = [
     "P2POp",
     "ReduceOp",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_gather_single",

@@ -175,6 +175,13 @@ def run_all_reduce_coalesced(place: Place, mine: Tensor, how: str, options: dict
     return tensors
 
 
+def run_all_gather_coalesced(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    into = [[torch.zeros_like(mine), torch.zeros_like(longer(mine, 1 + rows(rank, how)))] for rank in range(place.size)]
+    tensors = [mine, longer(mine, 1 + rows(place.rank, how))]
+    place.done(collectives.all_gather_coalesced(into, tensors, **options))
+    return [tensor for tensors in into for tensor in tensors]
+
+
 def run_send(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     """Each to the next, in a ring."""
     into = torch.zeros_like(mine)
@@ -218,6 +225,7 @@ RUNS: dict[str, Callable[[Place, Tensor, str, dict[str, Any]], list[Tensor]]] = 
     "all_to_all": run_all_to_all,
     "all_to_all_single": run_all_to_all_single,
     "all_reduce_coalesced": run_all_reduce_coalesced,
+    "all_gather_coalesced": run_all_gather_coalesced,
     "send": run_send,
 }
 
@@ -251,6 +259,8 @@ def expected(case: str, rank: int, size: int, dtype: torch.dtype, shape: Shape) 
         return [torch.cat([longer(tensor, rows(rank + each, how)) for each, tensor in enumerate(inputs)])]
     if name == "all_reduce_coalesced":
         return [reduced(how, inputs), longer(reduced(how, inputs), 2)]
+    if name == "all_gather_coalesced":
+        return [part for each, tensor in enumerate(inputs) for part in (tensor, longer(tensor, 1 + rows(each, how)))]
     assert name == "send"
     return [inputs[(rank - 1) % size]]
 
@@ -286,6 +296,8 @@ CASES = [
     "all_to_all_single",
     "all_to_all_single uneven",
     "all_reduce_coalesced sum",
+    "all_gather_coalesced",
+    "all_gather_coalesced uneven",
     "send",
     "send batch",
     "send any",
