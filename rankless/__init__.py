@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rankless.script import (
         PerDevice,
         Whole,
+        check_shards,
         check_synchronised,
         checkpoints,
         init,
@@ -38,6 +39,7 @@ __all__ = [
     "RanklessError",
     "Whole",
     "__version__",
+    "check_shards",
     "check_synchronised",
     "checkpoints",
     "init",
