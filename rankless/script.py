@@ -99,7 +99,7 @@ def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, ba
     next pass comes to two, each comes to one (with `all_samples`), and all have as many batches (with `even`).
 
     `loader` is this rank's DataLoader, its sampler, a `rankless.loader`, or whatever gives batches whenever it is
-    iterated. Samplers are asked for positions, and three samples are read; random numbers and samplers are left as they
+    iterated. Samplers are asked for indices, and three samples are read; random numbers and samplers are left as they
     are. Of streams, and where each rank has a data set of its own, a whole pass is read, and compared by what the rows
     hold; then equal samples below a tenth, which may be equal in the data, are only said. `batches` looks at so many of
     each rank only. What torch's DistributedSampler repeats at the end is said. Raises `PlanError` for what has no

@@ -232,7 +232,7 @@ NOTED: dict[str, tuple[Case, str]] = {
         lambda mesh: DataLoader(
             data := Augmented(range(24) if mesh.rank == 0 else range(23, -1, -1)), 2, sampler=DistributedSampler(data)
         ),
-        "position 0 of the data set holds another sample on rank 1 than on rank 0",
+        "index 0 of the data set holds another sample on rank 1 than on rank 0",
     ),
     "few equal rows": (
         lambda mesh: DataLoader(Stream([5000, *range(100 * mesh.rank, 100 * mesh.rank + 29)]), 2),
@@ -344,7 +344,7 @@ def refused(mesh: Mesh, once: str) -> str:
     passes = {
         "an iterator": iter([1]),
         "a stream that ends for good": DataLoader(Once(), 2),
-        "an iterator of positions": DataLoader(rows(4), sampler=iter([1])),
+        "an iterator of indices": DataLoader(rows(4), sampler=iter([1])),
     }
     try:
         loader = passes[once] if mesh.rank else DataLoader(rows(4))
@@ -354,7 +354,7 @@ def refused(mesh: Mesh, once: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("once", ["an iterator", "a stream that ends for good", "an iterator of positions"])
+@pytest.mark.parametrize("once", ["an iterator", "a stream that ends for good", "an iterator of indices"])
 def test_what_can_be_iterated_once_is_refused_and_nobody_waits(once: str):
     first, second = on_mesh(2, refused, once)
     assert first.startswith("CollectiveError")

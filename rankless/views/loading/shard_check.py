@@ -1,7 +1,7 @@
 """Does every rank get other samples, does each come to somebody, and have all as many batches? See `shards`.
 
-Note [positions or rows]: where samplers give positions, they are compared: exact, and three samples are read at most.
-Positions say nothing where each rank has a data set of its own: if ranks have the same position, those three tell
+Note [indices or rows]: where samplers give indices, they are compared: exact, and three samples are read at most.
+Indices say nothing where each rank has a data set of its own: if ranks have the same index, those three tell
 whether it is the same sample. For such data, and for streams, the rows of batches are compared by what they hold. There
 equal samples look like one that comes twice, so only a tenth of them and more is taken for a fault.
 """
@@ -59,7 +59,7 @@ def require_shards(loader: Any, wanted: ShardsWanted, *, mesh: Mesh, say: Callab
         share = share_of(loader, most_batches=wanted.batches, say=say)
     shares: list[Share] = _from_all(share, mesh)
     _require_one_kind(shares)
-    if share.kind == "positions" and not _are_of_one_data_set(loader, shares, mesh, say):
+    if share.kind == "indices" and not _are_of_one_data_set(loader, shares, mesh, say):
         if source_of(loader) is loader:
             return  # a sampler alone: there is nothing to read
         share = share_by_rows(loader, most_batches=wanted.batches, say=say)
@@ -69,7 +69,7 @@ def require_shards(loader: Any, wanted: ShardsWanted, *, mesh: Mesh, say: Callab
     elif share.kind == "rows":
         _require_other_rows(shares, say)
     else:
-        _require_other_positions(shares, say)
+        _require_other_indices(shares, say)
         if wanted.all_samples:
             _require_all(shares)
     if wanted.even:
@@ -83,7 +83,7 @@ def _from_all(mine: Any, mesh: Mesh) -> list[Any]:
 
 
 def _are_of_one_data_set(loader: Any, shares: Sequence[Share], mesh: Mesh, say: Callable[[str], None]) -> bool:
-    """Whether a position means the same sample on every rank. Collective; reads a few samples."""
+    """Whether an index means the same sample on every rank. Collective; reads a few samples."""
     if any(share.samples != shares[0].samples for share in shares):
         return False
     keys, counts = numpy.unique(numpy.concatenate([numpy.unique(share.keys) for share in shares]), return_counts=True)
@@ -93,30 +93,30 @@ def _are_of_one_data_set(loader: Any, shares: Sequence[Share], mesh: Mesh, say: 
     _, base = data_of(loader)
     if not hasattr(base, "__getitem__") or among.dtype != numpy.int64:
         return True
-    found: list[list[bytes]] = _from_all([_probe(base, int(position)) for position in probes], mesh)
+    found: list[list[bytes]] = _from_all([_probe(base, int(index)) for index in probes], mesh)
     differing = [
         (rank, place) for rank, read in enumerate(found) for place, one in enumerate(read) if one != found[0][place]
     ]
     if differing and not len(shared):
         rank, place = differing[0]
         say(
-            f"position {probes[place]} of the data set holds another sample on rank {rank} than on rank 0: ranks that "
-            "divide positions may then have the same samples (sort lists of files, and read them alike on every rank)"
+            f"index {probes[place]} of the data set holds another sample on rank {rank} than on rank 0: ranks that "
+            "divide indices may then have the same samples (sort lists of files, and read them alike on every rank)"
         )
         return True
     return not differing
 
 
-def _probe(dataset: Any, position: int) -> bytes:
+def _probe(dataset: Any, index: int) -> bytes:
     """A digest of a sample, with the same random numbers on every rank."""
     held = generators_held(dataset)
     with generators_restored(held):
-        seed_generators(position, held)
-        return digest_of(dataset[position])
+        seed_generators(index, held)
+        return digest_of(dataset[index])
 
 
 def _require_one_kind(shares: Sequence[Share]) -> None:
-    kinds = {"positions": "a sampler's", "rows": "batches", "whole": "a rankless.loader"}
+    kinds = {"indices": "a sampler's", "rows": "batches", "whole": "a rankless.loader"}
     if any(share.kind != shares[0].kind for share in shares):
         raise RanksParted(
             expected="the same kind of loader on every rank",
@@ -142,7 +142,7 @@ def _require_whole(shares: Sequence[Share]) -> None:
         )
 
 
-def _require_other_positions(shares: Sequence[Share], say: Callable[[str], None]) -> None:
+def _require_other_indices(shares: Sequence[Share], say: Callable[[str], None]) -> None:
     own = [numpy.unique(share.keys) for share in shares]
     if any(len(unique) < len(share.keys) for unique, share in zip(own, shares, strict=True)):
         _require_other_draws(shares)
@@ -163,7 +163,7 @@ def _require_other_positions(shares: Sequence[Share], say: Callable[[str], None]
         for key in repeated[:SHOWN].tolist()
     ]
     raise RanksParted(
-        expected=f"{OTHER_SAMPLES}: no position of the data set on two of them",
+        expected=f"{OTHER_SAMPLES}: no index of the data set on two of them",
         found=f"{len(repeated)} of {total} come to several: {_listed(named, len(repeated))}; {_makers(shares)}",
         fix=FIX,
     )
@@ -211,7 +211,7 @@ def _require_all(shares: Sequence[Share]) -> None:
 
 
 def _require_other_rows(shares: Sequence[Share], say: Callable[[str], None]) -> None:
-    """As for positions, by what rows hold; by whole batches, where a rank's own rows are often equal."""
+    """As for indices, by what rows hold; by whole batches, where a rank's own rows are often equal."""
     often_equal = any(len(numpy.unique(share.keys)) < (1 - FAULTY_PART) * len(share.keys) for share in shares)
     what = "batches" if often_equal else "samples"
     known: dict[int, tuple[int, int]] = {}

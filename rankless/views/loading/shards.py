@@ -28,7 +28,7 @@ from rankless.views.loading.loader import Loader
 from rankless.views.loading.order import Order
 
 Keys = NDArray[Any]
-Kind = Literal["positions", "rows", "whole"]
+Kind = Literal["indices", "rows", "whole"]
 
 _TOLD_SETTINGS = ("rank", "num_replicas", "seed", "epoch")
 _TELL_AFTER_SECONDS = 10.0
@@ -39,7 +39,7 @@ class Share:
     """The samples of one rank in a pass, as it tells the others."""
 
     kind: Kind
-    """Told by positions in the data set, by digests of rows, or whole batches of a `rankless.loader`."""
+    """Told by indices in the data set, by digests of rows, or whole batches of a `rankless.loader`."""
     keys: Keys
     """One for each sample, in order."""
     batches: int | None
@@ -47,7 +47,7 @@ class Share:
     batch_keys: Keys | None = None
     """Digests of the batches; of rows only."""
     holds: Keys | int | None = None
-    """The positions from which the sampler is to take: all below a number, or these; None where nobody knows."""
+    """The indices from which the sampler is to take: all below a number, or these; None where nobody knows."""
     samples: int | None = None
     """How many the data set has, also where the sampler takes from a Subset of it."""
     drops: int = 0
@@ -65,7 +65,7 @@ def share_of(loader: Any, *, most_batches: int | None, say: Callable[[str], None
     source = source_of(loader)
     _require_repeatable([loader, getattr(loader, "dataset", None), *_chain(source)])
     if source is not None:
-        return _by_positions(loader, source, most_batches)
+        return _by_indices(loader, source, most_batches)
     return share_by_rows(loader, most_batches=most_batches, say=say)
 
 
@@ -81,7 +81,7 @@ def _require_repeatable(parts: Iterable[Any]) -> None:
 
 
 def source_of(loader: Any) -> Any:
-    """What gives the positions of samples; None where only reading tells."""
+    """What gives the indices of samples; None where only reading tells."""
     if isinstance(loader, Sampler):
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -112,7 +112,7 @@ def _whole(loader: Loader) -> Share:
     )
 
 
-def _by_positions(loader: Any, source: Any, most_batches: int | None) -> Share:
+def _by_indices(loader: Any, source: Any, most_batches: int | None) -> Share:
     dataset, base = data_of(loader)
     samples, chain = _length(base), _chain(source)
     most = most_batches
@@ -133,7 +133,7 @@ def _by_positions(loader: Any, source: Any, most_batches: int | None) -> Share:
     in_batches = bool(batches) and isinstance(batches[0], list | tuple | Tensor)
     flat = [key for batch in batches[:most] for key in (batch if in_batches else [batch])]
     return Share(
-        kind="positions",
+        kind="indices",
         keys=_within(dataset, _numbers(flat)),
         batches=min(len(batches), most) if in_batches or isinstance(loader, DataLoader) else None,
         holds=_held(dataset),
@@ -229,7 +229,7 @@ def _unchanged(owners: Iterable[Any], generator: torch.Generator | None) -> Iter
 
 
 def _within(dataset: Any, keys: Keys) -> Keys:
-    """Positions in a Subset as positions in what it is a part of."""
+    """Indices in a Subset as indices in what it is a part of."""
     while isinstance(dataset, Subset):
         keys = _numbers(list(dataset.indices))[keys]
         dataset = dataset.dataset
