@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rankless.script import (
         PerDevice,
         Whole,
+        check_shards,
         check_synchronised,
         checkpoints,
         configure,
@@ -39,6 +40,7 @@ __all__ = [
     "RanklessError",
     "Whole",
     "__version__",
+    "check_shards",
     "check_synchronised",
     "checkpoints",
     "configure",

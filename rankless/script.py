@@ -23,14 +23,16 @@ from rankless.runtime.joined import JOINING_SECONDS, Observer, Runtime
 from rankless.views.definition import Stepping
 from rankless.views.job import Job, Models, Optimizers, make_job
 from rankless.views.loading.loader import Loader, LoaderOptions, Reading
+from rankless.views.loading.shard_check import ShardsWanted, require_shards
 from rankless.views.mirrored import Local
-from rankless.views.once import call_once
+from rankless.views.once import call_once, require_company
 from rankless.views.placeholders import PerDevice, Whole
 from rankless.views.world import World
 
 __all__ = [
     "PerDevice",
     "Whole",
+    "check_shards",
     "check_synchronised",
     "checkpoints",
     "configure",
@@ -109,8 +111,28 @@ def check_synchronised(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
     """Raise `RanksParted` on every rank, naming tensors and ranks, unless parameters, buffers and the optimizer's state
     are the same bits on all.
     """
-    if _current().world.mesh.size > 1:
+    world = _current().world
+    require_company(world, "rankless.check_synchronised")
+    if world.mesh.size > 1:
         require_synchronised(model, optimizer)
+
+
+def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, batches: int | None = None) -> None:
+    """Raise `RanksParted` on every rank, naming ranks and samples, unless the ranks divide the data: no sample of the
+    next pass comes to two, each comes to one (with `all_samples`), and all have as many batches (with `even`).
+
+    `loader` is this rank's DataLoader, its sampler, a `rankless.loader`, or whatever gives batches whenever it is
+    iterated. Samplers are asked for indices, and three samples are read; random numbers and samplers are left as they
+    are. Of streams, and where each rank has a data set of its own, a whole pass is read, and compared by what the rows
+    hold; then equal samples below a tenth, which may be equal in the data, are only said. `batches` looks at so many of
+    each rank only. What torch's DistributedSampler repeats at the end is said. Raises `PlanError` for what has no
+    batches.
+    """
+    world = _current().world
+    require_company(world, "rankless.check_shards")
+    if world.mesh.size > 1:
+        wanted = ShardsWanted(all_samples=all_samples, even=even, batches=batches)
+        require_shards(loader, wanted, mesh=world.mesh, say=world.say)
 
 
 def spawn(

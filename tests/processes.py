@@ -1,5 +1,5 @@
-"""Real processes for tests: pools of workers joined by Gloo over loopback, started once and used by every
-test.
+"""Real processes for tests: pools of workers joined by Gloo over loopback (or by NCCL, one on each GPU), started once
+and used by every test.
 
 `on_mesh(3, function, 7)` calls `function(mesh, 7)` in each of three workers and returns their three results
 in the order of ranks. The function is found by name, so it must stand at the top level of its test file.
@@ -31,18 +31,22 @@ DEADLINE_SECONDS = 60.0
 GRACE_SECONDS = 2.0
 """How long the others may take once one worker has failed: they may be waiting for it in a collective."""
 
-_pools: dict[int, "Pool"] = {}
+_pools: dict[tuple[int, str], "Pool"] = {}
 
 
-def on_mesh(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The results of `function(mesh, *arguments)` on `size` workers, by rank; a worker's error is raised."""
-    if size not in _pools:
-        _pools[size] = Pool(size)
-    pool = _pools[size]
+def on_mesh(size: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
+    """The results of `function(mesh, *arguments)` on `size` workers, by rank; a worker's error is raised.
+
+    With `backend="nccl"` worker i is on GPU i, and so is `mesh.device`.
+    """
+    kind = (size, backend)
+    if kind not in _pools:
+        _pools[kind] = Pool(size, backend)
+    pool = _pools[kind]
     try:
         answers = pool.call(function, arguments)
     except BaseException:
-        _discard(size)
+        _discard(kind)
         raise
     errors = [answer for answer in answers if isinstance(answer, Exception)]
     if not errors:
@@ -50,24 +54,24 @@ def on_mesh(size: int, function: Callable[..., Any], *arguments: Any) -> list[An
     # Workers that failed differently may have stopped at different collectives: the next test gets new ones.
     alike = len(errors) == size and len({type(error) for error in errors}) == 1
     if not alike or not pool.lives:
-        _discard(size)
+        _discard(kind)
     raise errors[0]
 
 
 def close_pools() -> None:
     """End every worker of every pool."""
-    for size in list(_pools):
-        _discard(size)
+    for kind in list(_pools):
+        _discard(kind)
 
 
-def _discard(size: int) -> None:
-    _pools.pop(size).close()
+def _discard(kind: tuple[int, str]) -> None:
+    _pools.pop(kind).close()
 
 
 class Pool:
-    """`size` living workers in one Gloo group, each at the end of a pipe."""
+    """`size` living workers in one process group, each at the end of a pipe."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="rankless-mesh-")
         self.pipes: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
@@ -77,7 +81,8 @@ class Pool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             # Not daemons: daemons may have no children, and loaders with `num_workers` do.
-            process = context.Process(target=_serve, args=(theirs, rank, size, f"{self.folder.name}/store"))
+            place = (rank, size, backend)
+            process = context.Process(target=_serve, args=(theirs, place, f"{self.folder.name}/store"))
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -138,18 +143,23 @@ class Pool:
         self.folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, size: int, store_file: str) -> None:
+def _serve(pipe: Connection, place: tuple[int, int, str], store_file: str) -> None:
     """A worker's life: join the group, answer tasks until the pipe closes."""
+    rank, size, backend = place
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # A process of a fork server would start its own children by one too: in a run's workers readers are forked.
     multiprocessing.set_start_method("fork", force=True)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback)
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, size)
     timeout = timedelta(seconds=DEADLINE_SECONDS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    mesh = Mesh(rank=rank, size=size, device=torch.device("cpu"), group=dist.group.WORLD)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    mesh = Mesh(rank=rank, size=size, device=device, group=dist.group.WORLD)
     with contextlib.suppress(EOFError):
         while True:
             path, task = pipe.recv()

@@ -3,8 +3,8 @@
 Two sides. For Rankless itself: a mesh and the tensors that move over it (`mesh`, `tensors`, `messages`, `lockstep`);
 called by `program`, `checkpoint` and `views`. For scripts: the names below, which are torch.distributed's and take
 its process groups, each after a roll call that turns a hang into an error (`transfers`, `reductions`, `point_to_point`,
-`objects`, `handing_on`; `differentiable` is imported by name). Nobody else talks to `torch.distributed`, save
-`runtime`, which makes the groups.
+`objects`, `handing_on`; `differentiable` is imported by name), and the sampler that goes with them (`sampling`). Nobody
+else talks to `torch.distributed`, save `runtime`, which makes the groups.
 """
 
 from torch.distributed import ReduceOp
@@ -25,8 +25,10 @@ from rankless.collectives.reductions import (
     reduce_scatter_single,
 )
 from rankless.collectives.reductions import reduce_scatter_single as reduce_scatter_tensor
+from rankless.collectives.sampling import DistributedSampler
 from rankless.collectives.transfers import (
     all_gather,
+    all_gather_coalesced,
     all_gather_single,
     all_to_all,
     all_to_all_single,
@@ -38,9 +40,11 @@ from rankless.collectives.transfers import (
 from rankless.collectives.transfers import all_gather_single as all_gather_into_tensor
 
 __all__ = [
+    "DistributedSampler",
     "P2POp",
     "ReduceOp",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_gather_single",

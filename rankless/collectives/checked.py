@@ -61,10 +61,10 @@ class Queue:
         issue(False)
 
     def start(self, call: Call, issue: Issue, *, timeout: timedelta | None = None) -> Awaited:
-        """Begin the collective once the roll call is held. Raises CollectiveError here, or where it is awaited."""
+        """Begin the collective once the roll call is held; what does not fit is raised where it is awaited."""
         late = IssuedLate(call, line_of_the_script(), issue, timeout or self._timeout)
         with self._changed:
-            if not self._waiting and self._opening is None and late.fits_now(self._roll_call):
+            if not self._waiting and self._opening is None and late.is_decided_now(self._roll_call):
                 return late
             self._waiting.append(late)
             if self._thread is None:
@@ -129,14 +129,19 @@ class IssuedLate:
         self._error: Exception | None = None
         self._done = False
 
-    def fits_now(self, roll_call: RollCall | None) -> bool:
-        """Issue it, if all ranks have come. Raises CollectiveError if the calls do not fit together."""
+    def is_decided_now(self, roll_call: RollCall | None) -> bool:
+        """Issue it if all ranks have come, or keep for `wait` that it does not fit: whether either was so."""
         if roll_call is not None:
             self._write(roll_call)
             if not roll_call.all_came():
                 return False
-            roll_call.compare()
-        self._work = self._issue(True)
+            try:
+                roll_call.compare()
+            except CollectiveError as error:
+                # A rank that came earlier learns of it in `wait`, and makes its next calls before: so must this one.
+                self._error = error
+        if self._error is None:
+            self._work = self._issue(True)
         self._issued.set()
         return True
 

@@ -19,6 +19,7 @@ from rankless.collectives.groups import AnyGroup, Group, joined_group
 from rankless.collectives.tensor_checks import (
     dtype_text,
     name_of,
+    require_any,
     require_multiple,
     require_one_dtype,
     require_one_each,
@@ -28,7 +29,6 @@ from rankless.collectives.tensor_checks import (
     text_of,
 )
 from rankless.collectives.tensors import joined_by_kind
-from rankless.errors import PlanError
 
 
 def all_reduce(
@@ -148,8 +148,7 @@ def all_reduce_coalesced(
     with joined.telling("all_reduce_coalesced"):
         require_usable(joined, *tensors)
         kept = list(tensors)
-        if not kept:
-            raise PlanError(expected="at least one tensor", found="an empty list", fix="leave the call away")
+        require_any(kept)
         require_one_dtype(kept[0], kept)
         shapes = [list(tensor.shape) for tensor in kept]
         settings = f"{name_of(op, kept[0])}, {dtype_text(kept[0])}, shapes {shapes}"

@@ -78,11 +78,17 @@ def name_of(op: ReduceOp.RedOpType, tensor: Tensor) -> str:
     return name
 
 
-def require_one_each(tensors: Sequence[Tensor], joined: Group, name: str) -> None:
-    """Raise PlanError unless a list has one tensor for each rank of the group."""
+def require_any(tensors: Sequence[Tensor]) -> None:
+    """Raise PlanError for a list without tensors."""
+    if not tensors:
+        raise PlanError(expected="at least one tensor", found="an empty list", fix="leave the call away")
+
+
+def require_one_each(tensors: Sequence[object], joined: Group, name: str) -> None:
+    """Raise PlanError unless a list has one element for each rank of the group."""
     if len(tensors) != joined.size:
         raise PlanError(
-            expected=f"{name} with one tensor for each of {joined.size} ranks",
+            expected=f"{name} with one element for each of {joined.size} ranks",
             found=f"{len(tensors)}",
             fix="make as many as the group has ranks: torch.distributed.get_world_size(group)",
         )

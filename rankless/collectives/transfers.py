@@ -19,6 +19,7 @@ from rankless.collectives.groups import AnyGroup, Group, joined_group
 from rankless.collectives.tensor_checks import (
     dtype_text,
     movable,
+    require_any,
     require_list_at,
     require_multiple,
     require_one_dtype,
@@ -29,6 +30,8 @@ from rankless.collectives.tensor_checks import (
     split_shapes,
     text_of,
 )
+from rankless.collectives.tensors import joined_by_kind
+from rankless.errors import PlanError
 
 _TAG = 0x52414E4B
 """Of the messages in which pieces of uneven sizes travel; no script will use it."""
@@ -90,6 +93,53 @@ def _issue_uneven_all_gather(into: Sequence[Tensor], tensor: Tensor, joined: Gro
             place.detach().copy_(piece[: place.numel()].reshape(place.shape))
 
     return finishing([dist.all_gather(pieces, padded, group=joined.torch, async_op=late)], finish, late)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Awaited | None:
+    """`all_gather` of several tensors of one dtype as one: fill `output_tensor_lists[i]` with rank i's tensors."""
+    joined = joined_group(group)
+    if joined is None:
+        return None
+    with joined.telling("all_gather_coalesced"):
+        tensors, lists = list(input_tensor_list), [list(tensors) for tensors in output_tensor_lists]
+        places = [place for into in lists for place in into]
+        require_usable(joined, *tensors, *places)
+        require_one_each(lists, joined, "output_tensor_lists")
+        require_any(tensors)
+        require_one_dtype(tensors[0], [*tensors, *places])
+        shapes = [[list(place.shape) for place in into] for into in lists]
+        if shapes[joined.rank] != (mine := [list(tensor.shape) for tensor in tensors]):
+            raise PlanError(
+                expected=f"output_tensor_lists[{joined.rank}] with room for this rank's own, of shapes {mine}",
+                found=f"{shapes[joined.rank]}",
+                fix="let both have the same shapes: that is what this rank gives",
+            )
+        # Where all ranks give alike, as is the rule, one list says it all.
+        told = f"shapes {mine}" if all(alike == mine for alike in shapes) else f"shapes by rank {shapes}"
+        call = Call(operation="all_gather_coalesced", settings=f"{dtype_text(tensors[0])}, {told}")
+    return joined.run(call, partial(_issue_all_gather_coalesced, lists, tensors, joined), async_op)
+
+
+def _issue_all_gather_coalesced(
+    into: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], joined: Group, late: bool
+) -> Awaited | None:
+    ((flat, _),) = joined_by_kind(tensors)
+    pieces = [flat.new_empty(sum(place.numel() for place in places)) for places in into]
+
+    def finish() -> None:
+        for places, piece in zip(into, pieces, strict=True):
+            for place, part in zip(places, piece.split([place.numel() for place in places]), strict=True):
+                place.detach().copy_(part.reshape(place.shape))
+
+    if all(piece.numel() == flat.numel() for piece in pieces):
+        return finishing([dist.all_gather(pieces, flat, group=joined.torch, async_op=late)], finish, late)
+    work = _issue_uneven_all_gather(pieces, flat, joined, late)
+    return finishing([work], finish, late)
 
 
 def all_gather_single(

@@ -15,6 +15,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 AS_USERS_WRITE = PACKAGE.parent / "tests/scripts/training"
 """Scripts in the shape that their authors give them: a long `main`, say."""
 MANY_PARAMETERS = {
+    "rankless/collectives/sampling.py:__init__": "takes what torch's DistributedSampler takes, and padding=",
     "rankless/script.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
     "rankless/script.py:loader": "takes what torch's DataLoader takes, under its names",
     "rankless/program/whole_operators.py:whole_recurrent": "takes what PyTorch's own operator takes",

@@ -175,6 +175,13 @@ def run_all_reduce_coalesced(place: Place, mine: Tensor, how: str, options: dict
     return tensors
 
 
+def run_all_gather_coalesced(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    into = [[torch.zeros_like(mine), torch.zeros_like(longer(mine, 1 + rows(rank, how)))] for rank in range(place.size)]
+    tensors = [mine, longer(mine, 1 + rows(place.rank, how))]
+    place.done(collectives.all_gather_coalesced(into, tensors, **options))
+    return [tensor for tensors in into for tensor in tensors]
+
+
 def run_send(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     """Each to the next, in a ring."""
     into = torch.zeros_like(mine)
@@ -218,6 +225,7 @@ RUNS: dict[str, Callable[[Place, Tensor, str, dict[str, Any]], list[Tensor]]] = 
     "all_to_all": run_all_to_all,
     "all_to_all_single": run_all_to_all_single,
     "all_reduce_coalesced": run_all_reduce_coalesced,
+    "all_gather_coalesced": run_all_gather_coalesced,
     "send": run_send,
 }
 
@@ -251,17 +259,32 @@ def expected(case: str, rank: int, size: int, dtype: torch.dtype, shape: Shape) 
         return [torch.cat([longer(tensor, rows(rank + each, how)) for each, tensor in enumerate(inputs)])]
     if name == "all_reduce_coalesced":
         return [reduced(how, inputs), longer(reduced(how, inputs), 2)]
+    if name == "all_gather_coalesced":
+        return [part for each, tensor in enumerate(inputs) for part in (tensor, longer(tensor, 1 + rows(each, how)))]
     assert name == "send"
     return [inputs[(rank - 1) % size]]
 
 
-def dtypes(case: str) -> list[torch.dtype]:
+def dtypes(case: str, backend: str = "gloo") -> list[torch.dtype]:
     """What a case is run with."""
-    _, _, how = case.partition(" ")
+    name, _, how = case.partition(" ")
     kind = how.partition(" ")[0]
     if kind == "avg":
         return AVERAGED
-    return REDUCTIONS[kind][2] if kind in REDUCTIONS else MOVED
+    found = REDUCTIONS[kind][2] if kind in REDUCTIONS else MOVED
+    # torch shows NCCL, which has none, complex numbers as pairs of reals, but not in these.
+    by_reals = backend != "nccl" or name not in ("reduce", "reduce_scatter", "reduce_scatter_single")
+    return [dtype for dtype in found if by_reals or not dtype.is_complex]
+
+
+def lacking(case: str, asynchronous: bool, backend: str) -> str:
+    """Why a backend does not have a case; "" where it has."""
+    name, _, how = case.partition(" ")
+    if backend == "nccl" and how.partition(" ")[0] in ("band", "bor", "bxor"):
+        return "NCCL has no bitwise reductions"
+    if backend == "nccl" and name == "send" and asynchronous:
+        return "NCCL wants messages both ways between two ranks as one group; ours are begun one by one"
+    return ""
 
 
 CASES = [
@@ -286,6 +309,8 @@ CASES = [
     "all_to_all_single",
     "all_to_all_single uneven",
     "all_reduce_coalesced sum",
+    "all_gather_coalesced",
+    "all_gather_coalesced uneven",
     "send",
     "send batch",
     "send any",
@@ -306,15 +331,17 @@ def on_group(mesh: Mesh, case: str, whole: bool, asynchronous: bool, shapes: lis
         assert collectives.all_reduce(torch.ones(1), group=group) is None
         return []
     place = Place(rank, dist.get_world_size(group), group, asynchronous, mesh.device)
-    return [(rank, place.size, [run(case, place, dtype, shape) for dtype in dtypes(case) for shape in shapes])]
+    kinds = dtypes(case, dist.get_backend())
+    return [(rank, place.size, [run(case, place, dtype, shape) for dtype in kinds for shape in shapes])]
 
 
-def require_right(case: str, answers: list[list[Any]], shapes: list[Shape]) -> None:
+def require_right(case: str, answers: list[list[Any]], shapes: list[Shape], backend: str = "gloo") -> None:
     """Compare what ranks found with what one process computes."""
     assert sum(map(len, answers)) >= 2
     for answer in answers:
         for rank, size, found in answer:
-            wanted = [expected(case, rank, size, dtype, shape) for dtype in dtypes(case) for shape in shapes]
+            kinds = dtypes(case, backend)
+            wanted = [expected(case, rank, size, dtype, shape) for dtype in kinds for shape in shapes]
             for ours, plain in zip(found, wanted, strict=True):
                 for left, right in zip(ours, plain, strict=True):
                     assert left.dtype == right.dtype

@@ -93,6 +93,16 @@ MISMATCHES: dict[str, tuple[Callable[[Mesh], Any], list[str]]] = {
         lambda mesh: collectives.all_gather([ones(3 if odd(mesh) else 2)] * mesh.size, ones(3 if odd(mesh) else 2)),
         ["all_gather(float32 [2])", "all_gather(float32 [3])"],
     ),
+    "lists of tensors": (
+        lambda mesh: collectives.all_gather_coalesced(
+            [[ones(2), ones(4 if odd(mesh) else 3)]] * mesh.size, [ones(2), ones(4 if odd(mesh) else 3)]
+        ),
+        ["float32, shapes [[2], [3]]", "float32, shapes [[2], [4]]"],
+    ),
+    "what is reduced as one": (
+        lambda mesh: collectives.all_reduce_coalesced([ones(2)] * (2 if odd(mesh) else 1)),
+        ["sum, float32, shapes [[2]])", "sum, float32, shapes [[2], [2]])"],
+    ),
     "splits": (
         lambda mesh: collectives.all_to_all_single(
             ones(mesh.size), ones(mesh.size), None, [2, *[1] * (mesh.size - 2), 0] if odd(mesh) else None
@@ -245,10 +255,16 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a root outside": (lambda: collectives.broadcast(ones(2), 7), "src=7"),
     "a list too short": (
         lambda: collectives.all_gather([ones(2)], ones(2)),
-        "tensor_list with one tensor for each of 2",
+        "tensor_list with one element for each of 2",
     ),
     "no list at the root": (lambda: collectives.gather(ones(2), None, 0), "gather_list= on rank 0"),
     "another dtype in a list": (lambda: collectives.all_gather([ones(2), ones(2).long()], ones(2)), "one dtype"),
+    "no tensors": (lambda: collectives.all_gather_coalesced([[], []], []), "at least one tensor"),
+    "no room for its own": (
+        lambda: collectives.all_gather_coalesced([[ones(2)], [ones(2)]], [ones(3)]),
+        "for this rank's own, of shapes [[3]]",
+    ),
+    "too few lists": (lambda: collectives.all_gather_coalesced([[ones(2)]], [ones(2)]), "one element for each of 2"),
     "no room": (lambda: collectives.all_gather_single(ones(3), ones(2)), "2 times as many elements"),
     "splits that do not add up": (
         lambda: collectives.all_to_all_single(ones(4), ones(4), [1, 1], None),

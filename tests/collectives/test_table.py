@@ -1,7 +1,11 @@
-"""Every collective gives what one process computes: all dtypes, on all ranks and on a group, 2, 3 and 4 processes."""
+"""Every collective gives what one process computes: all dtypes, on all ranks and on a group, 2, 3 and 4 processes.
+
+With Gloo everywhere; with NCCL too where there is a GPU for each of two processes or more.
+"""
 
 import pytest
-from collectives.table import CASES, on_group, require_right
+import torch
+from collectives.table import CASES, lacking, on_group, require_right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import on_mesh
@@ -14,6 +18,11 @@ WAYS = [
     if (case, asynchronous) not in [("send any", True), ("send batch", False)]
 ]
 SHAPES = [(), (3,), (2, 0), (2, 3)]
+GPUS = torch.cuda.device_count()
+WITH_NCCL = [way for way in WAYS if not lacking(*way.values, "nccl")]
+if GPUS < 2:
+    why = f"NCCL takes one GPU for each of at least 2 processes, and here are {GPUS}: the table ran with Gloo only"
+    WITH_NCCL = [pytest.param("the whole table", False, marks=pytest.mark.skip(reason=why))]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -22,6 +31,13 @@ SHAPES = [(), (3,), (2, 0), (2, 3)]
 def test_a_collective_gives_what_one_process_computes(case: str, asynchronous: bool, whole: bool, size: int):
     answers = on_mesh(size, on_group, case, whole, asynchronous, SHAPES)
     require_right(case, answers, SHAPES)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all ranks", "a group"])
+@pytest.mark.parametrize(("case", "asynchronous"), WITH_NCCL)
+def test_a_collective_gives_it_with_nccl_too(case: str, asynchronous: bool, whole: bool):
+    answers = on_mesh(min(GPUS, 4), on_group, case, whole, asynchronous, SHAPES, backend="nccl")
+    require_right(case, answers, SHAPES, "nccl")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "send batch"])

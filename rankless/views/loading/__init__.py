@@ -2,5 +2,6 @@
 
 Enters: a data set and DataLoader's options. Leaves: batches of logical tensors. `order` decides which samples come,
 `source` reads them (by `requests`, as `streams`, or on the `first_rank`), `batches` makes them logical once all ranks
-agree. Called by `rankless.script`; jobs learn from `passes` where a loop over a loader stands.
+agree. Called by `rankless.script`; jobs learn from `passes` where a loop over a loader stands. `shard_check` asks of
+any loader, torch's above all, whether the ranks' `shards` divide the data.
 """
