@@ -1,8 +1,9 @@
-"""`rankless run`: a script on one or more workers of this host."""
+"""`rankless run`: a script on one or more workers of this host, or of several."""
 
 import argparse
 import sys
 
+from rankless.cli.hosts import add_hosts_arguments, company_of
 from rankless.cli.program import add_program_arguments, take_program
 from rankless.cli.progress_line import ProgressLine
 from rankless.launch import agent
@@ -11,14 +12,14 @@ from rankless.plan.run_plan import RunRequest
 
 NAME = "run"
 HELP = (
-    "Run a script on one or more workers of this host, one per device. "
+    "Run a script on one or more workers of this host, or of several, one per device. "
     "Workers have no standard input: what reads it, as input() does, finds its end."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument("-n", dest="workers", type=int, default=1, metavar="N", help="how many workers (1)")
+    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="how many workers on each host (1)")
     parser.add_argument("--devices", metavar="0,1|cpu", help="GPUs to use, or cpu (GPUs if the host has them)")
     parser.add_argument("--threads", type=int, metavar="K", help="threads per worker (cores / workers)")
     parser.add_argument("--seed", type=int, metavar="S", help="where all workers' random numbers start (drawn)")
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", default="log", metavar="DIR", help="where logs of runs go (log)")
     parser.add_argument("--no-warm", action="store_true", help="start plain processes, each importing torch itself")
     parser.add_argument("--no-progress", action="store_true", help="no progress line")
+    add_hosts_arguments(parser)
     add_program_arguments(parser)
 
 
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = make_run_plan(
         take_program(arguments),
         RunRequest(
-            worker_count=arguments.workers,
+            worker_count=1 if arguments.workers is None else arguments.workers,
             devices=arguments.devices,
             threads=arguments.threads,
             seed=arguments.seed,
@@ -42,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             show=arguments.show,
             warm=not arguments.no_warm,
             progress=not arguments.no_progress,
+            company=company_of(arguments),
         ),
     )
     with ProgressLine() as line:

@@ -1,7 +1,6 @@
 """From a plan to a job all of whose hosts are there: alone, as host 0, or as one of the others."""
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from rankless.launch.ssh import RemoteAgent, RemoteTask
 from rankless.launch.tokens import token_of
 from rankless.plan.check import choose_backend
 from rankless.plan.environment import carried_variables
-from rankless.plan.hosts import addresses_of, interface_towards
+from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback
 from rankless.plan.run_plan import Company, JobStart, RunPlan
 
 
@@ -48,7 +47,7 @@ def assembled(
     """The job, once all its hosts are there. Raises JoinError if they do not come, and `gathering.Interrupted`."""
     if plan.company is None:
         with open_store_socket() as store, reserve_master_port(plan.hosts.master_port) as reserved:
-            start = _start(plan, (plan.worker_count,), plan.devices, store=store, reserved=reserved)
+            start = _start(plan, [plan.devices], store=store, reserved=reserved)
             yield Assembled(others=Nobody(), start=start, devices=(plan.devices,), store=store)
     elif plan.company.place == 0:
         with _as_host_0(plan, plan.company, interrupts, tell, token) as found:
@@ -77,8 +76,7 @@ def _as_host_0(
         reserved = stack.enter_context(reserve_master_port(plan.hosts.master_port))
         facts = gather(hub, company, own=own, starters=starters, interrupts=interrupts, tell=tell)
         devices = [plan.devices, *(facts[place].devices for place in sorted(facts))]
-        everywhere = tuple(f"{place}:{device}" if device != "cpu" else "cpu" for place, some in enumerate(devices) for device in some)
-        start = _start(plan, tuple(map(len, devices)), everywhere, store=store, reserved=reserved)
+        start = _start(plan, devices, store=store, reserved=reserved)
         let_start(hub, start)
         names = [company.hosts[0].address, *(_name(company, place, facts) for place in sorted(facts))]
         others = Led(hub, start, names)
@@ -108,32 +106,21 @@ def _as_another(
 
 
 def own_address(company: Company) -> tuple[str, str]:
-    """Host 0's interface and address that the others reach. Raises PlanError where its name leads to loopback only."""
-    towards = company.hosts[0].address
-    outward = {address for address in addresses_of(towards) if not address.startswith("127.") and address != "::1"}
-    if company.is_listed and not outward:
-        towards = company.hosts[1].address  # its own name means itself here, as Debian has it
+    """Host 0's interface and the address on it that the others reach.
+
+    Raises PlanError where no way leads from here to them.
+    """
+    outward = sorted(each for each in addresses_of(company.hosts[0].address) if not is_loopback(each))
+    # As Debian has it, a host's own name means itself alone, there; then the way to another host tells its address.
+    towards = company.hosts[1 if company.is_listed else 0].address
     try:
-        interface, address = interface_towards(towards)
-        if towards != company.hosts[1].address:
-            interface, _ = _interface_of(next(iter(outward), address))
-            address = next(iter(sorted(outward)), address)
+        return (interface_of(outward[0]), outward[0]) if outward else interface_towards(towards)
     except OSError as error:
         raise PlanError(
             expected=f"a way from host 0 to {towards}",
             found=error.strerror or str(error),
             fix="check that the names resolve and the network is up: rankless doctor --hosts …",
         ) from None
-    return interface, address
-
-
-def _interface_of(address: str) -> tuple[str, str]:
-    import psutil
-
-    for name, items in psutil.net_if_addrs().items():
-        if any(item.address.partition("%")[0] == address for item in items):
-            return name, address
-    raise OSError(f"no interface has the address {address}")
 
 
 def _listen(address: str, company: Company) -> socket.socket:
@@ -148,14 +135,18 @@ def _listen(address: str, company: Company) -> socket.socket:
         ) from None
 
 
-def _started(
-    plan: RunPlan, company: Company, place: int, token: bytes, tell: Callable[[str], None]
-) -> RemoteAgent:
+def _started(plan: RunPlan, company: Company, place: int, token: bytes, tell: Callable[[str], None]) -> RemoteAgent:
     there = msgspec.structs.replace(company, place=place)
+    script = None
+    if company.copies and plan.program.kind == "script":
+        with open(plan.program.target, "rb") as file:
+            script = file.read()
     task = RemoteTask(
-        plan=msgspec.structs.replace(plan, company=there, worker_count=company.hosts[place].workers, devices=()),
+        program=plan.program,
+        request=msgspec.structs.replace(plan.request, company=there, seed=plan.seed),
         token=token,
         environment=carried_variables(),
+        script=script,
     )
     return RemoteAgent(task, tell=tell)
 
@@ -170,14 +161,15 @@ def _name(company: Company, place: int, facts: Mapping[int, HostFacts]) -> str:
 
 
 def _start(
-    plan: RunPlan, workers: tuple[int, ...], devices: Sequence[str], *, store: socket.socket, reserved: socket.socket
+    plan: RunPlan, devices: Sequence[Sequence[str]], *, store: socket.socket, reserved: socket.socket
 ) -> JobStart:
     address = str(store.getsockname()[0])
+    apart = [choose_backend(tuple(some)) for some in devices]
     return JobStart(
         run_id=run_name(plan),
         seed=plan.seed,
-        workers=workers,
-        backend=choose_backend(tuple(devices)),
+        workers=tuple(map(len, devices)),
+        backend="nccl" if set(apart) == {"nccl"} else "gloo",
         master_address=plan.hosts.master_address if plan.company is None else address,
         master_port=reserved.getsockname()[1],
         store_address=address,

@@ -31,6 +31,10 @@ class Starter(Protocol):
         """Why it has ended, if it has, without the agent having come."""
         ...
 
+    def joined(self) -> None:
+        """The agent has come."""
+        ...
+
 
 def gather(
     hub: Hub,
@@ -56,11 +60,15 @@ def gather(
         while missing := [place for place in wanted if place not in found]:
             selector.select(0.1)
             if numbers := interrupts.read():
-                hub.tell_all(Refused(expected="a job that starts", found="host 0 was told to end", fix="start it again"))
+                hub.tell_all(
+                    Refused(expected="a job that starts", found="host 0 was told to end", fix="start it again")
+                )
                 raise Interrupted(numbers[0])
             now = time.monotonic()
             try:
                 _hear(hub, company, own=own, found=found, tell=tell, now=now)
+                for place in found.keys() & starters.keys():
+                    starters[place].joined()
                 _require_hope(company, missing, found, starters, probes, waited=now - start)
             except JoinError as error:
                 hub.tell_all(Refused(expected=str(error.expected), found=str(error.found), fix=error.fix))

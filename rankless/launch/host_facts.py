@@ -68,8 +68,12 @@ def own_facts(program: Program, *, hosts: Sequence[str], devices: Sequence[str])
 def differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -> list[Difference]:
     """In what another host's facts differ from host 0's; `received_seconds` is host 0's clock as they came."""
     found = [
-        Difference(what=f"the version of {name}", there=there.versions.get(name, NOT_THERE), here=version,
-                   fix=f"install {name} {version} there")
+        Difference(
+            what=f"the version of {name}",
+            there=there.versions.get(name, NOT_THERE),
+            here=version,
+            fix=f"install {name} {version} there",
+        )
         for name, version in here.versions.items()
         if there.versions.get(name, NOT_THERE) != version
     ]
@@ -84,19 +88,31 @@ def differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -
         )
     if there.arguments != here.arguments:
         found.append(
-            Difference(what="the script's arguments", there=" ".join(there.arguments) or "none",
-                       here=" ".join(here.arguments) or "none", fix="type the same line on every host")
+            Difference(
+                what="the script's arguments",
+                there=" ".join(there.arguments) or "none",
+                here=" ".join(here.arguments) or "none",
+                fix="type the same line on every host",
+            )
         )
     if there.hosts != here.hosts:
         found.append(
-            Difference(what="the hosts of the job", there=", ".join(there.hosts), here=", ".join(here.hosts),
-                       fix="name the same hosts, in the same order, with the same numbers of workers, on every host")
+            Difference(
+                what="the hosts of the job",
+                there=", ".join(there.hosts),
+                here=", ".join(here.hosts),
+                fix="name the same hosts, in the same order, with the same numbers of workers, on every host",
+            )
         )
     skew = there.time_seconds - received_seconds
     if abs(skew) > MOST_SKEW_SECONDS:
         found.append(
-            Difference(what="the clock", there=f"{abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}", here="right",
-                       fix="set the clocks: timedatectl set-ntp true")
+            Difference(
+                what="the clock",
+                there=f"{abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}",
+                here="right",
+                fix="set the clocks: timedatectl set-ntp true",
+            )
         )
     return found
 

@@ -15,19 +15,23 @@ _FIRST_ATTEMPT = "attempt_0"
 """torchrun's folder of logs until it first restarts the workers, as is not done here."""
 
 
-def make_run_folder(plan: RunPlan) -> str:
-    """A new folder for one run, to which `latest` beside it points from now on."""
+def run_name(plan: RunPlan) -> str:
+    """A name that no other run has."""
     name = time.strftime("%Y%m%d-%H%M%S")
     if plan.foreign is not None and plan.foreign.run_id:
         name = re.sub(r"[^\w.-]", "_", plan.foreign.run_id)
-    name = f"{name}-{secrets.token_hex(3)}"
+    return f"{name}-{secrets.token_hex(3)}"
+
+
+def make_run_folder(plan: RunPlan, name: str) -> str:
+    """A new folder for one run, to which `latest` beside it points from now on."""
     folder = os.path.join(plan.log_folder, name)
     try:
-        os.makedirs(folder)
+        os.makedirs(folder, exist_ok=plan.company is not None)  # hosts may share a disk
         if plan.foreign is not None:
             for rank in range(plan.worker_count):
                 os.makedirs(os.path.dirname(log_files(plan, folder, rank)[0]))
-        link = os.path.join(plan.log_folder, f".latest-{name}")
+        link = os.path.join(plan.log_folder, f".latest-{name}-{secrets.token_hex(3)}")
         os.symlink(name, link)
         os.replace(link, os.path.join(plan.log_folder, "latest"))
     except OSError as error:

@@ -31,14 +31,33 @@ def start_table(plan: RunPlan, *, folder: str, log_files: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def failure(verdict: Verdict, *, log_file: str) -> str:
-    """At most 15 lines: who, what, the last lines of its traceback, its log file."""
-    lines = [f"rankless: rank {verdict.culprit} {verdict.headline}"]
+def hosts_table(plan: RunPlan, *, folder: str, rows: Sequence[tuple[str, str]], log_files: Sequence[str]) -> str:
+    """Rank, host, device and log file of every worker of several hosts."""
+    hosts = list(dict.fromkeys(host for host, _ in rows))
+    seed = "" if plan.seed is None else f", seed {plan.seed}"
+    width = max(map(len, hosts))
+    lines = [
+        f"rankless: {counted(len(rows), 'worker')} on {counted(len(hosts), 'host')}{seed}, logs in {folder} on each",
+        f"  {'rank':>4}  {'host':<{width}}  {'device':<8}  log file",
+    ]
+    lines += [
+        f"  {rank:>4}  {host:<{width}}  {device:<8}  {path}"
+        for rank, ((host, device), path) in enumerate(zip(rows, log_files, strict=True))
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def failure(verdict: Verdict, *, log_file: str, host: str = "") -> str:
+    """At most 15 lines: who, on which host, what, the last lines of its traceback, its log file."""
+    if verdict.cause == "host":
+        return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
+    on_host = f" on {host}" if host else ""
+    lines = [f"rankless: rank {verdict.culprit}{on_host} {verdict.headline}"]
     trace = verdict.traceback.rstrip().splitlines()
     if len(trace) > _TRACEBACK_LINES:
         lines.append("    ...")
     lines += [f"    {line[:_LONGEST_LINE]}" for line in trace[-_TRACEBACK_LINES:]]
-    lines.append(f"rankless: its log file is {log_file}; the job was ended, exit code {verdict.exit_code}")
+    lines.append(f"rankless: its log file is {log_file}{on_host}; the job was ended, exit code {verdict.exit_code}")
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,9 @@ class ParentProcess:
     When the agent ends, however it does, its end of the lifeline closes, and the parent ends all workers.
     """
 
-    def __init__(self, plan: RunPlan, workers: Sequence[WorkerLaunch], *, store: socket.socket, log_path: str) -> None:
+    def __init__(
+        self, plan: RunPlan, workers: Sequence[WorkerLaunch], *, store: socket.socket | None, log_path: str
+    ) -> None:
         self._spared = descendants()
         self._lifeline, lifeline_end = socket.socketpair()
         self.records, records_end = open_channel()
@@ -34,7 +36,7 @@ class ParentProcess:
             workers=tuple(workers),
             lifeline_descriptor=lifeline_end.fileno(),
             records_descriptor=records_end.fileno(),
-            store_descriptor=store.fileno(),
+            store_descriptor=None if store is None else store.fileno(),
         )
         adopt_orphans()  # if the parent itself is killed, its workers' children come to the agent
         with open(log_path, "wb") as log, lifeline_end, records_end:
@@ -44,7 +46,7 @@ class ParentProcess:
                 stdout=log,
                 stderr=log,
                 env=parent_environment(plan),
-                pass_fds=(lifeline_end.fileno(), records_end.fileno(), store.fileno()),
+                pass_fds=[end.fileno() for end in (lifeline_end, records_end, store) if end is not None],
                 start_new_session=True,
             )
         assert self._process.stdin is not None

@@ -10,13 +10,13 @@ from rankless.errors import PlanError
 _ADDRESS = "127.0.0.1"
 
 
-def open_store_socket() -> socket.socket:
-    """A socket that listens on this host only, for the store of our group, which rank 0 will serve.
+def open_store_socket(address: str = _ADDRESS) -> socket.socket:
+    """A socket that listens on that address only, for the store of our group, which rank 0 will serve.
 
     It listens already, so ranks that come before rank 0 wait in its queue instead of trying again.
     """
-    store = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    store.bind((_ADDRESS, 0))
+    store = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    store.bind((address, 0))
     store.listen(1024)
     return store
 

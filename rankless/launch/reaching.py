@@ -44,7 +44,7 @@ def reach(
             tell(f"waiting for host 0, {company.hosts[0]}: {why}, {waited:.0f} s")
         _heed(interrupts, NAP_SECONDS)
     raise JoinError(
-        expected=f"host 0 at {company.hosts[0]}:{company.port} within {company.join_timeout_seconds:g} s (--join-timeout)",
+        expected=f"host 0 at {company.hosts[0]}:{company.port} in {company.join_timeout_seconds:g} s (--join-timeout)",
         found=why,
         fix=f"start the same line on {company.hosts[0]}, with the same --port; rankless doctor looks further",
     )

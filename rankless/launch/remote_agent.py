@@ -13,6 +13,7 @@ from rankless.errors import RanklessError
 from rankless.launch import agent
 from rankless.launch.ssh import RemoteTask
 from rankless.plan import environment
+from rankless.plan.check import make_run_plan
 from rankless.runtime.ending import Ending
 
 
@@ -25,8 +26,14 @@ def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every pr
 
     def run() -> None:
         try:
+            if task.script is not None:
+                _take_over(task.program.target, task.script)
             code = agent.run(
-                task.plan, on_record=lambda _: None, out=sys.stdout, err=sys.stderr, token=task.token, on_joined=joined.set
+                make_run_plan(task.program, task.request),
+                on_record=lambda _: None,
+                out=sys.stdout,
+                err=sys.stderr,
+                outside=agent.Outside(token=task.token, on_joined=joined.set),
             )
         except RanklessError as error:
             print(f"rankless: {type(error).__name__}{error}", file=sys.stderr, flush=True)
@@ -36,10 +43,21 @@ def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every pr
     return run
 
 
+def _take_over(path: str, text: bytes) -> None:
+    """Make the script here that of host 0."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read() == text:
+            return
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(text)
+    print(f"rankless: {path} is now host 0's", file=sys.stderr, flush=True)
+
+
 def _watch_input(joined: threading.Event) -> None:
     """End this process if the one that started it goes before the job has begun."""
     with contextlib.suppress(OSError):
-        while sys.stdin.buffer.read(1024):
+        while os.read(0, 1024):  # not sys.stdin: its lock, held here, would be a fault at the interpreter's end
             pass
     if not joined.is_set():
         os.kill(os.getpid(), signal.SIGTERM)

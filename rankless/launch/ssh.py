@@ -1,8 +1,8 @@
 """Agents of other hosts, started by the system's ssh, with the user's own configuration of it.
 
-Note [what goes over ssh]: the command line names a folder, an interpreter and this package; all else, the token too, goes
-through standard input. That stays open: an agent whose standard input ends before it has joined gives up. Once it has
-joined, the control channel is its lifeline, and ssh may die without harm to the job.
+Note [what goes over ssh]: the command line names a folder, an interpreter and this package; all else, the token too,
+goes through standard input. That stays open: an agent whose standard input ends before it has joined gives up. Once it
+has joined, the control channel is its lifeline, and ssh may die without harm to the job.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from rankless.plan.run_plan import RunPlan
+from rankless.plan.run_plan import Program, RunRequest
 from rankless.runtime.bootstrap import python_command
 
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
@@ -36,21 +36,25 @@ EXPLANATIONS = {
 class RemoteTask(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent that ssh has started is told through its standard input."""
 
-    plan: RunPlan
+    program: Program
+    request: RunRequest
     token: bytes
     environment: Mapping[str, str]
+    script: bytes | None = None
+    """The script's text, for a host that has another one or none."""
 
 
 class RemoteAgent:
     """The ssh process of one other host."""
 
     def __init__(self, task: RemoteTask, *, tell: Callable[[str], None]) -> None:
-        company = task.plan.company
+        company = task.request.company
         assert company is not None
         host = company.hosts[company.place]
         self._name = host.address
         self._tell = tell
         self._lines: list[str] = []
+        self._has_joined = False
         target = host.address if host.user is None else f"{host.user}@{host.address}"
         self._process = subprocess.Popen(
             ["ssh", *OPTIONS, target, "--", remote_command()],
@@ -65,6 +69,10 @@ class RemoteAgent:
             self._process.stdin.flush()
         self._reader = threading.Thread(target=self._read, name=f"ssh {self._name}", daemon=True)
         self._reader.start()
+
+    def joined(self) -> None:
+        """Its agent has come: what it has to say from now on comes over the control channel."""
+        self._has_joined = True
 
     def ended(self) -> str | None:
         """Why it has ended, if it has, in words."""
@@ -93,7 +101,7 @@ class RemoteAgent:
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
-            if self._process.poll() is None:
+            if self._process.poll() is None and not self._has_joined:
                 self._tell(f"{self._name}: {text.removeprefix('rankless: ')}")
 
 

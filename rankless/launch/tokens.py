@@ -25,8 +25,8 @@ def token_of(company: Company) -> bytes:
     raise PlanError(
         expected="a token that all hosts of the job share, for whoever starts it by hand",
         found="no RANKLESS_TOKEN_FILE in the environment",
-        fix="head -c 32 /dev/urandom > token; chmod 600 token; bring it to every host and set RANKLESS_TOKEN_FILE to its "
-        "path; or, in a network that you trust, --insecure (insecure=True)",
+        fix="head -c 32 /dev/urandom > token; chmod 600 token; bring it to every host and set RANKLESS_TOKEN_FILE to "
+        "its path; or, in a network that you trust, --insecure (insecure=True)",
     )
 
 

@@ -1,34 +1,34 @@
 """What each worker of a run is told."""
 
 import os
-import socket
 
+from rankless.launch.assembly import Assembled
 from rankless.launch.logs import log_files
-from rankless.plan.check import choose_backend
 from rankless.plan.environment import foreign_environment, user_visible_devices, worker_environment
 from rankless.plan.run_plan import RunPlan, WorkerLaunch, WorkerPlan
 
 
-def plan_workers(plan: RunPlan, *, folder: str, store: socket.socket, reserved: socket.socket) -> list[WorkerLaunch]:
-    """Every worker's plan and environment, in the order of ranks."""
+def plan_workers(plan: RunPlan, job: Assembled, *, folder: str) -> list[WorkerLaunch]:
+    """The plan and environment of every worker of this host, in the order of ranks."""
     seen, cuda_devices = _seen_devices(plan)
-    foreign = plan.foreign
+    foreign, start = plan.foreign, job.start
     launches = []
-    for rank, device in enumerate(seen):
+    for local_rank, device in enumerate(seen):
+        rank = start.first_rank(job.place) + local_rank
         log_file, error_log_file = (path and os.path.abspath(path) for path in log_files(plan, folder, rank))
         assert log_file is not None
         worker = WorkerPlan(
             rank=rank,
-            world_size=plan.worker_count,
-            local_rank=rank,
-            local_world_size=plan.worker_count,
+            world_size=start.world_size,
+            local_rank=local_rank,
+            local_world_size=len(seen),
             device=device,
             threads=plan.threads_per_worker,
-            backend=choose_backend(plan.devices),
-            master_address=plan.hosts.master_address,
-            master_port=reserved.getsockname()[1],
-            run_id=(foreign and foreign.run_id) or os.path.basename(folder),
-            seed=plan.seed,
+            backend=start.backend,
+            master_address=start.master_address,
+            master_port=start.master_port,
+            run_id=(foreign and foreign.run_id) or start.run_id,
+            seed=start.seed,
             log_file=log_file,
             error_log_file=error_log_file,
             recording=plan.recording,
@@ -36,13 +36,16 @@ def plan_workers(plan: RunPlan, *, folder: str, store: socket.socket, reserved: 
             dtype=plan.dtype,
             watch=plan.watch,
             progress=plan.progress,
-            store_descriptor=store.fileno() if rank == 0 else None,
-            store_address=store.getsockname()[0],
-            store_port=store.getsockname()[1],
+            interface=job.interface,
+            host=job.place,
+            host_count=len(start.workers),
+            store_descriptor=job.store.fileno() if rank == 0 and job.store is not None else None,
+            store_address=start.store_address,
+            store_port=start.store_port,
         )
         environment = worker_environment(worker, cuda_devices=cuda_devices)
         if foreign is not None:
-            environment |= foreign_environment(foreign, rank, folder=os.path.dirname(log_file))
+            environment |= foreign_environment(foreign, local_rank, folder=os.path.dirname(log_file))
         launches.append(WorkerLaunch(plan=worker, environment=environment))
     return launches
 

@@ -16,7 +16,10 @@ from rankless.plan.script_source import names_rankless
 
 def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
     """A plan that can be run; raises `PlanError` for one that cannot."""
-    count, threads, seed = request.worker_count, request.threads, request.seed
+    threads, seed, company = request.threads, request.seed, request.company
+    count = request.worker_count if company is None else company.hosts[company.place].workers
+    if company is not None and len(company.hosts) == 1:
+        company = None
     if count < 1:
         raise PlanError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
     if threads is not None and threads < 1:
@@ -46,6 +49,8 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         progress=request.progress,
         hosts=request.hosts,
         foreign=request.foreign,
+        company=company,
+        request=request,
     )
 
 

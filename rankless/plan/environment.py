@@ -14,6 +14,20 @@ from rankless.plan.foreign import Foreign
 from rankless.plan.run_plan import RunPlan, WorkerPlan
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
+TOKEN_FILE = "RANKLESS_TOKEN_FILE"
+_CARRIED = (
+    "RANKLESS_",
+    "PYTHON",
+    "TORCH",
+    "PYTORCH_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "CUDA_DEVICE",
+    "HF_",
+)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot
 # honour a change.
@@ -74,8 +88,8 @@ def worker_environment(plan: WorkerPlan, *, cuda_devices: str | None) -> dict[st
         "LOCAL_WORLD_SIZE": str(plan.local_world_size),
         "MASTER_ADDR": plan.master_address,
         "MASTER_PORT": str(plan.master_port),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "GROUP_RANK": str(plan.host),
+        "GROUP_WORLD_SIZE": str(plan.host_count),
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": size,
@@ -83,9 +97,12 @@ def worker_environment(plan: WorkerPlan, *, cuda_devices: str | None) -> dict[st
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "OMP_NUM_THREADS": str(plan.threads),
-        # All workers are on this host: never ask a name server or a firewall for the way to them.
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_name()),
+        # All workers are on this host: never ask a name server or a firewall for the way to them. Where they are not,
+        # the card that leads to host 0: guessing takes a virtual one.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", plan.interface or loopback_name()),
     }
+    if plan.interface is not None:
+        variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={plan.interface}")
     if cuda_devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = cuda_devices
     return variables
@@ -112,6 +129,20 @@ def launcher_defaults() -> dict[str, str]:
     """What PET_ variables say in the place of torchrun's options: by option, as `nproc_per_node`."""
     prefix = "PET_"
     return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+def user_token_file() -> str | None:
+    """The file that holds the token of a job on several hosts, if RANKLESS_TOKEN_FILE names one."""
+    return os.environ.get(TOKEN_FILE) or None
+
+
+def carried_variables() -> dict[str, str]:
+    """What the agents of other hosts get of this process's environment: what torch, its libraries and Python read."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_CARRIED) and name not in (TOKEN_FILE, WORKER_PLAN)
+    }
 
 
 def user_python() -> str | None:

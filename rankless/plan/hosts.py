@@ -109,7 +109,7 @@ def own_place(hosts: Sequence[Host]) -> int:
         return found[0]
     listed = ", ".join(map(str, hosts))
     if not found:
-        outward = sorted(address for address in own if not address.startswith(("127.", "::1", "fe80")))
+        outward = sorted(address for address in own if not is_loopback(address) and not address.startswith("fe80"))
         raise PlanError(
             expected=f"this host among {listed}",
             found=f"{socket.gethostname()}, with {', '.join(outward) or 'no address but loopback'}",
@@ -125,7 +125,8 @@ def own_place(hosts: Sequence[Host]) -> int:
 def own_addresses() -> frozenset[str]:
     """The addresses of this host's network interfaces, without zones."""
     families = {socket.AF_INET, socket.AF_INET6}
-    found = {item.address.partition("%")[0] for items in psutil.net_if_addrs().values() for item in items if item.family in families}
+    cards = psutil.net_if_addrs().values()
+    found = {item.address.partition("%")[0] for items in cards for item in items if item.family in families}
     return frozenset(found | {"127.0.1.1"})
 
 
@@ -134,6 +135,11 @@ def addresses_of(name: str) -> frozenset[str]:
     with suppress(OSError, UnicodeError):
         return frozenset(str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(name, None))
     return frozenset()
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means this host to itself alone."""
+    return address.startswith("127.") or address == "::1"
 
 
 def interface_towards(address: str) -> tuple[str, str]:
@@ -145,10 +151,15 @@ def interface_towards(address: str) -> tuple[str, str]:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)  # sends nothing: it asks the kernel for the way
         own = str(probe.getsockname()[0]).partition("%")[0]
+    return interface_of(own), own
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has an address of this host. Raises OSError if none has."""
     for name, items in psutil.net_if_addrs().items():
-        if any(item.address.partition("%")[0] == own for item in items):
-            return name, own
-    raise OSError(f"no interface has the address {own}")
+        if any(item.address.partition("%")[0] == address for item in items):
+            return str(name)
+    raise OSError(f"no interface has the address {address}")
 
 
 def _host(address: str, workers: str | None, user: str | None, workers_per_host: int | None, item: str) -> Host:

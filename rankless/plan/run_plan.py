@@ -141,6 +141,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     foreign: Foreign | None = None
     company: Company | None = None
     """None: this host alone."""
+    request: RunRequest
+    """What was asked for: each host makes a plan of its own of it."""
 
 
 class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):

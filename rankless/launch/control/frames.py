@@ -72,7 +72,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Nothing of the job is alive any more on a host; `interrupted_by` is the signal that its agent was told to end by."""
+    """Nothing of the job is alive any more on a host; `interrupted_by` is the signal that told its agent to end."""
 
     parent_exit_code: int | None = None
     interrupted_by: int | None = None

@@ -80,7 +80,7 @@ class Hub:
 
     def fileno(self) -> int:
         """What to select on, if the system has descriptors of selectors: else ask every now and then."""
-        return self._selector.fileno()  # type: ignore[attr-defined]  # epoll and kqueue have it
+        return self._selector.fileno()
 
     @property
     def present(self) -> frozenset[int]:

@@ -33,7 +33,7 @@ class BrokenOff(Exception):
 
 
 class Session:
-    """One side of a connection. Never blocks; raises BrokenOff where the other side is gone, or is not who it must be."""
+    """One side of a connection. Never blocks; raises BrokenOff where the other side is gone, or not who it must be."""
 
     def __init__(self, connection: socket.socket, *, side: Side, token: bytes) -> None:
         self._socket = connection
@@ -100,12 +100,15 @@ class Session:
         other: Side = "server" if self._side == "client" else "client"
         proof, content = data[:PROOF_BYTES], data[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._proof(other, self._received, content)):
-            raise BrokenOff("another token" if not self._received else "a frame that was changed or repeated on its way")
+            raise BrokenOff(
+                "another token" if not self._received else "a frame that was changed or repeated on its way"
+            )
         self._received += 1
         try:
-            return msgspec.msgpack.decode(content, type=Frame)
+            frame: Frame = msgspec.msgpack.decode(content, type=Frame)
         except msgspec.MsgspecError as error:
             raise BrokenOff(f"a frame that cannot be read ({error})") from None
+        return frame
 
     def _agree(self, data: bytes) -> None:
         """Take the other side's half of the key."""

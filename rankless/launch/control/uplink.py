@@ -33,7 +33,9 @@ class Uplink:
             frames = self._session.receive()
         except BrokenOff as broken:
             if not self._session.is_proven:
-                raise BrokenOff(f"{broken}, after this host gave its proof: is the job's token the same on both?") from None
+                raise BrokenOff(
+                    f"{broken}, after this host gave its proof: is the job's token the same on both?"
+                ) from None
             raise
         if frames:
             self._heard = now
@@ -80,7 +82,7 @@ def unreached(code: int, address: str, port: int) -> str:
     if code == errno.ECONNREFUSED:
         return f"nobody listens at {address}:{port}: the job is not started there yet, or with another port"
     if code == errno.ETIMEDOUT:
-        return f"no answer from {address}:{port}: a firewall drops the packets, the port is not mapped, or the host is down"
+        return f"no answer from {address}:{port}: a firewall drops packets, the port is not mapped, or the host is down"
     if code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return f"no way leads to {address} from here ({errno.errorcode[code]}): is the network, or the host, down?"
     return f"{address}:{port}: {errno.errorcode.get(code, str(code))}"
