@@ -219,20 +219,8 @@ def test_what_is_shown_follows_redirects_tee_and_filter():
 
 
 def test_every_option_that_does_nothing_is_named_and_the_others_are_not():
-    silent = [
-        "--standalone",
-        "--role",
-        "x",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-id",
-        "x",
-        "-r",
-        "1",
-        "--max-restarts",
-        "0",
-    ]
-    assert notes(parse(*silent, "main.py")) == []
+    silent = ["--standalone", "--role", "x", "--rdzv-backend", "c10d", "--rdzv-id", "x", "-r", "1"]
+    assert notes(parse(*silent, "--max-restarts", "0", "main.py")) == []
     loud = {
         "--max-restarts": "3",
         "--monitor-interval": "1",
