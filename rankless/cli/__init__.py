@@ -1,7 +1,8 @@
 """The command line, one command per file.
 
 Enters: arguments. Leaves: an exit code. A command is a module here with `NAME`, `HELP`,
-`add_arguments(parser)` and `run(arguments) -> int`; it is imported only when it is called for.
+`add_arguments(parser)` and `run(arguments) -> int`; it is imported only when it is called for. `ABBREVIATES` says that
+options may be cut short, as another launcher's may.
 """
 
 import argparse
@@ -18,6 +19,8 @@ COMMANDS = {
     "run": "run a script on one or more workers of this host",
     "plan": "show what a script's jobs become on several workers, and what moves in a step",
     "verify": "run a script on one worker and on several, and compare the two trainings",
+    "torchrun": "run a script that was written for torchrun, with torchrun's command line",
+    "launch": "run a script that was written for python -m torch.distributed.launch, with its command line",
 }
 """What `rankless --help` lists, so that it need not import the commands."""
 
@@ -29,9 +32,11 @@ class Parser(argparse.ArgumentParser):
         """Print the usage and the message, and exit with 2."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            known = list(self._option_string_actions)
-            nearest = difflib.get_close_matches(unknown.split()[0].partition("=")[0], known, n=1, cutoff=0.5)
-            message = f"unknown option {unknown.split()[0]}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+            given = unknown.split()[0].partition("=")[0]
+            # Of one letter nothing can be guessed, and dashes that all have are no likeness.
+            known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+            nearest = difflib.get_close_matches(given.lstrip("-"), known, n=1, cutoff=0.5)
+            message = f"unknown option {given}" + (f"; did you mean --{nearest[0]}?" if nearest else "")
         super().error(message)
 
 
@@ -55,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(name: str, given: Sequence[str]) -> int:
     command = importlib.import_module(f"rankless.cli.{name}")
-    parser = Parser(prog=f"rankless {name}", description=command.HELP, allow_abbrev=False)
+    abbreviates = getattr(command, "ABBREVIATES", False)
+    parser = Parser(prog=f"rankless {name}", description=command.HELP, allow_abbrev=abbreviates)
     command.add_arguments(parser)
     try:
         return int(command.run(parser.parse_args(given)))

@@ -8,12 +8,14 @@ from typing import TextIO
 from rankless.errors import LaunchError
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import signal_name
-from rankless.launch.logs import Terminal, make_run_folder
+from rankless.launch.logs import make_run_folder, shown_streams
 from rankless.launch.notices import failure, start_table
 from rankless.launch.parent_process import ParentProcess
+from rankless.launch.ports import open_store_socket, require_own_address, reserve_master_port
 from rankless.launch.shared_files import SharedFiles
+from rankless.launch.terminal import Terminal
 from rankless.launch.watch import Outcome, Watch
-from rankless.launch.workers import open_store_socket, plan_workers, reserve_master_port
+from rankless.launch.workers import plan_workers
 from rankless.plan.run_plan import RunPlan
 from rankless.records.events import AnyRecord, FileOpened, Said
 
@@ -28,21 +30,25 @@ def run(
 ) -> int:
     """Run a job to its end and return its exit code: 0, the culprit's, or 128 + the signal that ended it.
 
-    Rank 0's output (every rank's with `show="all"`) goes to `out`, what the agent has to say to `err`,
-    every record to `on_record`. `making_room` is entered around each writing, for an observer that draws on
-    the same terminal. Nothing that the job started is alive afterwards.
+    Rank 0's output (every rank's with `show="all"`) goes to `out`, what the agent has to say to `err`, a foreign
+    program's two streams to both, every record to `on_record`. `making_room` is entered around each writing, for an
+    observer that draws on the same terminal. Nothing that the job started is alive afterwards.
     """
-    folder = make_run_folder(plan.log_folder)
-    with open_store_socket() as store, reserve_master_port() as reserved, Interrupts() as interrupts:
+    require_own_address(plan.hosts.master_address)
+    signals = plan.foreign.signals if plan.foreign is not None else ()
+    port = plan.hosts.master_port
+    with open_store_socket() as store, reserve_master_port(port) as reserved, Interrupts(signals) as interrupts:
+        folder = make_run_folder(plan)
         workers = plan_workers(plan, folder=folder, store=store, reserved=reserved)
         log_files = [os.path.relpath(worker.plan.log_file) for worker in workers]
         _tell(err, start_table(plan, folder=folder, log_files=log_files))
-        terminal = Terminal(log_files, out=out, show_all=plan.show == "all", making_room=making_room)
+        streams = shown_streams(plan, folder, [worker.plan for worker in workers])
+        terminal = Terminal(streams, out=out, err=err, making_room=making_room)
         parent_log = os.path.join(folder, "parent.log")
         parent = ParentProcess(plan, workers, store=store, log_path=parent_log)
         store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()
-        files = SharedFiles()
+        files = SharedFiles(foreign=plan.foreign is not None)
 
         def take(record: AnyRecord) -> None:
             text = files.notice(record) if isinstance(record, FileOpened) else None
@@ -55,12 +61,14 @@ def run(
             on_record(record)
 
         try:
-            outcome = Watch(parent, interrupts=interrupts, on_record=take, on_turn=terminal.pump).run_to_end()
+            watch = Watch(parent, interrupts=interrupts, on_record=take, on_turn=terminal.pump, foreign=plan.foreign)
+            outcome = watch.run_to_end()
         finally:
             parent.close(patience_seconds=1.0)
             terminal.close()
     with making_room():
-        return _conclude(outcome, log_files=log_files, parent_log=parent_log, err=err)
+        last_words = [os.path.relpath(worker.plan.error_log_file or worker.plan.log_file) for worker in workers]
+        return _conclude(outcome, log_files=last_words, parent_log=parent_log, err=err)
 
 
 def _conclude(outcome: Outcome, *, log_files: Sequence[str], parent_log: str, err: TextIO) -> int:
@@ -78,7 +86,8 @@ def _conclude(outcome: Outcome, *, log_files: Sequence[str], parent_log: str, er
         raise LaunchError(
             expected="the process that starts the workers to see them to their end",
             found=f"it ended with {outcome.parent_exit_code} first" + (f":\n{last_words}" if last_words else ""),
-            fix="try --no-warm; if a signal ended it (negative), find out who sent it",
+            fix="try plain processes: --no-warm, or torchrun's --start-method spawn; if a signal ended it (negative), "
+            "find out who sent it",
         )
     return 0
 

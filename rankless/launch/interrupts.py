@@ -1,15 +1,19 @@
-"""Ctrl-C and SIGTERM, as something to read instead of something that interrupts."""
+"""Ctrl-C, SIGTERM and their like, as something to read instead of something that interrupts."""
 
 import signal
 import socket
 import threading
+from collections.abc import Collection
 from types import FrameType, TracebackType
+
+ALWAYS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """While it is entered, in the main thread, the two signals are collected; `fileno` becomes readable."""
+    """While it is entered, in the main thread, these signals and `others` are collected; `fileno` becomes readable."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Collection[int] = ()) -> None:
+        self._numbers = {*ALWAYS, *others}
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -18,7 +22,7 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in self._numbers:
                 # Ignored stays ignored: nohup and background jobs of a shell rely on it.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, _ignore)

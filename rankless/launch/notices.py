@@ -1,5 +1,6 @@
 """What the agent itself writes on the terminal: the table at the start, and who failed at the end."""
 
+import os
 from collections.abc import Sequence
 
 from rankless.launch.judge import Verdict
@@ -10,20 +11,22 @@ _LONGEST_LINE = 300
 
 
 def start_table(plan: RunPlan, *, folder: str, log_files: Sequence[str]) -> str:
-    """Rank, device and log file of every worker."""
+    """Rank, device and log file of every worker, or the folder of its two."""
     count, threads = plan.worker_count, plan.threads_per_worker
     start = "" if plan.warm else ", plain processes"
+    seed = "" if plan.seed is None else f", seed {plan.seed}"
     lines = [
-        f"rankless: {counted(count, 'worker')}, {counted(threads, 'thread')} each, "
-        f"seed {plan.seed}{start}, logs in {folder}",
-        f"  {'rank':>4}  {'device':<8}  log file",
+        f"rankless: {counted(count, 'worker')}, {counted(threads, 'thread')} each{seed}{start}, logs in {folder}",
+        f"  {'rank':>4}  {'device':<8}  log file{'s' if plan.foreign is not None else ''}",
     ]
+    if plan.foreign is not None:
+        log_files = [os.path.join(os.path.dirname(path), "") for path in log_files]
     lines += [
         f"  {rank:>4}  {device:<8}  {path}"
         for rank, (device, path) in enumerate(zip(plan.devices, log_files, strict=True))
     ]
     gpus = {device for device in plan.devices if device != "cpu"}
-    if gpus and len(gpus) < count:
+    if gpus and len(gpus) < count and plan.foreign is None:
         lines.append(f"  {count} workers share {counted(len(gpus), 'GPU')}, so they talk through Gloo, not NCCL")
     return "\n".join(lines) + "\n"
 

@@ -7,11 +7,15 @@ from rankless.records.events import FileOpened
 MOST_NOTICES = 3
 MOST_FILES = 10_000
 
+_FIX = "let one do it with rankless.once(…), save models with rankless.save, or put rankless.rank() into the name"
+_FIX_APART = "let one do it, where RANK is 0, or put the rank into the name"
+
 
 class SharedFiles:
     """Which rank writes which file, as the records tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, foreign: bool = False) -> None:
+        self._fix = _FIX_APART if foreign else _FIX
         self._writers: dict[str, int] = {}
         self._shared: set[str] = set()
 
@@ -26,10 +30,7 @@ class SharedFiles:
         low, high = sorted((first, record.rank))
         where = f" ({_short(record.line)})" if record.line else ""
         more = "" if len(self._shared) < MOST_NOTICES else "; further files are not named"
-        return (
-            f"ranks {low} and {high} both write {_short(record.path)}{where}: let one do it with rankless.once(…), "
-            f"save models with rankless.save, or put rankless.rank() into the name{more}"
-        )
+        return f"ranks {low} and {high} both write {_short(record.path)}{where}: {self._fix}{more}"
 
 
 def _short(path: str) -> str:

@@ -20,7 +20,7 @@ import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
 from rankless.errors import LaunchError, PlanError
 from rankless.launch.judge import signal_name
-from rankless.launch.workers import reserve_master_port
+from rankless.launch.ports import reserve_master_port
 from rankless.plan.environment import spawned_environment
 from rankless.runtime.bootstrap import python_command
 from rankless.runtime.spawned import receive, send

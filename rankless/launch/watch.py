@@ -13,9 +13,10 @@ import msgspec
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import Verdict, judge
 from rankless.launch.parent_process import ParentProcess
+from rankless.plan.foreign import Foreign
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord
-from rankless.runtime.lifeline import INTERRUPT, KILL, STOP
+from rankless.runtime.lifeline import KILL, signalling
 
 POLL_SECONDS = 0.05
 STOP_GRACE_SECONDS = 1.0
@@ -49,11 +50,13 @@ class Watch:
         interrupts: Interrupts,
         on_record: Callable[[AnyRecord], None],
         on_turn: Callable[[], None],
+        foreign: Foreign | None = None,
     ) -> None:
         self._parent = parent
         self._interrupts = interrupts
         self._on_record = on_record
         self._on_turn = on_turn
+        self._foreign = foreign
         self._records: list[AnyRecord] = []
         self._phase = Phase.RUNNING
         self._deadline = float("inf")
@@ -98,17 +101,23 @@ class Watch:
         """Pass to the next phase if it is time, or a signal has come; False when there is none left."""
         if self._phase is Phase.RUNNING and number is not None:
             self._interrupted_by = number
-            polite = INTERRUPT if number == signal.SIGINT else STOP
-            grace = INTERRUPT_GRACE_SECONDS if polite == INTERRUPT else STOP_GRACE_SECONDS
-            self._enter(Phase.STOPPING, polite, now + grace)
+            self._ask_to_end(number, now)
         elif self._phase is Phase.RUNNING and now >= self._deadline:
-            self._enter(Phase.STOPPING, STOP, now + STOP_GRACE_SECONDS)
+            self._ask_to_end(signal.SIGTERM, now)
         elif self._phase is Phase.STOPPING and (number is not None or now >= self._deadline):
             self._parent.wake()
             self._enter(Phase.KILLING, KILL, now + KILL_GRACE_SECONDS)
         elif self._phase is Phase.KILLING:
             return now < self._deadline
         return True
+
+    def _ask_to_end(self, number: int, now: float) -> None:
+        if self._foreign is not None:
+            self._enter(Phase.STOPPING, signalling(number), now + self._foreign.shutdown_seconds)
+        elif number == signal.SIGINT:
+            self._enter(Phase.STOPPING, signalling(number), now + INTERRUPT_GRACE_SECONDS)
+        else:
+            self._enter(Phase.STOPPING, signalling(signal.SIGTERM), now + STOP_GRACE_SECONDS)
 
     def _enter(self, phase: Phase, word: bytes, deadline: float) -> None:
         self._phase, self._deadline = phase, deadline

@@ -4,11 +4,14 @@ import glob
 import importlib.util
 import os
 import secrets
+import shutil
 from typing import Literal
 
 from rankless.errors import PlanError
 from rankless.plan.environment import user_threads, user_visible_devices
+from rankless.plan.foreign import Hosts
 from rankless.plan.run_plan import Program, RunPlan, RunRequest
+from rankless.plan.script_source import names_rankless
 
 
 def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
@@ -23,7 +26,10 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         raise PlanError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
     if seed is not None and not 0 <= seed < 2**63:
         raise PlanError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
+    _check_hosts(request.hosts)
     check_program(program)
+    # A program of another launcher draws its own random numbers in each process; one that names Rankless wants ours.
+    is_apart = request.foreign is not None and not names_rankless(program)
     return RunPlan(
         program=program,
         worker_count=count,
@@ -32,13 +38,30 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         log_folder=request.log_folder,
         show=request.show,
         warm=request.warm,
-        seed=secrets.randbelow(2**32) if seed is None else seed,
+        seed=seed if seed is not None else None if is_apart else secrets.randbelow(2**32),
         recording=request.recording,
         perturbation_seed=request.perturbation_seed,
         dtype=request.dtype,
         watch=request.watch,
         progress=request.progress,
+        hosts=request.hosts,
+        foreign=request.foreign,
     )
+
+
+def _check_hosts(hosts: Hosts) -> None:
+    if hosts.most > 1:
+        raise PlanError(
+            expected="one host: runs on several hosts are not there yet",
+            found=f"{hosts.least} to {hosts.most} hosts" if hosts.least != hosts.most else f"{hosts.most} hosts",
+            fix="today --nnodes 1 works, or leaving it away: as many processes per host as you like, on this host",
+        )
+    if hosts.number != 0:
+        raise PlanError(
+            expected="--node-rank 0, the only host's number",
+            found=hosts.number,
+            fix="leave --node-rank away; several hosts are not there yet",
+        )
 
 
 def check_program(program: Program) -> None:
@@ -52,6 +75,12 @@ def check_program(program: Program) -> None:
         )
     if program.kind == "script" and not os.access(target, os.R_OK):
         raise PlanError(expected=f"to be allowed to read {target}", found="not allowed", fix=f"chmod u+r {target}")
+    if program.kind == "command" and shutil.which(target) is None:
+        raise PlanError(
+            expected=f"a command {target}",
+            found="none of that name that may be executed, here or on PATH",
+            fix=f"check the name; a file here is ./{target}, and needs chmod +x",
+        )
     if program.kind == "module" and not _module_may_exist(target.partition(".")[0]):
         raise PlanError(
             expected=f"a module {target}",

@@ -5,10 +5,12 @@ Workers get torchrun's variables, so that any script written for torchrun runs, 
 """
 
 import os
+import signal
 from collections.abc import Mapping
 
 import msgspec
 
+from rankless.plan.foreign import Foreign
 from rankless.plan.run_plan import RunPlan, WorkerPlan
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
@@ -53,7 +55,8 @@ class Torchrun(msgspec.Struct, frozen=True, kw_only=True):
 def parent_environment(plan: RunPlan) -> dict[str, str]:
     """The environment of the process that starts the workers."""
     environment = dict(os.environ)
-    environment.setdefault("PYTHONHASHSEED", str(plan.seed % 2**32))
+    if plan.seed is not None:
+        environment.setdefault("PYTHONHASHSEED", str(plan.seed % 2**32))
     if plan.warm:
         # With more than one thread in the parent, a forked worker would hang in its first parallel region.
         environment.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
@@ -86,6 +89,44 @@ def worker_environment(plan: WorkerPlan, *, cuda_devices: str | None) -> dict[st
     if cuda_devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = cuda_devices
     return variables
+
+
+def foreign_environment(foreign: Foreign, local_rank: int, *, folder: str) -> dict[str, str | None]:
+    """What torchrun sets besides; `folder` is the worker's own for log files."""
+    variables: dict[str, str | None] = {
+        "ROLE_NAME": foreign.role,
+        "TORCHELASTIC_ERROR_FILE": os.path.join(folder, "error.json"),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in foreign.signals),
+        # Rank 0 serves the store at MASTER_PORT: the agent has no torch.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if foreign.virtual_local_rank:
+        visible = user_visible_devices()
+        device = str(local_rank) if visible is None else visible[local_rank]
+        variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+    return variables
+
+
+def launcher_defaults() -> dict[str, str]:
+    """What PET_ variables say in the place of torchrun's options: by option, as `nproc_per_node`."""
+    prefix = "PET_"
+    return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+def user_python() -> str | None:
+    """The interpreter that PYTHON_EXEC names for the workers, if it does."""
+    return os.environ.get("PYTHON_EXEC") or None
+
+
+def user_shutdown_seconds() -> int | None:
+    """How long workers may take to end, if TORCH_ELASTIC_SHUTDOWN_TIMEOUT says so."""
+    return _whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+
+
+def user_line_prefix() -> str | None:
+    """What TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE puts before lines that are shown and kept."""
+    return os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
 
 def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:
@@ -141,6 +182,11 @@ def read_worker_plan() -> WorkerPlan | None:
         return None
     plan = msgspec.json.decode(text, type=WorkerPlan)
     return plan if plan.process_id == os.getpid() else None
+
+
+def forget_worker_plan() -> None:
+    """Let what this process becomes read torchrun's variables alone."""
+    os.environ.pop(WORKER_PLAN, None)
 
 
 def is_child_of_worker() -> bool:

@@ -4,19 +4,21 @@ from typing import Literal
 
 import msgspec
 
-ProgramKind = Literal["script", "module", "code"]
+from rankless.plan.foreign import Foreign, Hosts
+
+ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
 Precision = Literal["float64"]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's program as given to `rankless run`: a script's path, a module's name (`-m`) or code
-    (`-c`).
-    """
+    """The user's program: a script's path, a module's name (`-m`), code (`-c`), or any command that is no Python."""
 
     kind: ProgramKind
     target: str
     arguments: tuple[str, ...] = ()
+    has_macros: bool = False
+    """Whether `${local_rank}` in an argument means the worker's number."""
 
 
 class InspectedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +58,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     perturbation_seed: int | None = None
     dtype: Precision | None = None
     watch: Watch = Watch()
+    hosts: Hosts = Hosts()
+    foreign: Foreign | None = None
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +75,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     show: ShowChoice = "first"
     warm: bool = True
     """Fork the workers from a parent that has imported torch; False starts plain processes."""
-    seed: int
-    """Every worker's generators start from it; drawn anew for each run unless given."""
+    seed: int | None
+    """Every worker's generators start from it; None: from seeds of their own, as separate processes' do."""
     recording: str | None = None
     """A folder into which each worker records its job results (for `rankless verify`), or None."""
     perturbation_seed: int | None = None
@@ -83,6 +87,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What jobs compute in, whatever the script says; None leaves it to the script."""
     watch: Watch = Watch()
     progress: bool = True
+    hosts: Hosts = Hosts()
+    foreign: Foreign | None = None
 
 
 class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +104,10 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     master_address: str
     master_port: int
     run_id: str
-    seed: int
+    seed: int | None
     log_file: str
+    error_log_file: str | None = None
+    """Where standard error goes, if not to the log file too."""
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
@@ -112,6 +120,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0 only: an inherited socket that listens already, on which it serves the store that all ranks
     meet at.
     """
+    store_address: str = "127.0.0.1"
     store_port: int | None = None
     process_id: int | None = None
     """The worker's own; a child of it inherits the environment but is not the worker."""

@@ -203,14 +203,18 @@ def _join_as_worker(plan: WorkerPlan, again: bool) -> Runtime:
         if descriptor is not None:
             send_record(record, descriptor=descriptor, patient=isinstance(record, Said))
 
-    return Runtime(
-        mesh=_mesh_of_world(device),
+    mesh = _mesh_of_world(device)
+    runtime = Runtime(
+        mesh=mesh,
         local_rank=plan.local_rank,
         up=up,
         plan=plan,
         progress=plan.progress,
         end_group=end_group,
     )
+    if plan.seed is None:
+        _begin_alike(mesh, runtime)
+    return runtime
 
 
 def _join_invited(invitation: Invitation, observer: Callable[[], Observer]) -> Runtime:
@@ -264,11 +268,7 @@ def _runtime_without_agent(
     mesh = _mesh_of_world(device)
     up = observer() if mesh.rank == 0 else _drop
     runtime = Runtime(mesh=mesh, local_rank=local_rank, up=up, plan=None, progress=True, end_group=end_group)
-    if not _seeded_alike(mesh):
-        runtime.say(
-            "the ranks' random generators started from different seeds; from here on all go on from rank 0's "
-            "(models made before get rank 0's values at a job's first call)"
-        )
+    _begin_alike(mesh, runtime)
     return runtime
 
 
@@ -302,6 +302,15 @@ def _invitation_of(plan: WorkerPlan) -> Invitation:
     )
 
 
+def _begin_alike(mesh: Mesh, runtime: Runtime) -> None:
+    """Have all generators go on from rank 0's seed, and say so, if they have begun apart."""
+    if not _seeded_alike(mesh):
+        runtime.say(
+            "the ranks' random generators started from different seeds; from here on all go on from rank 0's "
+            "(models made before get rank 0's values at a job's first call)"
+        )
+
+
 def _seeded_alike(mesh: Mesh) -> bool:
     """Whether all ranks' generators began alike, as under `rankless run`; if not, they begin anew from rank 0's."""
     seeds = [int.from_bytes(data, "little") for data in all_gather_bytes(_seed_bytes(), mesh=mesh)]
@@ -326,7 +335,7 @@ def _store_of(plan: WorkerPlan) -> Any:
         with contextlib.suppress(OSError):
             listening = socket.socket(fileno=plan.store_descriptor).detach()
     return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
-        plan.master_address,
+        plan.store_address,
         plan.store_port,
         plan.world_size,
         plan.rank == 0,

@@ -31,28 +31,40 @@ class LogFile(io.FileIO):
             return memoryview(data).nbytes
 
 
-def redirect_output(log_file: str, *, on_loss: Callable[[str], None]) -> None:
-    """Send all output of this process, its C code and its children to `log_file`, and give it no input."""
-    try:
-        log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        log = os.open(os.devnull, os.O_WRONLY)
-        on_loss(error.strerror or "the log file cannot be made")
+def redirect_output(log_file: str, error_log_file: str | None, *, on_loss: Callable[[str], None]) -> None:
+    """Send all output of this process, its C code and its children to `log_file`, and give it no input.
+
+    With an `error_log_file` standard error goes there, and nothing is buffered.
+    """
+    log = _open(log_file, on_loss)
+    error_log = log if error_log_file is None else _open(error_log_file, on_loss)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+    for source, target in ((nothing, 0), (log, 1), (error_log, 2)):
         os.dup2(source, target)
         os.set_inheritable(target, True)
-    os.close(log)
-    os.close(nothing)
+    for descriptor in {log, error_log, nothing}:
+        os.close(descriptor)
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]  # as the interpreter itself does at start
-    sys.stdout = sys.__stdout__ = _text(1, name="<stdout>", on_loss=on_loss)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _text(2, name="<stderr>", on_loss=on_loss)  # type: ignore[misc]
+    at_once = error_log_file is not None
+    sys.stdout = sys.__stdout__ = _text(1, name="<stdout>", at_once=at_once, on_loss=on_loss)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _text(2, name="<stderr>", at_once=at_once, on_loss=on_loss)  # type: ignore[misc]
 
 
-def _text(descriptor: int, *, name: str, on_loss: Callable[[str], None]) -> io.TextIOWrapper:
+def _open(path: str, on_loss: Callable[[str], None]) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        on_loss(error.strerror or "the log file cannot be made")
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def _text(descriptor: int, *, name: str, at_once: bool, on_loss: Callable[[str], None]) -> io.TextIOWrapper:
     old = sys.__stdout__ if descriptor == 1 else sys.__stderr__
     encoding = old.encoding if old is not None else "utf-8"
     errors = "backslashreplace" if descriptor == 2 else (old.errors if old is not None else None)
-    binary = io.BufferedWriter(LogFile(descriptor, name=name, on_loss=on_loss))
+    file = LogFile(descriptor, name=name, on_loss=on_loss)
+    if at_once:  # as torchrun has it, by `python -u`
+        return io.TextIOWrapper(file, encoding=encoding, errors=errors, write_through=True)
+    binary = io.BufferedWriter(file)
     # Line by line, as on a terminal: the agent shows it while it happens.
     return io.TextIOWrapper(binary, encoding=encoding, errors=errors, line_buffering=True)

@@ -18,4 +18,5 @@ def main(ending: Ending) -> Callable[[], None]:
     for descriptor in (plan.records_descriptor, launch.plan.store_descriptor):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
-    return enter(launch, plan, ending, hide_torch=False).run
+    worker = enter(launch, plan, ending, hide_torch=False)
+    return worker.become if plan.program.kind == "command" else worker.run

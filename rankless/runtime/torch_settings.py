@@ -10,7 +10,7 @@ import torch.distributed.distributed_c10d as groups
 
 
 def apply(
-    *, seed: int, threads: int | None, dtype: str | None, before_leaving: Callable[[BaseException | None], None]
+    *, seed: int | None, threads: int | None, dtype: str | None, before_leaving: Callable[[BaseException | None], None]
 ) -> None:
     """Set threads, seed, dtype and debug level, and have `before_leaving` called before groups are destroyed."""
     if threads is not None:
@@ -19,7 +19,10 @@ def apply(
         # Jobs cast their own models and arguments. What a script does besides, as an average of parameters
         # made before the first call or a model called on noise outside jobs, must be of one dtype with them.
         torch.set_default_dtype(getattr(torch, dtype))
-    torch.manual_seed(seed)
+    if seed is not None:
+        torch.manual_seed(seed)
+    else:
+        torch.seed()  # as in a process of its own: what torch drew at its import, all forks of the parent share
     if dist.is_available():
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # public, missing in the stubs
         _announce_destruction(before_leaving)

@@ -4,11 +4,18 @@ import builtins
 import importlib.machinery
 import importlib.util
 import os
+import signal
+import string
 import sys
 from collections.abc import Callable
 from types import CodeType, ModuleType
+from typing import NoReturn
+
+import msgspec
 
 from rankless.plan.run_plan import Program
+
+_IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
 
 LOADED_AT_START = frozenset(
     (
@@ -17,6 +24,23 @@ LOADED_AT_START = frozenset(
     )
 )
 """What Python itself imports before any script; no script can shadow these."""
+
+
+def for_local_rank(program: Program, local_rank: int) -> Program:
+    """The program as one worker runs it."""
+    if not program.has_macros:
+        return program
+    arguments = (string.Template(text).safe_substitute(local_rank=local_rank) for text in program.arguments)
+    return msgspec.structs.replace(program, arguments=tuple(arguments))
+
+
+def become_command(program: Program) -> NoReturn:
+    """Replace this process by the command. Raises OSError if it cannot be."""
+    for name in _IGNORED_BY_PYTHON:
+        number = getattr(signal, name, None)
+        if number is not None:
+            signal.signal(number, signal.SIG_DFL)
+    os.execvp(program.target, [program.target, *program.arguments])
 
 
 def prepare_main(program: Program) -> Callable[[], None]:

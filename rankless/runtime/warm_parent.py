@@ -29,7 +29,7 @@ from rankless.records.channel import send_record
 from rankless.records.events import Exited, Said, Started
 from rankless.runtime.bootstrap import python_command
 from rankless.runtime.ending import Ending
-from rankless.runtime.lifeline import KILL, STOP
+from rankless.runtime.lifeline import KILL, signals_in
 from rankless.runtime.processes import (
     adopt_orphans,
     end_descendants,
@@ -169,9 +169,9 @@ class Guard:
         if not words or KILL in words:
             self._end_all()
             return
-        number = signal.SIGTERM if STOP in words else signal.SIGINT
-        for process_id in list(self._workers):
-            send_signal(process_id, number)
+        for number in signals_in(words):
+            for process_id in list(self._workers):
+                send_signal(process_id, number)
 
     def _reap(self) -> None:
         while True:

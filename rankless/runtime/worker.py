@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 
@@ -21,7 +22,7 @@ from rankless.runtime.ending import Ending
 from rankless.runtime.file_watch import FileWatch
 from rankless.runtime.output import redirect_output
 from rankless.runtime.processes import set_parent_death_signal
-from rankless.runtime.user_program import prepare_main
+from rankless.runtime.user_program import become_command, for_local_rank, prepare_main
 
 _LONGEST_TEXT = 16_000
 
@@ -45,8 +46,8 @@ def enter(launch: WorkerLaunch, host: HostPlan, ending: Ending, *, hide_torch: b
     environment.apply(launch.environment)
     plan = msgspec.structs.replace(launch.plan, process_id=os.getpid(), records_descriptor=host.records_descriptor)
     environment.write_worker_plan(plan)
-    worker = WorkerProcess(plan, host.program, ending)
-    redirect_output(plan.log_file, on_loss=worker.tell_loss)
+    worker = WorkerProcess(plan, for_local_rank(host.program, plan.local_rank), ending)
+    redirect_output(plan.log_file, plan.error_log_file, on_loss=worker.tell_loss)
     random.seed(plan.seed)
     worker.await_arrivals(hide_torch=hide_torch)
     return worker
@@ -85,6 +86,15 @@ class WorkerProcess:
                 stream.flush()
         if exit_code:
             raise SystemExit(exit_code)
+
+    def become(self) -> NoReturn:
+        """Go on as the command that is to be run; its end is told by who has started this process."""
+        environment.forget_worker_plan()
+        try:
+            become_command(self._program)
+        except OSError as error:
+            self._report(_without_our_frames(error))
+            raise SystemExit(f"{self._program.target}: {error.strerror}") from None
 
     def tell_loss(self, reason: str) -> None:
         """Tell the user that a log file has lost lines."""
@@ -129,7 +139,7 @@ class WorkerProcess:
         if names and self._plan.rank == 0:
             self._say(
                 f"{', '.join(names)} came too late: torch was imported before the script set it; "
-                "to have it honoured use `rankless run --no-warm`"
+                "to have it honoured use `rankless run --no-warm`, or `rankless torchrun --start-method spawn`"
             )
 
     def _set_up_numpy(self) -> None:

@@ -1,0 +1,49 @@
+"""`rankless launch`: the command line of `python -m torch.distributed.launch`, word for word."""
+
+import argparse
+
+import msgspec
+
+from rankless.cli.torchrun import run_foreign
+from rankless.cli.torchrun_flags import add_flags, take_flags
+from rankless.errors import PlanError
+from rankless.plan.check import check_program
+from rankless.plan.rank_option import find_rank_way
+from rankless.plan.torchrun import LOCAL_RANK, notes, torchrun_program
+
+NAME = "launch"
+HELP = (
+    "Run a script that was written for python -m torch.distributed.launch, with its options, which are torchrun's and "
+    "--use-env. Without --use-env each worker's local rank is passed to the script as the option that it declares, "
+    "--local-rank=N or --local_rank=N; if it declares neither, the rank is in LOCAL_RANK alone."
+)
+ABBREVIATES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument(
+        "--use-env", "--use_env", action="store_true", help="do not pass the rank as an argument: LOCAL_RANK is set"
+    )
+    add_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the job and return its exit code."""
+    flags = take_flags(arguments)
+    program = torchrun_program(flags)
+    check_program(program)
+    said = notes(flags)
+    if not flags.use_env:
+        if program.kind == "command":
+            raise PlanError(
+                expected="--use-env beside --no-python: only of a Python script can be seen how it takes its rank",
+                found="--no-python alone",
+                fix="add --use-env, and read LOCAL_RANK",
+            )
+        way = find_rank_way(program)
+        said += [way.note] if way.note else []
+        if way.option is not None:
+            rank_argument = f"{way.option}={LOCAL_RANK}"
+            program = msgspec.structs.replace(program, arguments=(rank_argument, *program.arguments))
+    return run_foreign(NAME, flags, program, said)

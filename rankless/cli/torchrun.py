@@ -1,0 +1,50 @@
+"""`rankless torchrun`: torchrun's command line, word for word."""
+
+import argparse
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+
+import msgspec
+
+from rankless.cli.progress_line import ProgressLine
+from rankless.cli.torchrun_flags import add_flags, take_flags
+from rankless.launch import agent
+from rankless.plan.check import check_program, make_run_plan
+from rankless.plan.run_plan import Program
+from rankless.plan.torchrun import TorchrunFlags, notes, torchrun_program, torchrun_request, under_own_python
+
+NAME = "torchrun"
+HELP = (
+    "Run a script that was written for torchrun, with torchrun's options and environment variables. All of torchrun's "
+    "options are known, with - and with _, and its PET_ variables. Workers have no standard input."
+)
+ABBREVIATES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
+    add_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the job and return its exit code."""
+    flags = take_flags(arguments)
+    return run_foreign(NAME, flags, torchrun_program(flags), notes(flags))
+
+
+def run_foreign(command: str, flags: TorchrunFlags, program: Program, said: list[str]) -> int:
+    """Run `program` as `flags` say, after a line of what the user has to be told, and return the exit code."""
+    check_program(program)
+    program = under_own_python(program)
+    with ExitStack() as stack:
+        request = torchrun_request(flags, program)
+        if request.log_folder == os.devnull:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-"))
+            request = msgspec.structs.replace(request, log_folder=folder)
+        plan = make_run_plan(program, request)
+        if said:
+            print(f"rankless {command}: {'; '.join(said)}", file=sys.stderr, flush=True)
+        line = stack.enter_context(ProgressLine())
+        return agent.run(plan, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)

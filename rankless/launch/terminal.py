@@ -1,0 +1,204 @@
+"""The workers' output on the terminal, read along from the files that they write."""
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from rankless.plan.foreign import Source
+
+_BLOCK = 1 << 16
+_LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!\n|$)")
+"""A progress bar ends its lines with carriage returns alone; one at the very end may be half of a line's end."""
+
+Write = Callable[[bytes], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """A file to be read along, and how it is shown."""
+
+    path: str
+    sink: Source = "out"
+    prefix: str | None = None
+    """What stands before each line; "" shows whole lines as they are, None everything as it comes."""
+    needles: tuple[str, ...] = ()
+    copy: str | None = None
+    """A file that gets the lines which contain one of the needles."""
+
+
+class Lines(Protocol):
+    """What takes the bytes of one file."""
+
+    def write(self, data: bytes) -> None:
+        """Take what is new."""
+
+    def idle(self) -> None:
+        """Nothing new has come for a turn."""
+
+    def close(self) -> None:
+        """Nothing will come."""
+
+
+class Tail:
+    """Reads along in one growing file."""
+
+    def __init__(self, path: str, lines: Lines) -> None:
+        self._path = path
+        self._lines = lines
+        self._file: io.FileIO | None = None
+
+    def pump(self) -> None:
+        """Pass on what is new."""
+        if self._file is None:
+            try:
+                self._file = io.FileIO(self._path)
+            except OSError:
+                return
+        found = False
+        while data := self._file.read(_BLOCK):
+            self._lines.write(data)
+            found = True
+        if not found:
+            self._lines.idle()
+
+    def close(self) -> None:
+        """Pass on the rest."""
+        self.pump()
+        self._lines.close()
+        if self._file is not None:
+            self._file.close()
+
+
+class AsTheyCome:
+    """Writes everything at once, for one rank whose output is shown alone."""
+
+    def __init__(self, write: Write) -> None:
+        self.write = write
+
+    def idle(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class WholeLines:
+    """Writes lines as they are, and the beginning of one when nothing has followed it for a turn."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        """Write the lines that `data` completes."""
+        data = self._rest + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._rest = data[end:]
+        if end:
+            self._write(data[:end])
+
+    def idle(self) -> None:
+        """Write the beginning of a line."""
+        if self._rest:
+            self._write(self._rest)
+            self._rest = b""
+
+    close = idle
+
+
+class PrefixedLines:
+    """Writes whole lines, each with its prefix; `close` writes a last line that has no end.
+
+    With needles, only the lines that contain one of them.
+    """
+
+    def __init__(self, prefix: str, write: Write, *, needles: Sequence[str] = ()) -> None:
+        self._prefix = prefix.encode()
+        self._write = write
+        self._needles = [needle.encode() for needle in needles]
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        """Write the lines that `data` completes."""
+        *lines, self._rest = _LINE_ENDS.split(self._rest + data)
+        self._put(lines)
+
+    def idle(self) -> None:
+        """The beginning of a line is kept: another rank's might come between."""
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._rest:
+            self._put([self._rest.removesuffix(b"\r")])
+
+    def _put(self, lines: Sequence[bytes]) -> None:
+        wanted = [line for line in lines if not self._needles or any(needle in line for needle in self._needles)]
+        if wanted:
+            self._write(b"".join(self._prefix + line + b"\n" for line in wanted))
+
+
+class Terminal:
+    """All streams that are shown."""
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        *,
+        out: TextIO,
+        err: TextIO,
+        making_room: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._making_room = making_room
+        self._tails: list[Tail] = []
+        self._copies = contextlib.ExitStack()
+        for stream in streams:
+            shown = self._writer(out if stream.sink == "out" else err)
+            self._tails.append(Tail(stream.path, _lines_of(stream, shown)))
+            if stream.copy is not None:
+                copy = self._copies.enter_context(io.FileIO(stream.copy, "ab"))
+                lines = PrefixedLines(stream.prefix or "", _writer(copy), needles=stream.needles)
+                self._tails.append(Tail(stream.path, lines))
+
+    def pump(self) -> None:
+        """Show what is new."""
+        for tail in self._tails:
+            tail.pump()
+
+    def close(self) -> None:
+        """Show the rest."""
+        with self._copies:
+            for tail in self._tails:
+                tail.close()
+
+    def _writer(self, text: TextIO) -> Write:
+        def write(data: bytes) -> None:
+            # A reader that is gone (`| head`) or a full disk behind the terminal's redirection never stops
+            # training.
+            with self._making_room(), contextlib.suppress(OSError):
+                text.flush()
+                binary = getattr(text, "buffer", None)
+                if binary is None:
+                    text.write(data.decode(errors="replace"))
+                else:
+                    binary.write(data)
+                    binary.flush()
+
+        return write
+
+
+def _writer(file: io.FileIO) -> Write:
+    def write(data: bytes) -> None:
+        with contextlib.suppress(OSError):  # as for the terminal
+            file.write(data)
+
+    return write
+
+
+def _lines_of(stream: Stream, write: Write) -> Lines:
+    if stream.prefix is None:
+        return AsTheyCome(write)
+    return PrefixedLines(stream.prefix, write) if stream.prefix else WholeLines(write)
