@@ -20,8 +20,10 @@ def program_file(program: Program) -> str | None:
 
 def names_rankless(program: Program) -> bool:
     """Whether the program's own text names Rankless."""
+    if program.kind == "code":
+        return "rankless" in program.target
     path = program_file(program)
-    return b"rankless" in (program.target.encode() if path is None else _text(path))
+    return path is not None and b"rankless" in _text(path)
 
 
 def own_syntax(program: Program) -> Iterator[ast.Module]:
