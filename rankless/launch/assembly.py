@@ -16,8 +16,8 @@ from rankless.launch.interrupts import Interrupts
 from rankless.launch.logs import run_name
 from rankless.launch.ports import open_store_socket, reserve_master_port
 from rankless.launch.reaching import reach
-from rankless.launch.ssh import RemoteAgent, RemoteTask
-from rankless.launch.tokens import token_of
+from rankless.launch.ssh import RemoteAgent, RemoteTask, TokenBringer
+from rankless.launch.tokens import Known, must_be_brought, token_of_host_0, tokens_of
 from rankless.plan.check import choose_backend
 from rankless.plan.environment import carried_variables
 from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback
@@ -61,17 +61,19 @@ def assembled(
 def _as_host_0(
     plan: RunPlan, company: Company, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
 ) -> Iterator[Assembled]:
-    token = token_of(company) if token is None else token
+    token = token_of_host_0(company) if token is None else token
     interface, address = own_address(company)
     own = _facts(plan, company)
     with contextlib.ExitStack() as stack:
         hub = Hub(_listen(address, company), token=token, host_count=len(company.hosts))
         stack.callback(hub.close)
-        starters: Mapping[int, RemoteAgent] = {}
+        starters: Mapping[int, RemoteAgent | TokenBringer] = {}
         if company.way == "ssh":
             starters = {place: _started(plan, company, place, token, tell) for place in range(1, len(company.hosts))}
-            for starter in starters.values():
-                stack.callback(starter.close)
+        elif must_be_brought(company):
+            starters = {place: TokenBringer(company, place, token) for place in range(1, len(company.hosts))}
+        for starter in starters.values():
+            stack.callback(starter.close)
         store = stack.enter_context(open_store_socket(address))
         reserved = stack.enter_context(reserve_master_port(plan.hosts.master_port))
         facts = gather(hub, company, own=own, starters=starters, interrupts=interrupts, tell=tell)
@@ -87,8 +89,8 @@ def _as_host_0(
 def _as_another(
     plan: RunPlan, company: Company, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
 ) -> Iterator[Assembled]:
-    token = token_of(company) if token is None else token
-    uplink, start = reach(company, lambda: _facts(plan, company), token, interrupts=interrupts, tell=tell)
+    tokens = tokens_of(company) if token is None else Known(token)
+    uplink, start = reach(company, lambda: _facts(plan, company), tokens, interrupts=interrupts, tell=tell)
     try:
         interface, _ = interface_towards(company.hosts[0].address)
         name = company.hosts[company.place].address

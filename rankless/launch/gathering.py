@@ -136,7 +136,7 @@ def _require_hope(
     for place in missing:
         if place in starters and place not in found and (why := starters[place].ended()) is not None:
             raise JoinError(
-                expected=f"the agent on {company.hosts[place]} to be started by ssh",
+                expected=f"ssh from here to {company.hosts[place]}",
                 found=why,
                 fix=f"try it by hand: ssh {company.hosts[place]} true; or use --no-ssh and start the job on each host",
             )

@@ -10,6 +10,7 @@ from rankless.plan.hosts import DEFAULT_PORT, Host
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
 Precision = Literal["float64"]
+Way = Literal["ssh", "hand", "script"]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +51,10 @@ class Company(msgspec.Struct, frozen=True, kw_only=True):
     """This host's."""
     port: int = DEFAULT_PORT
     """On which host 0's agent listens."""
-    way: Literal["ssh", "hand"] = "ssh"
-    """How the agents of the other hosts are started."""
+    way: Way = "ssh"
+    """How the agents of the other hosts are started: by ssh from host 0; or each by hand, and the token is in a file
+    that each has, or (by script) is brought to them by ssh from host 0.
+    """
     is_listed: bool = True
     """Whether every host knows all the others' addresses; else only host 0's, and how many there are."""
     insecure: bool = False
