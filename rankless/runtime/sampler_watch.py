@@ -62,7 +62,7 @@ class SamplerWatch:
                 say, self._say = self._say, None
                 line = script_line(sys._getframe(1))
                 say(
-                    f"{line}: every epoch has the same order, because sampler.set_epoch(epoch) is missing before this loop "
-                    "(where order does not matter, say shuffle=False)"
+                    f"{line}: every epoch has the same order, because sampler.set_epoch(epoch) is missing before this "
+                    "loop (where order does not matter, say shuffle=False)"
                 )
             self._last[sampler] = (sampler.epoch, samples)
