@@ -44,6 +44,7 @@ TORCH_MODULES = (
     "torch.distributed",
     "rankless.runtime.torch_settings",
     "rankless.runtime.numpy_settings",
+    "rankless.runtime.sampler_watch",
 )
 JOB_MODULES = (
     "torch._functorch.aot_autograd",
