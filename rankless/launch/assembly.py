@@ -176,4 +176,8 @@ def _start(
         master_port=reserved.getsockname()[1],
         store_address=address,
         store_port=store.getsockname()[1],
+        recording=plan.recording,
+        perturbation_seed=plan.perturbation_seed,
+        dtype=plan.dtype,
+        watch=plan.watch,
     )

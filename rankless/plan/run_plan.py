@@ -76,6 +76,10 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int
     store_address: str
     store_port: int
+    recording: str | None = None
+    perturbation_seed: int | None = None
+    dtype: Precision | None = None
+    watch: Watch = Watch()
 
     @property
     def world_size(self) -> int:

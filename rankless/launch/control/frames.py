@@ -80,6 +80,14 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """Of the workers' parent, if it failed."""
 
 
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
+    """A piece of a file that a worker has written for `rankless verify`."""
+
+    name: str
+    data: bytes
+    is_last: bool
+
+
 class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     """The job is over everywhere: what its exit code is, and what the host shows of its end."""
 
@@ -87,4 +95,4 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     text: str = ""
 
 
-Frame = Greeting | Challenge | Here | Refused | Start | Waiting | Happened | Beat | Stop | Ended | Over
+Frame = Greeting | Challenge | Here | Refused | Start | Waiting | Happened | Beat | Stop | Recorded | Ended | Over

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from rankless.launch.control.frames import Beat, Ended, Frame, Happened, Here, Refused
+from rankless.launch.control.frames import Beat, Ended, Frame, Happened, Here, Recorded, Refused
 from rankless.launch.control.session import BrokenOff, Session
 from rankless.launch.host_facts import HostFacts
 
@@ -32,7 +32,7 @@ class Reported:
     """A host tells what has happened there."""
 
     host: int
-    frame: Happened | Ended
+    frame: Happened | Recorded | Ended
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Hub:
             return self._admit(connection, frame)
         if connection.host is None:
             raise BrokenOff("a frame out of order")
-        if isinstance(frame, Happened | Ended):
+        if isinstance(frame, Happened | Recorded | Ended):
             connection.is_over = connection.is_over or isinstance(frame, Ended)
             return [Reported(connection.host, frame)]
         if not isinstance(frame, Beat):
