@@ -31,8 +31,8 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         raise PlanError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
     _check_hosts(request.hosts)
     check_program(program)
-    # A program of another launcher draws its own random numbers in each process; one that names Rankless wants ours.
-    is_apart = request.foreign is not None and not names_rankless(program)
+    # Somebody else's program draws its own random numbers in each process; one that names Rankless wants ours.
+    is_apart = request.recording is None and not names_rankless(program)
     return RunPlan(
         program=program,
         worker_count=count,

@@ -207,7 +207,8 @@ def test_a_module_and_any_command_run_and_macros_are_replaced(tmp_path: Path):
     (package / "part.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])\n")
     job = rankless("torchrun", *TWO, "-m", "pack.part", "-m", "${local_rank}", folder=tmp_path)
     assert sorted(job.stdout.splitlines()) == [f"__main__ pack ['-m', '{rank}']" for rank in range(2)]
-    words = 'echo "$RANK of $WORLD_SIZE, $1, $RANKLESS_WORKER_PLAN"; exit $((RANK * 3))'
+    echo = 'echo "$RANK of $WORLD_SIZE, $1, $RANKLESS_WORKER_PLAN"'
+    words = f"{echo}; touch said$RANK; while [ ! -e said0 ]; do sleep 0.02; done; exit $((RANK * 3))"
     job = rankless("torchrun", *TWO, "--no_python", "sh", "-c", words, "sh", "${local_rank}", folder=tmp_path)
     assert sorted(job.stdout.splitlines()) == ["0 of 2, 0, ", "1 of 2, 1, "]
     assert job.returncode == 3

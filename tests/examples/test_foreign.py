@@ -24,9 +24,9 @@ SAVED = {
     "accelerate_digits": [f"accelerate_state/{name}" for name in ("model.safetensors", "optimizer.bin")],
     "fabric_digits": ["fabric.ckpt"],
 }
-# A worker's stderr is shown on the same stream: warnings between the lines, a progress bar before some of them.
+# A worker's stderr is shown on the same stream: warnings between the lines, a bar, perhaps padded, before some of them.
 RESULT = re.compile(
-    r"(?:^|\])((?:epoch|saved|processes|world|group|alone|all_reduce|.*_object|send and).*)$", re.MULTILINE
+    r"(?:^|\] *)((?:epoch|saved|processes|world|group|alone|all_reduce|.*_object|send and).*)$", re.MULTILINE
 )
 
 
