@@ -155,4 +155,5 @@ def _require_hope(
 
 def let_start(hub: Hub, start: JobStart) -> None:
     """Tell all hosts to start their workers."""
-    hub.tell_all(Start(start=start))
+    for place in hub.present:
+        hub.tell(place, Start(start=start, place=place))

@@ -12,7 +12,7 @@ from rankless.launch.gathering import TELL_EVERY_SECONDS, Interrupted
 from rankless.launch.host_facts import HostFacts
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.tokens import Tokens
-from rankless.plan.run_plan import Company, JobStart
+from rankless.plan.run_plan import Company
 
 TRY_SECONDS = 2.0
 NAP_SECONDS = 0.1
@@ -25,7 +25,7 @@ def reach(
     *,
     interrupts: Interrupts,
     tell: Callable[[str], None],
-) -> tuple[Uplink, JobStart]:
+) -> tuple[Uplink, Start]:
     """The connection to host 0, and its word to start, once all hosts are there and agree.
 
     Raises JoinError if host 0 is not reached in time, or refuses; Interrupted on a signal.
@@ -61,7 +61,7 @@ def reach(
 
 def _await_start(
     uplink: Uplink, company: Company, *, interrupts: Interrupts, tell: Callable[[str], None]
-) -> tuple[Uplink, JobStart]:
+) -> tuple[Uplink, Start]:
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(uplink, selectors.EVENT_READ)
@@ -71,7 +71,7 @@ def _await_start(
                 _heed(interrupts, 0)
                 for frame in uplink.turn(time.monotonic()):
                     if isinstance(frame, Start):
-                        return uplink, frame.start
+                        return uplink, frame
                     if isinstance(frame, Refused):
                         raise JoinError(expected=frame.expected, found=frame.found, fix=frame.fix)
                     if isinstance(frame, Waiting):

@@ -15,7 +15,9 @@ def plan_workers(plan: RunPlan, job: Assembled, *, folder: str) -> list[WorkerLa
     launches = []
     for local_rank, device in enumerate(seen):
         rank = start.first_rank(job.place) + local_rank
-        log_file, error_log_file = (path and os.path.abspath(path) for path in log_files(plan, folder, rank))
+        log_file, error_log_file = (
+            path and os.path.abspath(path) for path in log_files(plan, folder, rank, local_rank)
+        )
         assert log_file is not None
         worker = WorkerPlan(
             rank=rank,

@@ -10,6 +10,7 @@ from rankless.plan.hosts import DEFAULT_PORT, Host
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
 Precision = Literal["float64"]
+NOT_YET = -1
 Way = Literal["ssh", "hand", "script"]
 
 
@@ -48,7 +49,7 @@ class Company(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[Host, ...]
     """In the order of their ranks; host 0 plans, shows and saves."""
     place: int
-    """This host's."""
+    """This host's; NOT_YET until host 0 has numbered it."""
     port: int = DEFAULT_PORT
     """On which host 0's agent listens."""
     way: Way = "ssh"

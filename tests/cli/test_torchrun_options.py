@@ -13,8 +13,9 @@ from rankless.cli.torchrun_flags import FLAGS, take_flags
 from rankless.errors import PlanError
 from rankless.plan import check
 from rankless.plan import torchrun as plan_torchrun
-from rankless.plan.run_plan import Program
-from rankless.plan.torchrun import TorchrunFlags, notes, torchrun_program, torchrun_request, worker_count
+from rankless.plan.run_plan import NOT_YET, Program
+from rankless.plan.torchrun import notes, torchrun_program, torchrun_request, worker_count
+from rankless.plan.torchrun_flags import TorchrunFlags
 
 SCRIPT = Program(kind="script", target=__file__)
 
@@ -156,14 +157,23 @@ def test_the_place_of_the_store_is_where_torchrun_would_have_it(words: list[str]
     assert (hosts.master_address, hosts.master_port) == (address, port)
 
 
-def test_options_for_several_hosts_are_in_the_plan_and_more_than_one_host_is_refused():
-    words = ["--nnodes", "2:4", "--node-rank", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"]
-    request = torchrun_request(parse(*words, "--rdzv-conf", "a=1,b=2", "--local-addr", "me", "main.py"), SCRIPT)
-    assert (request.hosts.least, request.hosts.most, request.hosts.number) == (2, 4, 1)
-    assert (request.hosts.rendezvous, request.hosts.endpoint, request.hosts.local_address) == ("c10d", "a:1", "me")
-    assert request.hosts.settings == (("a", "1"), ("b", "2"))
-    with pytest.raises(PlanError, match="today --nnodes 1 works"):
-        check.make_run_plan(SCRIPT, request)
+def test_several_hosts_meet_where_torchruns_would():
+    words = ["--nnodes", "4", "--node-rank", "1", "--master-addr", "192.0.2.1", "--nproc-per-node", "2"]
+    company = torchrun_request(parse(*words, "main.py"), SCRIPT).company
+    assert company is not None
+    assert (company.place, company.port, company.is_listed, company.way) == (1, 29500, False, "hand")
+    assert [host.workers for host in company.hosts] == [2] * 4
+    assert company.hosts[0].address == "192.0.2.1"
+    words = ["--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.0.2.1:1234", "--insecure"]
+    request = torchrun_request(
+        parse(*words, "--rdzv-conf", "join_timeout=5,b=2", "--local-addr", "me", "main.py"), SCRIPT
+    )
+    assert request.company is not None
+    assert (request.company.place, request.company.port, request.company.insecure) == (NOT_YET, 1234, True)
+    assert request.company.join_timeout_seconds == 5
+    assert (request.hosts.endpoint, request.hosts.local_address) == ("192.0.2.1:1234", "me")
+    with pytest.raises(PlanError, match="a number of hosts that stays"):
+        torchrun_request(parse("--nnodes", "2:4", "main.py"), SCRIPT)
     one = check.make_run_plan(SCRIPT, torchrun_request(parse("--nnodes", "1:1", "main.py"), SCRIPT))
     assert one.hosts.most == 1
 

@@ -31,7 +31,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
     """A host has come to the job."""
 
     host: int
-    """Its place in the list of hosts."""
+    """Its place in the list of hosts, or NOT_YET."""
     facts: HostFacts
 
 
@@ -47,6 +47,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """All hosts are there and agree: start the workers."""
 
     start: JobStart
+    place: int
+    """The host's that is told."""
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
