@@ -216,6 +216,27 @@ def test_ctrl_c_on_one_host_ends_both(name: str, hosts: Hosts, folder: Path):
     assert nobody_is_left(folder)
 
 
+def test_torchs_own_lines_start_on_each_host(hosts: Hosts, folder: Path):
+    (folder / "main.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "import argparse; parser = argparse.ArgumentParser(); parser.add_argument('--local_rank', type=int)\n"
+        "local_rank = parser.parse_args().local_rank\n"
+        "dist.init_process_group()\n"
+        "total = torch.ones(1); dist.all_reduce(total)\n"
+        "print(os.environ['GROUP_RANK'], dist.get_rank(), local_rank, int(total), flush=True)\n"
+    )
+    where = ["--master_addr", hosts.addresses[0], "--master_port", "29611", "--insecure"]
+    words = ["launch", "--nnodes=2", "--nproc_per_node", "2", *where]
+    jobs = [
+        hosts.start(name, command(*words, f"--node_rank={place}", "main.py"), cwd=folder)
+        for place, name in enumerate(("a", "b"))
+    ]
+    for place, job in enumerate(jobs):
+        code, out, err = ended(job)
+        assert code == 0, err
+        assert sorted(out.splitlines()) == [f"{place} {2 * place + local} {local} 4" for local in range(2)]
+
+
 def test_hosts_that_differ_do_not_start(hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--insecure", "faulty.py", "9")
     other = hosts.start("b", [*words, "other"], cwd=folder)
