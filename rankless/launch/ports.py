@@ -73,12 +73,12 @@ def _require_free(port: int) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise _refused(port, _reason(error)) from error
-            owner = _owner(port)
+            owner = owner_of(port)
             if owner is not None:
                 raise _refused(port, f"taken by {owner}") from error
 
 
-def _owner(port: int) -> str | None:
+def owner_of(port: int) -> str | None:
     """Who has a port, in words; None if only connections linger there whose processes are done with them."""
     try:
         using = [each for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port]
