@@ -64,15 +64,20 @@ def require_own_address(address: str) -> None:
     )
 
 
-def _require_free(port: int) -> None:
+def taken_by(port: int) -> str | None:
+    """Why a port of this host cannot be had, in words: who has it; None if it is free."""
     # Without SO_REUSEADDR: two runs that reserve the same number would both succeed with it.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))
         except OSError as error:
-            owner = _owner(port)
-            if error.errno != errno.EADDRINUSE or owner is not None:
-                raise _refused(port, owner or error.strerror or str(error)) from error
+            return _owner(port) if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return None
+
+
+def _require_free(port: int) -> None:
+    if (owner := taken_by(port)) is not None:
+        raise _refused(port, owner)
 
 
 def _owner(port: int) -> str | None:
