@@ -13,6 +13,7 @@ from rankless.records.health import Row
 
 PLAIN_WIDTH = 120
 """Where output is no terminal."""
+MOST_PAIR_ROWS = 24
 _ORDER = {"fail": 0, "warn": 1, "pass": 2}
 _STYLES = {"fail": "bold red", "warn": "yellow", "pass": "green"}
 
@@ -70,19 +71,40 @@ def render_health(health: Health, file: TextIO | None = None) -> None:
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=PLAIN_WIDTH)
+    with console.capture() as captured:
+        _render(health, console)
+    # Rich fills lines up to the table's width.
+    file.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
+
+
+def _render(health: Health, console: Console) -> None:
     by_place: dict[str, list[Row]] = {}
     for row in health.rows:
         by_place.setdefault(_heading(row.place), []).append(row)
     name_width = max((len(row.name) for row in health.rows), default=0)
     for place, rows in sorted(by_place.items(), key=lambda item: min(_ORDER[row.status] for row in item[1]) > 0):
         console.print(Text(place, style="bold"))
-        console.print(_table(rows, name_width, with_places=place == _BETWEEN))
+        shown = _folded(rows) if place == _BETWEEN and len(rows) > MOST_PAIR_ROWS else rows
+        console.print(_table(shown, name_width, with_places=place == _BETWEEN))
     for text in health.not_looked_at:
         console.print(f"not looked at: {text}", soft_wrap=True, markup=False)
     console.print(Text(health.verdict, style="bold red" if health.causes else "bold green"), soft_wrap=True)
     for number, cause in enumerate(health.causes, start=1):
         console.print(f"  {number}. {', '.join(cause.places)}: {cause.seen}", soft_wrap=True, markup=False)
         console.print(f"     fix: {cause.fix}", soft_wrap=True, markup=False)
+
+
+def _folded(rows: Sequence[Row]) -> list[Row]:
+    """The rows of many pairs, those that passed one a check: `--json` has them all."""
+    passed: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.status == "pass" and row.place != "all hosts":
+            passed.setdefault(row.name, []).append(row)
+    folded = [
+        msgspec.structs.replace(found[0], place=f"{len(found)} pairs", seen=f"as {found[0].place}: {found[0].seen}")
+        for found in passed.values()
+    ]
+    return [*(row for row in rows if row.status != "pass" or row.place == "all hosts"), *folded]
 
 
 _BETWEEN = "between the hosts"

@@ -6,6 +6,14 @@ MARK = b"rankless: "
 """Begins our lines on standard output, where Gloo, and a login's own greetings, write too."""
 
 
+class AreYouThere(msgspec.Struct, frozen=True, kw_only=True, tag="are you there"):
+    """To each: answer once torch is imported."""
+
+
+class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
+    """Torch is imported."""
+
+
 class OpenStore(msgspec.Struct, frozen=True, kw_only=True, tag="open store"):
     """To host 0's: serve the store where all meet."""
 
@@ -44,5 +52,5 @@ class NotReduced(msgspec.Struct, frozen=True, kw_only=True, tag="not reduced"):
     text: str
 
 
-TrialTask = OpenStore | Reduce
-TrialResult = StoreOpened | Reduced | NotReduced
+TrialTask = AreYouThere | OpenStore | Reduce
+TrialResult = Here | StoreOpened | Reduced | NotReduced

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from rankless.plan import environment
 from rankless.plan.trial import (
     MARK,
+    AreYouThere,
+    Here,
     NotReduced,
     OpenStore,
     Reduce,
@@ -38,7 +40,9 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         task = msgspec.json.decode(line, type=TrialTask)
         try:
-            if isinstance(task, OpenStore):
+            if isinstance(task, AreYouThere):
+                _tell(Here())
+            elif isinstance(task, OpenStore):
                 store, port = _served(task.address)
                 _tell(StoreOpened(port=port))
             else:

@@ -6,7 +6,7 @@ import msgspec
 
 from rankless.launch.doctor.questions import Answer, Failed, Prepare, Relay
 from rankless.launch.doctor.visits import Visits
-from rankless.plan.trial import OpenStore, Reduce, Reduced, StoreOpened
+from rankless.plan.trial import AreYouThere, Here, OpenStore, Reduce, Reduced, StoreOpened, TrialTask
 from rankless.records.health import Row, failed, passed, placed, sized, timed
 
 MEET_SECONDS = 10.0
@@ -21,10 +21,14 @@ def prepare(visits: Visits) -> None:
 
 def try_collective(visits: Visits, names: list[str], *, address: str, interfaces: Mapping[int, str]) -> list[Row]:
     """The row of the hosts' sums; or of those whose process could not take part."""
+    # Whose torch is slow to import would keep the others waiting beyond their patience.
+    answers = visits.ask({place: _relay(AreYouThere()) for place in visits.open}, IMPORT_SECONDS)
+    failures = {place: found for place, found in answers.items() if not isinstance(found, Here)}
+    if failures:
+        return _rows(failures, names)
     (opened,) = visits.ask({0: _relay(OpenStore(address=address))}, IMPORT_SECONDS).values()
     if not isinstance(opened, StoreOpened):
-        return placed([_failure(opened)], names[0])
-    # Whose torch is slow to import answers late, and the others wait for it.
+        return _rows({0: opened}, names)
     tasks = {
         place: _relay(
             Reduce(
@@ -38,22 +42,24 @@ def try_collective(visits: Visits, names: list[str], *, address: str, interfaces
         )
         for place in visits.open
     }
-    answers = visits.ask(tasks, IMPORT_SECONDS)
-    failures = {place: found for place, found in answers.items() if not isinstance(found, Reduced)}
-    if failures:
-        # Who could not import torch is the cause of all others' waiting.
-        guilty = {place: found for place, found in failures.items() if "torch" in _text(found)} or failures
-        return [row for place, found in guilty.items() for row in placed([_failure(found)], names[place])]
-    reduced = [found for found in answers.values() if isinstance(found, Reduced)]
+    sums = visits.ask(tasks, IMPORT_SECONDS)
+    unsummed = {place: found for place, found in sums.items() if not isinstance(found, Reduced)}
+    if unsummed:
+        return _rows(unsummed, names)
+    reduced = [found for found in sums.values() if isinstance(found, Reduced)]
     slowest = {size: max(each.seconds[size] for each in reduced) for size in reduced[0].seconds}
-    sums = ", ".join(f"{sized(size)} in {timed(seconds)}" for size, seconds in slowest.items())
+    times = ", ".join(f"{sized(size)} in {timed(seconds)}" for size, seconds in slowest.items())
     cards = ", ".join(dict.fromkeys(interfaces[place] for place in sorted(visits.open)))
     met = max(each.join_seconds for each in reduced)
-    return placed([passed(WHAT, f"{sums} by Gloo over {cards}; met in {timed(met)}")], "all hosts")
+    return placed([passed(WHAT, f"{times} by Gloo over {cards}; met in {timed(met)}")], "all hosts")
 
 
-def _relay(task: OpenStore | Reduce) -> Relay:
+def _relay(task: TrialTask) -> Relay:
     return Relay(line=msgspec.json.encode(task), timeout_seconds=IMPORT_SECONDS - 1)
+
+
+def _rows(failures: Mapping[int, Answer], names: list[str]) -> list[Row]:
+    return [row for place, found in failures.items() for row in placed([_failure(found)], names[place])]
 
 
 def _failure(found: Answer) -> Row:

@@ -1,12 +1,11 @@
 """The whole examination of one host or several: who is looked at, in which order, and what comes of it."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rankless.launch.doctor.collectives import prepare, try_collective
 from rankless.launch.doctor.pairs import Network, Pairs
-from rankless.launch.doctor.questions import Apply, Clock, Failed, Look, Looked, Question, Time
+from rankless.launch.doctor.questions import Apply, Failed, Look, Looked, Question
 from rankless.launch.doctor.starting import SmallJob
 from rankless.launch.doctor.visits import Visits
 from rankless.launch.host_facts import MOST_SKEW_SECONDS, differences
@@ -16,7 +15,6 @@ from rankless.plan.hosts import Host, addresses_of, own_addresses
 from rankless.records.health import Row, failed, passed, placed, timed, warned
 
 NOTICED_SKEW_SECONDS = 1.0
-CLOCK_QUESTIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,26 +45,30 @@ def examine(case: Case, tell: Callable[[str], None]) -> Findings:
     """All rows. `tell` is given what is being done."""
     findings = Findings()
     hosts = case.hosts or (Host(address="this host", workers=case.workers),)
-    here: int | None = 0
+    own = [0]
     if case.hosts:
         own = _own_places(hosts)
         findings.rows += _own_rows(hosts, own)
-        here = own[0] if own else None
-    skipped = [place for place in range(len(hosts)) if place != here] if case.by_hand else []
+    here = own[0] if own else None
+    skipped = [place for place in range(len(hosts)) if place != here] if case.by_hand else own[1:]
     tell("reaching the hosts" if len(hosts) > 1 else "looking at this host")
     with Visits(hosts, here=here, skipped=skipped) as visits:
-        _Examination(case, hosts, here, visits, findings).run(tell)
+        _Examination(case, hosts, own, visits, findings).run(tell)
     return findings
 
 
 class _Examination:
     """One examination, while its programs are on the hosts."""
 
-    def __init__(self, case: Case, hosts: Sequence[Host], here: int | None, visits: Visits, findings: Findings) -> None:
+    def __init__(
+        self, case: Case, hosts: Sequence[Host], own: Sequence[int], visits: Visits, findings: Findings
+    ) -> None:
         self._case = case
         self._hosts = hosts
         self._names = [host.address for host in hosts]
-        self._here = here
+        self._own = own
+        """The places of this host: one, unless it is not on the list or is named twice."""
+        self._here = own[0] if own else None
         self._visits = visits
         self._rows = findings.rows
         self._missed = findings.not_looked_at
@@ -99,6 +101,7 @@ class _Examination:
         for place, row in self._visits.opened().items():
             self._rows += placed([row], self._names[place])
             self._missed.append(f"{self._names[place]} itself, for want of {row.name}")
+        self._drop_twins()
         for place, visit in self._visits.open.items():
             if place != self._here:
                 self._rows += placed(
@@ -106,17 +109,27 @@ class _Examination:
                 )
         if self._case.by_hand:
             for place, name in enumerate(self._names):
-                if place != self._here:
+                if place not in self._own:
                     self._rows += placed([_from_outside(name)], name)
                     self._missed.append(f"{name} itself (--no-ssh): type the line there too")
+
+    def _drop_twins(self) -> None:
+        """Of two names for one host, the first is looked at."""
+        first: dict[str, int] = {}
+        for place, visit in list(self._visits.open.items()):
+            twin = first.setdefault(visit.identity, place)
+            if twin != place:
+                self._rows += placed([_one_host([self._hosts[twin], self._hosts[place]])], self._names[twin])
+                self._visits.open.pop(place)
 
     def _look(self) -> None:
         variables = carried_variables()
         self._visits.ask({place: Apply(environment=variables) for place in self._visits.open if place != self._here})
         questions: dict[int, Question] = {
             place: Look(
-                hosts=tuple(self._names),
-                place=place,
+                others=tuple(self._names[other] for other in self._visits.open if other != place),
+                is_first=place == 0,
+                has_several=len(self._hosts) > 1,
                 workers=self._hosts[place].workers,
                 port=self._case.port,
                 log_folder=self._case.log_folder,
@@ -134,7 +147,7 @@ class _Examination:
                 self._visits.open.pop(place)
 
     def _compare(self) -> None:
-        """Versions, and whether two names are one host."""
+        """Versions."""
         if not self._looked:
             return
         first = min(self._looked)
@@ -149,30 +162,12 @@ class _Examination:
             ]
             versions = ", ".join(f"{name} {version}" for name, version in looked.facts.versions.items())
             self._rows += placed(rows or [passed("versions", versions)], self._names[place])
-            twins = [other for other in range(place) if _are_one(self._looked, other, place)]
-            if twins:
-                row = failed(
-                    "hosts",
-                    f"{self._names[twins[0]]} and {self._names[place]} are one host",
-                    f"name it once, with all its workers: {self._names[twins[0]]}:"
-                    f"{self._hosts[twins[0]].workers + self._hosts[place].workers}",
-                )
-                self._rows += placed([row], self._names[place])
 
     def _clocks(self) -> None:
-        """How far each host's clock is from this one's, by the middle of the shortest of a few questions."""
-        for place in self._visits.open:
-            if place == self._here:
-                continue
-            best: tuple[float, float] | None = None
-            for _ in range(CLOCK_QUESTIONS):
-                start = time.time()
-                answer = self._visits.ask({place: Clock()})[place]
-                end = time.time()
-                if isinstance(answer, Time) and (best is None or end - start < best[0]):
-                    best = end - start, answer.seconds - (start + end) / 2
-            if best is not None:
-                self._rows += placed([_clock_row(skew=best[1], doubt=best[0] / 2)], self._names[place])
+        others = [place for place in self._visits.open if place != self._here]
+        for place, found in self._visits.clocks(others).items():
+            if found is not None:
+                self._rows += placed([_clock_row(skew=found[0], doubt=found[1])], self._names[place])
 
     def _reduce(self, pairs: Pairs) -> None:
         if self._case.quick:
@@ -183,7 +178,7 @@ class _Examination:
                 self._visits, self._names, address=pairs.address_of_first, interfaces=interfaces
             )
         else:
-            self._missed.append("a collective of all hosts: they do not all reach each other")
+            self._missed.append("a collective of all hosts, until the above is mended")
 
 
 def _own_places(hosts: Sequence[Host]) -> list[int]:
@@ -198,14 +193,13 @@ def _own_rows(hosts: Sequence[Host], own: Sequence[int]) -> list[Row]:
         row = warned("hosts", f"this host is none of {listed}", "start jobs on a host of the list: it is host 0")
         return placed([row], "this host")
     if len(own) > 1:
-        names = [str(hosts[place]) for place in own]
-        row = failed(
-            "hosts",
-            f"{' and '.join(names)} are both this host",
-            f"name it once, with all its workers: {names[0]}:{sum(hosts[place].workers for place in own)}",
-        )
-        return placed([row], names[0])
+        return placed([_one_host([hosts[place] for place in own])], str(hosts[own[0]]))
     return []
+
+
+def _one_host(hosts: Sequence[Host]) -> Row:
+    fix = f"name it once, with all its workers: {hosts[0]}:{sum(host.workers for host in hosts)}"
+    return failed("hosts", f"{' and '.join(map(str, hosts))} are one host", fix)
 
 
 def _from_outside(name: str) -> Row:
@@ -214,10 +208,6 @@ def _from_outside(name: str) -> Row:
     if seen.startswith("it is up"):
         return passed("from here", "it is up")
     return failed("from here", seen, "see that the name is right, the host is up, and no firewall stands between")
-
-
-def _are_one(looked: Mapping[int, Looked], one: int, other: int) -> bool:
-    return one in looked and looked[one].identity == looked[other].identity
 
 
 def _clock_row(*, skew: float, doubt: float) -> Row:

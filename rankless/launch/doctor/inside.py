@@ -22,14 +22,11 @@ NO_PROGRAM = Program(kind="code", target="")
 def look_around(look: Look) -> Looked:
     """Every check of this host."""
     card = network.card_towards_others(look)
-    facts = own_facts(NO_PROGRAM, hosts=look.hosts, devices=())
     return Looked(
         rows=tuple(made([*_network(look), *_machine(look), *_devices(look)])),
-        facts=facts,
-        identity=_identity(),
+        facts=own_facts(NO_PROGRAM, hosts=(), devices=()),
         container=machine.container(),
         interface=None if card is None else card[0],
-        time_seconds=facts.time_seconds,
     )
 
 
@@ -54,7 +51,7 @@ def made(checks: Sequence[Check]) -> list[Row]:
 
 def _network(look: Look) -> list[Check]:
     checks = [network.own_name, network.network_card, network.proxies]
-    if look.place == 0:
+    if look.is_first:
         checks.append(network.free_port)
     return [partial(check, look) for check in checks]
 
@@ -69,7 +66,7 @@ def _devices(look: Look) -> list[Check]:
     return [partial(devices.gpus, look)]
 
 
-def _identity() -> str:
+def identity() -> str:
     """The same for two names of one host only: the running kernel, and the network that it gives us."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"

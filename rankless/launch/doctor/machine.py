@@ -77,7 +77,7 @@ def locked_memory() -> Row:
 def processes() -> Row:
     """How many processes and threads may be started."""
     what = "processes"
-    limits = [_number(_GROUPS / "pids.max"), _number(_GROUPS / "pids" / "pids.max")]
+    limits = [_number(group / "pids.max") for group in _groups("pids")]
     if os.geteuid() != 0:  # root has no limit of its own
         limits.append(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     finite = [limit for limit in limits if limit is not None and limit != resource.RLIM_INFINITY]
@@ -98,10 +98,11 @@ def memory(look: Look) -> Row:
     what = "memory"
     machine = psutil.virtual_memory()
     free, whole, where = machine.available, machine.total, ""
-    limit = _number(_GROUPS / "memory.max") or _number(_GROUPS / "memory" / "memory.limit_in_bytes")
-    if limit is not None and limit < whole:
-        used = _number(_GROUPS / "memory.current") or _number(_GROUPS / "memory" / "memory.usage_in_bytes") or 0
-        free, whole, where = min(free, limit - used), limit, ", which the control group allows"
+    for group in _groups("memory"):
+        limit = _number(group / "memory.max") or _number(group / "memory.limit_in_bytes")
+        used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
+        if limit is not None and limit < whole:
+            free, whole, where = max(0, min(free, limit - used)), limit, ", which the control group allows"
     seen = f"{sized(free)} free of {sized(whole)}{where}"
     if free < look.workers * WORKER_MEMORY:
         wanted = sized(look.workers * WORKER_MEMORY)
@@ -113,7 +114,7 @@ def cores(look: Look) -> Row:
     """Whether every worker has a core."""
     what = "cores"
     allowed, there = core_count(), os.cpu_count() or 1
-    seen = f"{allowed} of {there} may be used" if allowed != there else str(there)
+    seen = f"{allowed} of {there} may be used" if allowed != there else f"{there}, all may be used"
     quota = _quota()
     if quota is not None and quota < allowed:
         seen += f", for {quota:.3g} cores' time: the control group allows no more"
@@ -180,12 +181,28 @@ def _own_processes() -> list[psutil.Process]:
 
 def _quota() -> float | None:
     """How many cores' time the control group allows."""
-    with suppress(OSError, ValueError):
-        allowed, period = (_GROUPS / "cpu.max").read_text(encoding="utf-8").split()
-        return None if allowed == "max" else int(allowed) / int(period)
-    allowed_old = _number(_GROUPS / "cpu" / "cpu.cfs_quota_us")
-    period_old = _number(_GROUPS / "cpu" / "cpu.cfs_period_us")
-    return allowed_old / period_old if allowed_old and period_old and allowed_old > 0 else None
+    found = []
+    for group in _groups("cpu"):
+        with suppress(OSError, ValueError):
+            words = (group / "cpu.max").read_text(encoding="utf-8").split()
+            found += [] if words[0] == "max" else [int(words[0]) / int(words[1])]
+        allowed, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+        found += [allowed / period] if allowed and period and allowed > 0 else []
+    return min(found, default=None)
+
+
+def _groups(controller: str) -> list[Path]:
+    """The folders of this process's control group and those around it, in both versions of Linux's control groups."""
+    folders = []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number != "0" and controller not in controllers.split(","):
+                continue
+            root = _GROUPS if number == "0" else _GROUPS / controller
+            own = root / path.lstrip("/")
+            folders += [own, *(each for each in own.parents if each.is_relative_to(root))]
+    return folders
 
 
 def _number(path: Path) -> int | None:

@@ -43,11 +43,10 @@ def network_card(look: Look) -> Row:
     if not look.has_several:
         return _loopback(what)
     ways: dict[str, list[str]] = {}
-    for place, host in enumerate(look.hosts):
-        if place == look.place:
-            continue
+    for host in look.others:
         try:
             card, address = interface_towards(host)
+            itself = sorted(addresses_of(host) & own_addresses())
         except socket.gaierror:
             return failed(what, f"the name {host} does not resolve here", _resolving(host))
         except OSError as error:
@@ -56,9 +55,11 @@ def network_card(look: Look) -> Row:
                 f"no way leads from here to {host}: {error.strerror or error}",
                 "see `ip route`, and whether the cable, the VPN or the virtual network is there",
             )
-        if is_loopback(address):
-            return failed(what, f"{host} means this host itself here ({address})", _resolving(host))
+        if itself:
+            return failed(what, f"{host} means this host itself here ({itself[0]})", _resolving(host))
         ways.setdefault(f"{card} ({address})", []).append(host)
+    if not ways:
+        return passed(what, "no other host's address is known here")
     seen = "; ".join(f"{card} leads to {', '.join(hosts)}" for card, hosts in ways.items())
     cards = [card.partition(" ")[0] for card in ways]
     return _judged(what, seen, cards)
@@ -66,10 +67,10 @@ def network_card(look: Look) -> Row:
 
 def card_towards_others(look: Look) -> tuple[str, str] | None:
     """The name and address of the card that a job would use here: towards host 0, and host 0's towards host 1."""
-    if not look.has_several:
+    if not look.others:
         return None
     try:
-        return interface_towards(look.hosts[0 if look.place else 1])
+        return interface_towards(look.others[0])
     except OSError:
         return None
 
@@ -81,7 +82,7 @@ def proxies(look: Look) -> Row:
     if not found:
         return passed(what, "none is set")
     excepted = hosts_without_proxy()
-    others = [host for place, host in enumerate(look.hosts) if place != look.place] or ["localhost"]
+    others = look.others or ("localhost",)
     named = ", ".join(f"{name}={_without_password(value)}" for name, value in sorted(found.items()))
     if all(_is_excepted(host, excepted) for host in others):
         return passed(what, f"{named}, but not for {', '.join(others)}")
@@ -99,6 +100,8 @@ def free_port(look: Look) -> Row:
     if owner is None:
         return passed(what, "free")
     words = f"taken by {owner}" if owner.startswith(("a", "process")) else owner
+    if not look.has_several:
+        return warned(what, words, "end it, or give --port to jobs on several hosts: they alone need one")
     return failed(what, words, f"end it, or choose another port: --port {_free_neighbour(look.port)}, on every host")
 
 

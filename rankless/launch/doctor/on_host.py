@@ -15,7 +15,7 @@ from typing import IO
 import msgspec
 
 from rankless.launch.doctor import wire
-from rankless.launch.doctor.inside import look_around
+from rankless.launch.doctor.inside import identity, look_around
 from rankless.launch.doctor.questions import (
     Answer,
     Apply,
@@ -30,6 +30,7 @@ from rankless.launch.doctor.questions import (
     Measure,
     Prepare,
     Question,
+    Ready,
     Relay,
     Time,
 )
@@ -125,7 +126,7 @@ class Bedside:
 
 def _serve() -> None:
     bedside = Bedside()
-    _tell(Done())
+    _tell(Ready(identity=identity()))
     try:
         for line in sys.stdin.buffer:
             _tell(bedside.answer(msgspec.json.decode(line, type=Question)))

@@ -161,7 +161,7 @@ def _told(attempt: Attempt, network: Network, origin: int, goal: int) -> tuple[s
     fix = f"let all TCP ports through between {both}: besides {network.port}, workers meet on ports that are free"
     container = network.containers.get(goal) or network.containers.get(origin)
     if container is not None:
-        fix += f"; these are containers ({container}): --net=host, for single ports by -p are not enough"
+        fix += f"; in a container ({container}): start it with --net=host, for single ports by -p are not enough"
     if attempt.outcome == "dropped":
         return f"no answer from {at}: a firewall drops packets, or the port is not mapped out of a container", fix
     if attempt.outcome == "refused":

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from rankless.launch.host_facts import HostFacts
-from rankless.plan.trial import Reduced, StoreOpened
+from rankless.plan.trial import Here, Reduced, StoreOpened
 from rankless.records.health import Row
 
 Outcome = Literal["reached", "another", "refused", "dropped", "no way", "no name", "failed"]
@@ -16,18 +16,16 @@ Outcome = Literal["reached", "another", "refused", "dropped", "no way", "no name
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
     """Look at this host itself."""
 
-    hosts: tuple[str, ...]
-    """All hosts of the job, by the names under which the others reach them."""
-    place: int
+    others: tuple[str, ...] = ()
+    """The job's other hosts, as far as they can be known here, host 0 first."""
+    is_first: bool = True
+    """Whether it is host 0."""
+    has_several: bool = False
+    """Whether the job has several hosts."""
     workers: int
     """On this host."""
     port: int
     log_folder: str
-
-    @property
-    def has_several(self) -> bool:
-        """Whether the job has several hosts."""
-        return len(self.hosts) > 1
 
 
 class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
@@ -35,13 +33,17 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
 
     rows: tuple[Row, ...]
     facts: HostFacts
-    identity: str
-    """The same for two names of one host only."""
     container: str | None
     """What kind of container it is, if it is one."""
     interface: str | None
     """Of the network card that leads to the others."""
-    time_seconds: float
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """What the program says first."""
+
+    identity: str
+    """Of its host: the same for two names of one only."""
 
 
 class Apply(msgspec.Struct, frozen=True, kw_only=True, tag="apply"):
@@ -144,4 +146,4 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 Question = Look | Apply | Clock | Listen | Connect | Measure | Prepare | Relay
-Answer = Looked | Time | Listening | Connected | Speed | StoreOpened | Reduced | Done | Failed
+Answer = Ready | Looked | Time | Listening | Connected | Speed | Here | StoreOpened | Reduced | Done | Failed

@@ -12,12 +12,13 @@ def quick_check(plan: RunPlan, tell: Callable[[str], None]) -> None:
     """Tell what may trouble a job on several hosts on this one; raise JoinError for what it would not survive."""
     company = plan.company
     assert company is not None
+    # Of hosts that are only counted, host 0's address is known, and to the others alone.
     known = company.hosts if company.is_listed else company.hosts[:1]
     rows = look_quickly(
         Look(
-            # Of hosts that are only counted, host 0's address is known, and to the others alone.
-            hosts=tuple(host.address for host in known) if company.is_listed or company.place else ("",),
-            place=company.place,
+            others=tuple(host.address for place, host in enumerate(known) if place != company.place),
+            is_first=company.place == 0,
+            has_several=True,
             workers=plan.worker_count,
             port=company.port,
             log_folder=plan.log_folder,

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rankless.launch.doctor.questions import Answer, Failed, Question
+from rankless.launch.doctor.questions import Answer, Clock, Failed, Question, Ready, Time
 from rankless.launch.ssh import OPTIONS
 from rankless.launch.ssh_causes import SshCause, ssh_cause
 from rankless.plan.hosts import Host
@@ -26,6 +26,7 @@ from rankless.runtime.bootstrap import python_command
 CONNECT_SECONDS = 5
 OPEN_SECONDS = 8.0
 ANSWER_SECONDS = 12.0
+CLOCK_QUESTIONS = 3
 _PROGRAM = "rankless.launch.doctor.on_host"
 _SILENCE = "no word from its program"
 _NO_FOLDER, _NO_PYTHON = 90, 91
@@ -43,6 +44,7 @@ class Visit:
         self._read = b""
         self._lost: Failed | None = None
         self.opening_seconds = 0.0
+        self.identity = ""
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the visit
         command = python_command(_PROGRAM)
         if not is_here:
@@ -60,8 +62,9 @@ class Visit:
             return failed("ssh", "there is no ssh here", "install OpenSSH's client; or start the job by hand, --no-ssh")
         start = time.monotonic()
         first = self._answer(OPEN_SECONDS)
-        if not isinstance(first, Failed):
+        if isinstance(first, Ready):
             self.opening_seconds = time.monotonic() - start
+            self.identity = first.identity
             return None
         if self._process.poll() is None and not self._ended():
             return failed(
@@ -86,6 +89,19 @@ class Visit:
         self._lost = answer if isinstance(answer, Failed) and answer.text.startswith(_SILENCE) else None
         return answer
 
+    def clock(self) -> tuple[float, float] | None:
+        """How many seconds its clock is ahead of this host's, and how far that may be wrong: by the middle of the
+        shortest of a few questions.
+        """
+        best: tuple[float, float] | None = None
+        for _ in range(CLOCK_QUESTIONS):
+            start = time.time()
+            answer = self.ask(Clock())
+            end = time.time()
+            if isinstance(answer, Time) and (best is None or (end - start) / 2 < best[1]):
+                best = answer.seconds - (start + end) / 2, (end - start) / 2
+        return best
+
     def close(self) -> None:
         """End the program: it ends when its standard input does."""
         if self._process is None:
@@ -98,6 +114,7 @@ class Visit:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._complaints.close()
 
     def _answer(self, timeout_seconds: float) -> Answer:
         """The next line that is ours: a login may greet before it."""
@@ -141,12 +158,12 @@ class Visit:
             )
         self._complaints.seek(0)
         lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-        said = " / ".join(line.strip() for line in lines[-6:])
-        cause = ssh_cause(said, self._target)
+        cause = ssh_cause(" / ".join(lines), self._target)
         if cause is not None:
             return SshCause(f"{cause.seen} ({lines[-1].strip()})", cause.fix)
         ended = f"it ended with exit code {code}" if code is not None else "it went silent"
-        return SshCause(f"{ended}: {said}" if said else ended, f"try it by hand: ssh {self._target} true")
+        said = f"{ended}: {' / '.join(line.strip() for line in lines[-4:])}" if lines else ended
+        return SshCause(said, f"try it by hand: ssh {self._target} true")
 
 
 class Visits:
@@ -170,6 +187,10 @@ class Visits:
         found = _at_once(self._all, lambda _, visit: visit.opened())
         self.open = {place: self._all[place] for place, row in found.items() if row is None}
         return {place: row for place, row in found.items() if row is not None}
+
+    def clocks(self, places: Sequence[int]) -> dict[int, tuple[float, float] | None]:
+        """How far these hosts' clocks are from this one's; see `Visit.clock`."""
+        return _at_once({place: self.open[place] for place in places}, lambda _, visit: visit.clock())
 
     def ask(self, questions: Mapping[int, Question], timeout_seconds: float = ANSWER_SECONDS) -> dict[int, Answer]:
         """Each host's answer to its question, asked all at once."""
