@@ -124,17 +124,27 @@ time.sleep(600)
 """
 
 
-def test_a_firewall_that_lets_only_ssh_in_is_one_cause_with_every_pair_named(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("options", "missed"),
+    [
+        (("--quick",), ()),
+        pytest.param((), ("a collective of all hosts, until the above is mended",), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_firewall_that_lets_only_ssh_in_is_one_cause_with_every_pair_named(
+    options: tuple[str, ...], missed: tuple[str, ...], tmp_path: Path
+):
     with two_hosts(tmp_path) as hosts:
         hosts.firewall("b")
-        health, _ = doctor(hosts)
+        health, _ = doctor(hosts, *options)
     (cause,) = health.causes
     assert "no answer from 10.77.0.2:" in cause.seen
     assert cause.places == ("10.77.0.1 → 10.77.0.2", "10.77.0.2 → 10.77.0.1")
     assert cause.fix.startswith("let all TCP ports through between 10.77.0.1 and 10.77.0.2")
-    assert health.not_looked_at == ("a collective of all hosts, until the above is mended",)
+    assert health.not_looked_at == missed
 
 
+@pytest.mark.exhaustive
 def test_a_doctor_that_is_killed_leaves_nothing_on_the_hosts(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
         words = [sys.executable, "-m", "rankless", "doctor", "--hosts", PAIR]
@@ -187,10 +197,10 @@ def name_b(*lines: str) -> Callable[[Hosts], None]:
     return lambda hosts: hosts.names("b", "\n".join(["127.0.0.1 localhost", *lines, ""]))
 
 
-def give_b_two_families(hosts: Hosts) -> None:
-    hosts.names("a", "127.0.0.1 localhost\n10.77.0.1 a\n10.77.0.2 b\nfd77::2 b\n")
-    hosts.ip("a", "address", "add", "fd77::1/64", "dev", "eth0", "nodad")
-    hosts.ip("a", "route", "replace", "unreachable", "fd77::2/128")
+def give_a_two_families(hosts: Hosts) -> None:
+    hosts.names("b", "127.0.0.1 localhost\n10.77.0.1 a\nfd77::1 a\n10.77.0.2 b\n")
+    hosts.ip("b", "address", "add", "fd77::2/64", "dev", "eth0", "nodad")
+    hosts.ip("b", "route", "replace", "unreachable", "fd77::1/128")
 
 
 def swallow_large_packets(hosts: Hosts) -> None:
@@ -234,9 +244,9 @@ CAUSES = {
         "b network card", "a means this host itself here", name_b("10.77.0.2 a b"), listed="a,b", alone=False
     ),
     "two families": Planted(
-        "a → b connection",
-        r"reached at 10.77.0.2, but not at fd77::2 \(No route to host\)",
-        give_b_two_families,
+        "b → a port 9988",
+        r"reached, but a also means fd77::1 \(No route to host\) there.*take fd77::1 out of the name a there",
+        give_a_two_families,
         listed="a,b",
         fails=False,
     ),
@@ -292,3 +302,16 @@ def test_what_is_missing_on_the_other_host_is_named(missing: str, tmp_path: Path
         _, troubles = doctor(hosts, "--quick", cwd=shared / "work")
     path = shared / "work" if missing == "folder" else sys.executable
     assert troubles["10.77.0.2 ssh"].startswith(f"the {missing} {path} is not there"), troubles
+
+
+@pytest.mark.exhaustive
+def test_hosts_that_have_ipv6_alone_are_healthy_too(tmp_path: Path):
+    with two_hosts(tmp_path) as hosts:
+        known = (hosts.folder / "known").read_text()
+        (hosts.folder / "known").write_text(f"fd77::1,fd77::2,{known}")
+        for name, address in (("a", "fd77::1/64"), ("b", "fd77::2/64")):
+            hosts.ip(name, "address", "flush", "dev", "eth0")
+            hosts.ip(name, "address", "add", address, "dev", "eth0", "nodad")
+        health, troubles = doctor(hosts, listed="[fd77::1]:1,[fd77::2]:1")
+    assert not health.causes, troubles
+    assert {row.place for row in health.rows if row.name == "all_reduce"} == {"all hosts"}

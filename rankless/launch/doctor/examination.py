@@ -86,8 +86,7 @@ class _Examination:
                 self._compare()
                 self._clocks()
                 tell("trying the ways between the hosts")
-                containers = {place: found.container for place, found in self._looked.items()}
-                pairs = Pairs(self._visits, Network(self._names, self._case.port, containers))
+                pairs = Pairs(self._visits, Network(self._names, self._case.port, self._looked))
                 self._rows += pairs.connections()
             if self._here is not None and not self._case.quick:
                 tell("starting a small job")
@@ -127,6 +126,7 @@ class _Examination:
         self._visits.ask({place: Apply(environment=variables) for place in self._visits.open if place != self._here})
         questions: dict[int, Question] = {
             place: Look(
+                name=self._names[place],
                 others=tuple(self._names[other] for other in self._visits.open if other != place),
                 is_first=place == 0,
                 has_several=len(self._hosts) > 1,

@@ -21,12 +21,13 @@ NO_PROGRAM = Program(kind="code", target="")
 
 def look_around(look: Look) -> Looked:
     """Every check of this host."""
-    card = network.card_towards_others(look)
+    card = network.own_card(look)
     return Looked(
         rows=tuple(made([*_network(look), *_machine(look), *_devices(look)])),
         facts=own_facts(NO_PROGRAM, hosts=(), devices=()),
         container=machine.container(),
         interface=None if card is None else card[0],
+        address=None if card is None else card[1],
     )
 
 

@@ -3,13 +3,15 @@
 import fnmatch
 import re
 import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.launch.doctor.questions import Look
 from rankless.launch.ports import taken_by
 from rankless.plan.environment import hosts_without_proxy, loopback_name, user_interfaces, user_proxies
-from rankless.plan.hosts import addresses_of, interface_towards, is_loopback, own_addresses
+from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.records.health import Row, failed, passed, warned
 
 _VIRTUAL = re.compile(
@@ -25,7 +27,7 @@ def own_name(look: Look) -> Row:
     outward = [address for address in found if not is_loopback(address)]
     foreign = [address for address in outward if address not in own]
     meaning = f"{name} means {', '.join(found)}" if found else f"{name} does not resolve here"
-    card = card_towards_others(look)
+    card = own_card(look)
     fix = (
         "Rankless goes by addresses and works; for programs that go by the name, write into /etc/hosts: "
         f"{card[1] if card is not None else 'ADDRESS'} {name}"
@@ -38,41 +40,41 @@ def own_name(look: Look) -> Row:
 
 
 def network_card(look: Look) -> Row:
-    """Which card leads to the other hosts, and whether the user's own choice is another."""
+    """Which card a job would use here, whether it leads to all others, and whether the user has chosen another."""
     what = "network card"
     if not look.has_several:
         return _loopback(what)
     ways: dict[str, list[str]] = {}
     for host in look.others:
+        # Host 0 is the only one that the others must know by name: workers tell each other their addresses.
+        tell = warned if look.is_first or host != look.others[0] else failed
         try:
             card, address = interface_towards(host)
-            itself = sorted(addresses_of(host) & own_addresses())
         except socket.gaierror:
-            return failed(what, f"the name {host} does not resolve here", _resolving(host))
+            return tell(what, f"the name {host} does not resolve here", _resolving(host))
         except OSError as error:
-            return failed(
-                what,
-                f"no way leads from here to {host}: {error.strerror or error}",
-                "see `ip route`, and whether the cable, the VPN or the virtual network is there",
-            )
-        if itself:
-            return failed(what, f"{host} means this host itself here ({itself[0]})", _resolving(host))
+            fix = "see `ip route`, and whether the cable, the VPN or the virtual network is there"
+            return tell(what, f"no way leads from here to {host}: {error.strerror or error}", fix)
+        if itself := sorted(addresses_of(host) & own_addresses()):
+            return warned(what, f"{host} means this host itself here ({itself[0]})", _resolving(host))
         ways.setdefault(f"{card} ({address})", []).append(host)
-    if not ways:
+    chosen = own_card(look)
+    if chosen is None:
         return passed(what, "no other host's address is known here")
     seen = "; ".join(f"{card} leads to {', '.join(hosts)}" for card, hosts in ways.items())
-    cards = [card.partition(" ")[0] for card in ways]
-    return _judged(what, seen, cards)
+    return _judged(what, seen or f"{chosen[0]} ({chosen[1]}) has the address in the list", chosen[0], ways)
 
 
-def card_towards_others(look: Look) -> tuple[str, str] | None:
-    """The name and address of the card that a job would use here: towards host 0, and host 0's towards host 1."""
-    if not look.others:
-        return None
-    try:
-        return interface_towards(look.others[0])
-    except OSError:
-        return None
+def own_card(look: Look) -> tuple[str, str] | None:
+    """The name and address of the card that a job would use here: the way to host 0; on host 0, where its name is."""
+    with suppress(OSError):
+        if look.is_first:
+            for address in sorted(addresses_of(look.name) & own_addresses()):
+                if not is_loopback(address):
+                    return interface_of(address), address
+        if look.others:
+            return interface_towards(look.others[0])
+    return None
 
 
 def proxies(look: Look) -> Row:
@@ -113,29 +115,28 @@ def _loopback(what: str) -> Row:
     return failed(what, f"{name} is down: the workers of one host talk over it", f"as root: ip link set {name} up")
 
 
-def _judged(what: str, seen: str, cards: list[str]) -> Row:
+def _judged(what: str, seen: str, card: str, ways: Mapping[str, Sequence[str]]) -> Row:
     present = sorted(psutil.net_if_addrs())
-    virtual = [name for name in present if _VIRTUAL.match(name) and name not in cards]
+    virtual = [name for name in present if _VIRTUAL.match(name) and name != card]
     if virtual:
         seen += f"; virtual and passed over: {', '.join(virtual)}"
     for variable, value in user_interfaces().items():
-        chosen = _chosen(variable, value, present)
-        advice = f"unset {variable}: Rankless names {cards[0]} itself"
-        if not chosen:
+        named = _named(variable, value, present)
+        advice = f"unset {variable}: Rankless names {card} itself"
+        if not named:
             return failed(what, f"{variable}={value} names no card here; {seen}", advice)
-        if not set(chosen) & set(cards):
-            return warned(what, f"{variable}={value} means {', '.join(chosen)}, but {seen}", advice)
-    advice = f"give the hosts addresses in one network, or name a card on each: export GLOO_SOCKET_IFNAME={cards[0]}"
-    if len(set(cards)) > 1:
-        return warned(what, seen, f"{advice} NCCL_SOCKET_IFNAME=={cards[0]}")
-    if _VIRTUAL.match(cards[0]):
-        return warned(
-            what, f"{seen}: a tunnel or bridge, slower than a card", "list the hosts by their cards' addresses"
-        )
+        if card not in named:
+            return warned(what, f"{variable}={value} means {', '.join(named)}, but {seen}", advice)
+    if any(way.partition(" ")[0] != card for way in ways):
+        advice = f"list the hosts by addresses in one network; Rankless names {card} to Gloo and NCCL"
+        return warned(what, seen, advice)
+    if _VIRTUAL.match(card):
+        advice = "list the hosts by the addresses of their cards"
+        return warned(what, f"{seen}: a tunnel or a bridge, slower than a card", advice)
     return passed(what, seen)
 
 
-def _chosen(variable: str, value: str, present: list[str]) -> list[str]:
+def _named(variable: str, value: str, present: list[str]) -> list[str]:
     """The cards that a variable means, in Gloo's or NCCL's way of writing."""
     names = [name for name in value.split(",") if name]
     if variable.startswith("GLOO"):

@@ -12,6 +12,7 @@ from rankless.launch.doctor.questions import (
     Failed,
     Listen,
     Listening,
+    Looked,
     Measure,
     Question,
     Speed,
@@ -32,7 +33,15 @@ class Network:
 
     names: Sequence[str]
     port: int
-    containers: Mapping[int, str | None]
+    looked: Mapping[int, Looked]
+
+    def address(self, place: int) -> str:
+        """What the host's workers would tell the others; its name where that is not known."""
+        return self.looked[place].address or self.names[place]
+
+    def container(self, *places: int) -> str | None:
+        """The kind of container of the first that is one."""
+        return next((kind for place in places if (kind := self.looked[place].container) is not None), None)
 
     def pair(self, origin: int, goal: int) -> str:
         """As "a → b"."""
@@ -92,11 +101,11 @@ class Pairs:
         network = self._network
         asked: dict[int, Question] = {
             place: Listen(place=place, secret=self._secret, port=None if place else network.port)
-            for place in self._visits.open
+            for place in self._visits.open.keys() & network.looked.keys()
         }
         listening = {place: found for place, found in self._visits.ask(asked).items() if isinstance(found, Listening)}
         high = {
-            place: Target(place=place, address=network.names[place], port=found.high_port)
+            place: Target(place=place, address=network.address(place), port=found.high_port)
             for place, found in listening.items()
         }
         # Where host 0 cannot have the port, its own row says why.
@@ -116,31 +125,29 @@ class Pairs:
 
 
 def _reach_row(found: Sequence[Attempt], network: Network, origin: int, goal: int) -> Row:
-    here, there = network.names[origin], network.names[goal]
-    through = [each for each in found if each.outcome == "reached"]
-    failures = [each for each in found if each.outcome != "reached"]
-    if through and not failures:
-        ways = ", ".join(each.address for each in through)
-        return passed(_REACH, f"reached at {ways}, port {through[0].target.port}")
-    if through:
-        lost = ", ".join(f"{each.address} ({_said(each)})" for each in failures)
-        fix = f"take it out of the name {there}, or list the host as {through[0].address}"
-        return warned(_REACH, f"reached at {through[0].address}, but not at {lost}, which it has too", fix)
-    if not failures:
-        return failed(_REACH, f"{here} did not try: its program has failed", "run rankless doctor again")
-    return failed(_REACH, *_told(failures[0], network, origin, goal))
+    through = next((each for each in found if each.outcome == "reached"), None)
+    if through is not None:
+        return passed(_REACH, f"reached at {through.address}, port {through.target.port}")
+    if not found:
+        return failed(_REACH, "not tried: the program has failed", "run rankless doctor again")
+    return failed(_REACH, *_told(found[0], network, origin, goal))
 
 
 def _control_row(found: Sequence[Attempt], network: Network, is_reached: bool, origin: int) -> Row:
-    what = f"port {network.port}"
-    if any(each.outcome == "reached" for each in found):
+    what, name = f"port {network.port}", network.names[0]
+    failures = [each for each in found if each.outcome != "reached"]
+    if found and not failures:
         return passed(what, "reached, where the agents meet")
     if not found:
-        return failed(what, f"{network.names[origin]} did not try", "run rankless doctor again")
-    seen, fix = _told(found[0], network, origin, 0)
-    if is_reached:  # so it is this port alone
-        fix = f"let TCP port {network.port} through to {network.names[0]}, or choose another with --port"
-        if network.containers.get(0) is not None:
+        return failed(what, "not tried: the program has failed", "run rankless doctor again")
+    if len(failures) < len(found):
+        lost = ", ".join(f"{each.address} ({_said(each)})" for each in failures)
+        fix = f"take {failures[0].address} out of the name {name} there, or list {name} by its address"
+        return warned(what, f"reached, but {name} also means {lost} there: each start may wait for it", fix)
+    seen, fix = _told(failures[0], network, origin, 0)
+    if is_reached and failures[0].outcome in ("dropped", "refused"):  # so it is this port alone
+        fix = f"let TCP port {network.port} through to {name}, or choose another with --port"
+        if network.container(0) is not None:
             fix += f"; in a container: --net=host, or -p {network.port}:{network.port}"
     return failed(what, seen, fix)
 
@@ -159,7 +166,7 @@ def _told(attempt: Attempt, network: Network, origin: int, goal: int) -> tuple[s
         return f"no way leads to {at}: {attempt.text}", f"see `ip route` on {here}, and cable and network of {there}"
     both = " and ".join(sorted((here, there)))
     fix = f"let all TCP ports through between {both}: besides {network.port}, workers meet on ports that are free"
-    container = network.containers.get(goal) or network.containers.get(origin)
+    container = network.container(goal, origin)
     if container is not None:
         fix += f"; in a container ({container}): start it with --net=host, for single ports by -p are not enough"
     if attempt.outcome == "dropped":

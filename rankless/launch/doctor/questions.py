@@ -16,6 +16,8 @@ Outcome = Literal["reached", "another", "refused", "dropped", "no way", "no name
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
     """Look at this host itself."""
 
+    name: str = ""
+    """By which the others know this host."""
     others: tuple[str, ...] = ()
     """The job's other hosts, as far as they can be known here, host 0 first."""
     is_first: bool = True
@@ -36,7 +38,9 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
     container: str | None
     """What kind of container it is, if it is one."""
     interface: str | None
-    """Of the network card that leads to the others."""
+    """The network card that a job would use."""
+    address: str | None
+    """This host's on it."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -16,6 +16,7 @@ def quick_check(plan: RunPlan, tell: Callable[[str], None]) -> None:
     known = company.hosts if company.is_listed else company.hosts[:1]
     rows = look_quickly(
         Look(
+            name=company.hosts[company.place].address,
             others=tuple(host.address for place, host in enumerate(known) if place != company.place),
             is_first=company.place == 0,
             has_several=True,
