@@ -11,7 +11,7 @@ import torch
 from rankless import checkpoint
 from rankless.collectives.handing_on import require_synchronised
 from rankless.errors import PlanError
-from rankless.launch.relaunching import relaunch
+from rankless.launch.relaunching import Elsewhere, relaunch
 from rankless.launch.spawning import Spawned
 from rankless.launch.spawning import spawn as spawn_workers
 from rankless.observe.progress import ProgressDisplay
@@ -87,13 +87,23 @@ def shutdown() -> None:
     leave()
 
 
-def configure(*, devices_per_host: int) -> None:
+def configure(
+    *,
+    devices_per_host: int,
+    hosts: Sequence[Any] | None = None,
+    port: int | None = None,
+    insecure: bool = False,
+) -> None:
     """Let plain `python train.py` train on `devices_per_host` devices of this host, as `rankless run -n` does.
 
     The process becomes the launcher of its own script: this call does not return there, and returns at once in the
     workers, which run the script from its beginning. It may stand anywhere before the first call of a job, a loader or
     CUDA, also after the jobs are defined. A launcher's command line has the last word. Raises `PlanError` later than
     that, and in the interactive interpreter and notebooks, where `rankless.spawn` is the way.
+
+    With `hosts` (names or addresses, or dicts of one under "addr") it is typed on each of them: each finds itself by
+    its own addresses, and they meet at `port` (9988) of the first, which plans, prints and saves. The job's token comes
+    from the file RANKLESS_TOKEN_FILE, else by ssh from the first; `insecure=True` does without.
     """
     line = joined_at()
     uses_others = torch.cuda.is_initialized() or torch.distributed.is_initialized()
@@ -104,7 +114,13 @@ def configure(*, devices_per_host: int) -> None:
             found=f"a process that has begun to {begun}",
             fix="move it up: right below the imports, say",
         )
-    relaunch(devices_per_host)
+    if hosts is None and (port is not None or insecure):
+        raise PlanError(
+            expected="hosts= beside port= and insecure=",
+            found=f"port={port}, insecure={insecure} and no hosts",
+            fix='name the hosts: hosts=["10.0.0.1", "10.0.0.2"]; one host needs no port',
+        )
+    relaunch(devices_per_host, None if hosts is None else Elsewhere(hosts=hosts, port=port, insecure=insecure))
 
 
 def check_synchronised(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -34,10 +34,10 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             given = unknown.split()[0].partition("=")[0]
-            # Of one letter nothing can be guessed.
-            known = [option for option in self._option_string_actions if option.startswith("--")]
-            nearest = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
-            message = f"unknown option {given}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+            # Of one letter nothing can be guessed, and dashes that all have are no likeness.
+            known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+            nearest = difflib.get_close_matches(given.lstrip("-"), known, n=1, cutoff=0.5)
+            message = f"unknown option {given}" + (f"; did you mean --{nearest[0]}?" if nearest else "")
         super().error(message)
 
 

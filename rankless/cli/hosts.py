@@ -13,6 +13,7 @@ def add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hosts", metavar="A:4,B:4", help="the hosts, with their workers; A is host 0, and this one")
     group.add_argument("--hostfile", metavar="FILE", help="the hosts, one a line, as `10.0.0.1 slots=4`")
     group.add_argument("--no-ssh", action="store_true", help="the same line is typed on every host by hand")
+    group.add_argument("--token-by-ssh", action="store_true", help="with --no-ssh: host 0 brings the token by ssh")
     group.add_argument("--host-rank", type=int, metavar="K", help="by hand: this host's number, from 0")
     group.add_argument("--master", metavar="A[:PORT]", help="by hand: where host 0 is")
     group.add_argument("--host-count", type=int, metavar="M", help="by hand: how many hosts there are")
@@ -98,7 +99,7 @@ def _company(
         hosts=hosts,
         place=place,
         port=port,
-        way="hand" if by_hand else "ssh",
+        way=("script" if arguments.token_by_ssh else "hand") if by_hand else "ssh",
         is_listed=is_listed,
         insecure=arguments.insecure,
         join_timeout_seconds=arguments.join_timeout,

@@ -13,7 +13,8 @@ from rankless.cli.torchrun_flags import add_flags, take_flags
 from rankless.launch import agent
 from rankless.plan.check import check_program, make_run_plan
 from rankless.plan.run_plan import Program
-from rankless.plan.torchrun import TorchrunFlags, notes, torchrun_program, torchrun_request, under_own_python
+from rankless.plan.torchrun import notes, torchrun_program, torchrun_request, under_own_python
+from rankless.plan.torchrun_flags import TorchrunFlags
 
 NAME = "torchrun"
 HELP = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.plan.environment import launcher_defaults
-from rankless.plan.torchrun import TorchrunFlags
+from rankless.plan.torchrun_flags import TorchrunFlags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class Flag:
 
 
 FLAGS = (
-    Flag(name="nnodes", metavar="N", help="how many hosts; today 1"),
+    Flag(name="nnodes", metavar="N", help="how many hosts (1); the same line is typed on each"),
     Flag(name="nproc-per-node", metavar="N", help="how many workers: a number, or auto, gpu, cpu (1)"),
-    Flag(name="rdzv-backend", metavar="NAME", help="static or c10d; on one host nobody has to be met"),
-    Flag(name="rdzv-endpoint", metavar="HOST:PORT", help="with static: MASTER_ADDR and MASTER_PORT"),
+    Flag(name="rdzv-backend", metavar="NAME", help="static: hosts are numbered by --node-rank; c10d: as they come"),
+    Flag(name="rdzv-endpoint", metavar="HOST:PORT", help="where hosts meet: the first host"),
     Flag(name="rdzv-id", metavar="ID", help="TORCHELASTIC_RUN_ID, and the beginning of the log folder's name"),
-    Flag(name="rdzv-conf", metavar="K=V,…", help="not needed on one host"),
+    Flag(name="rdzv-conf", metavar="K=V,…", help="join_timeout=S: how long to wait for hosts (60)"),
     Flag(name="standalone", kind=None, help="one host, a free port; --rdzv-* are ignored"),
     Flag(name="max-restarts", kind=int, metavar="N", help="accepted; a run that fails ends"),
     Flag(name="monitor-interval", kind=float, metavar="S", help="not needed: ends of workers are noticed at once"),
@@ -61,9 +61,14 @@ FLAGS = (
     Flag(name="local-ranks-filter", metavar="0,1", help="show only these ranks' output"),
     Flag(name="duplicate-stdout-filters", metavar="TEXTS", help="copy lines with these to filtered_stdout.log"),
     Flag(name="duplicate-stderr-filters", metavar="TEXTS", help="copy lines with these to filtered_stderr.log"),
-    Flag(name="node-rank", kind=int, metavar="N", help="this host's number; today 0"),
-    Flag(name="master-addr", metavar="HOST", help="MASTER_ADDR, an address of this host (127.0.0.1)"),
-    Flag(name="master-port", kind=int, metavar="PORT", help="MASTER_PORT (a free one)"),
+    Flag(name="node-rank", kind=int, metavar="N", help="this host's number; 0 is the master's host"),
+    Flag(name="master-addr", metavar="HOST", help="an address of host 0 (127.0.0.1)"),
+    Flag(
+        name="master-port",
+        kind=int,
+        metavar="PORT",
+        help="MASTER_PORT (a free one); of several hosts, where they meet (29500)",
+    ),
     Flag(name="local-addr", metavar="HOST", help="not needed on one host"),
     Flag(name="logs-specs", metavar="NAME", in_environment=False, help="accepted and not heeded"),
     Flag(
@@ -104,6 +109,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 choices=flag.choices,
                 help=flag.help,
             )
+    parser.add_argument("--insecure", action="store_true", help="ours: several hosts need no RANKLESS_TOKEN_FILE")
     parser.add_argument("training_script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="what to run")
 
 

@@ -15,7 +15,7 @@ from rankless.observe.first_value import FirstValue, first_value
 from rankless.observe.recordings import Recording, read_recordings
 from rankless.observe.twins import Twin
 from rankless.plan.check import make_run_plan
-from rankless.plan.run_plan import InspectedCall, Precision, Program, RunPlan, RunRequest, Watch
+from rankless.plan.run_plan import Company, InspectedCall, Precision, Program, RunPlan, RunRequest, Watch
 from rankless.records.programs import AnyFact, read_facts
 from rankless.records.values import Computed, read_values
 
@@ -38,6 +38,8 @@ class Trial:
     folder: str
     seed: int
     devices: str | None = None
+    company: Company | None = None
+    """The hosts of the runs on several workers; None for this one alone."""
     log_folder: str = "log"
     show: bool = False
     dtype: Precision | None = None
@@ -120,6 +122,7 @@ class Trial:
                 perturbation_seed=perturbation_seed,
                 dtype=self.dtype,
                 watch=watch,
+                company=self.company if workers > 1 else None,
             ),
         )
         what = _what(plan)
@@ -131,6 +134,8 @@ class Trial:
 def _what(plan: RunPlan) -> str:
     """A run in a few words."""
     words = [f"{plan.worker_count} worker{'s' if plan.worker_count != 1 else ''}"]
+    if plan.company is not None:
+        words = [f"{sum(host.workers for host in plan.company.hosts)} workers on {len(plan.company.hosts)} hosts"]
     words += ["disturbed"] if plan.perturbation_seed is not None else []
     words += [plan.dtype] if plan.dtype is not None else []
     words += [os.path.basename(plan.program.target)] if plan.watch.is_twin else []

@@ -10,6 +10,7 @@ from typing import get_args
 
 import msgspec
 
+from rankless.cli.hosts import add_hosts_arguments, company_of
 from rankless.cli.program import add_program_arguments, take_program
 from rankless.cli.trial_runs import INTERRUPTED, Trial, TrialFailed
 from rankless.errors import PlanError
@@ -29,7 +30,7 @@ from rankless.observe.verdict import (
     render_verdict,
 )
 from rankless.plan.check import check_program
-from rankless.plan.run_plan import Precision, Program
+from rankless.plan.run_plan import Company, Precision, Program
 from rankless.records.results import Called
 
 NAME = "verify"
@@ -38,7 +39,7 @@ HELP = "Run a script on one worker and on several with the same seeds, and compa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument("-n", dest="workers", type=int, default=2, metavar="N", help="how many workers (2)")
+    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="how many workers, on each host (2)")
     parser.add_argument("--devices", metavar="0,1|cpu", help="GPUs to use, or cpu (GPUs if the host has them)")
     parser.add_argument("--seed", type=int, metavar="S", help="where all runs' random numbers start (drawn)")
     parser.add_argument(
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", metavar="FOLDER", help="keep the recordings of all runs there")
     parser.add_argument("--log-dir", default="log", metavar="DIR", help="where logs of runs go (log)")
     parser.add_argument("--show", action="store_true", help="show the script's own output, too")
+    add_hosts_arguments(parser)
     add_program_arguments(parser)
 
 
@@ -74,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
     if arguments.against is not None:
         check_program(Program(kind="script", target=arguments.against))
-    print(f"rankless verify: {name}, on 1 and on {arguments.workers} workers, seed {seed}", flush=True)
+    company, workers = _where(arguments)
+    print(f"rankless verify: {name}, on 1 and on {workers} workers, seed {seed}", flush=True)
     with ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-verify-"))
         trial = Trial(
@@ -82,23 +85,38 @@ def run(arguments: argparse.Namespace) -> int:
             folder=folder,
             seed=seed,
             devices=arguments.devices,
+            company=company,
             log_folder=arguments.log_dir,
             show=arguments.show,
             dtype=arguments.dtype,
             steps=arguments.steps,
             against=arguments.against,
         )
-        question = Question(workers=arguments.workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
+        question = Question(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
         try:
             report = _verify(trial, question)
         except TrialFailed as end:
             if end.exit_code == INTERRUPTED:
                 return INTERRUPTED
-            report = failed_report(str(end), workers=arguments.workers)
+            report = failed_report(str(end), workers=workers)
     if arguments.json is not None:
         Path(arguments.json).write_bytes(encode_report(report))
     print(render_verdict(report))
     return 0 if report.same else 1
+
+
+def _where(arguments: argparse.Namespace) -> tuple[Company | None, int]:
+    """The hosts, if there are several, and how many workers that makes."""
+    company = company_of(arguments)
+    if company is None:
+        return None, 2 if arguments.workers is None else arguments.workers
+    if company.place > 0:
+        raise PlanError(
+            expected=f"rankless verify on host 0, {company.hosts[0]}",
+            found=f"it on host {company.place}",
+            fix="start `rankless run` with the same options here: it takes part in the run on all hosts",
+        )
+    return company, sum(host.workers for host in company.hosts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from rankless.errors import LaunchError
 from rankless.launch.assembly import Assembled
 from rankless.launch.company import Leading, Led
 from rankless.launch.judge import Verdict, signal_name
-from rankless.launch.logs import log_files
+from rankless.launch.logs import log_files, run_folder
 from rankless.launch.notices import counted, failure, hosts_table, start_table
 from rankless.launch.watch import Outcome
 from rankless.plan.run_plan import RunPlan
@@ -46,7 +46,10 @@ class Account:
 
     def log_file(self, rank: int) -> str:
         """Where a worker's last words are."""
-        out, error = log_files(self.plan, self._folder, rank)
+        start = self.job.start
+        host = start.host_of(rank)
+        folder = run_folder(self.plan, start.run_id, host)
+        out, error = log_files(self.plan, folder, rank, rank - start.first_rank(host))
         return os.path.relpath(error or out)
 
     def failure(self, verdict: Verdict) -> str:

@@ -45,7 +45,8 @@ def run(
     observer that draws on the same terminal. `outside` is what an agent has that another host has started. Nothing that
     the job started is alive afterwards.
     """
-    require_own_address(plan.hosts.master_address)
+    if plan.company is None:
+        require_own_address(plan.hosts.master_address)
     signals = plan.foreign.signals if plan.foreign is not None else ()
     outside = outside or Outside()
 
@@ -82,12 +83,13 @@ class Run:
         self._plan = plan
         self._job = job
         self._interrupts = interrupts
-        folder = make_run_folder(plan, job.start.run_id)
+        folder = make_run_folder(plan, job.start.run_id, job.place)
         self._workers = plan_workers(plan, job, folder=folder)
         self.account = Account(plan, job, folder)
         _tell(err, self.account.opening())
-        # Of several hosts only host 0 shows what ranks write.
-        streams = shown_streams(plan, folder, [worker.plan for worker in self._workers]) if job.place == 0 else []
+        # Of several hosts only host 0 shows what ranks write; under torchrun each its own.
+        shows = job.place == 0 or plan.foreign is not None
+        streams = shown_streams(plan, folder, [worker.plan for worker in self._workers]) if shows else []
         self._terminal = Terminal(streams, out=out, err=err, making_room=making_room)
 
     def to_end(self, on_record: Callable[[AnyRecord], None], tell: Callable[[str], None]) -> Outcome:

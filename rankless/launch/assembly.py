@@ -17,11 +17,11 @@ from rankless.launch.interrupts import Interrupts
 from rankless.launch.logs import run_name
 from rankless.launch.ports import open_store_socket, reserve_master_port
 from rankless.launch.reaching import reach
-from rankless.launch.ssh import RemoteAgent, RemoteTask
-from rankless.launch.tokens import token_of
+from rankless.launch.ssh import RemoteAgent, RemoteTask, TokenBringer
+from rankless.launch.tokens import Known, must_be_brought, token_of_host_0, tokens_of
 from rankless.plan.check import choose_backend
 from rankless.plan.environment import carried_variables
-from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback
+from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.plan.run_plan import Company, JobStart, RunPlan
 
 
@@ -64,19 +64,22 @@ def assembled(
 def _as_host_0(
     plan: RunPlan, company: Company, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
 ) -> Iterator[Assembled]:
-    token = token_of(company) if token is None else token
+    require_own_name(company)
+    token = token_of_host_0(company) if token is None else token
     interface, address = own_address(company)
     own = _facts(plan, company)
     with contextlib.ExitStack() as stack:
         hub = Hub(_listen(address, company), token=token, host_count=len(company.hosts))
         stack.callback(hub.close)
-        starters: Mapping[int, RemoteAgent] = {}
+        starters: Mapping[int, RemoteAgent | TokenBringer] = {}
         if company.way == "ssh":
             starters = {place: _started(plan, company, place, token, tell) for place in range(1, len(company.hosts))}
-            for starter in starters.values():
-                stack.callback(starter.close)
+        elif must_be_brought(company):
+            starters = {place: TokenBringer(company, place, token) for place in range(1, len(company.hosts))}
+        for starter in starters.values():
+            stack.callback(starter.close)
         store = stack.enter_context(open_store_socket(address))
-        reserved = stack.enter_context(reserve_master_port(plan.hosts.master_port))
+        reserved = stack.enter_context(reserve_master_port())
         facts = gather(hub, company, own=own, starters=starters, interrupts=interrupts, tell=tell)
         devices = [plan.devices, *(facts[place].devices for place in sorted(facts))]
         start = _start(plan, devices, store=store, reserved=reserved)
@@ -90,22 +93,32 @@ def _as_host_0(
 def _as_another(
     plan: RunPlan, company: Company, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
 ) -> Iterator[Assembled]:
-    token = token_of(company) if token is None else token
-    uplink, start = reach(company, lambda: _facts(plan, company), token, interrupts=interrupts, tell=tell)
+    tokens = tokens_of(company) if token is None else Known(token)
+    uplink, told = reach(company, lambda: _facts(plan, company), tokens, interrupts=interrupts, tell=tell)
     try:
         interface, _ = interface_towards(company.hosts[0].address)
-        name = company.hosts[company.place].address
+        name = company.hosts[told.place].address
         names = [host.address for host in company.hosts]
         yield Assembled(
-            others=Leading(uplink, start, company.place, name),
-            start=start,
-            place=company.place,
+            others=Leading(uplink, told.start, told.place, name),
+            start=told.start,
+            place=told.place,
             names=names,
             devices=(plan.devices,),
             interface=interface,
         )
     finally:
         uplink.close()
+
+
+def require_own_name(company: Company) -> None:
+    """Raise PlanError unless host 0's name is one of this host's."""
+    if not addresses_of(company.hosts[0].address) & own_addresses():
+        raise PlanError(
+            expected=f"host 0, the master, on the host that is called {company.hosts[0]}",
+            found="this host, which has no such address",
+            fix="--node-rank 0 (--host-rank 0) is the master's own host: number this one otherwise, or name this one",
+        )
 
 
 def own_address(company: Company) -> tuple[str, str]:
@@ -177,4 +190,8 @@ def _start(
         master_port=reserved.getsockname()[1],
         store_address=address,
         store_port=store.getsockname()[1],
+        recording=plan.recording,
+        perturbation_seed=plan.perturbation_seed,
+        dtype=plan.dtype,
+        watch=plan.watch,
     )

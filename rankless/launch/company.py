@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rankless.launch.control.frames import Ended, Happened, How, Over, Stop
+from rankless.launch.control.frames import Ended, Happened, How, Over, Recorded, Stop
 from rankless.launch.control.hub import Hub, Lost, Reported, Stranger
 from rankless.launch.control.session import BrokenOff
 from rankless.launch.control.uplink import Uplink
+from rankless.launch.recorded_files import recorded, take_recorded
 from rankless.plan.run_plan import JobStart
 from rankless.records.events import AnyRecord, HostLost, HostToldToEnd, Said
 
@@ -109,6 +110,8 @@ class Led:
         for news in self._hub.turn(now):
             if isinstance(news, Reported) and isinstance(news.frame, Happened):
                 records += news.frame.records
+            elif isinstance(news, Reported) and isinstance(news.frame, Recorded):
+                take_recorded(news.frame, self._start)
             elif isinstance(news, Reported):
                 assert isinstance(news.frame, Ended)
                 records += self._end_of(news.host, news.frame)
@@ -201,7 +204,9 @@ class Leading:
         self.report([record])
 
     def ended(self, ended: Ended) -> None:
-        """Tell host 0 that nothing lives here any more."""
+        """Tell host 0 that nothing lives here any more, and give it what was recorded here."""
+        for frame in recorded(self._start, self._place):
+            self._uplink.tell(frame)
         self._uplink.tell(ended)
 
     @property

@@ -136,7 +136,7 @@ def _require_hope(
     for place in missing:
         if place in starters and place not in found and (why := starters[place].ended()) is not None:
             raise JoinError(
-                expected=f"the agent on {company.hosts[place]} to be started by ssh",
+                expected=f"ssh from here to {company.hosts[place]}",
                 found=why,
                 fix=f"try it by hand: ssh {company.hosts[place]} true; or use --no-ssh and start the job on each host",
             )
@@ -155,4 +155,5 @@ def _require_hope(
 
 def let_start(hub: Hub, start: JobStart) -> None:
     """Tell all hosts to start their workers."""
-    hub.tell_all(Start(start=start))
+    for place in hub.present:
+        hub.tell(place, Start(start=start, place=place))

@@ -23,16 +23,22 @@ def run_name(plan: RunPlan) -> str:
     return f"{name}-{secrets.token_hex(3)}"
 
 
-def make_run_folder(plan: RunPlan, name: str) -> str:
+def run_folder(plan: RunPlan, name: str, place: int) -> str:
+    """Where a host's log files of a run go; torchrun numbers them on each host from 0, and hosts may share a disk."""
+    own = f"-host{place}" if plan.foreign is not None and place else ""
+    return os.path.join(plan.log_folder, name + own)
+
+
+def make_run_folder(plan: RunPlan, name: str, place: int) -> str:
     """A new folder for one run, to which `latest` beside it points from now on."""
-    folder = os.path.join(plan.log_folder, name)
+    folder = run_folder(plan, name, place)
     try:
         os.makedirs(folder, exist_ok=plan.company is not None)  # hosts may share a disk
         if plan.foreign is not None:
             for rank in range(plan.worker_count):
-                os.makedirs(os.path.dirname(log_files(plan, folder, rank)[0]))
+                os.makedirs(os.path.dirname(log_files(plan, folder, rank, rank)[0]))
         link = os.path.join(plan.log_folder, f".latest-{name}-{secrets.token_hex(3)}")
-        os.symlink(name, link)
+        os.symlink(os.path.basename(folder), link)
         os.replace(link, os.path.join(plan.log_folder, "latest"))
     except OSError as error:
         raise LaunchError(
@@ -43,11 +49,11 @@ def make_run_folder(plan: RunPlan, name: str) -> str:
     return folder
 
 
-def log_files(plan: RunPlan, folder: str, rank: int) -> tuple[str, str | None]:
+def log_files(plan: RunPlan, folder: str, rank: int, local_rank: int) -> tuple[str, str | None]:
     """Where a worker's output goes, and its standard error if that has a file of its own, as torchrun lays them out."""
     if plan.foreign is None:
         return os.path.join(folder, f"rank{rank}.log"), None
-    own = os.path.join(folder, _FIRST_ATTEMPT, str(rank))
+    own = os.path.join(folder, _FIRST_ATTEMPT, str(local_rank))
     return os.path.join(own, "stdout.log"), os.path.join(own, "stderr.log")
 
 

@@ -8,6 +8,7 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 from rankless.errors import PlanError
 
 _ADDRESS = "127.0.0.1"
+_IN_USE = (psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED)
 
 
 def open_store_socket(address: str = _ADDRESS) -> socket.socket:
@@ -36,7 +37,7 @@ def reserve_master_port(port: int | None = None) -> socket.socket:
         reserved.bind(("", port or 0))
     except OSError as error:
         reserved.close()
-        raise _refused(port, error.strerror or str(error)) from error
+        raise _refused(port, _reason(error)) from error
     return reserved
 
 
@@ -44,7 +45,7 @@ def require_own_address(address: str) -> None:
     """Raise PlanError unless MASTER_ADDR is an address of this host, where rank 0 is."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         raise PlanError(
             expected=f"a host name that can be looked up: {address}",
             found=str(error),
@@ -65,45 +66,54 @@ def require_own_address(address: str) -> None:
 
 
 def taken_by(port: int) -> str | None:
-    """Why a port of this host cannot be had, in words: who has it; None if it is free."""
+    """Why a port of this host cannot be had, as "taken by process 7: …"; None if it is free."""
     # Without SO_REUSEADDR: two runs that reserve the same number would both succeed with it.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))
         except OSError as error:
-            return _owner(port) if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+            if error.errno != errno.EADDRINUSE:
+                return _reason(error)
+            owner = _owner(port)
+            return None if owner is None else f"taken by {owner}"
     return None
 
 
 def _require_free(port: int) -> None:
-    if (owner := taken_by(port)) is not None:
-        raise _refused(port, owner)
+    if (why := taken_by(port)) is not None:
+        raise _refused(port, why)
 
 
 def _owner(port: int) -> str | None:
-    """Who has a port, in words; None if only connections that have ended linger there."""
+    """Who has a port, in words; None if only connections linger there whose processes are done with them."""
     try:
         using = [each for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port]
     except psutil.Error:
         return "another process, which this user may not look up"
-    if using and all(each.status == psutil.CONN_TIME_WAIT for each in using):
-        return None
-    using.sort(key=lambda each: each.status != psutil.CONN_LISTEN)
     if not using:
         return "a process that reserves it without listening, as another rankless run does"
-    if using[0].pid is None:
+    lasting = [each for each in using if each.pid is not None or each.status in _IN_USE]
+    if not lasting:
+        return None
+    lasting.sort(key=lambda each: each.status != psutil.CONN_LISTEN)
+    process_id = lasting[0].pid
+    if process_id is None:
         return "a process of another user"
     try:
-        process = psutil.Process(using[0].pid)
+        process = psutil.Process(process_id)
         words = " ".join(process.cmdline()) or process.name()
     except psutil.Error:
         words = "which has just ended"
-    return f"process {using[0].pid}: {words[:200]}"
+    return f"process {process_id}: {words[:200]}"
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
 
 
 def _refused(port: int | None, found: str) -> PlanError:
     return PlanError(
-        expected=f"port {port} to be free, as --master-port asks for it",
-        found=f"taken by {found}" if found.startswith(("a", "process")) else found,
+        expected="a port of this host to be free" if port is None else f"port {port} to be free, as it was asked for",
+        found=found,
         fix="leave --master-port away: a free one is found; or end that process, or choose another port",
     )

@@ -10,10 +10,12 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from rankless.errors import PlanError
 from rankless.plan import environment
+from rankless.plan.hosts import hosts_of_settings
 from rankless.plan.run_plan import Program, ProgramKind
 from rankless.runtime.bootstrap import interpreter_flags
 
@@ -29,7 +31,24 @@ _LONG_OPTION = "--check-hash-based-pycs"
 """Python's one long option that a value follows."""
 
 
-def relaunch(devices_per_host: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """The hosts of a job, as a script names them: it is started by hand on each."""
+
+    hosts: Sequence[Any]
+    port: int | None = None
+    insecure: bool = False
+
+    def options(self, devices_per_host: int) -> list[str]:
+        """Those of `rankless run` that say the same."""
+        hosts = hosts_of_settings(self.hosts, workers_per_host=devices_per_host)
+        listed = [f"[{host.address}]" if ":" in host.address else host.address for host in hosts]
+        options = ["--no-ssh", "--hosts", ",".join(listed)]
+        options += [] if self.port is None else ["--port", str(self.port)]
+        return [*options, "--insecure" if self.insecure else "--token-by-ssh"]
+
+
+def relaunch(devices_per_host: int, elsewhere: Elsewhere | None = None) -> None:
     """Become `rankless run -n devices_per_host` of the script that runs; return in its workers and where one is enough.
 
     Raises PlanError where there is no script that could be started again.
@@ -42,8 +61,9 @@ def relaunch(devices_per_host: int) -> None:
         )
     if environment.is_launched():
         _tell_who_decides(devices_per_host)
-    elif devices_per_host > 1 and multiprocessing.parent_process() is None:
-        _become_launcher(devices_per_host, running_program(sys.orig_argv, _main_file()))
+    elif (devices_per_host > 1 or elsewhere is not None) and multiprocessing.parent_process() is None:
+        options = [] if elsewhere is None else elsewhere.options(devices_per_host)
+        _become_launcher(devices_per_host, running_program(sys.orig_argv, _main_file()), options)
 
 
 def running_program(command: Sequence[str], main_file: str | None) -> Program:
@@ -78,10 +98,10 @@ def _main_file() -> str | None:
     return None if is_interactive else getattr(sys.modules["__main__"], "__file__", None)
 
 
-def _become_launcher(count: int, program: Program) -> NoReturn:
+def _become_launcher(count: int, program: Program, options: Sequence[str]) -> NoReturn:
     option = {"script": [], "module": ["-m"], "code": ["-c"]}[program.kind]
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
-    command = ["run", "-n", str(count), *option, program.target, *program.arguments]
+    command = ["run", "-n", str(count), *options, *option, program.target, *program.arguments]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.execv(sys.executable, [sys.executable, *interpreter_flags(), "-c", _START, root, *command])

@@ -10,12 +10,15 @@ import os
 import shlex
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from rankless.launch.ssh_causes import ssh_cause
-from rankless.plan.run_plan import Program, RunRequest
+from rankless.launch.tokens import folder_of_tokens, name_of_token
+from rankless.plan.hosts import Host
+from rankless.plan.run_plan import Company, Program, RunRequest
 from rankless.runtime.bootstrap import python_command
 
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
@@ -23,6 +26,7 @@ LAST_LINES = 4
 REFUSED = 2
 """An agent ends with it that has said itself why it does not start."""
 LEAVING_SECONDS = 2.0
+BRING_AGAIN_SECONDS = 5.0
 
 
 class RemoteTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,30 +41,16 @@ class RemoteTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteAgent:
-    """The ssh process of one other host."""
+    """The ssh process of one other host, which starts its agent and keeps its standard input."""
 
     def __init__(self, task: RemoteTask, *, tell: Callable[[str], None]) -> None:
         company = task.request.company
         assert company is not None
-        host = company.hosts[company.place]
-        self._name = host.address
+        self._name = company.hosts[company.place].address
         self._tell = tell
-        self._lines: list[str] = []
         self._has_joined = False
-        self._target = host.address if host.user is None else f"{host.user}@{host.address}"
-        self._process = subprocess.Popen(
-            ["ssh", *OPTIONS, self._target, "--", remote_command()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the agents: they end their workers in order
-        )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(task) + b"\n")
-            self._process.stdin.flush()
-        self._reader = threading.Thread(target=self._read, name=f"ssh {self._name}", daemon=True)
-        self._reader.start()
+        self._login = Login(company.hosts[company.place], remote_command(), on_line=self._show)
+        self._login.say(msgspec.json.encode(task) + b"\n")
 
     def joined(self) -> None:
         """Its agent has come: what it has to say from now on comes over the control channel."""
@@ -68,8 +58,93 @@ class RemoteAgent:
 
     def ended(self) -> str | None:
         """Why it has ended, if it has, in words."""
-        if self._process.poll() is None:
+        return None if self._login.is_running() else self._login.why_ended()
+
+    def close(self) -> None:
+        """Wait a little for its end, then end it."""
+        self._login.close()
+
+    def _show(self, text: str) -> None:
+        if not self._has_joined:
+            self._tell(f"{self._name}: {text.removeprefix('rankless: ')}")
+
+
+class TokenBringer:
+    """Brings the job's token to a host where a script is started by hand, again and again until its agent has come."""
+
+    def __init__(self, company: Company, place: int, token: bytes) -> None:
+        self._host = company.hosts[place]
+        self._token = token
+        folder, name = folder_of_tokens(), shlex.quote(name_of_token(company))
+        self._command = f"umask 077; cd && mkdir -p {folder} && cd {folder} && cat > {name}.new && mv {name}.new {name}"
+        self._has_joined = False
+        self._bring()
+
+    def joined(self) -> None:
+        """The agent has come."""
+        self._has_joined = True
+
+    def ended(self) -> str | None:
+        """Why the token could not be brought, in words."""
+        if self._login.is_running():
             return None
+        if not self._login.has_succeeded():
+            return f"{self._login.why_ended()}; RANKLESS_TOKEN_FILE on all hosts, or insecure=True, does without ssh"
+        if not self._has_joined and time.monotonic() - self._begun > BRING_AGAIN_SECONDS:
+            self._bring()
+        return None
+
+    def close(self) -> None:
+        """End what runs."""
+        self._login.close()
+
+    def _bring(self) -> None:
+        self._begun = time.monotonic()
+        self._login = Login(self._host, self._command, on_line=lambda _: None)
+        self._login.say(self._token + b"\n")
+        self._login.end_input()
+
+
+class Login:
+    """One ssh to one host, and what it prints."""
+
+    def __init__(self, host: Host, command: str, *, on_line: Callable[[str], None]) -> None:
+        self._target = host.address if host.user is None else f"{host.user}@{host.address}"
+        self._on_line = on_line
+        self._lines: list[str] = []
+        self._process = subprocess.Popen(
+            ["ssh", *OPTIONS, self._target, "--", command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the agents: they end their workers in order
+        )
+        self._reader = threading.Thread(target=self._read, name=f"ssh {self._target}", daemon=True)
+        self._reader.start()
+
+    def say(self, data: bytes) -> None:
+        """Write to the command's standard input."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def end_input(self) -> None:
+        """Let the command find the end of its standard input."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def has_succeeded(self) -> bool:
+        """Whether the command has, once it is over."""
+        return self._process.poll() == 0
+
+    def why_ended(self) -> str:
+        """In words, from the last that it has printed."""
         self._reader.join(1.0)
         said = " / ".join(self._lines[-LAST_LINES:])
         cause = ssh_cause(said, self._target)
@@ -79,9 +154,7 @@ class RemoteAgent:
 
     def close(self) -> None:
         """Wait a little for its end, then end it."""
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        self.end_input()
         try:
             self._process.wait(LEAVING_SECONDS)
         except subprocess.TimeoutExpired:
@@ -93,8 +166,7 @@ class RemoteAgent:
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
-            if self._process.poll() is None and not self._has_joined:
-                self._tell(f"{self._name}: {text.removeprefix('rankless: ')}")
+            self._on_line(text)
 
 
 def remote_command() -> str:

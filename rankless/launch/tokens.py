@@ -1,6 +1,10 @@
 """The job's token, by which its hosts know each other: never on a command line, never sent on the control channel."""
 
+import contextlib
+import os
 import secrets
+from pathlib import Path
+from typing import Protocol
 
 from rankless.errors import PlanError
 from rankless.plan.environment import user_token_file
@@ -8,10 +12,82 @@ from rankless.plan.run_plan import Company
 
 LEAST_BYTES = 16
 NO_TOKEN = b""
+FIX = (
+    "head -c 32 /dev/urandom > token; chmod 600 token; bring it to every host and set RANKLESS_TOKEN_FILE to its path; "
+    "or, in a network that you trust, --insecure (insecure=True)"
+)
 
 
-def token_of(company: Company) -> bytes:
-    """The token: a new one where ssh carries it to the others, else that of the file RANKLESS_TOKEN_FILE.
+class Tokens(Protocol):
+    """Where a host that comes to host 0 has the token from."""
+
+    def current(self) -> bytes | None:
+        """The token, or None while it is not there."""
+        ...
+
+    def refused(self) -> bool:
+        """Host 0 has another: whether that may still come."""
+        ...
+
+    def used(self) -> None:
+        """The job has begun."""
+        ...
+
+
+class Known:
+    """A token that is there."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+
+    def current(self) -> bytes:
+        """The token."""
+        return self._token
+
+    def refused(self) -> bool:
+        """No other will come."""
+        return False
+
+    def used(self) -> None:
+        """It stays where it is."""
+
+
+class Brought:
+    """A token that host 0 brings by ssh into a file of this user; one of an earlier job may lie there still."""
+
+    def __init__(self, company: Company) -> None:
+        self._path = Path.home() / folder_of_tokens() / name_of_token(company)
+
+    def current(self) -> bytes | None:
+        """What the file holds."""
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_uid == os.getuid():
+                return self._path.read_bytes().strip() or None
+        return None
+
+    def refused(self) -> bool:
+        """Take it away: host 0 brings its own again."""
+        self.used()
+        return True
+
+    def used(self) -> None:
+        """Take it away: it was this job's."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+def folder_of_tokens() -> str:
+    """Below a user's home."""
+    return ".cache/rankless"
+
+
+def name_of_token(company: Company) -> str:
+    """The file's name, the same for all hosts of a job."""
+    return f"token-{company.hosts[0].address}-{company.port}"
+
+
+def token_of_host_0(company: Company) -> bytes:
+    """The token: that of the file RANKLESS_TOKEN_FILE, else a new one where ssh brings it to the others.
 
     Raises PlanError where there is neither, and the job was not said to be insecure.
     """
@@ -20,13 +96,34 @@ def token_of(company: Company) -> bytes:
         return read_token(path)
     if company.insecure:
         return NO_TOKEN
-    if company.way == "ssh":
-        return secrets.token_bytes(32)
-    raise PlanError(
+    if company.way == "hand":
+        raise no_token()
+    return secrets.token_hex(32).encode()
+
+
+def tokens_of(company: Company) -> Tokens:
+    """What another host than host 0 has."""
+    path = user_token_file()
+    if path is not None:
+        return Known(read_token(path))
+    if company.insecure:
+        return Known(NO_TOKEN)
+    if company.way == "script":
+        return Brought(company)
+    raise no_token()
+
+
+def must_be_brought(company: Company) -> bool:
+    """Whether host 0 brings the token to the others."""
+    return company.way == "script" and not company.insecure and user_token_file() is None
+
+
+def no_token() -> PlanError:
+    """For a host that was started by hand without one."""
+    return PlanError(
         expected="a token that all hosts of the job share, for whoever starts it by hand",
         found="no RANKLESS_TOKEN_FILE in the environment",
-        fix="head -c 32 /dev/urandom > token; chmod 600 token; bring it to every host and set RANKLESS_TOKEN_FILE to "
-        "its path; or, in a network that you trust, --insecure (insecure=True)",
+        fix=FIX,
     )
 
 

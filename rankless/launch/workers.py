@@ -15,7 +15,9 @@ def plan_workers(plan: RunPlan, job: Assembled, *, folder: str) -> list[WorkerLa
     launches = []
     for local_rank, device in enumerate(seen):
         rank = start.first_rank(job.place) + local_rank
-        log_file, error_log_file = (path and os.path.abspath(path) for path in log_files(plan, folder, rank))
+        log_file, error_log_file = (
+            path and os.path.abspath(path) for path in log_files(plan, folder, rank, local_rank)
+        )
         assert log_file is not None
         worker = WorkerPlan(
             rank=rank,
@@ -31,10 +33,10 @@ def plan_workers(plan: RunPlan, job: Assembled, *, folder: str) -> list[WorkerLa
             seed=start.seed,
             log_file=log_file,
             error_log_file=error_log_file,
-            recording=plan.recording,
-            perturbation_seed=plan.perturbation_seed,
-            dtype=plan.dtype,
-            watch=plan.watch,
+            recording=start.recording,
+            perturbation_seed=start.perturbation_seed,
+            dtype=start.dtype,
+            watch=start.watch,
             progress=plan.progress,
             interface=job.interface,
             host=job.place,

@@ -9,7 +9,6 @@ from typing import Literal
 
 from rankless.errors import PlanError
 from rankless.plan.environment import user_threads, user_visible_devices
-from rankless.plan.foreign import Hosts
 from rankless.plan.run_plan import Program, RunPlan, RunRequest
 from rankless.plan.script_source import names_rankless
 
@@ -29,10 +28,9 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         raise PlanError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
     if seed is not None and not 0 <= seed < 2**63:
         raise PlanError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
-    _check_hosts(request.hosts)
     check_program(program)
-    # A program of another launcher draws its own random numbers in each process; one that names Rankless wants ours.
-    is_apart = request.foreign is not None and not names_rankless(program)
+    # Somebody else's program draws its own random numbers in each process; one that names Rankless wants ours.
+    is_apart = request.recording is None and not names_rankless(program)
     return RunPlan(
         program=program,
         worker_count=count,
@@ -52,21 +50,6 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         company=company,
         request=request,
     )
-
-
-def _check_hosts(hosts: Hosts) -> None:
-    if hosts.most > 1:
-        raise PlanError(
-            expected="one host: runs on several hosts are not there yet",
-            found=f"{hosts.least} to {hosts.most} hosts" if hosts.least != hosts.most else f"{hosts.most} hosts",
-            fix="today --nnodes 1 works, or leaving it away: as many processes per host as you like, on this host",
-        )
-    if hosts.number != 0:
-        raise PlanError(
-            expected="--node-rank 0, the only host's number",
-            found=hosts.number,
-            fix="leave --node-rank away; several hosts are not there yet",
-        )
 
 
 def check_program(program: Program) -> None:

@@ -10,6 +10,8 @@ from rankless.plan.hosts import DEFAULT_PORT, Host
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
 Precision = Literal["float64"]
+NOT_YET = -1
+Way = Literal["ssh", "hand", "script"]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +49,13 @@ class Company(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[Host, ...]
     """In the order of their ranks; host 0 plans, shows and saves."""
     place: int
-    """This host's."""
+    """This host's; NOT_YET until host 0 has numbered it."""
     port: int = DEFAULT_PORT
     """On which host 0's agent listens."""
-    way: Literal["ssh", "hand"] = "ssh"
-    """How the agents of the other hosts are started."""
+    way: Way = "ssh"
+    """How the agents of the other hosts are started: by ssh from host 0; or each by hand, and the token is in a file
+    that each has, or (by script) is brought to them by ssh from host 0.
+    """
     is_listed: bool = True
     """Whether every host knows all the others' addresses; else only host 0's, and how many there are."""
     insecure: bool = False
@@ -73,6 +77,10 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int
     store_address: str
     store_port: int
+    recording: str | None = None
+    perturbation_seed: int | None = None
+    dtype: Precision | None = None
+    watch: Watch = Watch()
 
     @property
     def world_size(self) -> int:

@@ -19,9 +19,10 @@ def program_file(program: Program) -> str | None:
 
 
 def names_rankless(program: Program) -> bool:
-    """Whether the program's own text names Rankless."""
-    path = program_file(program)
-    return b"rankless" in (program.target.encode() if path is None else _text(path))
+    """Whether the text of the program, or of what it imports from beside it, names Rankless."""
+    if program.kind == "code":
+        return "rankless" in program.target
+    return any(b"rankless" in text for text, _ in _own_files(program))
 
 
 def own_syntax(program: Program) -> Iterator[ast.Module]:
@@ -29,6 +30,11 @@ def own_syntax(program: Program) -> Iterator[ast.Module]:
 
     Nothing is imported: a package's own code might do anything.
     """
+    return (tree for _, tree in _own_files(program) if tree is not None)
+
+
+def _own_files(program: Program) -> Iterator[tuple[bytes, ast.Module | None]]:
+    """Text and, if it can be read, syntax of the first file, and then of what it imports from beside it."""
     first = program_file(program)
     if first is None:
         return
@@ -37,11 +43,13 @@ def own_syntax(program: Program) -> Iterator[ast.Module]:
     waiting, known = [first], {os.path.realpath(first)}
     while waiting:
         path = waiting.pop(0)
+        text = _text(path)
         try:
-            tree = ast.parse(_text(path))
+            tree = ast.parse(text)
         except (SyntaxError, ValueError):
+            yield text, None
             continue
-        yield tree
+        yield text, tree
         for found in _imported(tree, path, root):
             if os.path.realpath(found) not in known and len(known) < MOST_FILES:
                 known.add(os.path.realpath(found))

@@ -5,8 +5,6 @@ import signal
 import string
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from rankless.errors import PlanError
 from rankless.plan.check import core_count, count_gpus
 from rankless.plan.environment import (
@@ -16,51 +14,15 @@ from rankless.plan.environment import (
     user_threads,
     user_visible_devices,
 )
-from rankless.plan.foreign import Foreign, Hosts, ShownStream, Source
+from rankless.plan.foreign import Foreign, ShownStream, Source
 from rankless.plan.run_plan import Program, ProgramKind, RunRequest
+from rankless.plan.torchrun_flags import TorchrunFlags
+from rankless.plan.torchrun_hosts import company_of, hosts_of
 
 LOCAL_RANK = "${local_rank}"
 """In an argument of the program: the worker's local rank."""
 
 _BITS: tuple[tuple[Source, int], ...] = (("out", 1), ("err", 2))
-
-
-class TorchrunFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What was given on the command line, or by PET_ variables; None is what was not."""
-
-    nnodes: str | None = None
-    nproc_per_node: str | None = None
-    rdzv_backend: str | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_id: str | None = None
-    rdzv_conf: str | None = None
-    standalone: bool = False
-    max_restarts: int | None = None
-    monitor_interval: float | None = None
-    start_method: str | None = None
-    event_log_handler: str | None = None
-    role: str | None = None
-    module: bool = False
-    no_python: bool = False
-    run_path: bool = False
-    log_dir: str | None = None
-    redirects: str | None = None
-    tee: str | None = None
-    local_ranks_filter: str | None = None
-    duplicate_stdout_filters: str | None = None
-    duplicate_stderr_filters: str | None = None
-    node_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    local_addr: str | None = None
-    logs_specs: str | None = None
-    numa_binding: str | None = None
-    signals_to_handle: str | None = None
-    shutdown_timeout: int | None = None
-    virtual_local_rank: bool = False
-    use_env: bool = True
-    training_script: tuple[str, ...] = ()
-    """The script, module or command, and its own arguments."""
 
 
 def torchrun_program(flags: TorchrunFlags) -> Program:
@@ -105,13 +67,15 @@ def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
         )
     if flags.max_restarts is not None and flags.max_restarts < 0:
         raise PlanError(expected="--max-restarts from 0 up", found=flags.max_restarts, fix="leave it away")
+    hosts = hosts_of(flags)
     return RunRequest(
         worker_count=count,
         threads=1 if user_threads() is None and count > 1 else None,
         log_folder=flags.log_dir or "log",
         warm=program.kind != "command" and flags.start_method in (None, "fork"),
-        hosts=_hosts(flags),
+        hosts=hosts,
         foreign=_foreign(flags, count),
+        company=company_of(hosts, workers=count, insecure=flags.insecure),
     )
 
 
@@ -134,12 +98,13 @@ def worker_count(text: str) -> int:
 def notes(flags: TorchrunFlags) -> list[str]:
     """What the user is told of flags that mean nothing here, or something else than under torchrun."""
     found = []
+    is_alone = (flags.nnodes or "1") in ("1", "1:1")
     unheeded = {
         "--rdzv-backend": flags.rdzv_backend not in (None, "static", "c10d"),
         "--rdzv-conf": bool(flags.rdzv_conf),
         "--local-addr": flags.local_addr is not None,
     }
-    if any(unheeded.values()):
+    if is_alone and any(unheeded.values()):
         names = ", ".join(name for name, given in unheeded.items() if given)
         found.append(f"{names}: not needed, on one host nobody has to be met")
     if flags.max_restarts:
@@ -153,53 +118,6 @@ def notes(flags: TorchrunFlags) -> list[str]:
     if flags.numa_binding is not None:
         found.append("--numa-binding: not heeded, workers may use every core")
     return found
-
-
-def _hosts(flags: TorchrunFlags) -> Hosts:
-    least, most = _host_counts(flags.nnodes or "1")
-    address, port = flags.master_addr or "127.0.0.1", flags.master_port
-    backend = "c10d" if flags.standalone else flags.rdzv_backend or "static"
-    endpoint = "" if flags.standalone else flags.rdzv_endpoint or ""
-    if backend == "static" and endpoint:
-        host, _, number = endpoint.rpartition(":")
-        if not host or not number.isdigit():
-            raise PlanError(
-                expected="--rdzv-endpoint as HOST:PORT", found=endpoint, fix="or use --master-addr and --master-port"
-            )
-        address, port = host, int(number)
-    elif backend != "static" and most == 1:
-        port = None  # torchrun, too, takes a free one then
-    if port is not None and not 0 <= port < 2**16:
-        raise PlanError(expected="a port from 1 to 65535", found=port, fix="choose another --master-port")
-    return Hosts(
-        least=least,
-        most=most,
-        number=flags.node_rank or 0,
-        master_address=address.strip("[]"),
-        master_port=port or None,
-        local_address=flags.local_addr,
-        rendezvous=backend,
-        endpoint=endpoint,
-        settings=tuple(_settings(flags.rdzv_conf or "")),
-    )
-
-
-def _host_counts(text: str) -> tuple[int, int]:
-    numbers = text.split(":")
-    if not all(number.isdigit() for number in numbers) or not 1 <= len(numbers) <= 2:
-        raise PlanError(expected="--nnodes as N or MIN:MAX", found=text, fix="one host is --nnodes 1")
-    least, most = int(numbers[0]), int(numbers[-1])
-    if not 0 < least <= most:
-        raise PlanError(expected="--nnodes from 1 up, MIN no more than MAX", found=text, fix="one host is --nnodes 1")
-    return least, most
-
-
-def _settings(text: str) -> Iterator[tuple[str, str]]:
-    for pair in text.split(",") if text.strip() else ():
-        name, _, value = (part.strip() for part in pair.partition("="))
-        if not name or not value:
-            raise PlanError(expected="--rdzv-conf as NAME=VALUE,NAME=VALUE", found=text, fix="correct it")
-        yield name, value
 
 
 def _foreign(flags: TorchrunFlags, count: int) -> Foreign:

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import os
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 from rankless.plan.run_plan import WorkerPlan
 from rankless.records.events import FileOpened
+from rankless.runtime.script_line import is_library
 
 _EVENTS = frozenset({"open", "os.rename"})
 _WRITING = os.O_WRONLY | os.O_RDWR
@@ -41,10 +41,6 @@ class FileWatch:
             os.path.join(home, "."),
             os.path.join(temporary, "torchinductor"),
             os.path.dirname(os.path.abspath(plan.log_file)) + os.sep,
-        )
-        self._libraries = (
-            *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-            "<",
         )
 
     def begin(self) -> None:
@@ -99,7 +95,7 @@ class FileWatch:
             if module.partition(".")[0] == "rankless" and module != __name__:
                 return None
             file = frame.f_code.co_filename
-            if module != __name__ and not file.startswith(self._libraries):
+            if module != __name__ and not is_library(file):
                 return f"{file}:{frame.f_lineno}"
             frame = frame.f_back
         return ""

@@ -25,6 +25,7 @@ from collections.abc import Callable
 import msgspec
 
 from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch
+from rankless.plan.script_source import names_rankless
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Said, Started
 from rankless.runtime.bootstrap import python_command
@@ -44,6 +45,7 @@ TORCH_MODULES = (
     "torch.distributed",
     "rankless.runtime.torch_settings",
     "rankless.runtime.numpy_settings",
+    "rankless.runtime.sampler_watch",
 )
 JOB_MODULES = (
     "torch._functorch.aot_autograd",
@@ -87,21 +89,13 @@ def main(ending: Ending) -> Callable[[], None] | None:
 
 def import_torch(program: Program) -> bool:
     """Import what the workers will need; False if they cannot be forked from here afterwards."""
-    for name in TORCH_MODULES + (JOB_MODULES if uses_rankless(program) else ()):
+    for name in TORCH_MODULES + (JOB_MODULES if names_rankless(program) else ()):
         try:
             importlib.import_module(name)
         except ImportError:
             if name == "torch":
                 return False
     return thread_count() == 1
-
-
-def uses_rankless(program: Program) -> bool:
-    """Whether the program's own text names Rankless; of a module the text is not looked for."""
-    if program.kind == "script":
-        with contextlib.suppress(OSError), open(program.target, "rb") as script:
-            return b"rankless" in script.read()
-    return program.kind == "module" or "rankless" in program.target
 
 
 class Guard:

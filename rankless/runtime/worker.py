@@ -22,6 +22,7 @@ from rankless.runtime.ending import Ending
 from rankless.runtime.file_watch import FileWatch
 from rankless.runtime.output import redirect_output
 from rankless.runtime.processes import set_parent_death_signal
+from rankless.runtime.spawn_watch import watch_spawning
 from rankless.runtime.user_program import become_command, for_local_rank, prepare_main
 
 _LONGEST_TEXT = 16_000
@@ -135,12 +136,21 @@ class WorkerProcess:
             importlib.import_module("rankless.runtime.twin").watch(self._plan)
         if self._files is not None:
             self._files.watch_saving(importlib.import_module("torch.serialization"))
+        if self._plan.rank == 0:
+            self._watch_for_slips()
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._plan.rank == 0:
             self._say(
                 f"{', '.join(names)} came too late: torch was imported before the script set it; "
                 "to have it honoured use `rankless run --no-warm`, or `rankless torchrun --start-method spawn`"
             )
+
+    def _watch_for_slips(self) -> None:
+        """Notice what scripts of torch.distributed forget; all ranks run one script, so rank 0's eyes are enough."""
+        importlib.import_module("rankless.runtime.sampler_watch").watch_samplers(self._say)
+        if self._plan.world_size > 1:
+            multiprocessing = importlib.import_module("torch.multiprocessing")
+            watch_spawning(multiprocessing, self._say, world_size=self._plan.world_size)
 
     def _set_up_numpy(self) -> None:
         importlib.import_module("rankless.runtime.numpy_settings").seed(self._plan.seed)

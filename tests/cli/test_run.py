@@ -117,7 +117,8 @@ assert int(os.environ["MASTER_PORT"]) and os.environ["TORCHELASTIC_RUN_ID"]
     "warm", [pytest.param(True, id="warm"), pytest.param(False, id="plain", marks=pytest.mark.exhaustive)]
 )
 def test_all_ranks_start_from_the_same_seeds_and_runs_from_different_ones(warm: bool, tmp_path: Path) -> None:
-    script = "import random, numpy, torch\nprint(random.random(), hash('a'), numpy.random.rand(), torch.rand(1).item())"
+    drawing = "print(random.random(), hash('a'), numpy.random.rand(), torch.rand(1).item())"
+    script = f"import random, numpy, torch, rankless\n{drawing}"
     options = ["-n", "2", "--show", "all", *([] if warm else ["--no-warm"])]
     drawn = []
     for seed in ((), (), ("--seed", "7"), ("--seed", "7")):
@@ -127,6 +128,17 @@ def test_all_ranks_start_from_the_same_seeds_and_runs_from_different_ones(warm: 
         drawn.append(first)
     assert drawn[2] == drawn[3]
     assert len({number for line in drawn[:3] for number in line.split()[1:]}) == 12
+
+
+def test_ranks_of_a_script_that_knows_nothing_of_us_draw_their_own_numbers(tmp_path: Path) -> None:
+    script = "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())"
+    drawn = run_script(script, "-n", "2", "--show", "all", folder=tmp_path).stdout.split()
+    assert len(set(drawn)) == 2 * (1 + 3)
+    (tmp_path / "beside.py").write_text("import rankless\n")
+    first, second = run_script(
+        f"import beside\n{script}", "-n", "2", "--show", "all", folder=tmp_path
+    ).stdout.splitlines()
+    assert first.split()[1:] == second.split()[1:]
 
 
 def test_what_a_script_sets_before_it_imports_torch_is_honoured_or_the_user_is_told(tmp_path: Path) -> None:

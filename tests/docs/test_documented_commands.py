@@ -1,4 +1,4 @@
-"""Every command and every Python block of the README and the docs runs, or is run by a test that is named here."""
+"""Every command of the README and the docs runs, with the scripts of their pages, or in a test that is named here."""
 
 import os
 import re
@@ -38,6 +38,12 @@ ALL_COMMANDS = [command for page in PAGES for command in commands(page)]
 HERE = [command for command in dict.fromkeys(ALL_COMMANDS) if command not in RUN_ELSEWHERE]
 
 
+# A block that begins with a file's name is a script that commands of the same page may run.
+SCRIPTS = [
+    (found[1], body) for page in PAGES for body in blocks(page, "python") if (found := re.match(r"# (\w+\.py)\n", body))
+]
+
+
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
@@ -47,10 +53,10 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the README's script and the examples, as a reader would have them."""
+    """A folder with the pages' scripts and the examples, as a reader would have them."""
     place = tmp_path_factory.mktemp("reader")
-    (script,) = blocks(ROOT / "README.md", "python")
-    (place / "train.py").write_text(script)
+    for name, script in SCRIPTS:
+        (place / name).write_text(script)
     (place / "examples").symlink_to(ROOT / "examples")
     return place
 
@@ -79,6 +85,12 @@ def test_the_pages_have_commands_and_only_known_kinds_of_blocks():
     for page in PAGES:
         kinds = {kind for kind, _ in BLOCK.findall(page.read_text())}
         assert kinds <= {"sh", "python", "text"}, f"{page.name}: a block of kind {kinds} would run in no test"
+
+
+def test_no_two_scripts_of_the_pages_have_one_name():
+    names = [name for name, _ in SCRIPTS]
+    assert "train.py" in names
+    assert len(set(names)) == len(names)
 
 
 def test_no_exception_outlives_its_command():

@@ -11,7 +11,7 @@ from rankless.plan.run_plan import Program, RunRequest
 
 @pytest.fixture
 def script(tmp_path: Path) -> Program:
-    (tmp_path / "train.py").write_text("")
+    (tmp_path / "train.py").write_text("import rankless")
     return Program(kind="script", target=str(tmp_path / "train.py"))
 
 
@@ -68,7 +68,9 @@ def test_cores_are_shared_out_and_never_less_than_one(script: Program, monkeypat
 
 def test_without_a_seed_every_run_has_another(script: Program) -> None:
     seeds = {check.make_run_plan(script, RunRequest(worker_count=1)).seed for _ in range(5)}
+    foreign = Program(kind="code", target="import torch")
     assert len(seeds) == 5
+    assert check.make_run_plan(foreign, RunRequest(worker_count=1)).seed is None
     assert check.make_run_plan(script, RunRequest(worker_count=1, seed=0)).seed == 0
 
 

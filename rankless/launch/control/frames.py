@@ -31,7 +31,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
     """A host has come to the job."""
 
     host: int
-    """Its place in the list of hosts."""
+    """Its place in the list of hosts, or NOT_YET."""
     facts: HostFacts
 
 
@@ -47,6 +47,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """All hosts are there and agree: start the workers."""
 
     start: JobStart
+    place: int
+    """The host's that is told."""
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
@@ -80,6 +82,14 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """Of the workers' parent, if it failed."""
 
 
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
+    """A piece of a file that a worker has written for `rankless verify`."""
+
+    name: str
+    data: bytes
+    is_last: bool
+
+
 class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     """The job is over everywhere: what its exit code is, and what the host shows of its end."""
 
@@ -87,4 +97,4 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     text: str = ""
 
 
-Frame = Greeting | Challenge | Here | Refused | Start | Waiting | Happened | Beat | Stop | Ended | Over
+Frame = Greeting | Challenge | Here | Refused | Start | Waiting | Happened | Beat | Stop | Recorded | Ended | Over

@@ -6,9 +6,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from rankless.launch.control.frames import Beat, Ended, Frame, Happened, Here, Refused
+import msgspec
+
+from rankless.launch.control.frames import Beat, Ended, Frame, Happened, Here, Recorded, Refused
 from rankless.launch.control.session import BrokenOff, Session
 from rankless.launch.host_facts import HostFacts
+from rankless.plan.run_plan import NOT_YET
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 4.0
@@ -32,7 +35,7 @@ class Reported:
     """A host tells what has happened there."""
 
     host: int
-    frame: Happened | Ended
+    frame: Happened | Recorded | Ended
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ class Hub:
             return self._admit(connection, frame)
         if connection.host is None:
             raise BrokenOff("a frame out of order")
-        if isinstance(frame, Happened | Ended):
+        if isinstance(frame, Happened | Recorded | Ended):
             connection.is_over = connection.is_over or isinstance(frame, Ended)
             return [Reported(connection.host, frame)]
         if not isinstance(frame, Beat):
@@ -171,6 +174,9 @@ class Hub:
 
     def _admit(self, connection: _Connection, here: Here) -> list[News]:
         refused = None
+        if here.host == NOT_YET:
+            free = [place for place in range(1, self._host_count) if place not in self.present]
+            here = msgspec.structs.replace(here, host=free[0] if free else self._host_count)
         if not 0 < here.host < self._host_count:
             refused = Refused(
                 expected=f"a host from 1 to {self._host_count - 1}",

@@ -15,6 +15,10 @@ class NotReached(Exception):
     """Host 0 does not answer; the text says how, for people."""
 
 
+class NotTrusted(BrokenOff):
+    """Host 0 has closed the connection when it saw this host's proof."""
+
+
 class Uplink:
     """The connection to host 0. It is selectable; `turn` then gives the frames that have come."""
 
@@ -33,9 +37,7 @@ class Uplink:
             frames = self._session.receive()
         except BrokenOff as broken:
             if not self._session.is_proven:
-                raise BrokenOff(
-                    f"{broken}, after this host gave its proof: is the job's token the same on both?"
-                ) from None
+                raise NotTrusted(f"{broken} at this host's proof: is the job's token the same on both?") from None
             raise
         if frames:
             self._heard = now

@@ -98,13 +98,13 @@ def proxies(look: Look) -> Row:
 def free_port(look: Look) -> Row:
     """Whether host 0 can wait for the others where they will look for it."""
     what = f"port {look.port}"
-    owner = taken_by(look.port)
-    if owner is None:
+    why = taken_by(look.port)
+    if why is None:
         return passed(what, "free")
-    words = f"taken by {owner}" if owner.startswith(("a", "process")) else owner
     if not look.has_several:
-        return warned(what, words, "end it, or give --port to jobs on several hosts: they alone need one")
-    return failed(what, words, f"end it, or choose another port: --port {_free_neighbour(look.port)}, on every host")
+        return warned(what, why, "end it, or give --port to jobs on several hosts: they alone need one")
+    other = next((port for port in range(look.port + 1, look.port + 100) if taken_by(port) is None), look.port + 1)
+    return failed(what, why, f"end it, or choose another port: --port {other}, on every host")
 
 
 def _loopback(what: str) -> Row:
@@ -159,7 +159,3 @@ def _without_password(value: str) -> str:
 
 def _resolving(host: str) -> str:
     return f"write the address by which the others reach {host} into /etc/hosts here, or list the hosts by addresses"
-
-
-def _free_neighbour(port: int) -> int:
-    return next((each for each in range(port + 1, min(port + 100, 65536)) if taken_by(each) is None), port + 1)
