@@ -78,13 +78,18 @@ class Hosts:
         """`ip` on a host, as `hosts.ip("b", "address", "add", "fd77::2/64", "dev", "eth0")`."""
         _ip("-n", self.namespace(name), *words)
 
-    def firewall(self, name: str, *, open_ports: Sequence[int] = (22,)) -> None:
-        """From now on a host drops what comes to it by TCP, but for these ports and the answers from them."""
-        for port in open_ports:
-            for side in ("dport", "sport"):
-                words = ("pref", "1", "iif", "eth0", "ipproto", "tcp", side, str(port), "lookup", "local")
-                self.ip(name, "rule", "add", *words)
-        self.ip(name, "rule", "add", "pref", "2", "iif", "eth0", "ipproto", "tcp", "blackhole")
+    def firewall(self, name: str, *, open_ports: Sequence[int] = (22,), closed_port: int | None = None) -> None:
+        """From now on a host drops what comes to it by TCP, but for these ports and the answers from them; or what
+        comes to `closed_port` alone.
+        """
+        incoming = ("iif", "eth0", "ipproto", "tcp")
+        if closed_port is not None:
+            self.ip(name, "rule", "add", "pref", "1", *incoming, "dport", str(closed_port), "blackhole")
+        else:
+            for port in open_ports:
+                for side in ("dport", "sport"):
+                    self.ip(name, "rule", "add", "pref", "1", *incoming, side, str(port), "lookup", "local")
+            self.ip(name, "rule", "add", "pref", "2", *incoming, "blackhole")
         # The kernel's own first rule lets everything in.
         self.ip(name, "rule", "add", "pref", "3", "lookup", "local")
         self.ip(name, "rule", "del", "pref", "0")

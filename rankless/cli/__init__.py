@@ -17,6 +17,7 @@ from rankless.version import VERSION
 
 COMMANDS = {
     "run": "run a script on one or more workers of this host",
+    "doctor": "look for what would make a job hang or fail, on this host or between several",
     "plan": "show what a script's jobs become on several workers, and what moves in a step",
     "verify": "run a script on one worker and on several, and compare the two trainings",
     "torchrun": "run a script that was written for torchrun, with torchrun's command line",

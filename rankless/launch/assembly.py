@@ -11,6 +11,7 @@ import msgspec
 from rankless.errors import JoinError, PlanError
 from rankless.launch.company import Leading, Led, Nobody
 from rankless.launch.control.hub import Hub
+from rankless.launch.doctor.quick import quick_check
 from rankless.launch.gathering import gather, let_start
 from rankless.launch.host_facts import HostFacts, own_facts
 from rankless.launch.interrupts import Interrupts
@@ -50,7 +51,9 @@ def assembled(
         with open_store_socket() as store, reserve_master_port(plan.hosts.master_port) as reserved:
             start = _start(plan, [plan.devices], store=store, reserved=reserved)
             yield Assembled(others=Nobody(), start=start, devices=(plan.devices,), store=store)
-    elif plan.company.place == 0:
+        return
+    quick_check(plan, tell)
+    if plan.company.place == 0:
         with _as_host_0(plan, plan.company, interrupts, tell, token) as found:
             yield found
     else:

@@ -65,17 +65,23 @@ def require_own_address(address: str) -> None:
     )
 
 
-def _require_free(port: int) -> None:
+def taken_by(port: int) -> str | None:
+    """Why a port of this host cannot be had, as "taken by process 7: …"; None if it is free."""
     # Without SO_REUSEADDR: two runs that reserve the same number would both succeed with it.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise _refused(port, _reason(error)) from error
+                return _reason(error)
             owner = owner_of(port)
-            if owner is not None:
-                raise _refused(port, f"taken by {owner}") from error
+            return None if owner is None else f"taken by {owner}"
+    return None
+
+
+def _require_free(port: int) -> None:
+    if (why := taken_by(port)) is not None:
+        raise _refused(port, why)
 
 
 def owner_of(port: int) -> str | None:

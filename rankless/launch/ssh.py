@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from rankless.launch.ssh_causes import ssh_cause
 from rankless.launch.tokens import folder_of_tokens, name_of_token
 from rankless.plan.hosts import Host
 from rankless.plan.run_plan import Company, Program, RunRequest
@@ -22,19 +23,10 @@ from rankless.runtime.bootstrap import python_command
 
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 LAST_LINES = 4
+REFUSED = 2
+"""An agent ends with it that has said itself why it does not start."""
 LEAVING_SECONDS = 2.0
 BRING_AGAIN_SECONDS = 5.0
-EXPLANATIONS = {
-    "Permission denied": "ssh asks for a password: bring a key there with ssh-copy-id",
-    "Host key verification failed": "the host's key is not known here: log in once by hand, or add it to known_hosts",
-    "Could not resolve hostname": "its name does not resolve here",
-    "Connection refused": "it is up, but no sshd listens",
-    "Connection timed out": "no answer: it is down, or a firewall drops packets to it",
-    "No route to host": "no way leads to it: its network or it is down",
-    "Network is unreachable": "no way leads to it: its network or it is down",
-    "No such file or directory": "the folder or the interpreter of this host is not there",
-    "not found": "the interpreter of this host is not there",
-}
 
 
 class RemoteTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,17 +109,17 @@ class Login:
     """One ssh to one host, and what it prints."""
 
     def __init__(self, host: Host, command: str, *, on_line: Callable[[str], None]) -> None:
-        target = host.address if host.user is None else f"{host.user}@{host.address}"
+        self._target = host.address if host.user is None else f"{host.user}@{host.address}"
         self._on_line = on_line
         self._lines: list[str] = []
         self._process = subprocess.Popen(
-            ["ssh", *OPTIONS, target, "--", command],
+            ["ssh", *OPTIONS, self._target, "--", command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for the agents: they end their workers in order
         )
-        self._reader = threading.Thread(target=self._read, name=f"ssh {target}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"ssh {self._target}", daemon=True)
         self._reader.start()
 
     def say(self, data: bytes) -> None:
@@ -155,9 +147,9 @@ class Login:
         """In words, from the last that it has printed."""
         self._reader.join(1.0)
         said = " / ".join(self._lines[-LAST_LINES:])
-        for sign, meaning in EXPLANATIONS.items():
-            if sign in said:
-                return f"{meaning} ({said})"
+        cause = ssh_cause(said, self._target)
+        if cause is not None and self._process.returncode != REFUSED:
+            return f"{cause.seen} ({said}): {cause.fix}"
         return f"ssh ended with {self._process.returncode}" + (f": {said}" if said else "")
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ _CARRIED = (
     "HF_",
 )
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot
 # honour a change.
 _READ_AT_IMPORT = (
@@ -143,6 +144,23 @@ def carried_variables() -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(_CARRIED) and name not in (TOKEN_FILE, WORKER_PLAN)
     }
+
+
+def user_proxies() -> dict[str, str]:
+    """The variables that name proxies, as they are written; none of them is a name that is empty."""
+    return {name: value for name, value in os.environ.items() if name.lower() in _PROXIES and value}
+
+
+def hosts_without_proxy() -> tuple[str, ...]:
+    """The names that no_proxy excepts; "*" are all."""
+    value = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def user_interfaces() -> dict[str, str]:
+    """The network cards that the user has named for Gloo and NCCL, by variable."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: value for name in names if (value := os.environ.get(name))}
 
 
 def user_python() -> str | None:

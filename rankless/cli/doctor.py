@@ -1,0 +1,91 @@
+"""`rankless doctor`: what would make a job hang or fail, on this host or between several."""
+
+import argparse
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import msgspec
+from rich.console import Console
+from rich.status import Status
+
+from rankless.errors import PlanError
+from rankless.launch.doctor.examination import Case, Findings, examine
+from rankless.observe.health import Health, health_of, render_health
+from rankless.plan.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile
+
+NAME = "doctor"
+HELP = (
+    "Look for what would make a job hang or fail, on this host or between several, and say how to mend it. "
+    "Exit code: 0 if nothing is wrong (there may be warnings), 1 if something is, 2 for a command line it cannot read."
+)
+INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("--hosts", metavar="A:4,B:4", help="the hosts of the job, with their workers (this host alone)")
+    parser.add_argument("--hostfile", metavar="FILE", help="the hosts, one a line, as `10.0.0.1 slots=4`")
+    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="how many workers on each host (1)")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"on which host 0 will wait ({DEFAULT_PORT})"
+    )
+    parser.add_argument("--no-ssh", action="store_true", help="look at the other hosts from outside only")
+    parser.add_argument("--log-dir", default="log", metavar="DIR", help="where logs of runs will go (log)")
+    parser.add_argument("--quick", action="store_true", help="leave out what imports torch: a small job, a collective")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look, print what was seen, and return 1 if a job would fail."""
+    case = Case(
+        hosts=_hosts(arguments),
+        workers=arguments.workers or 1,
+        port=_port(arguments.port),
+        log_folder=arguments.log_dir,
+        by_hand=arguments.no_ssh,
+        quick=arguments.quick,
+    )
+    try:
+        health = _judged(case, examined(case))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(health)).decode())
+    else:
+        render_health(health, sys.stdout)
+    return 1 if health.causes else 0
+
+
+def examined(case: Case) -> Findings:
+    """The findings; on a terminal one sees meanwhile what is being done."""
+    console = Console(stderr=True)
+    shown: AbstractContextManager[Status | None] = nullcontext()
+    if console.is_terminal and not console.is_dumb_terminal:
+        shown = console.status("looking")
+    with shown as status:
+        return examine(case, status.update if status is not None else lambda _: None)
+
+
+def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
+    if arguments.hosts is not None and arguments.hostfile is not None:
+        raise PlanError(
+            expected="one way of naming the hosts", found="--hosts and --hostfile", fix="leave one of them away"
+        )
+    if arguments.workers is not None and arguments.workers < 1:
+        raise PlanError(expected="at least 1 worker", found=arguments.workers, fix="give -n a number from 1 up")
+    if arguments.hosts is not None:
+        return parse_hosts(arguments.hosts, workers_per_host=arguments.workers)
+    if arguments.hostfile is not None:
+        return read_hostfile(arguments.hostfile, workers_per_host=arguments.workers)
+    return ()
+
+
+def _port(port: int) -> int:
+    if not 0 < port < 65536:
+        raise PlanError(expected="--port from 1 to 65535", found=port, fix="choose another")
+    return port
+
+
+def _judged(case: Case, findings: Findings) -> Health:
+    places = [host.address for host in case.hosts] or ["this host"]
+    return health_of(findings.rows, places=places, not_looked_at=findings.not_looked_at)

@@ -1,0 +1,74 @@
+"""All that the doctor sees from inside one host."""
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import psutil  # type: ignore[import-untyped]  # it has no stubs
+
+from rankless.launch.doctor import devices, machine, network
+from rankless.launch.doctor.questions import Look, Looked
+from rankless.launch.host_facts import own_facts
+from rankless.plan.hosts import own_addresses
+from rankless.plan.run_plan import Program
+from rankless.records.health import Row, warned
+
+Check = Callable[[], Row | list[Row]]
+NO_PROGRAM = Program(kind="code", target="")
+
+
+def look_around(look: Look) -> Looked:
+    """Every check of this host."""
+    card = network.own_card(look)
+    return Looked(
+        rows=tuple(made([*_network(look), *_machine(look), *_devices(look)])),
+        facts=own_facts(NO_PROGRAM, hosts=(), devices=()),
+        container=machine.container(),
+        interface=None if card is None else card[0],
+        address=None if card is None else card[1],
+    )
+
+
+def look_quickly(look: Look) -> list[Row]:
+    """What can be seen in a fraction of a second, before a job on several hosts."""
+    quick: list[Check] = [*_network(look), machine.shared_memory, machine.open_files, machine.processes]
+    return made([*quick, partial(machine.disk, look)])
+
+
+def made(checks: Sequence[Check]) -> list[Row]:
+    """The rows of all checks; one that the system does not let look is a warning."""
+    rows: list[Row] = []
+    for check in checks:
+        try:
+            found = check()
+        except (OSError, psutil.Error) as error:
+            name = getattr(check, "func", check).__name__.replace("_", " ")
+            found = warned(name, f"could not be looked at: {error}", "see whether this user may look there")
+        rows += found if isinstance(found, list) else [found]
+    return rows
+
+
+def _network(look: Look) -> list[Check]:
+    checks = [network.own_name, network.network_card, network.proxies]
+    if look.is_first:
+        checks.append(network.free_port)
+    return [partial(check, look) for check in checks]
+
+
+def _machine(look: Look) -> list[Check]:
+    own = [partial(check, look) for check in (machine.memory, machine.cores, machine.disk)]
+    limits = [machine.shared_memory, machine.open_files, machine.processes, machine.locked_memory]
+    return [machine.surroundings, *own, *limits, machine.mpi]
+
+
+def _devices(look: Look) -> list[Check]:
+    return [partial(devices.gpus, look)]
+
+
+def identity() -> str:
+    """The same for two names of one host only: the running kernel, and the network that it gives us."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    return f"{socket.gethostname()} {sorted(own_addresses())}"

@@ -1,0 +1,37 @@
+"""A job of two workers on this host, through the same agent as any other, to see that Rankless itself starts."""
+
+import sys
+from collections.abc import Callable
+
+from rankless.launch import agent
+from rankless.plan.check import make_run_plan
+from rankless.plan.run_plan import Program, RunRequest
+from rankless.runtime.ending import Ending
+
+WORKERS = 2
+_SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+tensor = torch.ones(1024)
+dist.all_reduce(tensor)
+assert bool((tensor == dist.get_world_size()).all())
+if dist.get_rank() == 0:
+    print(sys.argv[1] + str(time.time()), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+    """Return what runs the job: its logs go into the folder of the second argument, its figure follows the third."""
+    folder, mark = sys.argv[2:4]
+
+    def run() -> None:
+        plan = make_run_plan(
+            Program(kind="code", target=_SCRIPT, arguments=(mark,)),
+            RunRequest(worker_count=WORKERS, devices="cpu", threads=1, log_folder=folder, progress=False),
+        )
+        raise SystemExit(agent.run(plan, on_record=lambda _: None, out=sys.stdout, err=sys.stderr))
+
+    return run

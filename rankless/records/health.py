@@ -1,0 +1,55 @@
+"""What a check of a host, or of the way between two, has seen; and how numbers in it are written."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+Status = Literal["pass", "warn", "fail"]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check saw."""
+
+    name: str
+    place: str = ""
+    """The host, or "a → b" for a pair, or "all"."""
+    status: Status
+    seen: str
+    fix: str = ""
+
+
+def passed(name: str, seen: str) -> Row:
+    """A row of a check that found nothing wrong."""
+    return Row(name=name, status="pass", seen=seen)
+
+
+def warned(name: str, seen: str, fix: str) -> Row:
+    """A row of something that a job may survive."""
+    return Row(name=name, status="warn", seen=seen, fix=fix)
+
+
+def failed(name: str, seen: str, fix: str) -> Row:
+    """A row of something that a job will not survive."""
+    return Row(name=name, status="fail", seen=seen, fix=fix)
+
+
+def placed(rows: Sequence[Row], place: str) -> list[Row]:
+    """The rows, all of one place."""
+    return [msgspec.structs.replace(row, place=place) for row in rows]
+
+
+def sized(byte_count: float) -> str:
+    """As "3.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if byte_count < 1024:
+            return f"{byte_count:.3g} {unit}"
+        byte_count /= 1024
+    return f"{byte_count:.4g} TiB"
+
+
+def timed(seconds: float) -> str:
+    """As "3.5 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

@@ -1,0 +1,264 @@
+"""The doctor on one host: what it says of devices, limits, cards and proxies; its table, JSON and exit codes."""
+
+import io
+import itertools
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import rankless
+
+from rankless.errors import JoinError
+from rankless.launch.doctor.devices import Gpus, judged
+from rankless.launch.doctor.inside import look_around, look_quickly
+from rankless.launch.doctor.pairs import rounds
+from rankless.launch.doctor.questions import Look, Target
+from rankless.launch.doctor.quick import quick_check
+from rankless.launch.doctor.wire import SECRET_BYTES, connect_all, listen, measure
+from rankless.launch.ssh_causes import ssh_cause
+from rankless.observe.health import health_of, render_health
+from rankless.plan.check import make_run_plan
+from rankless.plan.hosts import parse_hosts
+from rankless.plan.run_plan import Company, Program, RunRequest
+from rankless.records.health import Row, failed, passed, placed, warned
+
+SECRET = b"s" * SECRET_BYTES
+H200 = "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("found", "rows"),
+    [
+        (Gpus(), [("pass", "no NVIDIA GPU: workers compute on the CPU")]),
+        (Gpus(cuda="13.0"), [("pass", "no NVIDIA GPU: workers compute on the CPU (torch has CUDA 13.0)")]),
+        (Gpus(visible=["0"]), [("warn", "no NVIDIA GPU, yet CUDA_VISIBLE_DEVICES=0")]),
+        (Gpus(names=(), complaint="no devices"), [("pass", "no NVIDIA GPU: workers compute on the CPU")]),
+        (Gpus(files=8), [("warn", "8 device files, but no nvidia-smi to ask")]),
+        (Gpus(files=8, names=(), complaint="mismatch"), [("fail", "nvidia-smi fails: mismatch")]),
+        (Gpus(names=[H200]), [("fail", "the driver has 1 x NVIDIA H200, but no /dev/nvidia0 is here")]),
+        (
+            Gpus(files=2, names=[H200] * 2, driver="580.65", cuda="13.0"),
+            [("pass", "2 x NVIDIA H200"), ("pass", "580.65, for torch's CUDA 13.0")],
+        ),
+        (
+            Gpus(files=2, names=[H200] * 2, driver="550.1", cuda="13.0", visible=["0", "2"]),
+            [
+                ("fail", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=0,2: 2 is not there"),
+                ("fail", "550.1, too old for torch's CUDA 13.0"),
+            ],
+        ),
+        (
+            Gpus(files=2, names=[H200] * 2, driver="550.1", visible=["1", "1"]),
+            [
+                ("fail", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=1,1: 1 is named twice"),
+                ("warn", "550.1, but torch is not there or built without CUDA"),
+            ],
+        ),
+        (
+            Gpus(files=2, names=[H200] * 2, driver="550.1", cuda="12.8", visible=["1"]),
+            [
+                ("warn", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=1: 2 workers would share 1, and talk through Gloo"),
+                ("pass", "550.1, for torch's CUDA 12.8"),
+            ],
+        ),
+        (
+            Gpus(files=1, names=[H200], driver="550.1", cuda="12.8", visible=[]),
+            [
+                ("warn", "1 x NVIDIA H200; CUDA_VISIBLE_DEVICES=none: all are hidden"),
+                ("pass", "550.1, for torch's CUDA 12.8"),
+            ],
+        ),
+    ],
+)
+def test_gpus_drivers_and_what_is_visible_are_judged_together(found: Gpus, rows: list[tuple[str, str]]):
+    told = judged(found, workers=2)
+    assert [(row.status, row.seen) for row in told] == rows
+    assert all(bool(row.fix) == (row.status != "pass") for row in told)
+
+
+def looking(**changes: object) -> Look:
+    return Look(**{"workers": 1, "port": 9988, "log_folder": "log", **changes})  # type: ignore[arg-type]
+
+
+def test_the_tools_that_a_host_has_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, text in (("mpirun", "mpirun (Open MPI) 4.1.4\nand more"), ("nvidia-smi", f"{H200}, 580.65.06")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    rows = {row.name: row for row in look_around(looking()).rows}
+    assert rows["MPI"].seen == f"mpirun (Open MPI) 4.1.4 ({tmp_path / 'mpirun'}); none is needed"
+    assert H200 in rows["GPUs"].seen
+
+
+def test_a_proxy_is_no_trouble_where_no_proxy_excepts_the_hosts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("all_proxy", "socks5://proxy.example")
+    look = looking(others=("10.0.0.2", "b.cluster"), has_several=True)
+    for excepted, status in (("10.0.0.2,.cluster", "pass"), ("*", "pass"), ("10.0.0.2", "warn"), ("", "warn")):
+        monkeypatch.setenv("no_proxy", excepted)
+        (row,) = (row for row in look_quickly(look) if row.name == "proxies")
+        assert row.status == status, excepted
+
+
+def test_a_job_on_several_hosts_is_told_what_may_trouble_it_and_refused_what_it_cannot_survive(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("http_proxy", "http://proxy.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    told: list[str] = []
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        # 127.0.0.2 stands for another host, which it is not: no job would start.
+        company = Company(hosts=parse_hosts("127.0.0.1,127.0.0.2", workers_per_host=1), place=0, port=port)
+        plan = make_run_plan(Program(kind="code", target=""), RunRequest(worker_count=1, company=company))
+        with pytest.raises(JoinError) as refused:
+            quick_check(plan, told.append)
+    assert f"port {port}: taken by process " in str(refused.value.found)
+    assert "127.0.0.1 to be fit for a job" in str(refused.value.expected)
+    assert any("proxies: http_proxy=http://proxy.example" in text for text in told)
+
+
+def test_listeners_answer_only_to_who_knows_the_secret_and_say_who_they_are():
+    listening = listen(3, SECRET)
+    assert listening is not None
+    with listening:
+        port = listening.getsockname()[1]
+        assert listen(4, SECRET, port) is None
+        right, another = (Target(place=place, address="127.0.0.1", port=port) for place in (3, 4))
+        nobody = Target(place=3, address="no.such.name.invalid", port=port)
+        outcomes = [each.outcome for each in connect_all([right, another, nobody], SECRET)]
+        assert outcomes == ["reached", "another", "no name"]
+        (stranger,) = connect_all([right], b"x" * SECRET_BYTES)
+        assert stranger.outcome == "another"
+        speed = measure(right, SECRET)
+        assert not speed.error
+        assert 0 < speed.round_trip_seconds < 1
+        assert speed.bytes_per_second > 1e6
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        (refused,) = connect_all([Target(place=3, address="127.0.0.1", port=closed.getsockname()[1])], SECRET)
+    assert refused.outcome == "refused"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_every_ordered_pair_is_measured_once_and_no_host_twice_at_a_time(count: int):
+    turns = rounds(range(count))
+    for turn in turns:
+        taking_part = list(itertools.chain(*turn))
+        assert len(taking_part) == len(set(taking_part))
+    assert sorted(itertools.chain(*turns)) == sorted(itertools.permutations(range(count), 2))
+
+
+@pytest.mark.parametrize(
+    ("said", "seen"),
+    [
+        ("root@b: Permission denied (publickey,password).", "ssh asks for a password"),
+        ("Host key verification failed.", "the host's key is not known here"),
+        ("ssh: connect to host b port 22: Connection refused", "it is up, but no sshd listens"),
+        ("ssh: connect to host b port 22: Connection timed out", "no answer: it is down, or a firewall drops packets"),
+        ("ssh: Could not resolve hostname b: Name or service not known", "its name does not resolve here"),
+        ("ssh: connect to host b port 22: No route to host", "no way leads to it: its network or it is down"),
+        ("ModuleNotFoundError: No module named 'rankless'", "Rankless is not installed there"),
+    ],
+)
+def test_what_ssh_says_is_told_apart(said: str, seen: str):
+    cause = ssh_cause(said, "b")
+    assert cause is not None
+    assert cause.seen.startswith(seen)
+    assert "{" not in cause.fix
+
+
+def test_the_table_shows_what_is_wrong_first_and_the_verdict_joins_what_has_one_fix():
+    rows = [
+        *placed([passed("memory", "enough"), warned("proxies", "set", "unset it")], "a"),
+        *placed([passed("memory", "enough"), failed("/dev/shm", "[small]", "make it large")], "b"),
+        *placed([failed("connection", "dropped", "open it")], "a → b"),
+        *placed([failed("connection", "dropped, too", "open it")], "b → a"),
+    ]
+    health = health_of(rows, places=["a", "b"], not_looked_at=["a collective"])
+    shown = io.StringIO()
+    render_health(health, shown)
+    assert shown.getvalue() == (
+        "b\n"
+        "  FAIL  /dev/shm    [small]\n"
+        "                    fix: make it large\n"
+        "  PASS  memory      enough\n"
+        "between the hosts\n"
+        "  FAIL  a → b  connection  dropped\n"
+        "                           fix: open it\n"
+        "  FAIL  b → a  connection  dropped, too\n"
+        "                           fix: open it\n"
+        "a\n"
+        "  WARN  proxies     set\n"
+        "                    fix: unset it\n"
+        "  PASS  memory      enough\n"
+        "not looked at: a collective\n"
+        "2 causes found:\n"
+        "  1. b: /dev/shm: [small]\n"
+        "     fix: make it large\n"
+        "  2. a → b, b → a: connection: dropped\n"
+        "     fix: open it\n"
+    )
+    healthy = health_of(rows[:2], places=["a", "b"], not_looked_at=[])
+    assert healthy.verdict == "healthy: 2 checks, 1 warning"
+
+
+def test_many_pairs_that_are_well_are_one_line_of_the_table_and_all_in_the_rows():
+    names = [f"h{number}" for number in range(6)]
+    rows: list[Row] = []
+    for one, other in itertools.permutations(names, 2):
+        rows += placed([passed("connection", "reached")], f"{one} → {other}")
+    rows += placed([failed("speed", "stalls", "see the MTU")], "h0 → h5")
+    health = health_of(rows, places=names, not_looked_at=[])
+    shown = io.StringIO()
+    render_health(health, shown)
+    assert len(health.rows) == 31
+    assert "  FAIL  h0 → h5   speed       stalls\n" in shown.getvalue()
+    assert "  PASS  30 pairs  connection  as h0 → h1: reached\n" in shown.getvalue()
+
+
+@pytest.mark.slow
+def test_one_host_is_looked_at_as_a_table_or_as_json_with_an_exit_code(tmp_path: Path):
+    table = rankless("doctor", folder=tmp_path)
+    assert table.returncode == 0, table.stdout + table.stderr
+    lines = table.stdout.splitlines()
+    assert lines[0] == "this host"
+    assert any(line.startswith("  PASS  start of a job  2 workers, ") for line in lines)
+    assert lines[-1].startswith("healthy: ")
+    assert (table.stderr, list(tmp_path.iterdir())) == ("", [])
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = shlex.join([sys.executable, "-m", "rankless", "doctor", "--quick", "--json", "--port", port])
+        limited = ["bash", "-c", f"ulimit -n 100; exec {words}"]
+        sick = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    told = json.loads(sick.stdout)
+    assert sick.returncode == 1
+    (cause,) = told["causes"]
+    assert (cause["places"], cause["seen"]) == (["this host"], "open files: 100 for each process, 100 if asked for")
+    (taken_row,) = (row for row in told["rows"] if row["name"] == f"port {port}")
+    assert taken_row["status"] == "warn"
+    assert f"taken by process {os.getpid()}: " in taken_row["seen"]
+    assert {"name", "place", "status", "seen", "fix"} == set(told["rows"][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--hosts", "a,a"], "a 2 times"),
+        (["--hosts", "a:x"], "a number of workers from 1 up"),
+        (["--port", "70000"], "--port from 1 to 65535"),
+        (["-n", "0"], "at least 1 worker"),
+        (["--hosts", "a", "--hostfile", "f"], "one way of naming the hosts"),
+        (["--hostfile", "none"], "a file of hosts"),
+        (["--jsn"], "did you mean --json?"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_told_with_2(options: list[str], said: str, tmp_path: Path):
+    done = rankless("doctor", *options, folder=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
