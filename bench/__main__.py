@@ -21,6 +21,7 @@ MODULES = {
     "checks": "checks",
     "variable_shapes": "variable_shapes",
     "collectives": "collectives",
+    "hang_watch": "hang_watch",
 }
 
 
