@@ -8,6 +8,7 @@
 
 import faulthandler
 import mmap
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ def be_found(descriptor: int, *, main_thread: int) -> Callable[..., None]:
 
     A DataLoader's workers, forked from this process, can be asked for their stacks as it can.
     """
+    os.set_inheritable(descriptor, False)
     words = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
     words[MAIN_THREAD] = main_thread
     number, clock = asking_signal(), time.monotonic_ns
