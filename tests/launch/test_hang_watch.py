@@ -69,8 +69,10 @@ def waits(still):
 
 def test_a_rank_that_another_host_waits_for_is_named_with_its_host(sleeper, tmp_path):
     with watching(sleeper, tmp_path) as watch:
+        start = time.monotonic()
+        assert told(watch, 25, start) == []
         watch.take(waits(still=40.0))
-        said = [record.text for record in told(watch, 60) if isinstance(record, Said)]
+        said = [record.text for record in told(watch, 10, start + 25) if isinstance(record, Said)]
     assert "rank 1 waits in all_reduce at train.py:33" in said[0]
     assert "rank 0 on a did not come: its stack cannot be read (sleeps, 0 % CPU)" in said[0]
 
