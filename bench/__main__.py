@@ -22,6 +22,7 @@ MODULES = {
     "checks": "checks",
     "variable_shapes": "variable_shapes",
     "collectives": "collectives",
+    "hang_watch": "hang_watch",
 }
 
 

@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="where all workers' random numbers start (drawn)")
     parser.add_argument("--show", choices=("first", "all"), default="first", help="whose output to show (rank 0's)")
     parser.add_argument("--log-dir", default="log", metavar="DIR", help="where logs of runs go (log)")
+    parser.add_argument(
+        "--hang-timeout",
+        type=float,
+        metavar="S",
+        help="end a job in which ranks have waited S seconds in vain; 0: never (learned from its steps)",
+    )
     parser.add_argument("--no-warm", action="store_true", help="start plain processes, each importing torch itself")
     parser.add_argument("--no-progress", action="store_true", help="no progress line")
     add_hosts_arguments(parser)
@@ -45,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             warm=not arguments.no_warm,
             progress=not arguments.no_progress,
             company=company_of(arguments),
+            hang_timeout_seconds=arguments.hang_timeout,
         ),
     )
     with ProgressLine() as line:

@@ -33,6 +33,9 @@ BYTES_PER_RANK = 32
 MOST_LINE = 200
 PATIENT_SPINS = 50
 LONGEST_NAP_SECONDS = 0.001
+LONG_WAIT_SECONDS = 2.0
+"""Who has waited so long naps longer, in proportion: it is then seen to stand still, and no later by more than 1 %."""
+LONGEST_NAP_OF_ALL_SECONDS = 0.05
 LIFE_CHECK_SECONDS = 0.1
 TELL_AFTER_SECONDS = 10.0
 
@@ -105,7 +108,8 @@ class RollCall:
             now = time.monotonic()
             start = start or now
             waited = now - start
-            time.sleep(min(LONGEST_NAP_SECONDS, max(0.00002, waited / 10)))
+            longest = max(LONGEST_NAP_SECONDS, min(LONGEST_NAP_OF_ALL_SECONDS, (waited - LONG_WAIT_SECONDS) / 100))
+            time.sleep(min(longest, max(0.00002, waited / 10)))
             if waited - checked > LIFE_CHECK_SECONDS:
                 checked = waited
                 self._require_living()
@@ -257,5 +261,5 @@ def told_by(point: MeetingPoint, key: str, rank: int) -> str:
                 fix="look at what it does instead: its log, or py-spy dump --pid; every rank must make every call",
                 where=line_of_the_script(),
             )
-        time.sleep(nap := min(nap * 2, 0.05))
+        time.sleep(nap := min(nap * 2, LONGEST_NAP_OF_ALL_SECONDS if now - start < 2 * LONG_WAIT_SECONDS else 0.2))
     return bytes(point.store.get(key)).decode()

@@ -1,5 +1,6 @@
 """The agent: starts a run's workers on this host, watches them, ends them together, and says how it went."""
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import TextIO
 from rankless.launch.account import Account, conclude
 from rankless.launch.assembly import Assembled, assembled
 from rankless.launch.gathering import Interrupted
+from rankless.launch.hangs.hang_watch import HangWatch, Scene, open_pages
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import signal_name
 from rankless.launch.logs import make_run_folder, shown_streams
@@ -84,8 +86,19 @@ class Run:
         self._job = job
         self._interrupts = interrupts
         folder = make_run_folder(plan, job.start.run_id, job.place)
-        self._workers = plan_workers(plan, job, folder=folder)
+        pages = open_pages(plan.worker_count, timeout_seconds=plan.hang_timeout_seconds)
+        self._workers = plan_workers(plan, job, folder=folder, pages=pages)
         self.account = Account(plan, job, folder)
+        self._hangs = HangWatch(
+            Scene(
+                plans=[worker.plan for worker in self._workers],
+                pages=pages,
+                timeout_seconds=plan.hang_timeout_seconds,
+                judges=job.others.judges,
+                folder=folder,
+                host_name=self.account.host_name,
+            )
+        )
         _tell(err, self.account.opening())
         # Of several hosts only host 0 shows what ranks write; under torchrun each its own.
         shows = job.place == 0 or plan.foreign is not None
@@ -110,7 +123,12 @@ class Run:
             if text is not None and text not in said and job.place == 0:
                 said.add(text)
                 tell(text)
+            self._hangs.take(record)
             on_record(record)
+
+        def look() -> list[AnyRecord]:
+            self._terminal.pump()
+            return self._hangs.turn(time.monotonic())
 
         try:
             watch = Watch(
@@ -118,13 +136,14 @@ class Run:
                 others=job.others,
                 interrupts=self._interrupts,
                 on_record=take,
-                on_turn=self._terminal.pump,
+                on_turn=look,
                 foreign=plan.foreign,
             )
             return watch.run_to_end()
         finally:
             parent.close(patience_seconds=1.0)
             self._terminal.close()
+            self._hangs.close()
 
 
 def _tell(err: TextIO, text: str) -> None:

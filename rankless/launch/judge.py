@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.records.events import AnyRecord, Exited, HostLost, HostToldToEnd, Leaving, Left, Raised
+from rankless.records.events import AnyRecord, Exited, HostLost, HostToldToEnd, Leaving, Left, Raised, Stuck
 
 SETTLING_SECONDS = 0.3
 """After a victim's record: how long the culprit's own may take to arrive, as that of a killed process."""
@@ -25,7 +25,7 @@ _LOST_CONNECTION = re.compile(
     r"|rank \d+ (raised|failed)\b"
 )
 
-Cause = Literal["raised", "left", "signal", "exit", "lost", "host"]
+Cause = Literal["raised", "left", "signal", "exit", "lost", "host", "stuck"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +90,14 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
         )
     if isinstance(record, Exited) and record.exit_code != 0 and not told:
         return _judge_exit(record)
+    if isinstance(record, Stuck):
+        return Verdict(
+            culprit=record.rank,
+            cause="stuck",
+            exit_code=1,
+            headline=record.headline,
+            traceback=record.traceback,
+        )
     if isinstance(record, HostLost):
         return Verdict(culprit=record.rank, cause="host", exit_code=1, headline=f"host {record.host} {record.how}")
     if isinstance(record, HostToldToEnd):

@@ -38,6 +38,8 @@ class ParentProcess:
             records_descriptor=records_end.fileno(),
             store_descriptor=None if store is None else store.fileno(),
         )
+        pages = [launch.plan.whereabouts_descriptor for launch in workers]
+        kept = [lifeline_end.fileno(), records_end.fileno(), host_plan.store_descriptor, *pages]
         adopt_orphans()  # if the parent itself is killed, its workers' children come to the agent
         with open(log_path, "wb") as log, lifeline_end, records_end:
             self._process = subprocess.Popen(
@@ -46,7 +48,7 @@ class ParentProcess:
                 stdout=log,
                 stderr=log,
                 env=parent_environment(plan),
-                pass_fds=[end.fileno() for end in (lifeline_end, records_end, store) if end is not None],
+                pass_fds=[descriptor for descriptor in kept if descriptor is not None],
                 start_new_session=True,
             )
         assert self._process.stdin is not None

@@ -56,7 +56,7 @@ class Watch:
         others: Others,
         interrupts: Interrupts,
         on_record: Callable[[AnyRecord], None],
-        on_turn: Callable[[], None],
+        on_turn: Callable[[], Sequence[AnyRecord]],
         foreign: Foreign | None = None,
     ) -> None:
         self._parent = parent
@@ -86,7 +86,7 @@ class Watch:
             while True:
                 exit_code = self._parent.poll()  # before reading: what it sent before it ended is there now
                 self._read_records()
-                self._on_turn()
+                self._take_found(self._on_turn())
                 now = time.monotonic()
                 self._hear_others(now)
                 if exit_code is not None and self._has_all_ended(exit_code, selector):
@@ -111,6 +111,12 @@ class Watch:
         records, _ = receive_records(self._parent.records)
         self._others.report(records)
         self._take(records)
+
+    def _take_found(self, records: Sequence[AnyRecord]) -> None:
+        """What this agent has found itself; nothing of it counts once the run is to end."""
+        if records and self._phase is Phase.RUNNING and self._verdict is None:
+            self._others.report(records)
+            self._take(records)
 
     def _hear_others(self, now: float) -> None:
         turn = self._others.turn(now)

@@ -1,6 +1,7 @@
 """What each worker of a run is told."""
 
 import os
+from collections.abc import Sequence
 
 from rankless.launch.assembly import Assembled
 from rankless.launch.logs import log_files
@@ -8,8 +9,8 @@ from rankless.plan.environment import foreign_environment, user_visible_devices,
 from rankless.plan.run_plan import RunPlan, WorkerLaunch, WorkerPlan
 
 
-def plan_workers(plan: RunPlan, job: Assembled, *, folder: str) -> list[WorkerLaunch]:
-    """The plan and environment of every worker of this host, in the order of ranks."""
+def plan_workers(plan: RunPlan, job: Assembled, *, folder: str, pages: Sequence[int]) -> list[WorkerLaunch]:
+    """The plan and environment of every worker of this host, in the order of ranks; `pages` are their whereabouts."""
     seen, cuda_devices = _seen_devices(plan)
     foreign, start = plan.foreign, job.start
     launches = []
@@ -42,6 +43,7 @@ def plan_workers(plan: RunPlan, job: Assembled, *, folder: str) -> list[WorkerLa
             host=job.place,
             host_count=len(start.workers),
             store_descriptor=job.store.fileno() if rank == 0 and job.store is not None else None,
+            whereabouts_descriptor=pages[local_rank] if pages else None,
             store_address=start.store_address,
             store_port=start.store_port,
         )

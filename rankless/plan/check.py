@@ -8,7 +8,7 @@ import shutil
 from typing import Literal
 
 from rankless.errors import PlanError
-from rankless.plan.environment import user_threads, user_visible_devices
+from rankless.plan.environment import user_hang_timeout, user_threads, user_visible_devices
 from rankless.plan.run_plan import Program, RunPlan, RunRequest
 from rankless.plan.script_source import names_rankless
 
@@ -48,8 +48,26 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         hosts=request.hosts,
         foreign=request.foreign,
         company=company,
+        hang_timeout_seconds=hang_timeout(request),
         request=request,
     )
+
+
+def hang_timeout(request: RunRequest) -> float | None:
+    """How long the job may stand still, in seconds: the option's, or RANKLESS_HANG_TIMEOUT's. Raises PlanError."""
+    seconds, given = request.hang_timeout_seconds, user_hang_timeout()
+    if seconds is None and given is not None:
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = -1.0
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        raise PlanError(
+            expected="seconds without progress after which a job is ended, or 0 for never",
+            found=seconds if request.hang_timeout_seconds is not None else f"RANKLESS_HANG_TIMEOUT={given}",
+            fix="give --hang-timeout a number from 0 up, or leave it away: what is usual for the job is then learned",
+        )
+    return seconds
 
 
 def check_program(program: Program) -> None:

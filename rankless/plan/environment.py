@@ -15,6 +15,7 @@ from rankless.plan.run_plan import RunPlan, WorkerPlan
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
+HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
 _CARRIED = (
     "RANKLESS_",
     "PYTHON",
@@ -135,6 +136,11 @@ def launcher_defaults() -> dict[str, str]:
 def user_token_file() -> str | None:
     """The file that holds the token of a job on several hosts, if RANKLESS_TOKEN_FILE names one."""
     return os.environ.get(TOKEN_FILE) or None
+
+
+def user_hang_timeout() -> str | None:
+    """What RANKLESS_HANG_TIMEOUT says, for the commands that have no such option, as torchrun's."""
+    return os.environ.get(HANG_TIMEOUT) or None
 
 
 def carried_variables() -> dict[str, str]:

@@ -118,6 +118,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     foreign: Foreign | None = None
     company: Company | None = None
     """None: this host alone."""
+    hang_timeout_seconds: float | None = None
+    """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +151,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     foreign: Foreign | None = None
     company: Company | None = None
     """None: this host alone."""
+    hang_timeout_seconds: float | None = None
+    """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
     request: RunRequest
     """What was asked for: each host makes a plan of its own of it."""
 
@@ -189,6 +193,8 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     host_count: int = 1
     store_address: str = "127.0.0.1"
     store_port: int | None = None
+    whereabouts_descriptor: int | None = None
+    """The inherited memory in which it writes its steps, and, asked, its stacks; None where nobody looks."""
     process_id: int | None = None
     """The worker's own; a child of it inherits the environment but is not the worker."""
 

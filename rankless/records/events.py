@@ -3,6 +3,8 @@
 Times are `time.monotonic_ns()` of the host, which all processes of one host share.
 """
 
+from typing import Literal
+
 import msgspec
 
 
@@ -95,4 +97,38 @@ class HostToldToEnd(Record, frozen=True, tag="host_told_to_end"):
     signal: int
 
 
-AnyRecord = Started | Raised | Leaving | Left | Exited | Progress | Said | FileOpened | HostLost | HostToldToEnd
+RankState = Literal["moves", "waits", "computes", "blocked", "stopped", "debugged", "ended"]
+"""`waits`: in a collective, for other ranks. `blocked`: elsewhere, and nothing of it runs. `debugged`: at a breakpoint,
+or held by a debugger. `moves`: what was told of it before is over.
+"""
+
+
+class Where(Record, frozen=True, tag="where"):
+    """Where a rank is, told by its host's agent when some rank there has stood still for long."""
+
+    state: RankState
+    still_seconds: float = 0.0
+    """For how long its main thread has not run."""
+    quiet_seconds: float = 0.0
+    """For how long it has written no output."""
+    cpu_percent: float = 0.0
+    doing: str = ""
+    """What it waits in, as "all_reduce"; or how it stands still, as "sleeps"."""
+    line: str = ""
+    """The innermost line of the script, as "train.py:33"."""
+    text: str = ""
+    """Where that is, in words, as "load() at data.py:12, called from train.py:20"."""
+    stack: tuple[str, ...] = ()
+    """The script's frames, outermost first."""
+
+
+class Stuck(Record, frozen=True, tag="stuck"):
+    """The job is to be ended, because this rank does not come to where others wait for it."""
+
+    headline: str
+    traceback: str
+
+
+AnyRecord = (
+    Started | Raised | Leaving | Left | Exited | Progress | Said | FileOpened | HostLost | HostToldToEnd | Where | Stuck
+)

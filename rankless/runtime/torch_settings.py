@@ -7,12 +7,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as groups
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def apply(
-    *, seed: int | None, threads: int | None, dtype: str | None, before_leaving: Callable[[BaseException | None], None]
+    *,
+    seed: int | None,
+    threads: int | None,
+    dtype: str | None,
+    before_leaving: Callable[[BaseException | None], None],
+    step_made: Callable[..., None] | None = None,
 ) -> None:
-    """Set threads, seed, dtype and debug level, and have `before_leaving` called before groups are destroyed."""
+    """Set threads, seed, dtype and debug level, and have `before_leaving` called before groups are destroyed, and
+    `step_made` after each step of an optimizer.
+    """
     if threads is not None:
         torch.set_num_threads(threads)
     if dtype is not None:
@@ -23,6 +31,8 @@ def apply(
         torch.manual_seed(seed)
     else:
         torch.seed()  # as in a process of its own: what torch drew at its import, all forks of the parent share
+    if step_made is not None:
+        register_optimizer_step_post_hook(step_made)
     if dist.is_available():
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # public, missing in the stubs
         _announce_destruction(before_leaving)

@@ -188,13 +188,12 @@ class Guard:
             self._report(Exited(rank=rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
 
     def _start_plain(self, launch: WorkerLaunch) -> int:
-        kept = [self._plan.records_descriptor]
-        if launch.plan.store_descriptor is not None:
-            kept.append(launch.plan.store_descriptor)
+        plan = launch.plan
+        kept = [self._plan.records_descriptor, plan.store_descriptor, plan.whereabouts_descriptor]
         process = subprocess.Popen(
             python_command("rankless.runtime.plain_worker"),
             stdin=subprocess.PIPE,
-            pass_fds=kept,
+            pass_fds=[descriptor for descriptor in kept if descriptor is not None],
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:

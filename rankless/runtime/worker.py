@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from rankless.runtime.output import redirect_output
 from rankless.runtime.processes import set_parent_death_signal
 from rankless.runtime.spawn_watch import watch_spawning
 from rankless.runtime.user_program import become_command, for_local_rank, prepare_main
+from rankless.runtime.whereabouts import be_found
 
 _LONGEST_TEXT = 16_000
 
@@ -32,6 +34,9 @@ def enter_forked(launch: WorkerLaunch, host: HostPlan, ending: Ending) -> "Worke
     """Turn a fresh fork of the warm parent into a worker."""
     if host.store_descriptor is not None and launch.plan.store_descriptor is None:
         os.close(host.store_descriptor)
+    for other in host.workers:
+        if other is not launch and other.plan.whereabouts_descriptor is not None:
+            os.close(other.plan.whereabouts_descriptor)
     worker = enter(launch, host, ending, hide_torch=True)
     ending.arm()
     return worker
@@ -63,6 +68,9 @@ class WorkerProcess:
         self._program = program
         self._environment_at_start = environment.snapshot()
         self._files = FileWatch(plan, send=self._send) if plan.world_size > 1 else None
+        self._step_made: Callable[..., None] | None = None
+        if plan.whereabouts_descriptor is not None:
+            self._step_made = be_found(plan.whereabouts_descriptor, main_thread=threading.get_ident())
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
 
     def await_arrivals(self, *, hide_torch: bool) -> None:
@@ -131,6 +139,7 @@ class WorkerProcess:
             threads=environment.user_threads(),
             dtype=self._plan.dtype,
             before_leaving=self._before_leaving,
+            step_made=self._step_made,
         )
         if self._plan.watch.is_twin:
             importlib.import_module("rankless.runtime.twin").watch(self._plan)

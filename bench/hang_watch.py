@@ -1,0 +1,44 @@
+"""What the hang watch costs: in a worker after every step, and in the agent that looks at its workers once a second.
+
+`ours` is the time in it, the peer is the step, or the second, of which it is a part: the ratio is its share.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.commands import rankless_run, run
+from bench.pairs import Row, row
+from rankless.launch.hangs.vitals import Pulse
+
+WORKERS = 8
+LOOKS = 20
+
+
+def rows() -> Iterator[Row]:
+    """A row for a worker and one for the agent."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(rankless_run(1, "hang_watch.py"), threads=1, folder=folder)
+        times = json.loads((Path(folder) / "times.json").read_text())
+    yield row("hang_watch_step", peer="the whole step", times=times, aim=0.005)
+    yield row("hang_watch_agent_8", peer="a second", times=[(look_seconds(), 1.0) for _ in range(LOOKS)], aim=0.005)
+
+
+def look_seconds() -> float:
+    """Seconds of one look at as many workers as a host often has, all standing still: these cost most."""
+    workers = [subprocess.Popen(["sleep", "600"]) for _ in range(WORKERS)]
+    try:
+        pulses = [Pulse(worker.pid, time.monotonic()) for worker in workers]
+        os.sched_yield()
+        start = time.perf_counter()
+        for pulse in pulses:
+            pulse.feel(time.monotonic() + 1)
+        return time.perf_counter() - start
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()

@@ -1,0 +1,261 @@
+"""Jobs that stand still: the rank that does not come is named, with its line; jobs that only seem to are left alone."""
+
+import re
+
+import pytest
+from jobs import run_script
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT = "3"
+
+TRAINING = """
+import ctypes, os, signal, socket, subprocess, sys, threading, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+odd = rank == dist.get_world_size() - 1
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+{fault}
+
+for step in range(9):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if step == 6 and odd:
+        stuck()
+    dist.all_reduce(torch.ones(3))  # here
+print("done")
+"""
+
+FAULTS = {
+    "sleeps": ("def stuck():\n    time.sleep(600)  # there", "sleeps"),
+    "loops": ("def stuck():\n    while True: pass  # there", "computes"),
+    "waits for a lock": (
+        "def stuck():\n    lock = threading.Lock(); lock.acquire()\n    lock.acquire()  # there",
+        "lock",
+    ),
+    "waits for an event": ("def stuck():\n    threading.Event().wait()  # there", "lock"),
+    "waits for the network": (
+        "def stuck():\n    ends = socket.socketpair()\n    ends[0].recv(1)  # there",
+        "waits for data",
+    ),
+    "waits for a process": ("def stuck():\n    subprocess.run(['sleep', '600'])  # there", "waits for a process"),
+    "holds the interpreter": (
+        "def stuck():\n    pipe, end = os.pipe()\n"
+        "    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)  # there",
+        "waits for data",
+    ),
+    "is in another collective": (
+        "def stuck():\n    dist.barrier()  # there",
+        "it waits in barrier",
+    ),
+    "waits for an asynchronous message": (
+        "def stuck():\n    work = dist.irecv(torch.ones(3), src=0, tag=7)\n    work.wait()  # there",
+        "it waits in wait()",
+    ),
+}
+
+
+def line_of(script, mark):
+    return next(number for number, line in enumerate(script.splitlines(), 1) if f"# {mark}" in line)
+
+
+def verdict_in(done):
+    """What is said at the end, of the rank that has ended the job."""
+    assert done.returncode == 1, done.stderr
+    return next(line for line in done.stderr.splitlines()[::-1] if re.match(r"rankless: rank \d", line))
+
+
+SAMPLE = {("sleeps", 3), ("loops", 2), ("holds the interpreter", 2), ("is in another collective", 3)}
+
+
+def cases():
+    for name in FAULTS:
+        for workers in (2, 3):
+            marks = [] if (name, workers) in SAMPLE else [pytest.mark.exhaustive]
+            yield pytest.param(name, workers, marks=marks, id=f"{name}, {workers} workers")
+
+
+@pytest.mark.parametrize(("name", "workers"), list(cases()))
+def test_who_does_not_come_is_named_with_its_line(name, workers, tmp_path):
+    fault, sign = FAULTS[name]
+    script = TRAINING.replace("{fault}", fault)
+    done = run_script(script, "-n", str(workers), "--hang-timeout", TIMEOUT, folder=tmp_path)
+    said = verdict_in(done)
+    assert f"rank {workers - 1} did not come" in said
+    assert f"at script.py:{line_of(script, 'there')}" in said.partition(";")[0]
+    assert sign in said
+    waiting = "rank 0 waits" if workers == 2 else "ranks 0, 1 wait"
+    assert f"{waiting} in all_reduce at script.py:{line_of(script, 'here')}" in said
+    report = done.stderr[done.stderr.index("no progress for") :]
+    assert len(report[: report.index("rankless: rank")].splitlines()) <= 15
+    assert "in stuck" in report
+
+
+def test_a_stopped_worker_is_named(tmp_path):
+    script = TRAINING.replace("{fault}", "def stuck():\n    os.kill(os.getpid(), signal.SIGSTOP)")
+    said = verdict_in(run_script(script, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert "rank 1 did not come: it is stopped, by a signal (kill -CONT" in said
+
+
+def test_a_rank_that_has_ended_its_script_and_lingers_is_named(tmp_path):
+    fault = "def stuck():\n    threading.Thread(target=time.sleep, args=(600,)).start()\n    sys.exit()"
+    said = verdict_in(
+        run_script(TRAINING.replace("{fault}", fault), "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path)
+    )
+    assert "rank 1 did not come: it has ended its script, and its process goes on" in said
+
+
+DATA_LOADER = """
+import os, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        if index == 9 and dist.get_rank() == 1:
+            time.sleep(600)  # there
+        return torch.ones(2)
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2):
+    model(batch).sum().backward()  # here
+    optimizer.step()
+"""
+
+
+def test_a_data_loaders_worker_that_hangs_is_named_and_ddp_is_known_to_wait(tmp_path):
+    said = verdict_in(run_script(DATA_LOADER, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert "rank 1 did not come" in said
+    assert re.search(rf"worker, process \d+, is in __getitem__\(\) at script.py:{line_of(DATA_LOADER, 'there')}", said)
+    assert f"rank 0 waits in backward() at script.py:{line_of(DATA_LOADER, 'here')}" in said
+
+
+JOB = """
+import time, torch, rankless
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@rankless.job(model=model, optimizer=optimizer)
+def train(x):
+    return model(x).square().mean()
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, index):
+        if index == SLOW:
+            time.sleep(600)  # read
+        return torch.ones(2)
+for step, x in enumerate(rankless.loader(Data(), batch_size=4)):
+    if step == 6 and rankless.rank() == SLEEPER:
+        time.sleep(600)  # there
+    train(x)  # here
+"""
+
+
+def test_a_rank_that_does_not_come_to_a_jobs_call_is_named(tmp_path):
+    script = JOB.replace("SLEEPER", "1").replace("SLOW", "-1")
+    said = verdict_in(run_script(script, "-n", "3", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert f"rank 1 did not come: it is at script.py:{line_of(script, 'there')} (sleeps" in said
+    assert f"ranks 0, 2 wait in a job's call at script.py:{line_of(script, 'here')}" in said
+
+
+def test_a_rank_that_does_not_come_with_its_share_of_a_batch_is_named(tmp_path):
+    script = JOB.replace("SLEEPER", "-1").replace("SLOW", "27")  # in batch 6 the last worker's
+    said = verdict_in(run_script(script, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert f"rank 1 did not come: it is in __getitem__() at script.py:{line_of(script, 'read')}" in said
+    assert "rank 0 waits in" in said
+
+
+def test_a_rank_that_does_not_come_to_a_checked_collective_is_named(tmp_path):
+    script = """
+import time, torch, rankless
+from rankless.collectives import all_reduce, barrier
+rankless.init()
+for step in range(9):
+    if step == 5 and rankless.rank() == 0:
+        time.sleep(600)  # there
+    all_reduce(torch.ones(3))  # here
+"""
+    said = verdict_in(run_script(script, "-n", "3", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert f"rank 0 did not come: it is at script.py:{line_of(script, 'there')} (sleeps" in said
+    assert f"ranks 1, 2 wait in rankless.collectives.all_reduce at script.py:{line_of(script, 'here')}" in said
+
+
+HEALTHY = {
+    "one long step of all ranks": "time.sleep(5)",
+    "a step in which all compute": "[sum(range(10**6)) for _ in range(150)]",
+    "one slow rank": "time.sleep(2.5 * odd)",
+    "children that compute": "subprocess.run([sys.executable, '-c', 'for i in range(10**8): pass']) if odd else None",
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_by_itself_nothing_is_said_of_pauses(name, tmp_path):
+    fault = f"def pause():\n    if step == 6:\n        {HEALTHY[name]}\n    return False"
+    script = TRAINING.replace("{fault}", fault).replace("step == 6 and odd", "pause()")
+    done = run_script(script, "-n", "2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout
+    assert "no progress" not in done.stderr
+
+
+def test_ranks_that_wait_for_one_that_saves_are_spoken_of_and_the_job_goes_on(tmp_path):
+    script = TRAINING.replace("{fault}", "def stuck():\n    torch.save(model, 'm'); time.sleep(7)  # there")
+    done = run_script(script, "-n", "2", "--hang-timeout", "10", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"rank 1 did not come: it is in stuck() at script.py:{line_of(script, 'there')}" in done.stderr
+    assert "rankless: the job goes on, after" in done.stderr
+    assert "done" in done.stdout
+
+
+def test_a_rank_at_a_breakpoint_is_spoken_of_and_never_ended(tmp_path):
+    fault = """
+def stuck():
+    import pdb
+    pipe, end = os.pipe()
+    threading.Timer(7, lambda: os.write(end, b"continue\\n")).start()
+    pdb.Pdb(stdin=os.fdopen(pipe), stdout=open(os.devnull, "w"), nosigint=True).set_trace()
+"""
+    done = run_script(TRAINING.replace("{fault}", fault), "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 did not come: it is in a debugger" in done.stderr
+
+
+def test_output_of_the_rank_that_others_wait_for_puts_the_end_off(tmp_path):
+    fault = """
+def stuck():
+    end = time.monotonic() + 6
+    while time.monotonic() < end:
+        print(".", flush=True)
+        sum(range(1_000_000))
+"""
+    done = run_script(TRAINING.replace("{fault}", fault), "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 did not come: it is in stuck() at script.py" in done.stderr
+
+
+def test_switched_off_nothing_is_watched(tmp_path):
+    script = TRAINING.replace("{fault}", "def stuck():\n    time.sleep(4)").replace(
+        "import ctypes", "import ctypes, gc"
+    )
+    done = run_script(script, "-n", "2", folder=tmp_path, RANKLESS_HANG_TIMEOUT="0")
+    assert done.returncode == 0
+    assert "no progress" not in done.stderr
+
+
+def test_plain_processes_are_watched_too(tmp_path):
+    script = TRAINING.replace("{fault}", FAULTS["sleeps"][0])
+    done = run_script(script, "-n", "2", "--no-warm", "--hang-timeout", "5", folder=tmp_path)
+    assert "rank 1 did not come: it is in stuck() at script.py" in verdict_in(done)
+
+
+@pytest.mark.parametrize("given", ["-1", "nan", "inf"])
+def test_a_timeout_that_is_no_time_is_refused(given, tmp_path):
+    done = run_script("", "-n", "1", f"--hang-timeout={given}", folder=tmp_path)
+    assert done.returncode != 0
+    assert "seconds without progress after which a job is ended" in done.stderr
