@@ -19,13 +19,13 @@ FLAGS = (
         name="nproc-per-node",
         kind=int,
         metavar="N",
-        help="how many processes on each machine; fewer than GPUs share them out; without GPUs they run on the CPU (1)",
+        help="how many processes on each host; fewer than GPUs share them out; without GPUs they run on the CPU (1)",
     ),
-    Flag(name="ips", metavar="A,B", help="the machines; the same line is typed on each (127.0.0.1)"),
-    Flag(name="nnodes", metavar="N", help="how many machines, where --master stands in the place of --ips"),
-    Flag(name="master", metavar="A:PORT", help="the first machine; with --ips: the port where machines meet (9988)"),
-    Flag(name="rank", kind=int, metavar="K", help="this machine's number, 0 is the master's (as they come)"),
-    Flag(name="host", metavar="A", help="not needed: a machine is found by its own addresses"),
+    Flag(name="ips", metavar="A,B", help="the hosts; the same line is typed on each (127.0.0.1)"),
+    Flag(name="nnodes", metavar="N", help="how many hosts, where --master stands in the place of --ips"),
+    Flag(name="master", metavar="A:PORT", help="the first host; with --ips: the port where hosts meet (9988)"),
+    Flag(name="rank", kind=int, metavar="K", help="this host's number, 0 is the master's (as they come)"),
+    Flag(name="host", metavar="A", help="not needed: a host is found by its own addresses"),
     Flag(name="start-port", kind=int, metavar="PORT", help="the first of PADDLE_TRAINER_ENDPOINTS (a free one, 6070)"),
     Flag(name="log-dir", metavar="DIR", help="where workerlog.0, workerlog.1, … go (log)"),
     Flag(name="log-level", metavar="NAME", help=_ACCEPTED),
@@ -37,10 +37,10 @@ FLAGS = (
     Flag(name="max-restart", kind=int, metavar="N", help="accepted; a run that fails ends"),
     Flag(name="elastic-level", kind=int, metavar="N", help=_ACCEPTED),
     Flag(name="elastic-timeout", kind=int, metavar="S", help=_ACCEPTED),
-    Flag(name="elastic-server", metavar="A:PORT", help="refused: machines are named by --ips or --master"),
+    Flag(name="elastic-server", metavar="A:PORT", help="refused: hosts are named by --ips or --master"),
     Flag(name="elastic-pre-hook", metavar="COMMAND", help=_ACCEPTED),
     Flag(name="np", metavar="N", help="as --nnodes"),
-    Flag(name="scale", kind=int, metavar="N", help="refused: machines neither come nor go"),
+    Flag(name="scale", kind=int, metavar="N", help="refused: hosts neither come nor go"),
     Flag(name="force", metavar="BOOL", help=_ACCEPTED),
     Flag(name="sort-ip", metavar="BOOL", help=_ACCEPTED),
     Flag(name="legacy", metavar="BOOL", help=_ACCEPTED),
@@ -82,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     given = fleetrun_defaults()
     for flag in FLAGS:
         flag.declare(parser, default=given.get(flag.dest))
-    parser.add_argument("--insecure", action="store_true", help="ours: several machines need no token, nor ssh")
+    parser.add_argument("--insecure", action="store_true", help="ours: several hosts need no token, nor ssh")
     parser.add_argument("training_script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="what to run")
 
 

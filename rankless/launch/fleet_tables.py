@@ -62,7 +62,5 @@ def fleet_line(plan: RunPlan, job: Assembled) -> str:
         f"logs: {logs} (in {kept}, where they stay)"
     ]
     if job.place > 0:
-        lines.append(
-            f"rankless: machine {job.place + 1} of {len(job.start.workers)}; {job.names[0]} shows the training"
-        )
+        lines.append(f"rankless: host {job.place + 1} of {len(job.start.workers)}; {job.names[0]} shows the training")
     return "\n".join(lines) + "\n"

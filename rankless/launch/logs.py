@@ -1,7 +1,6 @@
 """The log folder of a run, and the files that workers write there."""
 
 import contextlib
-import glob
 import os
 import re
 import secrets
@@ -66,8 +65,8 @@ def _link_fleet_logs(log_folder: str, folder: str, start: JobStart, ranks: Itera
         link = os.path.join(log_folder, f".{FLEET_LOG.format(rank)}-{secrets.token_hex(3)}")
         os.symlink(os.path.join(os.path.basename(folder), FLEET_LOG.format(rank)), link)
         os.replace(link, path)
-    for path in glob.glob(os.path.join(glob.escape(log_folder), FLEET_LOG.format("*"))):
-        number = path.rpartition(".")[2]
+    for name in os.listdir(log_folder):
+        path, number = os.path.join(log_folder, name), name.removeprefix(FLEET_LOG.format(""))
         if os.path.islink(path) and number.isdigit() and int(number) >= start.world_size:
             with contextlib.suppress(FileNotFoundError):  # another host on the same disk was faster
                 os.unlink(path)

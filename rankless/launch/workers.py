@@ -64,6 +64,7 @@ def _place(worker: WorkerPlan, start: JobStart) -> Place:
         host_count=worker.host_count,
         master=endpoint(worker.master_address, worker.master_port),
         endpoints=start.endpoints,
+        backend=start.backend,
         run_id=worker.run_id,
     )
 

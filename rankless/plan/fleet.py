@@ -45,6 +45,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """HOST:PORT, at which a script may make a group of its own."""
     endpoints: tuple[str, ...]
     """HOST:PORT of every rank."""
+    backend: str
+    """By which all workers can talk."""
     run_id: str
 
 
@@ -78,7 +80,7 @@ def fleet_variables(fleet: Fleet, place: Place) -> Mapping[str, str | None]:
         "PADDLE_NNODES": str(place.host_count),
         "PADDLE_JOB_ID": fleet.job_id or place.run_id,
         "PADDLE_PORT": endpoint.rpartition(":")[2],
-        "PADDLE_DISTRI_BACKEND": None if fleet.shares else "gloo",
+        "PADDLE_DISTRI_BACKEND": place.backend,
         "POD_IP": endpoint.rpartition(":")[0].strip("[]"),
         "TRAINING_ROLE": "TRAINER",
         "FLAGS_selected_gpus": fleet.selected(place.local_rank),

@@ -71,7 +71,7 @@ def chosen_gpus(flags: FleetrunFlags) -> Sequence[int]:
     if absent or (flags.backend in _GPU_BACKENDS and not wanted):
         seen = f"GPU {', '.join(names)}" if names else "no GPU"
         raise PlanError(
-            expected=f"GPU {', '.join(absent)} on this machine" if absent else "a GPU, as NCCL needs one",
+            expected=f"GPU {', '.join(absent)} on this host" if absent else "a GPU, as NCCL needs one",
             found=seen if visible is None else f"{seen} with CUDA_VISIBLE_DEVICES={','.join(visible)}",
             fix=f"choose from --gpus={','.join(names)}"
             if names
@@ -87,20 +87,19 @@ def _wants_cpu(flags: FleetrunFlags) -> bool:
 def notes(flags: FleetrunFlags) -> list[str]:
     """What the user is told of flags that mean nothing here, or something else than in Paddle."""
     said = {
-        "--host": flags.host is not None and "not needed, a machine is found by its own addresses",
+        "--host": flags.host is not None and "not needed, a host is found by its own addresses",
         "--log_level": flags.log_level is not None and "not heeded, there is little to say",
         "--log_overwrite": flags.log_overwrite is not None and "not needed, each run has files of its own",
         "--with_gloo": flags.with_gloo is not None and "not heeded, the script makes its own groups",
         "--max_restart": bool(flags.max_restart) and "nothing is restarted, the first failure ends the run",
         "--elastic_level, --elastic_timeout": (flags.elastic_level or -1, flags.elastic_timeout) != (-1, None)
-        and "not heeded, machines neither come nor go",
+        and "not heeded, hosts neither come nor go",
         "--elastic_pre_hook": flags.elastic_pre_hook is not None and "not run",
-        "--force": _is_on(flags.force) and "not heeded, machines neither come nor go",
-        "--sort_ip": _is_on(flags.sort_ip) and "not heeded, machines are numbered as --ips names them, or by --rank",
+        "--force": _is_on(flags.force) and "not heeded, hosts neither come nor go",
+        "--sort_ip": _is_on(flags.sort_ip) and "not heeded, hosts are numbered as --ips names them, or by --rank",
         "--legacy": _is_on(flags.legacy) and "not needed, there is one launcher",
         "--enable_gpu_log": _is_on(flags.enable_gpu_log) and "not heeded, GPUs are not watched",
-        "--ranks, --rank_mapping_path": _maps_ranks(flags)
-        and "not heeded, ranks follow the order of machines and GPUs",
+        "--ranks, --rank_mapping_path": _maps_ranks(flags) and "not heeded, ranks follow the order of hosts and GPUs",
         "--auto_parallel_config, --auto_tuner_json": _tunes(flags) and "not heeded, nothing is tuned",
     }
     return [f"{name}: {why}" for name, why in said.items() if why]

@@ -5,20 +5,17 @@ from rankless.plan.fleetrun_flags import FleetrunFlags
 from rankless.plan.hosts import DEFAULT_PORT, Host, addresses_of, checked, own_addresses, own_place
 from rankless.plan.run_plan import NOT_YET, Company
 
-ALONE = ("127.0.0.1", "localhost")
-
 
 def company_of(flags: FleetrunFlags, *, workers: int) -> Company | None:
     """The hosts, each started by its own line; None for this one alone. Raises PlanError for what cannot be meant."""
     _require_fixed(flags)
-    listed = [address.strip() for address in (flags.ips or "").split(",")] if flags.ips else []
-    if listed and listed != [ALONE[0]]:
-        return _listed(flags, listed, workers)
+    if flags.ips:
+        return _listed(flags, [address.strip() for address in flags.ips.split(",")], workers)
     count = _host_count(flags)
     if count == 1:
         if flags.rank not in (None, -1, 0):
             raise PlanError(
-                expected="--rank 0, the only machine's number", found=flags.rank, fix="leave it away, or say --nnodes"
+                expected="--rank 0, the only host's number", found=flags.rank, fix="leave it away, or say --nnodes"
             )
         return None
     return _numbered(flags, count, workers)
@@ -30,13 +27,13 @@ def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Company
         raise PlanError(
             expected='--ips as "10.0.0.1,10.0.0.2": addresses without ports',
             found=flags.ips,
-            fix="correct it; the port where machines meet is that of --master=10.0.0.1:9988",
+            fix="correct it; the port where hosts meet is that of --master=10.0.0.1:9988",
         )
     if len(set(addresses)) < len(addresses):
         raise PlanError(
-            expected="each machine of --ips once",
+            expected="each host of --ips once",
             found=flags.ips,
-            fix="name it once; how many processes a machine has is said by --gpus or --nproc_per_node",
+            fix="name it once; how many processes a host has is said by --gpus or --nproc_per_node",
         )
     hosts = checked([Host(address=address.strip("[]"), workers=workers) for address in addresses])
     place = own_place(hosts)
@@ -45,7 +42,7 @@ def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Company
     for name, (given, found) in number.items():
         if given != found:
             raise PlanError(
-                expected=f"{name} {found}, as --ips and this machine's addresses say", found=given, fix="leave it away"
+                expected=f"{name} {found}, as --ips and this host's addresses say", found=given, fix="leave it away"
             )
     if len(hosts) == 1:
         return None
@@ -54,7 +51,7 @@ def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Company
         address, port = _master(flags.master)
         if address != hosts[0].address:
             raise PlanError(
-                expected=f"--master={hosts[0]}:PORT, the first machine of --ips", found=flags.master, fix="correct it"
+                expected=f"--master={hosts[0]}:PORT, the first host of --ips", found=flags.master, fix="correct it"
             )
     return Company(hosts=hosts, place=place, port=port, way="script", is_listed=True, insecure=flags.insecure)
 
@@ -63,16 +60,16 @@ def _numbered(flags: FleetrunFlags, count: int, workers: int) -> Company:
     """As many hosts as `--nnodes` says, which meet at `--master`; who has its address is the first."""
     if not flags.master:
         raise PlanError(
-            expected=f"--master HOST:PORT, where {count} machines meet",
+            expected=f"--master HOST:PORT, where {count} hosts meet",
             found="none",
-            fix="name the first machine, the same on all; or list them: --ips=10.0.0.1,10.0.0.2",
+            fix="name the first host, the same on all; or list them: --ips=10.0.0.1,10.0.0.2",
         )
     address, port = _master(flags.master)
     place = flags.rank
     if place in (None, -1):
         place = 0 if addresses_of(address) & own_addresses() else NOT_YET
     elif not 0 <= place < count:
-        raise PlanError(expected=f"--rank from 0 to {count - 1}", found=place, fix="number the machines from 0")
+        raise PlanError(expected=f"--rank from 0 to {count - 1}", found=place, fix="number the hosts from 0")
     names = [address, *(f"host {number}" for number in range(1, count))]
     return Company(
         hosts=tuple(Host(address=name, workers=workers) for name in names),
@@ -89,7 +86,7 @@ def _master(text: str) -> tuple[str, int]:
     address, _, port = rest.rpartition(":")
     if (found and scheme not in ("http", "tcp")) or not address or not port.isdigit() or not 0 < int(port) < 2**16:
         raise PlanError(
-            expected="--master HOST:PORT, the first machine's",
+            expected="--master HOST:PORT, the first host's",
             found=text,
             fix="as in --master 10.0.0.1:9988" + ("; no etcd is asked here" if scheme == "etcd" else ""),
         )
@@ -100,10 +97,10 @@ def _host_count(flags: FleetrunFlags) -> int:
     text = flags.nnodes or flags.np or "1"
     least, _, most = text.partition(":")
     if not least.isdigit() or int(least) < 1 or (most and not most.isdigit()):
-        raise PlanError(expected="--nnodes as a number from 1 up", found=text, fix="one machine is --nnodes 1")
+        raise PlanError(expected="--nnodes as a number from 1 up", found=text, fix="one host is --nnodes 1")
     if most and most != least:
         raise PlanError(
-            expected="a number of machines that stays: none can come or go while the job runs",
+            expected="a number of hosts that stays: none can come or go while the job runs",
             found=f"--nnodes {text}",
             fix=f"--nnodes {most}",
         )
@@ -113,7 +110,7 @@ def _host_count(flags: FleetrunFlags) -> int:
 def _require_fixed(flags: FleetrunFlags) -> None:
     if flags.elastic_server or flags.scale:
         raise PlanError(
-            expected="machines that are named and stay: none can come or go while the job runs",
+            expected="hosts that are named and stay: none can come or go while the job runs",
             found=f"--elastic_server={flags.elastic_server}" if flags.elastic_server else f"--scale={flags.scale}",
-            fix="name the machines: --ips=10.0.0.1,10.0.0.2, or --nnodes 2 --master 10.0.0.1:9988",
+            fix="name the hosts: --ips=10.0.0.1,10.0.0.2, or --nnodes 2 --master 10.0.0.1:9988",
         )

@@ -39,5 +39,5 @@ def require_no_servers(flags: FleetrunFlags) -> None:
             expected="collective training: parameter servers are not there yet",
             found=" ".join(f"{name}={value}" for name, value in found.items()),
             fix="leave these options away; what works today is one process per GPU (--gpus=0,1), or on the CPU "
-            "(--nproc_per_node=2), on one machine or several (--ips=a,b)",
+            "(--nproc_per_node=2), on one host or several (--ips=a,b)",
         )
