@@ -22,6 +22,7 @@ COMMANDS = {
     "verify": "run a script on one worker and on several, and compare the two trainings",
     "torchrun": "run a script that was written for torchrun, with torchrun's command line",
     "launch": "run a script that was written for python -m torch.distributed.launch, with its command line",
+    "fleetrun": "run a script that was written for Paddle's fleetrun, with its command line",
 }
 """What `rankless --help` lists, so that it need not import the commands."""
 

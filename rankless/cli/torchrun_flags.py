@@ -1,39 +1,12 @@
 """The options of torchrun and of `python -m torch.distributed.launch`, word for word."""
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
+from rankless.cli.flags import Flag
 from rankless.plan.environment import launcher_defaults
 from rankless.plan.torchrun_flags import TorchrunFlags
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """One option; its name is known with `-` and with `_` between the words."""
-
-    name: str
-    help: str
-    kind: Callable[[str], object] | None = str
-    """What makes a value of its text; None for a switch."""
-    metavar: str | None = None
-    short: str | None = None
-    choices: tuple[str, ...] | None = None
-    in_environment: bool = True
-    """Whether a PET_ variable stands in for it."""
-
-    @property
-    def dest(self) -> str:
-        """Its field of `TorchrunFlags`."""
-        return self.name.replace("-", "_")
-
-    @property
-    def spellings(self) -> list[str]:
-        """All ways to write it."""
-        return [*([self.short] if self.short else []), *dict.fromkeys((f"--{self.name}", f"--{self.dest}"))]
-
 
 FLAGS = (
     Flag(name="nnodes", metavar="N", help="how many hosts (1); the same line is typed on each"),
@@ -100,15 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 help=flag.help,
             )
         else:
-            parser.add_argument(
-                *flag.spellings,
-                dest=flag.dest,
-                type=flag.kind,
-                default=value,
-                metavar=flag.metavar,
-                choices=flag.choices,
-                help=flag.help,
-            )
+            flag.declare(parser, default=value)
     parser.add_argument("--insecure", action="store_true", help="ours: several hosts need no RANKLESS_TOKEN_FILE")
     parser.add_argument("training_script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="what to run")
 

@@ -7,11 +7,12 @@ from contextlib import suppress
 from rankless.errors import LaunchError
 from rankless.launch.assembly import Assembled
 from rankless.launch.company import Leading, Led
+from rankless.launch.fleet_tables import environment_table, fleet_line
 from rankless.launch.judge import Verdict, signal_name
 from rankless.launch.logs import log_files, run_folder
 from rankless.launch.notices import counted, failure, hosts_table, start_table
 from rankless.launch.watch import Outcome
-from rankless.plan.run_plan import RunPlan
+from rankless.plan.run_plan import RunPlan, WorkerLaunch
 
 
 class Account:
@@ -23,10 +24,12 @@ class Account:
         self._folder = folder
         self.parent_log = os.path.join(folder, "parent.log" if job.place == 0 else f"parent{job.place}.log")
 
-    def opening(self) -> str:
-        """The table of all workers; on other hosts than host 0 one line."""
+    def opening(self, lead: WorkerLaunch) -> str:
+        """The table of all workers; on other hosts than host 0 one line; under fleetrun what it shows of its first."""
         plan, job = self.plan, self.job
         count = len(job.start.workers)
+        if plan.fleet is not None:
+            return environment_table(lead.environment, local_count=plan.worker_count) + fleet_line(plan, job)
         if job.place > 0:
             first, own = job.start.first_rank(job.place), job.start.workers[job.place]
             ranks = f"rank {first}" if own == 1 else f"ranks {first} to {first + own - 1}"

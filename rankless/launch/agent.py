@@ -85,7 +85,7 @@ class Run:
         self._plan = plan
         self._job = job
         self._interrupts = interrupts
-        folder = make_run_folder(plan, job.start.run_id, job.place)
+        folder = make_run_folder(plan, job.start, job.place)
         pages = open_pages(plan.worker_count, timeout_seconds=plan.hang_timeout_seconds)
         self._workers = plan_workers(plan, job, folder=folder, pages=pages)
         self.account = Account(plan, job, folder)
@@ -99,7 +99,7 @@ class Run:
                 host_name=self.account.host_name,
             )
         )
-        _tell(err, self.account.opening())
+        _tell(err, self.account.opening(self._workers[0]))
         # Of several hosts only host 0 shows what ranks write; under torchrun each its own.
         shows = job.place == 0 or plan.foreign is not None
         streams = shown_streams(plan, folder, [worker.plan for worker in self._workers]) if shows else []

@@ -12,6 +12,7 @@ from rankless.errors import JoinError, PlanError
 from rankless.launch.company import Leading, Led, Nobody
 from rankless.launch.control.hub import Hub
 from rankless.launch.doctor.quick import quick_check
+from rankless.launch.endpoints import endpoints_of, free_endpoints
 from rankless.launch.gathering import gather, let_start
 from rankless.launch.host_facts import HostFacts, own_facts
 from rankless.launch.interrupts import Interrupts
@@ -48,8 +49,12 @@ def assembled(
 ) -> Iterator[Assembled]:
     """The job, once all its hosts are there. Raises JoinError if they do not come, and `gathering.Interrupted`."""
     if plan.company is None:
-        with open_store_socket() as store, reserve_master_port(plan.hosts.master_port) as reserved:
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(open_store_socket())
+            reserved = stack.enter_context(reserve_master_port(plan.hosts.master_port))
+            endpoints = stack.enter_context(free_endpoints(plan))
             start = _start(plan, [plan.devices], store=store, reserved=reserved)
+            start = msgspec.structs.replace(start, endpoints=endpoints)
             yield Assembled(others=Nobody(), start=start, devices=(plan.devices,), store=store)
         return
     quick_check(plan, tell)
@@ -68,7 +73,7 @@ def _as_host_0(
     require_own_name(company)
     token = token_of_host_0(company) if token is None else token
     interface, address = own_address(company)
-    own = _facts(plan, company)
+    own = _facts(plan, company, address)
     with contextlib.ExitStack() as stack:
         hub = Hub(_listen(address, company), token=token, host_count=len(company.hosts))
         stack.callback(hub.close)
@@ -84,6 +89,8 @@ def _as_host_0(
         facts = gather(hub, company, own=own, starters=starters, interrupts=interrupts, tell=tell)
         devices = [plan.devices, *(facts[place].devices for place in sorted(facts))]
         start = _start(plan, devices, store=store, reserved=reserved)
+        addresses = [_address(company, place, facts, own=address) for place in range(len(company.hosts))]
+        start = msgspec.structs.replace(start, endpoints=endpoints_of(plan, addresses, start.workers))
         let_start(hub, start)
         names = [company.hosts[0].address, *(_name(company, place, facts) for place in sorted(facts))]
         others = Led(hub, start, names)
@@ -95,7 +102,12 @@ def _as_another(
     plan: RunPlan, company: Company, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
 ) -> Iterator[Assembled]:
     tokens = tokens_of(company) if token is None else Known(token)
-    uplink, told = reach(company, lambda: _facts(plan, company), tokens, interrupts=interrupts, tell=tell)
+
+    def facts() -> HostFacts:
+        _, address = interface_towards(company.hosts[0].address)
+        return _facts(plan, company, address)
+
+    uplink, told = reach(company, facts, tokens, interrupts=interrupts, tell=tell)
     try:
         interface, _ = interface_towards(company.hosts[0].address)
         name = company.hosts[told.place].address
@@ -118,7 +130,7 @@ def require_own_name(company: Company) -> None:
         raise PlanError(
             expected=f"host 0, the master, on the host that is called {company.hosts[0]}",
             found="this host, which has no such address",
-            fix="--node-rank 0 (--host-rank 0) is the master's own host: number this one otherwise, or name this one",
+            fix="--node-rank 0 (--host-rank 0, --rank 0) is the master's own host: number or name this one otherwise",
         )
 
 
@@ -150,7 +162,7 @@ def _listen(address: str, company: Company) -> socket.socket:
         raise JoinError(
             expected=f"port {company.port} of {address} to be free, for the other hosts to come to",
             found=found,
-            fix="end what has it, or choose another with --port (port=), on every host",
+            fix="end what has it, or choose another with --port (port=, --master), on every host",
         ) from None
 
 
@@ -170,13 +182,20 @@ def _started(plan: RunPlan, company: Company, place: int, token: bytes, tell: Ca
     return RemoteAgent(task, tell=tell)
 
 
-def _facts(plan: RunPlan, company: Company) -> HostFacts:
+def _facts(plan: RunPlan, company: Company, address: str) -> HostFacts:
     hosts = [f"{host.address}:{host.workers}" for host in company.hosts]
-    return own_facts(plan.program, hosts=hosts if company.is_listed else [f"{len(hosts)} hosts"], devices=plan.devices)
+    told = hosts if company.is_listed else [f"{len(hosts)} hosts"]
+    return own_facts(plan.program, hosts=told, devices=plan.devices, address=address)
 
 
 def _name(company: Company, place: int, facts: Mapping[int, HostFacts]) -> str:
     return company.hosts[place].address if company.is_listed else facts[place].name
+
+
+def _address(company: Company, place: int, facts: Mapping[int, HostFacts], *, own: str) -> str:
+    if company.is_listed:
+        return company.hosts[place].address
+    return own if place == 0 else facts[place].address
 
 
 def _start(

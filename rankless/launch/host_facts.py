@@ -33,6 +33,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The job's hosts with their numbers of workers, as this one was told: "a:4"."""
     devices: tuple[str, ...]
     """Of its workers."""
+    address: str = ""
+    """By which its way to host 0 leads."""
     time_seconds: float
     """Its clock's, as it was sent."""
 
@@ -46,7 +48,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     fix: str
 
 
-def own_facts(program: Program, *, hosts: Sequence[str], devices: Sequence[str]) -> HostFacts:
+def own_facts(program: Program, *, hosts: Sequence[str], devices: Sequence[str], address: str = "") -> HostFacts:
     """This host's own."""
     return HostFacts(
         name=socket.gethostname(),
@@ -61,6 +63,7 @@ def own_facts(program: Program, *, hosts: Sequence[str], devices: Sequence[str])
         arguments=program.arguments,
         hosts=tuple(hosts),
         devices=tuple(devices),
+        address=address,
         time_seconds=time.time(),
     )
 

@@ -1,25 +1,29 @@
 """The log folder of a run, and the files that workers write there."""
 
+import contextlib
 import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rankless.errors import LaunchError
 from rankless.launch.terminal import Stream
 from rankless.plan.foreign import Source
-from rankless.plan.run_plan import RunPlan, WorkerPlan
+from rankless.plan.run_plan import JobStart, RunPlan, WorkerPlan
 
 _FIRST_ATTEMPT = "attempt_0"
 """torchrun's folder of logs until it first restarts the workers, as is not done here."""
+FLEET_LOG = "workerlog.{}"
+"""Paddle's name for the log file of a rank, which its users look for right in the log folder."""
 
 
 def run_name(plan: RunPlan) -> str:
     """A name that no other run has."""
     name = time.strftime("%Y%m%d-%H%M%S")
-    if plan.foreign is not None and plan.foreign.run_id:
-        name = re.sub(r"[^\w.-]", "_", plan.foreign.run_id)
+    wanted = plan.foreign.run_id if plan.foreign is not None else plan.fleet.job_id if plan.fleet is not None else None
+    if wanted:
+        name = re.sub(r"[^\w.-]", "_", wanted)
     return f"{name}-{secrets.token_hex(3)}"
 
 
@@ -29,8 +33,9 @@ def run_folder(plan: RunPlan, name: str, place: int) -> str:
     return os.path.join(plan.log_folder, name + own)
 
 
-def make_run_folder(plan: RunPlan, name: str, place: int) -> str:
+def make_run_folder(plan: RunPlan, start: JobStart, place: int) -> str:
     """A new folder for one run, to which `latest` beside it points from now on."""
+    name, first = start.run_id, start.first_rank(place)
     folder = run_folder(plan, name, place)
     try:
         os.makedirs(folder, exist_ok=plan.company is not None)  # hosts may share a disk
@@ -40,6 +45,8 @@ def make_run_folder(plan: RunPlan, name: str, place: int) -> str:
         link = os.path.join(plan.log_folder, f".latest-{name}-{secrets.token_hex(3)}")
         os.symlink(os.path.basename(folder), link)
         os.replace(link, os.path.join(plan.log_folder, "latest"))
+        if plan.fleet is not None:
+            _link_fleet_logs(plan.log_folder, folder, start, range(first, first + start.workers[place]))
     except OSError as error:
         raise LaunchError(
             expected=f"a folder for log files, {folder}",
@@ -49,10 +56,26 @@ def make_run_folder(plan: RunPlan, name: str, place: int) -> str:
     return folder
 
 
+def _link_fleet_logs(log_folder: str, folder: str, start: JobStart, ranks: Iterable[int]) -> None:
+    """Let `workerlog.N` beside the run's folder be this run's; those of a larger run before it go."""
+    for rank in ranks:
+        path = os.path.join(log_folder, FLEET_LOG.format(rank))
+        if os.path.isfile(path) and not os.path.islink(path):
+            os.replace(path, path + ".old")  # Paddle's own: it is the user's
+        link = os.path.join(log_folder, f".{FLEET_LOG.format(rank)}-{secrets.token_hex(3)}")
+        os.symlink(os.path.join(os.path.basename(folder), FLEET_LOG.format(rank)), link)
+        os.replace(link, path)
+    for name in os.listdir(log_folder):
+        path, number = os.path.join(log_folder, name), name.removeprefix(FLEET_LOG.format(""))
+        if os.path.islink(path) and number.isdigit() and int(number) >= start.world_size:
+            with contextlib.suppress(FileNotFoundError):  # another host on the same disk was faster
+                os.unlink(path)
+
+
 def log_files(plan: RunPlan, folder: str, rank: int, local_rank: int) -> tuple[str, str | None]:
     """Where a worker's output goes, and its standard error if that has a file of its own, as torchrun lays them out."""
     if plan.foreign is None:
-        return os.path.join(folder, f"rank{rank}.log"), None
+        return os.path.join(folder, (FLEET_LOG if plan.fleet is not None else "rank{}.log").format(rank)), None
     own = os.path.join(folder, _FIRST_ATTEMPT, str(local_rank))
     return os.path.join(own, "stdout.log"), os.path.join(own, "stderr.log")
 

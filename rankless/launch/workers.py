@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from rankless.launch.assembly import Assembled
 from rankless.launch.logs import log_files
 from rankless.plan.environment import foreign_environment, user_visible_devices, worker_environment
-from rankless.plan.run_plan import RunPlan, WorkerLaunch, WorkerPlan
+from rankless.plan.fleet import Place, endpoint, fleet_variables
+from rankless.plan.run_plan import JobStart, RunPlan, WorkerLaunch, WorkerPlan
 
 
 def plan_workers(plan: RunPlan, job: Assembled, *, folder: str, pages: Sequence[int]) -> list[WorkerLaunch]:
@@ -50,8 +51,24 @@ def plan_workers(plan: RunPlan, job: Assembled, *, folder: str, pages: Sequence[
         environment = worker_environment(worker, cuda_devices=cuda_devices)
         if foreign is not None:
             environment |= foreign_environment(foreign, local_rank, folder=os.path.dirname(log_file))
+        if plan.fleet is not None:
+            environment |= fleet_variables(plan.fleet, _place(worker, start))
         launches.append(WorkerLaunch(plan=worker, environment=environment))
     return launches
+
+
+def _place(worker: WorkerPlan, start: JobStart) -> Place:
+    return Place(
+        rank=worker.rank,
+        world_size=worker.world_size,
+        local_rank=worker.local_rank,
+        local_size=worker.local_world_size,
+        host_count=worker.host_count,
+        master=endpoint(worker.master_address, worker.master_port),
+        endpoints=start.endpoints,
+        backend=start.backend,
+        run_id=worker.run_id,
+    )
 
 
 def _seen_devices(plan: RunPlan) -> tuple[list[str], str | None]:
@@ -60,7 +77,10 @@ def _seen_devices(plan: RunPlan) -> tuple[list[str], str | None]:
         # torchrun's workers see every GPU of the host, and choose by LOCAL_RANK.
         alone = plan.foreign.virtual_local_rank
         return ["cuda:0" if alone and device != "cpu" else device for device in plan.devices], None
-    used = sorted({int(device.removeprefix("cuda:")) for device in plan.devices if device != "cpu"})
+    # In the order that was asked for: local rank 0's is the first that a script sees.
+    used = list(dict.fromkeys(int(device.removeprefix("cuda:")) for device in plan.devices if device != "cpu"))
+    if plan.fleet is not None:
+        used = list(plan.fleet.gpus)
     visible = user_visible_devices()
     names = [visible[number] if visible is not None else str(number) for number in used]
     # Workers see the chosen GPUs only, numbered from 0, so that a script's use of LOCAL_RANK means them.
@@ -68,4 +88,5 @@ def _seen_devices(plan: RunPlan) -> tuple[list[str], str | None]:
         device if device == "cpu" else f"cuda:{used.index(int(device.removeprefix('cuda:')))}"
         for device in plan.devices
     ]
-    return seen, ",".join(names) if names else None
+    hidden = plan.fleet is not None and plan.fleet.hides_gpus
+    return seen, ",".join(names) if names or hidden else None

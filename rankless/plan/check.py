@@ -47,6 +47,7 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         progress=request.progress,
         hosts=request.hosts,
         foreign=request.foreign,
+        fleet=request.fleet,
         company=company,
         hang_timeout_seconds=hang_timeout(request),
         request=request,

@@ -53,6 +53,33 @@ _HONOURED = (
     "TORCH_FR_",
     "TORCH_GLOO_",
 )
+_FLEETRUN_OPTIONS = {
+    "PADDLE_DEVICES": "devices",
+    "PADDLE_NPROC_PER_NODE": "nproc_per_node",
+    "PADDLE_IPS": "ips",
+    "PADDLE_NNODES": "nnodes",
+    "PADDLE_MASTER": "master",
+    "PADDLE_RANK": "rank",
+    "PADDLE_START_PORT": "start_port",
+    "PADDLE_LOG_DIR": "log_dir",
+    "PADDLE_LOG_LEVEL": "log_level",
+    "PADDLE_LOG_OVERWRITE": "log_overwrite",
+    "PADDLE_JOB_ID": "job_id",
+    "PADDLE_RUN_MODE": "run_mode",
+    "PADDLE_MAX_RESTART": "max_restart",
+    "PADDLE_ELASTIC_LEVEL": "elastic_level",
+    "PADDLE_ELASTIC_TIMEOUT": "elastic_timeout",
+    "PADDLE_SORT_IP": "sort_ip",
+    "PADDLE_WITH_GLOO": "with_gloo",
+    "PADDLE_SERVER_NUM": "server_num",
+    "PADDLE_SERVERS_ENDPOINTS": "servers",
+    "PADDLE_TRAINER_NUM": "worker_num",
+    "PADDLE_TRAINERS_ENDPOINTS": "workers",
+    "PADDLE_GLOO_PORT": "gloo_port",
+    "PADDLE_AUTO_PARALLEL_CONFIG": "auto_parallel_config",
+    "PADDLE_AUTO_CLUSTER": "auto_cluster_config",
+}
+"""As Paddle's launcher reads them."""
 
 
 class Torchrun(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +158,16 @@ def launcher_defaults() -> dict[str, str]:
     """What PET_ variables say in the place of torchrun's options: by option, as `nproc_per_node`."""
     prefix = "PET_"
     return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+def fleetrun_defaults() -> dict[str, str]:
+    """What PADDLE_ variables say in the place of fleetrun's options: by option, as `nproc_per_node`."""
+    return {option: os.environ[name] for name, option in _FLEETRUN_OPTIONS.items() if os.environ.get(name)}
+
+
+def user_first_port() -> int | None:
+    """The first port of Paddle's endpoints, if FLAGS_START_PORT names it."""
+    return _whole_number("FLAGS_START_PORT")
 
 
 def user_token_file() -> str | None:

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from rankless.plan.fleet import Fleet
 from rankless.plan.foreign import Foreign, Hosts
 from rankless.plan.hosts import DEFAULT_PORT, Host
 
@@ -77,6 +78,8 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int
     store_address: str
     store_port: int
+    endpoints: tuple[str, ...] = ()
+    """HOST:PORT of every rank, for a program that was written for Paddle's launcher."""
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
@@ -116,6 +119,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     watch: Watch = Watch()
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
+    fleet: Fleet | None = None
     company: Company | None = None
     """None: this host alone."""
     hang_timeout_seconds: float | None = None
@@ -149,6 +153,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     progress: bool = True
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
+    fleet: Fleet | None = None
     company: Company | None = None
     """None: this host alone."""
     hang_timeout_seconds: float | None = None

@@ -1,0 +1,174 @@
+"""Scripts of Paddle's users, ported to torch, run by `rankless fleetrun` on the CPU of one host, and of two."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, two_hosts
+from jobs import rankless
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "foreign" / "fleet_digits.py"
+TELL = """
+import json, os, sys
+import torch, torch.distributed as dist
+
+rank, size = (int(os.environ[name]) for name in ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"))
+where = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
+dist.init_process_group("gloo", init_method=f"tcp://{where}", rank=rank, world_size=size)
+total = torch.ones(1)
+dist.all_reduce(total)
+os.write(1, (json.dumps({**os.environ, "total": total.item(), "argv": sys.argv}) + "\\n").encode())
+print("a complaint", file=sys.stderr)
+dist.destroy_process_group()
+if sys.argv[1:] == ["fail"]:
+    if rank == 1:
+        sys.exit(7)
+    import time
+    time.sleep(600)
+"""
+
+
+def told(text: str) -> dict[str, str]:
+    (line,) = (line for line in text.splitlines() if line.startswith("{"))
+    found: dict[str, str] = json.loads(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Two processes on the CPU."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "tell.py").write_text(TELL)
+    words = ["--nproc_per_node=2", "--job_id", "job/7", "--max-restart=3", "--log_level", "INFO", "tell.py", "a", "--b"]
+    done = rankless("fleetrun", *words, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done, folder
+
+
+def test_both_kinds_of_variables_tell_a_process_where_it_stands(two):
+    _, folder = two
+    found = [told((folder / f"log/workerlog.{rank}").read_text()) for rank in range(2)]
+    for rank, each in enumerate(found):
+        for name in ("PADDLE_TRAINER_ID", "PADDLE_GLOBAL_RANK", "PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE", "RANK"):
+            assert each[name] == str(rank)
+        for name in ("PADDLE_TRAINERS_NUM", "PADDLE_GLOBAL_SIZE", "PADDLE_LOCAL_SIZE", "WORLD_SIZE"):
+            assert each[name] == "2"
+        endpoints = each["PADDLE_TRAINER_ENDPOINTS"].split(",")
+        assert endpoints == found[0]["PADDLE_TRAINER_ENDPOINTS"].split(",")
+        assert each["PADDLE_CURRENT_ENDPOINT"] == endpoints[rank] == f"{each['POD_IP']}:{each['PADDLE_PORT']}"
+        assert each["PADDLE_MASTER"] == f"{each['MASTER_ADDR']}:{each['MASTER_PORT']}"
+        assert (each["PADDLE_NNODES"], each["PADDLE_JOB_ID"]) == ("1", "job/7")
+        assert "FLAGS_selected_gpus" not in each
+        assert (each["total"], each["argv"]) == (2, ["tell.py", "a", "--b"])
+    assert len(set(endpoints)) == 2
+
+
+def test_two_tables_are_shown_at_the_start_and_a_line_for_what_does_nothing(two):
+    done, _ = two
+    said = done.stderr.splitlines()
+    assert re.fullmatch("-+ Configuration Arguments -+", said[0])
+    for row in ("gpus: None", "ips: 127.0.0.1", "log_dir: log", "training_script: tell.py", "nproc_per_node: 2"):
+        assert row in said
+    assert "training_script_args: ['a', '--b']" in said
+    notes = [line for line in said if line.startswith("rankless fleetrun: ")]
+    assert [note.split(": ")[1] for note in notes] == ["--log_level", "--max_restart"]
+    start = said.index("Local start 2 processes. First process distributed environment info:")
+    first = told(done.stdout)
+    rows = [line.strip(" |").split() for line in said[start:]]
+    assert ["PADDLE_CURRENT_ENDPOINT", first["PADDLE_CURRENT_ENDPOINT"]] in rows
+    assert ["PADDLE_TRAINERS_NUM", "2"] in rows
+    assert ["PADDLE_TRAINER_ID", "0"] in rows
+    assert re.match(r"rankless: on the CPU; .* logs: log/workerlog.0 to workerlog.1 \(in log/job_7-\w+,", said[-1])
+
+
+def test_the_first_process_alone_is_shown_and_each_has_a_log_file(two):
+    done, folder = two
+    assert told(done.stdout)["RANK"] == "0"
+    assert done.stdout.count("a complaint") == 1
+    for rank in range(2):
+        path = folder / f"log/workerlog.{rank}"
+        assert path.resolve().parent.name.startswith("job_7-")
+        assert "a complaint" in path.read_text()
+
+
+def test_the_culprits_code_is_the_commands_and_its_log_is_named(two):
+    _, folder = two
+    done = rankless("fleetrun", "--nproc_per_node", "2", "tell.py", "fail", folder=folder)
+    assert done.returncode == 7
+    assert re.search(r"^rankless: rank 1 .*exit code 7$", done.stderr, re.M)
+    assert re.search(r"log file is log/\S+/workerlog.1;", done.stderr)
+
+
+def test_a_plain_line_is_one_process_on_the_cpu_and_takes_the_links_of_more_away(two):
+    _, folder = two
+    done = rankless("fleetrun", "tell.py", folder=folder, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert told(done.stdout)["PADDLE_TRAINERS_NUM"] == "1"
+    assert "Local start 1 process. " in done.stderr
+    assert os.path.lexists(folder / "log/workerlog.0")
+    assert not os.path.lexists(folder / "log/workerlog.1")
+
+
+def results(text: str) -> list[float]:
+    assert re.search(
+        r"^epoch 0, step 10, train_loss: \S+, acc: \S+, total time cost: \S+ s, speed: \S+ samples/s$", text, re.M
+    )
+    return [float(found) for found in re.findall(r"test_loss: (\S+),", text)]
+
+
+def test_a_ported_script_is_the_same_on_one_device_and_on_many(tmp_path: Path):
+    words = (str(EXAMPLE), "--epochs", "2", "--batch_size")
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    plain = subprocess.run(
+        [sys.executable, *words, "64"],
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    done = rankless("fleetrun", "--nproc_per_node=2", *words, "32", folder=tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert results(done.stdout) == pytest.approx(results(plain.stdout), rel=1e-4)
+    assert len(results(done.stdout)) == 2
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as found:
+        yield found
+
+
+WAYS = [
+    pytest.param("--ips={0},{1}", id="listed, the token comes by ssh"),
+    pytest.param("--nnodes=2 --master={0}:9944 --insecure", id="numbered", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_line_on_two_hosts_is_one_training(way: str, hosts: Hosts, tmp_path: Path):
+    options = way.format(*hosts.addresses).split()
+    line = [sys.executable, "-m", "rankless", "fleetrun", *options, "--nproc_per_node=2", "tell.py"]
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tell.py").write_text(TELL)
+    started = [hosts.start(name, line, cwd=tmp_path / name) for name in "ab"]
+    first, second = (job.communicate(timeout=60) for job in started)
+    assert [job.returncode for job in started] == [0, 0], (first, second)
+    lead = told(first[0])
+    endpoints = [f"{address}:{port}" for address in hosts.addresses for port in (6070, 6071)]
+    assert lead["PADDLE_TRAINER_ENDPOINTS"].split(",") == endpoints
+    assert (lead["PADDLE_NNODES"], lead["PADDLE_TRAINERS_NUM"], lead["total"]) == ("2", "4", 4)
+    assert second[0] == ""
+    other = told((tmp_path / "b/log/workerlog.2").read_text())
+    assert (other["PADDLE_TRAINER_ID"], other["PADDLE_LOCAL_RANK"], other["POD_IP"]) == ("2", "0", hosts.addresses[1])
+    assert f"{endpoints[2]} " in second[1]
+    assert f"host 2 of 2; {hosts.addresses[0]} shows the training" in second[1]
