@@ -3,6 +3,7 @@ run again. The result goes to docs/soak.md, with the commit and the raw counts.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
+
+from fault_page import write_page
 
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / ".soak"
@@ -27,13 +30,14 @@ def commit() -> str:
     return head.stdout.strip()
 
 
-def run(file: Path) -> Counts:
-    """The counts of one file of tests, every marker included."""
+def run(file: Path, faults: Path) -> Counts:
+    """The counts of one file of tests, every marker included; tests of faults add their rows to `faults`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "exhaustive or not exhaustive", f"--junitxml={report}"]
         start = time.monotonic()
-        done = subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True)
+        environment = {**os.environ, "FAULTS_JSON": str(faults)}
+        done = subprocess.run([*command, str(file)], cwd=ROOT, env=environment, capture_output=True, text=True)
         seconds = round(time.monotonic() - start, 1)
         if not report.exists():
             return {"tests": 1, "failed": 1, "skipped": 0, "seconds": seconds}
@@ -86,15 +90,18 @@ def main() -> None:
     tested = commit()
     STATE.mkdir(exist_ok=True)
     state = STATE / f"{tested}.json"
+    faults = STATE / f"{tested}-faults.jsonl"
     results: dict[str, Counts] = json.loads(state.read_text()) if state.exists() else {}
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         name = str(file.relative_to(ROOT))
         if name in results and not results[name]["failed"]:
             continue
-        results[name] = run(file)
+        results[name] = run(file, faults)
         state.write_text(json.dumps(results, indent=1))
         print(f"{name}: {results[name]}", flush=True)
     (ROOT / "docs" / "soak.md").write_text(page(tested, results))
+    if faults.exists():
+        write_page(faults, tested)
     print(page(tested, results))
     sys.exit(any(counts["failed"] for counts in results.values()))
 
