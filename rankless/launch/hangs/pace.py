@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 
 from rankless.records.whereabouts import Steps
 
@@ -49,7 +48,8 @@ class Pace:
     @property
     def step_seconds(self) -> float | None:
         """What a step usually takes; None before there are two."""
-        return median(self._per_step) if self._per_step else None
+        # Not by `statistics`: a user's module of that name would come before Python's.
+        return sorted(self._per_step)[len(self._per_step) // 2] if self._per_step else None
 
     def silent_seconds(self, now: float) -> float:
         """Since the last step; endless before the first."""

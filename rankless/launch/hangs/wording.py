@@ -14,9 +14,9 @@ HostName = Callable[[int], str]
 
 def report(finding: Finding, pace: Pace, *, host_name: HostName, stacks_file: str) -> str:
     """Who waits where, who does not come and where it is instead, and where to read more."""
-    steps = "no step yet"
+    steps = f"{pace.steps} steps made" if pace.steps else "no step yet"
     if pace.step_seconds is not None:
-        steps = f"{pace.steps} steps made, a step took {seconds_text(pace.step_seconds)}"
+        steps += f", a step took {seconds_text(pace.step_seconds)}"
     lines = [f"no progress for {seconds_text(finding.seconds)} ({steps}): {waiting_text(finding)}"]
     for culprit in finding.culprits[:MOST_NAMED]:
         lines.append(f"  {rank_text(culprit, host_name)} {culprit_text(finding, culprit)}")
