@@ -284,3 +284,61 @@ def test_a_host_that_is_not_in_the_list_says_so(folder: Path):
     )
     assert done.returncode == 2
     assert "this host among 192.0.2.77, 192.0.2.78" in done.stderr
+
+
+def test_the_script_of_host_0_is_sent_where_that_is_asked_for(tmp_path: Path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "train.py").write_text(TRAIN.replace("SETTINGS", "pass"))
+    # What runs on the other host finds another folder there, by a mount that only it sees.
+    with two_hosts(tmp_path, before={"b": f"mount --bind {there} {here}"}) as apart:
+        words = ["--hosts", ",".join(f"{address}:1" for address in apart.addresses), "train.py"]
+        refused = apart.run("a", command("run", *words), cwd=here)
+        assert refused.returncode == 2
+        assert "no file train.py" in refused.stderr
+        done = apart.run("a", command("run", "--copy", *words), cwd=here)
+        assert done.returncode == 0, done.stderr
+        assert "train.py is now host 0's" in done.stderr
+    assert (there / "train.py").read_text() == (here / "train.py").read_text()
+    assert {file.name for file in there.glob("log/*/rank*.log")} == {"rank1.log"}
+
+
+LENET = """
+import runpy, sys
+import rankless
+
+if __name__ == "__main__":
+    rankless.configure(devices_per_host=2, hosts=[{hosts}], port=9933)
+    runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["ssh", "hand", "script"])
+def test_lenet_on_two_hosts_is_the_same_training_however_it_is_started(way: str, hosts: Hosts, folder: Path):
+    script = str(Path(__file__).parents[2] / "examples" / "lenet.py")
+    name = script
+    if way == "script":
+        name = "lenet_on_hosts.py"
+        listed_in_script = ", ".join(map(repr, hosts.addresses))
+        (folder / name).write_text(LENET.format(hosts=listed_in_script, script=script))
+    options = {
+        "ssh": [],
+        "hand": ["--no-ssh", "--insecure"],
+        "script": ["--no-ssh", "--token-by-ssh", "--port", "9933"],
+    }
+    words = ["--hosts", listed(hosts), *options[way], "--join-timeout", "120", name, "--epochs", "1"]
+    others = {"hand": command("run", *words), "script": [sys.executable, name, "--epochs", "1"]}
+    job = hosts.start("a", command("verify", *words), cwd=folder)
+    verdicts = 0
+    while job.poll() is None and way != "ssh":
+        # verify makes the run on all hosts once, and once more in float64 if rounding asks for it.
+        other = hosts.start("b", others[way], cwd=folder)
+        while other.poll() is None and job.poll() is None:
+            time.sleep(0.05)
+        verdicts += other.poll() == 0
+    code, out, err = ended(job, seconds=400)
+    assert code == 0, out + err
+    assert "same training" in out
+    assert way == "ssh" or verdicts >= 1
