@@ -14,6 +14,7 @@ from bench.pairs import Row
 MODULES = {
     "step": "step",
     "start": "start",
+    "start_hosts": "start_hosts",
     "first_result": "first_result",
     "help": "help_text",
     "save_stall": "save_stall",

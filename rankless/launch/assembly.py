@@ -1,6 +1,7 @@
 """From a plan to a job all of whose hosts are there: alone, as host 0, or as one of the others."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rankless.launch.gathering import gather, let_start
 from rankless.launch.host_facts import HostFacts, own_facts
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.logs import run_name
-from rankless.launch.ports import open_store_socket, reserve_master_port
+from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
 from rankless.launch.reaching import reach
 from rankless.launch.ssh import RemoteAgent, RemoteTask, TokenBringer
 from rankless.launch.tokens import Known, must_be_brought, token_of_host_0, tokens_of
@@ -144,9 +145,11 @@ def _listen(address: str, company: Company) -> socket.socket:
     try:
         return socket.create_server((address, company.port), family=family, backlog=1024)
     except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        found = f"taken by {owner_of(company.port) or 'a connection that lingers'}" if is_taken else error.strerror
         raise JoinError(
             expected=f"port {company.port} of {address} to be free, for the other hosts to come to",
-            found=error.strerror or str(error),
+            found=found,
             fix="end what has it, or choose another with --port (port=), on every host",
         ) from None
 

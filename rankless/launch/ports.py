@@ -74,7 +74,7 @@ def taken_by(port: int) -> str | None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 return _reason(error)
-            owner = _owner(port)
+            owner = owner_of(port)
             return None if owner is None else f"taken by {owner}"
     return None
 
@@ -84,7 +84,7 @@ def _require_free(port: int) -> None:
         raise _refused(port, why)
 
 
-def _owner(port: int) -> str | None:
+def owner_of(port: int) -> str | None:
     """Who has a port, in words; None if only connections linger there whose processes are done with them."""
     try:
         using = [each for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port]
