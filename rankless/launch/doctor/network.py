@@ -105,10 +105,9 @@ def free_port(look: Look) -> Row:
         return passed(what, "free")
     if not look.has_several:
         return warned(what, why, "end it, or give --port to jobs on several hosts: they alone need one")
-    other = next(
-        (port for port in range(look.port + 1, look.port + 100) if taken_by(port, address) is None), look.port + 1
-    )
-    return failed(what, why, f"end it, or choose another port: --port {other}, on every host")
+    others = range(look.port + 1, min(look.port + 100, 65536))
+    free = next((f" {port}" for port in others if taken_by(port, address) is None), "")
+    return failed(what, why, f"end it, or choose another port on every host: --port{free}")
 
 
 def _loopback(what: str) -> Row:
