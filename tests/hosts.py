@@ -6,6 +6,7 @@ side by side. What runs on them sees the machine's files, but its own /etc/hosts
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -146,6 +147,7 @@ def two_hosts(
     sshd cannot be had.
     """
     _require_tools()
+    _remove_leftovers()
     hosts = Hosts(folder / "hosts", before=before or {}, logins=logins or {})
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, hosts)
@@ -198,15 +200,26 @@ def _make_keys(folder: Path, addresses: Sequence[str]) -> None:
 
 def _remove(hosts: Hosts) -> None:
     for name in (*NAMES, "n"):
-        namespace = hosts.namespace(name)
-        listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
-        for number in listed.stdout.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(number), signal.SIGKILL)
-        subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
-        shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
+        _remove_namespace(hosts.namespace(name))
     for process in hosts.started:
         process.wait()
+
+
+def _remove_namespace(namespace: str) -> None:
+    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
+    for number in listed.stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(number), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
+    shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
+
+
+def _remove_leftovers() -> None:
+    """What tests have left that were killed: the hosts of processes that are no more."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    for namespace, process_id in re.findall(r"^(rd-(\d+)-\w+)", listed, re.MULTILINE):
+        if not Path("/proc", process_id).exists():
+            _remove_namespace(namespace)
 
 
 def _require_tools() -> None:

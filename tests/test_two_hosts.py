@@ -1,6 +1,8 @@
 """The two hosts that tests are given are two: apart in network, names and limits, and gone afterwards."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,13 @@ def test_a_firewall_drops_all_but_the_ports_that_it_leaves_open(tmp_path: Path):
         assert hosts.run("a", ["ssh", "-o", "BatchMode=yes", "b", "echo", "in"]).stdout == "in\n"
         code = "import socket; socket.create_connection(('b', 4000), timeout=0.3)"
         assert "TimeoutError" in hosts.run("a", ["python3", "-c", code]).stderr
+
+
+def test_hosts_of_a_test_that_was_killed_are_taken_away_by_the_next(tmp_path: Path):
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    namespace = f"rd-{gone.stdout.strip()}-a"
+    subprocess.run(["ip", "netns", "add", namespace], check=False, capture_output=True)
+    with two_hosts(tmp_path, sshd=()):
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert namespace not in listed
+    assert f"rd-{os.getpid()}-a" in listed

@@ -65,12 +65,12 @@ def require_own_address(address: str) -> None:
     )
 
 
-def taken_by(port: int) -> str | None:
-    """Why a port of this host cannot be had, as "taken by process 7: …"; None if it is free."""
+def taken_by(port: int, address: str = "") -> str | None:
+    """Why a port of this host (of one address of it) cannot be had, as "taken by process 7: …"; None if it is free."""
     # Without SO_REUSEADDR: two runs that reserve the same number would both succeed with it.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
-            probe.bind(("", port))
+            probe.bind((address, port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 return _reason(error)

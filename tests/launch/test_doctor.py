@@ -110,16 +110,19 @@ def test_a_job_on_several_hosts_is_told_what_may_trouble_it_and_refused_what_it_
     monkeypatch.setenv("http_proxy", "http://proxy.example")
     monkeypatch.delenv("no_proxy", raising=False)
     told: list[str] = []
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        # 127.0.0.2 stands for another host, which it is not: no job would start.
-        company = Company(hosts=parse_hosts("127.0.0.1,127.0.0.2", workers_per_host=1), place=0, port=port)
-        plan = make_run_plan(Program(kind="code", target=""), RunRequest(worker_count=1, company=company))
-        with pytest.raises(JoinError) as refused:
-            quick_check(plan, told.append)
-    assert f"port {port}: taken by process " in str(refused.value.found)
+    company = Company(hosts=parse_hosts("127.0.0.1,no.such.name.invalid", workers_per_host=1), place=0)
+    plan = make_run_plan(Program(kind="code", target=""), RunRequest(worker_count=1, company=company))
+    quick_check(plan, told.append)
+    (text,) = told
+    assert "proxies: http_proxy=http://proxy.example" in text
+    assert "network card: the name no.such.name.invalid does not resolve here" in text
+    # The others need host 0's name.
+    company = Company(hosts=tuple(reversed(company.hosts)), place=1)
+    plan = make_run_plan(Program(kind="code", target=""), RunRequest(worker_count=1, company=company))
+    with pytest.raises(JoinError) as refused:
+        quick_check(plan, told.append)
+    assert refused.value.found == "network card: the name no.such.name.invalid does not resolve here"
     assert "127.0.0.1 to be fit for a job" in str(refused.value.expected)
-    assert any("proxies: http_proxy=http://proxy.example" in text for text in told)
 
 
 def test_listeners_answer_only_to_who_knows_the_secret_and_say_who_they_are():

@@ -23,7 +23,7 @@ def look_around(look: Look) -> Looked:
     """Every check of this host."""
     card = network.own_card(look)
     return Looked(
-        rows=tuple(made([*_network(look), *_machine(look), *_devices(look)])),
+        rows=tuple(made([*_network(look), *_port(look), *_machine(look), *_devices(look)])),
         facts=own_facts(NO_PROGRAM, hosts=(), devices=()),
         container=machine.container(),
         interface=None if card is None else card[0],
@@ -33,6 +33,7 @@ def look_around(look: Look) -> Looked:
 
 def look_quickly(look: Look) -> list[Row]:
     """What can be seen in a fraction of a second, before a job on several hosts."""
+    # Not the port: the agent that is to listen finds it taken itself, and says by whom.
     quick: list[Check] = [*_network(look), machine.shared_memory, machine.open_files, machine.processes]
     return made([*quick, partial(machine.disk, look)])
 
@@ -51,10 +52,11 @@ def made(checks: Sequence[Check]) -> list[Row]:
 
 
 def _network(look: Look) -> list[Check]:
-    checks = [network.own_name, network.network_card, network.proxies]
-    if look.is_first:
-        checks.append(network.free_port)
-    return [partial(check, look) for check in checks]
+    return [partial(check, look) for check in (network.own_name, network.network_card, network.proxies)]
+
+
+def _port(look: Look) -> list[Check]:
+    return [partial(network.free_port, look)] if look.is_first else []
 
 
 def _machine(look: Look) -> list[Check]:

@@ -98,13 +98,16 @@ def proxies(look: Look) -> Row:
 def free_port(look: Look) -> Row:
     """Whether host 0 can wait for the others where they will look for it."""
     what = f"port {look.port}"
-    why = taken_by(look.port)
+    card = own_card(look)
+    address = "" if card is None else card[1]
+    why = taken_by(look.port, address)
     if why is None:
         return passed(what, "free")
     if not look.has_several:
         return warned(what, why, "end it, or give --port to jobs on several hosts: they alone need one")
-    other = next((port for port in range(look.port + 1, look.port + 100) if taken_by(port) is None), look.port + 1)
-    return failed(what, why, f"end it, or choose another port: --port {other}, on every host")
+    others = range(look.port + 1, min(look.port + 100, 65536))
+    free = next((f" {port}" for port in others if taken_by(port, address) is None), "")
+    return failed(what, why, f"end it, or choose another port on every host: --port{free}")
 
 
 def _loopback(what: str) -> Row:

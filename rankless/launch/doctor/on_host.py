@@ -83,7 +83,9 @@ class Bedside:
 
     def _listen(self, question: Listen) -> Answer:
         high = wire.listen(question.place, question.secret)
-        own = None if question.port is None else wire.listen(question.place, question.secret, question.port)
+        own = None
+        if question.port is not None:
+            own = wire.listen(question.place, question.secret, question.port, question.address)
         if high is None:
             return Failed(text="no free port")
         self._listening += [high] if own is None else [high, own]

@@ -100,7 +100,9 @@ class Pairs:
         """Where each host listens for this, and host 0 for the others' agents, if it can."""
         network = self._network
         asked: dict[int, Question] = {
-            place: Listen(place=place, secret=self._secret, port=None if place else network.port)
+            place: Listen(
+                place=place, secret=self._secret, port=None if place else network.port, address=network.address(place)
+            )
             for place in self._visits.open.keys() & network.looked.keys()
         }
         listening = {place: found for place, found in self._visits.ask(asked).items() if isinstance(found, Listening)}

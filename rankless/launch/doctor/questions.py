@@ -67,11 +67,12 @@ class Time(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True, tag="listen"):
-    """Listen on a free port, and on `port` too if one is given, for those who know the secret."""
+    """Listen on a free port, for those who know the secret; and on `port` of `address` too, if one is given."""
 
     place: int
     secret: bytes
     port: int | None = None
+    address: str = ""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):

@@ -1,6 +1,7 @@
 """A job of two workers on this host, through the same agent as any other, to see that Rankless itself starts."""
 
 import sys
+import tempfile
 from collections.abc import Callable
 
 from rankless.launch import agent
@@ -24,14 +25,16 @@ dist.destroy_process_group()
 
 
 def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
-    """Return what runs the job: its logs go into the folder of the second argument, its figure follows the third."""
-    folder, mark = sys.argv[2:4]
+    """Return what runs the job: its figure follows the mark of the second argument."""
+    mark = sys.argv[2]
 
     def run() -> None:
-        plan = make_run_plan(
-            Program(kind="code", target=_SCRIPT, arguments=(mark,)),
-            RunRequest(worker_count=WORKERS, devices="cpu", threads=1, log_folder=folder, progress=False),
-        )
-        raise SystemExit(agent.run(plan, on_record=lambda _: None, out=sys.stdout, err=sys.stderr))
+        # Its own, so that it goes even where the doctor has been killed.
+        with tempfile.TemporaryDirectory(prefix="rankless-doctor-") as folder:
+            plan = make_run_plan(
+                Program(kind="code", target=_SCRIPT, arguments=(mark,)),
+                RunRequest(worker_count=WORKERS, devices="cpu", threads=1, log_folder=folder, progress=False),
+            )
+            raise SystemExit(agent.run(plan, on_record=lambda _: None, out=sys.stdout, err=sys.stderr))
 
     return run

@@ -27,12 +27,11 @@ class SmallJob:
     def __enter__(self) -> "SmallJob":
         if not self._is_wanted:
             return self
-        folder = self._files.enter_context(tempfile.TemporaryDirectory(prefix="rankless-doctor-"))
         self._output = self._files.enter_context(tempfile.TemporaryFile())
         self._complaints = self._files.enter_context(tempfile.TemporaryFile())
         self._start = time.time()
         self._process = subprocess.Popen(
-            [*python_command("rankless.launch.doctor.small_job"), folder, self._mark],
+            [*python_command("rankless.launch.doctor.small_job"), self._mark],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._complaints,

@@ -28,12 +28,12 @@ _BLOCK = bytes(1 << 18)
 _PLACE_BYTES = 4
 
 
-def listen(place: int, secret: bytes, port: int = 0) -> socket.socket | None:
-    """A socket on every address of this host, served in the background; None where the port cannot be had."""
-    both = socket.has_dualstack_ipv6()
+def listen(place: int, secret: bytes, port: int = 0, address: str = "") -> socket.socket | None:
+    """A socket on one address of this host, or on all, served in the background; None where it cannot be had."""
+    both = not address and socket.has_dualstack_ipv6()
     try:
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listening = socket.create_server(("", port), family=family, backlog=256, dualstack_ipv6=both)
+        family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+        listening = socket.create_server((address, port), family=family, backlog=256, dualstack_ipv6=both)
     except OSError:
         return None
     threading.Thread(target=_accept, args=(listening, place, secret), name="listener", daemon=True).start()
