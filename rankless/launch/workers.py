@@ -10,7 +10,7 @@ from rankless.plan.fleet import Place, endpoint, fleet_variables
 from rankless.plan.run_plan import JobStart, RunPlan, WorkerLaunch, WorkerPlan
 
 
-def plan_workers(plan: RunPlan, job: Assembled, *, folder: str, pages: Sequence[int]) -> list[WorkerLaunch]:
+def plan_workers(plan: RunPlan, job: Assembled, *, folder: str, pages: Sequence[int] = ()) -> list[WorkerLaunch]:
     """The plan and environment of every worker of this host, in the order of ranks; `pages` are their whereabouts."""
     seen, cuda_devices = _seen_devices(plan)
     foreign, start = plan.foreign, job.start
