@@ -83,6 +83,7 @@ def verify(folder: Path, script: str, *options: str, workers: int = 2):
     return job, json.loads(file.read_text()) if file.exists() else None
 
 
+@pytest.mark.exhaustive
 def test_a_training_is_the_same_on_three_workers_and_its_output_is_in_the_logs(tmp_path: Path) -> None:
     job, report = verify(tmp_path, SCRIPT.format(sabotage=""), "--keep", "recordings", workers=3)
     assert job.returncode == 0, job.stdout + job.stderr
@@ -146,6 +147,7 @@ def test_float64_does_not_hide_a_fault_beside_the_rounding(tmp_path: Path) -> No
     assert report["decided_in"] == "float64"
 
 
+@pytest.mark.exhaustive
 def test_where_float64_cannot_run_the_own_precision_stands_and_that_is_said(tmp_path: Path) -> None:
     job, report = verify(
         tmp_path, FLIPS.format(sabotage="", weight="weights")

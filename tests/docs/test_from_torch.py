@@ -68,6 +68,7 @@ def test_before_and_after_are_the_same_training(system: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_sync_in_three_calls_of_four_is_accumulate_4(tmp_path: Path):
     before, after = SCRIPTS["before_torch"], SCRIPTS["after_torch"]
     assert before.count(STEP) == after.count("clip_norm=1.0") == 1

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 FOREIGN = Path(__file__).parents[2] / "examples" / "foreign"
 LINES = {"ddp": 6, "fsdp2": 3, "collectives": 78, "accelerate_digits": 3, "fabric_digits": 3}
+IN_CI = {"fsdp2", "collectives", "accelerate_digits", "fabric_digits"}
 SAVED = {
     "ddp": ["0.ckpt", "1.ckpt"],
     "fsdp2": ["fsdp2.ckpt"],
@@ -69,7 +70,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("script", LINES)
+@pytest.mark.parametrize(
+    "script", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.exhaustive) for each in LINES]
+)
 def test_a_script_prints_and_saves_what_it_does_under_torchrun(script: str, tmp_path: Path):
     wanted = torchrun(script, folder=tmp_path / "torchrun")
     assert len(wanted) == LINES[script]
@@ -107,7 +110,7 @@ def met_at_an_address(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return RESULT.findall(printed[0])
 
 
-@pytest.mark.parametrize("place", ["env", "tcp", "file"])
+@pytest.mark.parametrize("place", [pytest.param("env", marks=pytest.mark.exhaustive), "tcp", "file"])
 def test_processes_meet_by_the_environment_at_an_address_and_by_a_file(
     place: str, met_at_an_address: list[str], tmp_path: Path
 ):
@@ -116,6 +119,7 @@ def test_processes_meet_by_the_environment_at_an_address_and_by_a_file(
     assert results(ours("init_methods", "--init_method", where[place], folder=tmp_path)) == met_at_an_address
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_spawns_is_the_same_under_one_worker(tmp_path: Path):
     plain = python(str(FOREIGN / "spawn.py"), folder=tmp_path / "plain")
     assert len(RESULT.findall(plain.stdout)) == 2, plain.stderr

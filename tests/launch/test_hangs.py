@@ -102,6 +102,7 @@ def test_a_stopped_worker_is_named(tmp_path):
     assert "rank 1 did not come: it is stopped, by a signal (kill -CONT" in said
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_has_ended_its_script_and_lingers_is_named(tmp_path):
     fault = "def stuck():\n    threading.Thread(target=time.sleep, args=(600,)).start()\n    sys.exit()"
     said = verdict_in(
@@ -164,6 +165,7 @@ def test_a_rank_that_does_not_come_to_a_jobs_call_is_named(tmp_path):
     assert f"ranks 0, 2 wait in a job's call at script.py:{line_of(script, 'here')}" in said
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_does_not_come_with_its_share_of_a_batch_is_named(tmp_path):
     script = JOB.replace("SLEEPER", "-1").replace("SLOW", "27")  # in batch 6 the last worker's
     said = verdict_in(run_script(script, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
@@ -213,6 +215,7 @@ def test_ranks_that_wait_for_one_that_saves_are_spoken_of_and_the_job_goes_on(tm
     assert "done" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_rank_at_a_breakpoint_is_spoken_of_and_never_ended(tmp_path):
     fault = """
 def stuck():
@@ -226,6 +229,7 @@ def stuck():
     assert "rank 1 did not come: it is in a debugger" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_output_of_the_rank_that_others_wait_for_puts_the_end_off(tmp_path):
     fault = """
 def stuck():
@@ -248,6 +252,7 @@ def test_switched_off_nothing_is_watched(tmp_path):
     assert "no progress" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_plain_processes_are_watched_too(tmp_path):
     script = TRAINING.replace("{fault}", FAULTS["sleeps"][0])
     done = run_script(script, "-n", "2", "--no-warm", "--hang-timeout", "5", folder=tmp_path)

@@ -110,6 +110,7 @@ def test_the_hosts_of_a_file_are_known_by_name_and_a_token_file_is_enough_by_han
     assert "host 2 of 2, ranks 2 to 3" in err
 
 
+@pytest.mark.exhaustive
 def test_hosts_may_be_numbered_by_hand(hosts: Hosts, folder: Path):
     ranked = ["--master", f"{hosts.addresses[0]}:9911", "--host-count", "2", "--insecure", "-n"]
     other = hosts.start("b", command("run", "--host-rank", "1", *ranked, "3", "train.py"), cwd=folder)
@@ -149,6 +150,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.exhaustive  # the fault matrix has more of them, and a sample that always runs
 @pytest.mark.parametrize("name", FAULTS)
 def test_who_fails_is_named_with_its_host_and_everything_ends(name: str, hosts: Hosts, folder: Path):
     rank, action, code, words = FAULTS[name]
@@ -286,6 +288,7 @@ def test_a_host_that_is_not_in_the_list_says_so(folder: Path):
     assert "this host among 192.0.2.77, 192.0.2.78" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_script_of_host_0_is_sent_where_that_is_asked_for(tmp_path: Path):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()

@@ -45,12 +45,12 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-@pytest.fixture(params=["tcp", "file"])
+@pytest.fixture(params=[pytest.param("tcp", marks=pytest.mark.exhaustive), "file"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"tcp://127.0.0.1:{free_port()}" if request.param == "tcp" else f"file://{tmp_path}/meet"
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_processes_meet_join_leave_and_meet_again(size: int, address: str, tmp_path: Path):
     found = ended([start(tmp_path, address, rank, size, 3) for rank in range(size)])
     for rank, (code, out, err) in enumerate(found):
@@ -67,6 +67,7 @@ def test_who_waits_says_for_whom_and_gives_up_in_time(address: str, tmp_path: Pa
     assert "waiting for rank 1 of 3, for 6." in err
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_comes_late_is_waited_for(address: str, tmp_path: Path):
     early = [start(tmp_path, address, rank, 2 + 1) for rank in (1, 2)]
     for process in early:
@@ -108,6 +109,7 @@ def test_what_a_dead_run_has_left_in_the_file_is_recognised(tmp_path: Path):
     assert [code for code, _, _ in found] == [0, 0], found
 
 
+@pytest.mark.exhaustive
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path):
     (tmp_path / "meet").write_bytes(b"\0my thesis")
     (code, _, err), *_ = ended([start(tmp_path, f"file://{tmp_path}/meet", 0, 2)])
