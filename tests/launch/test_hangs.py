@@ -208,6 +208,8 @@ def test_by_itself_nothing_is_said_of_pauses(name, tmp_path):
 
 def test_ranks_that_wait_for_one_that_saves_are_spoken_of_and_the_job_goes_on(tmp_path):
     script = TRAINING.replace("{fault}", "def stuck():\n    torch.save(model, 'm'); time.sleep(7)  # there")
+    # It goes on for longer than the watch takes to look again.
+    script = script.replace('print("done")', 'for _ in range(60): optimizer.step(); time.sleep(0.05)\nprint("done")')
     done = run_script(script, "-n", "2", "--hang-timeout", "10", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"rank 1 did not come: it is in stuck() at script.py:{line_of(script, 'there')}" in done.stderr
