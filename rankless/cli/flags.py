@@ -3,6 +3,11 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+Flags = TypeVar("Flags", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +49,18 @@ class Flag:
             choices=self.choices,
             help=self.help,
         )
+
+
+def declare_script(parser: argparse.ArgumentParser) -> None:
+    """Make what follows the options the script, module or command with its own arguments."""
+    parser.usage = "%(prog)s [options] script.py [args]"
+    parser.add_argument("training_script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="what to run")
+
+
+def taken(arguments: argparse.Namespace, kind: type[Flags]) -> Flags:
+    """What was given, as flags of that kind."""
+    values = vars(arguments)
+    script = values.pop("training_script")
+    if script[:1] == ["--"]:
+        script = script[1:]
+    return msgspec.convert({**values, "training_script": tuple(script)}, kind)

@@ -4,7 +4,7 @@ import argparse
 
 import msgspec
 
-from rankless.cli.flags import Flag
+from rankless.cli.flags import Flag, declare_script, taken
 from rankless.plan.environment import fleetrun_defaults
 from rankless.plan.fleetrun_flags import FleetrunFlags
 
@@ -78,21 +78,16 @@ FLAGS = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the options. Defaults come from PADDLE_ variables; what nobody gives is None."""
-    parser.usage = "%(prog)s [options] script.py [args]"
     given = fleetrun_defaults()
     for flag in FLAGS:
         flag.declare(parser, default=given.get(flag.dest))
     parser.add_argument("--insecure", action="store_true", help="ours: several hosts need no token, nor ssh")
-    parser.add_argument("training_script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="what to run")
+    declare_script(parser)
 
 
 def take_flags(arguments: argparse.Namespace) -> FleetrunFlags:
     """What was given."""
-    values = vars(arguments)
-    script = values.pop("training_script")
-    if script[:1] == ["--"]:
-        script = script[1:]
-    return msgspec.convert({**values, "training_script": tuple(script)}, FleetrunFlags)
+    return taken(arguments, FleetrunFlags)
 
 
 def table_of(flags: FleetrunFlags) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import argparse
 
 from rankless.errors import PlanError
-from rankless.plan.hosts import DEFAULT_PORT, Host, own_place, parse_hosts, read_hostfile
+from rankless.plan.hosts import DEFAULT_PORT, Host, numbered_hosts, own_place, parse_hosts, read_hostfile
 from rankless.plan.run_plan import Company
 
 
@@ -84,9 +84,7 @@ def _ranked(arguments: argparse.Namespace, ranked: dict[str, object], port: int)
         raise PlanError(
             expected="one port", found=f"--master {arguments.master} and --port {arguments.port}", fix="leave one away"
         )
-    workers = arguments.workers or 1
-    others = [Host(address=f"host {number}", workers=workers) for number in range(1, count)]
-    hosts = (Host(address=address.strip("[]"), workers=workers), *others)
+    hosts = numbered_hosts(address, count, workers=arguments.workers or 1)
     return _company(arguments, hosts, place, int(own_port or port), is_listed=False, by_hand=True)
 
 

@@ -2,9 +2,7 @@
 
 import argparse
 
-import msgspec
-
-from rankless.cli.flags import Flag
+from rankless.cli.flags import Flag, declare_script, taken
 from rankless.plan.environment import launcher_defaults
 from rankless.plan.torchrun_flags import TorchrunFlags
 
@@ -60,7 +58,6 @@ FLAGS = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the options. Defaults come from PET_ variables; what nobody gives is None, or False for a switch."""
-    parser.usage = "%(prog)s [options] script.py [args]"
     given = launcher_defaults()
     for flag in FLAGS:
         value = given.get(flag.dest) if flag.in_environment else None
@@ -75,16 +72,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         else:
             flag.declare(parser, default=value)
     parser.add_argument("--insecure", action="store_true", help="ours: several hosts need no RANKLESS_TOKEN_FILE")
-    parser.add_argument("training_script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="what to run")
+    declare_script(parser)
 
 
 def take_flags(arguments: argparse.Namespace) -> TorchrunFlags:
     """What was given."""
-    values = vars(arguments)
-    script = values.pop("training_script")
-    if script[:1] == ["--"]:
-        script = script[1:]
-    return msgspec.convert({**values, "training_script": tuple(script)}, TorchrunFlags)
+    return taken(arguments, TorchrunFlags)
 
 
 def _switch(parser: argparse.ArgumentParser, flag: Flag, value: str | None) -> bool:

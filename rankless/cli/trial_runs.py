@@ -172,6 +172,6 @@ def _whole(recordings: Sequence[Recording | None], what: str, *, single: bool) -
 
 def _remove_old(folder: str) -> None:
     """Recordings that an earlier run has left in the same place would be taken for this one's."""
-    for pattern in ("rank*.results", "rank*.safetensors", "rank*.values", "jobs.programs"):
+    for pattern in (".rank*.coming", "rank*.results", "rank*.safetensors", "rank*.values", "jobs.programs"):
         for file in Path(folder).glob(pattern):
             file.unlink()

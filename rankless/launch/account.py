@@ -76,10 +76,13 @@ def conclude(outcome: Outcome, account: Account, *, tell_text: Callable[[str], N
         return _conclude_led(outcome, account, others, tell_text=tell_text)
     words = account.parents_last_words()
     code, text = _verdict_on(outcome, account)
-    if isinstance(others, Led):
+    failed_alone = code == 0 and outcome.parent_exit_code not in (0, None)
+    if isinstance(others, Led) and failed_alone:
+        others.conclude(2, ["rankless: host 0 could not see its workers to their end\n"] * len(account.job.names))
+    elif isinstance(others, Led):
         others.conclude(code, [_text_for(host, outcome, account, text) for host in range(len(account.job.names))])
     tell_text(text)
-    if code == 0 and outcome.parent_exit_code not in (0, None):
+    if failed_alone:
         raise LaunchError(
             expected="the process that starts the workers to see them to their end",
             found=f"it ended with {outcome.parent_exit_code} first" + (f":\n{words}" if words else ""),

@@ -53,8 +53,7 @@ def assembled(
             store = stack.enter_context(open_store_socket())
             reserved = stack.enter_context(reserve_master_port(plan.hosts.master_port))
             endpoints = stack.enter_context(free_endpoints(plan))
-            start = _start(plan, [plan.devices], store=store, reserved=reserved)
-            start = msgspec.structs.replace(start, endpoints=endpoints)
+            start = _start(plan, [plan.devices], endpoints, store=store, reserved=reserved)
             yield Assembled(others=Nobody(), start=start, devices=(plan.devices,), store=store)
         return
     quick_check(plan, tell)
@@ -88,9 +87,9 @@ def _as_host_0(
         reserved = stack.enter_context(reserve_master_port())
         facts = gather(hub, company, own=own, starters=starters, interrupts=interrupts, tell=tell)
         devices = [plan.devices, *(facts[place].devices for place in sorted(facts))]
-        start = _start(plan, devices, store=store, reserved=reserved)
         addresses = [_address(company, place, facts, own=address) for place in range(len(company.hosts))]
-        start = msgspec.structs.replace(start, endpoints=endpoints_of(plan, addresses, start.workers))
+        endpoints = endpoints_of(plan, addresses, [len(some) for some in devices])
+        start = _start(plan, devices, endpoints, store=store, reserved=reserved)
         let_start(hub, start)
         names = [company.hosts[0].address, *(_name(company, place, facts) for place in sorted(facts))]
         others = Led(hub, start, names)
@@ -199,7 +198,12 @@ def _address(company: Company, place: int, facts: Mapping[int, HostFacts], *, ow
 
 
 def _start(
-    plan: RunPlan, devices: Sequence[Sequence[str]], *, store: socket.socket, reserved: socket.socket
+    plan: RunPlan,
+    devices: Sequence[Sequence[str]],
+    endpoints: tuple[str, ...],
+    *,
+    store: socket.socket,
+    reserved: socket.socket,
 ) -> JobStart:
     address = str(store.getsockname()[0])
     apart = [choose_backend(tuple(some)) for some in devices]
@@ -212,6 +216,7 @@ def _start(
         master_port=reserved.getsockname()[1],
         store_address=address,
         store_port=store.getsockname()[1],
+        endpoints=endpoints,
         recording=plan.recording,
         perturbation_seed=plan.perturbation_seed,
         dtype=plan.dtype,

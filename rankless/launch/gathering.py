@@ -147,9 +147,9 @@ def _require_hope(
         raise JoinError(
             expected=f"all {len(company.hosts)} hosts within {company.join_timeout_seconds:g} s (--join-timeout)",
             found=f"no word from {seen}",
-            fix=f"start the same line on {names}"
-            if company.way == "hand"
-            else f"see what the agent does on {names}: its way to {company.hosts[0]}:{company.port} may be closed",
+            fix=f"see what the agent does on {names}: its way to {company.hosts[0]}:{company.port} may be closed"
+            if company.way == "ssh"
+            else f"start the same line on {names}",
         )
 
 

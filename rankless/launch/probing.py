@@ -1,10 +1,9 @@
 """What can be seen from here of a host that does not come: asked in the background, told beside its name."""
 
-import errno
-import socket
 import threading
 import time
 
+from rankless.launch.connecting import Unreached, connected
 from rankless.plan.run_plan import Company
 
 PROBE_SECONDS = 2.0
@@ -38,30 +37,14 @@ def seen_of(address: str, port: int = SSH_PORT, *, timeout_seconds: float = PROB
     that is up and has no firewall that drops.
     """
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return "its name does not resolve here"
-    seen = ""
-    for family, kind, protocol, _, place in found:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.settimeout(timeout_seconds)
-            code = _code_of(probe, place)
-        if code in (0, errno.ECONNREFUSED):
-            return "it is up, the job is not started there or cannot reach this host"
-        if code == errno.ETIMEDOUT:
-            seen = "no answer: it is down, or a firewall drops packets to it"
-        elif code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-            seen = "no way leads to it: its network or it is down"
-        else:
-            seen = errno.errorcode.get(code, str(code))
-    return seen
-
-
-def _code_of(probe: socket.socket, place: tuple[object, ...]) -> int:
-    try:
-        probe.connect(place)
-    except TimeoutError:
-        return errno.ETIMEDOUT
-    except OSError as error:
-        return error.errno or 0
-    return 0
+        connected(address, port, timeout_seconds=timeout_seconds).close()
+    except Unreached as unreached:
+        if unreached.code is None:
+            return "its name does not resolve here"
+        if unreached.was_dropped:
+            return "no answer: it is down, or a firewall drops packets to it"
+        if unreached.has_no_way:
+            return "no way leads to it: its network or it is down"
+        if not unreached.was_refused:
+            return str(unreached)
+    return "it is up, the job is not started there or cannot reach this host"

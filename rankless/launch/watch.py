@@ -95,7 +95,8 @@ class Watch:
                 for number in signals or [None]:
                     if not self._move_on(number, now):
                         return self._outcome(None)
-                selector.select(max(0.0, min(POLL_SECONDS, self._deadline - now)))
+                left = self._deadline - now
+                selector.select(min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS)
 
     def _has_all_ended(self, exit_code: int, selector: selectors.BaseSelector) -> bool:
         """Once the parent has ended: whether nothing lives on the other hosts either."""
@@ -148,7 +149,9 @@ class Watch:
         elif self._phase is Phase.STOPPING and (number is not None or now >= self._deadline):
             self._end_at_once(now)
         elif self._phase is Phase.KILLING:
-            return now < self._deadline
+            # With nothing left here, another host than host 0 waits for its word: it comes, or the connection ends.
+            awaits_word = self._told_end and not self._others.judges
+            return now < self._deadline or (awaits_word and number is None)
         return True
 
     def _end_at_once(self, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from rankless.errors import PlanError
 from rankless.plan.fleetrun_flags import FleetrunFlags
-from rankless.plan.hosts import DEFAULT_PORT, Host, addresses_of, checked, own_addresses, own_place
+from rankless.plan.hosts import DEFAULT_PORT, Host, addresses_of, checked, numbered_hosts, own_addresses, own_place
 from rankless.plan.run_plan import NOT_YET, Company
 
 
@@ -70,9 +70,8 @@ def _numbered(flags: FleetrunFlags, count: int, workers: int) -> Company:
         place = 0 if addresses_of(address) & own_addresses() else NOT_YET
     elif not 0 <= place < count:
         raise PlanError(expected=f"--rank from 0 to {count - 1}", found=place, fix="number the hosts from 0")
-    names = [address, *(f"host {number}" for number in range(1, count))]
     return Company(
-        hosts=tuple(Host(address=name, workers=workers) for name in names),
+        hosts=numbered_hosts(address, count, workers=workers),
         place=place,
         port=port,
         way="hand",

@@ -81,6 +81,12 @@ def hosts_of_settings(items: Sequence[Any], *, workers_per_host: int) -> tuple[H
     return checked(found)
 
 
+def numbered_hosts(address: str, count: int, *, workers: int) -> tuple[Host, ...]:
+    """Hosts of which only the first one's address is known, and how many there are."""
+    names = [address.strip("[]"), *(f"host {number}" for number in range(1, count))]
+    return tuple(Host(address=name, workers=workers) for name in names)
+
+
 def checked(hosts: Sequence[Host]) -> tuple[Host, ...]:
     """The hosts. Raises PlanError for none, and for one that is named twice."""
     if not hosts:

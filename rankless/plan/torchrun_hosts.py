@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rankless.errors import PlanError
 from rankless.plan.foreign import Hosts
-from rankless.plan.hosts import Host, addresses_of, own_addresses
+from rankless.plan.hosts import addresses_of, numbered_hosts, own_addresses
 from rankless.plan.run_plan import NOT_YET, Company
 from rankless.plan.torchrun_flags import TorchrunFlags
 
@@ -98,9 +98,8 @@ def company_of(hosts: Hosts, *, workers: int, insecure: bool) -> Company | None:
                 fix="name the first host, on every host alike",
             )
         port, place = int(number), 0 if addresses_of(address) & own_addresses() else NOT_YET
-    names = [address.strip("[]"), *(f"host {place}" for place in range(1, hosts.most))]
     return Company(
-        hosts=tuple(Host(address=name, workers=workers) for name in names),
+        hosts=numbered_hosts(address, hosts.most, workers=workers),
         place=place,
         port=port,
         way="hand",

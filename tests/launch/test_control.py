@@ -94,6 +94,37 @@ def test_who_has_another_token_is_not_heard():
         server.receive()
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_the_last_word_is_heard_although_the_other_side_has_gone(is_reset: bool):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = connect("127.0.0.1", listening.getsockname()[1], token=TOKEN, timeout_seconds=2)
+        accepted, _ = listening.accept()
+    server = Session(accepted, side="server", token=TOKEN)
+    for _ in range(3):
+        assert server.receive() == client.receive() == []
+    if is_reset:  # what the server has not read when it closes
+        client.send(Beat())
+        client.send(Beat())
+    server.send(Over(exit_code=3))
+    server.close()
+    assert client.receive() == [Over(exit_code=3)]
+    with pytest.raises(BrokenOff):
+        client.receive()
+
+
+def test_who_has_said_all_waits_until_the_other_has_heard_it():
+    relay, client, server = agreed()
+    client.send(Beat())
+    relay.carry()
+    server.send(Over(exit_code=0))
+    assert not server.has_ended()
+    relay.carry()
+    assert client.receive() == [Over(exit_code=0)]
+    client.close()
+    relay.at_server.close()
+    assert server.has_ended()
+
+
 TAMPERED: dict[str, Callable[[bytes], bytes]] = {
     "a byte is changed": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
     "a proof is changed": lambda data: data[:4] + bytes([data[4] ^ 1]) + data[5:],

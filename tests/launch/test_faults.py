@@ -21,6 +21,7 @@ SAMPLE = {
     ("leaves its group, cleans up for a second, then raises", 2, 1),
     ("raises while others hold the interpreter lock", 4, 1),
     ("segfaults", 2, 1),
+    ("raises while others ignore signals", 1, 2),
     ("raises, and a daemon in a session of its own is left", 1, 2),
     ("is killed", 2, 2),
     ("host 0 loses its power", 1, 2),

@@ -17,6 +17,7 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 4.0
 """Without a word from a host for so long, it is lost."""
 PROVING_SECONDS = 10.0
+LEAVING_SECONDS = 1.0
 MOST_UNPROVEN = 64
 
 
@@ -57,7 +58,7 @@ class Stranger:
 News = Arrived | Reported | Lost | Stranger
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
     session: Session
     address: str
@@ -98,11 +99,11 @@ class Hub:
     def turn(self, now: float) -> list[News]:
         """What has come since the last call; sends signs of life."""
         news: list[News] = []
-        for key, _ in self._selector.select(0):
-            if key.data is None:
-                self._accept(now)
+        ready = {key.data for key, _ in self._selector.select(0)}
+        if None in ready:
+            self._accept(now)
         for connection in list(self._connections):
-            news += self._hear(connection, now)
+            news += self._hear(connection, now, is_ready=connection in ready)
         if now - self._beaten >= BEAT_SECONDS:
             self._beaten = now
             self.tell_all(Beat())
@@ -116,11 +117,18 @@ class Hub:
 
     def tell_all(self, frame: Frame) -> None:
         """Send a frame to every host that is there."""
-        for host in self.present:
-            self.tell(host, frame)
+        for connection in self._connections:
+            if connection.host is not None:
+                self._send(connection, frame)
 
     def close(self) -> None:
-        """Close all connections, what was sent before it included."""
+        """Close all connections, once the others have what was sent to them, or do not take it in time."""
+        # Closing with something unread in it would reset a connection, and the other side might lose the last word.
+        deadline = time.monotonic() + LEAVING_SECONDS
+        waiting = [item for item in self._connections if item.host is not None]
+        while waiting and time.monotonic() < deadline:
+            waiting = [item for item in waiting if not item.session.has_ended()]
+            time.sleep(0.002 if waiting else 0)
         for connection in list(self._connections):
             self._drop(connection)
         with suppress(KeyError):
@@ -142,11 +150,10 @@ class Hub:
         self._connections.append(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _hear(self, connection: _Connection, now: float) -> list[News]:
+    def _hear(self, connection: _Connection, now: float, *, is_ready: bool) -> list[News]:
         news: list[News] = []
         try:
-            frames = connection.session.receive()
-            for frame in frames:
+            for frame in connection.session.receive() if is_ready else ():
                 connection.heard = now
                 news += self._take(connection, frame)
             self._require_life(connection, now)

@@ -48,6 +48,7 @@ class Session:
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._kept: list[Frame] = []
+        self._has_said_all = False
         if side == "client":
             self._put(msgspec.msgpack.encode(Greeting(nonce=self._nonce)))
 
@@ -75,17 +76,41 @@ class Session:
         self._sent += 1
 
     def receive(self) -> list[Frame]:
-        """The frames that have come; also sends what could not be sent before."""
-        self._flush()
+        """The frames that have come; also sends what could not be sent before.
+
+        What came before the other side closed is given first; that it has closed is raised at the next call.
+        """
+        end: BrokenOff | None = None
+        try:
+            self._flush()
+        except BrokenOff as broken:
+            end = broken
+        try:
+            if self._read():
+                end = end or BrokenOff("the connection was closed")
+        except BrokenOff as broken:
+            end = end or broken
         frames: list[Frame] = []
-        is_over = self._read()
         while (data := self._next()) is not None:
             frame = self._opened(data)
             if frame is not None:
                 frames.append(frame)
-        if is_over and not frames:
-            raise BrokenOff("the connection was closed")
+        if end is not None and not frames:
+            raise end
         return frames
+
+    def has_ended(self) -> bool:
+        """Having nothing more to say: say so, drop what comes, and whether the other side has closed, too."""
+        try:
+            self._flush()
+            if not self._outgoing and not self._has_said_all:
+                self._has_said_all = True
+                self._socket.shutdown(socket.SHUT_WR)
+            is_over = self._read()
+        except (BrokenOff, OSError):
+            return True
+        self._incoming.clear()
+        return is_over
 
     def close(self) -> None:
         """Send what can be sent at once, and close."""

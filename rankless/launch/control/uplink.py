@@ -1,11 +1,9 @@
 """Another host's end of the control channel: its one connection, to host 0."""
 
-import errno
-import select
-import socket
 import time
 from contextlib import suppress
 
+from rankless.launch.connecting import Unreached, connected
 from rankless.launch.control.frames import Beat, Frame
 from rankless.launch.control.hub import BEAT_SECONDS, SILENT_SECONDS
 from rankless.launch.control.session import BrokenOff, Session
@@ -61,30 +59,19 @@ class Uplink:
 def connect(address: str, port: int, *, token: bytes, timeout_seconds: float) -> Session:
     """A session with host 0. Raises NotReached, with what happened."""
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except OSError:
-        raise NotReached(f"the name {address} does not resolve here") from None
-    reason = "it has no address"
-    for family, kind, protocol, _, place in found:
-        connection = socket.socket(family, kind, protocol)
-        connection.setblocking(False)
-        code = connection.connect_ex(place)
-        if code == errno.EINPROGRESS:
-            _, writable, _ = select.select([], [connection], [], timeout_seconds)
-            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if writable else errno.ETIMEDOUT
-        if code == 0:
-            return Session(connection, side="client", token=token)
-        connection.close()
-        reason = unreached(code, address, port)
-    raise NotReached(reason)
+        connection = connected(address, port, timeout_seconds=timeout_seconds)
+    except Unreached as unreached:
+        raise NotReached(_what_happened(unreached, address, port)) from None
+    return Session(connection, side="client", token=token)
 
 
-def unreached(code: int, address: str, port: int) -> str:
-    """What a failed connection means."""
-    if code == errno.ECONNREFUSED:
+def _what_happened(unreached: Unreached, address: str, port: int) -> str:
+    if unreached.code is None:
+        return f"the name {address} does not resolve here"
+    if unreached.was_refused:
         return f"nobody listens at {address}:{port}: the job is not started there yet, or with another port"
-    if code == errno.ETIMEDOUT:
+    if unreached.was_dropped:
         return f"no answer from {address}:{port}: a firewall drops packets, the port is not mapped, or the host is down"
-    if code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return f"no way leads to {address} from here ({errno.errorcode[code]}): is the network, or the host, down?"
-    return f"{address}:{port}: {errno.errorcode.get(code, str(code))}"
+    if unreached.has_no_way:
+        return f"no way leads to {address} from here ({unreached}): is the network, or the host, down?"
+    return f"{address}:{port}: {unreached}"

@@ -1,0 +1,52 @@
+"""Connecting to another host, and what it means if that fails."""
+
+import errno
+import socket
+
+
+class Unreached(Exception):
+    """Nobody was reached. `code` is the system's, of the address that came nearest; None if the name has no address."""
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__(code)
+        self.code = code
+
+    @property
+    def has_no_way(self) -> bool:
+        """Whether no way leads there."""
+        return self.code in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether a host is there, and nobody listens at the port."""
+        return self.code == errno.ECONNREFUSED
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether no answer came."""
+        return self.code == errno.ETIMEDOUT
+
+    def __str__(self) -> str:
+        return "no address" if self.code is None else errno.errorcode.get(self.code, str(self.code))
+
+
+def connected(address: str, port: int, *, timeout_seconds: float) -> socket.socket:
+    """A connection by the first address of a name that answers in time. Raises Unreached."""
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError:
+        raise Unreached(None) from None
+    codes: list[int | None] = []
+    for family, kind, protocol, _, place in found:
+        connection = socket.socket(family, kind, protocol)
+        connection.settimeout(timeout_seconds)
+        try:
+            connection.connect(place)
+        except TimeoutError:
+            codes.append(errno.ETIMEDOUT)
+        except OSError as error:
+            codes.append(error.errno)
+        else:
+            return connection
+        connection.close()
+    raise Unreached(errno.ECONNREFUSED if errno.ECONNREFUSED in codes else codes[-1])
