@@ -8,8 +8,8 @@ from typing import TextIO
 
 from rankless.launch.account import Account, conclude
 from rankless.launch.assembly import Assembled, assembled
-from rankless.launch.gathering import Interrupted
 from rankless.launch.hangs.hang_watch import HangWatch, Scene, open_pages
+from rankless.launch.hosts.gathering import Interrupted
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import signal_name
 from rankless.launch.logs import make_run_folder, shown_streams

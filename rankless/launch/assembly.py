@@ -13,14 +13,14 @@ from rankless.launch.company import Leading, Led, Nobody
 from rankless.launch.control.hub import Hub
 from rankless.launch.doctor.quick import quick_check
 from rankless.launch.endpoints import endpoints_of, free_endpoints
-from rankless.launch.gathering import gather, let_start
-from rankless.launch.host_facts import HostFacts, own_facts
+from rankless.launch.hosts.gathering import gather, let_start
+from rankless.launch.hosts.host_facts import HostFacts, own_facts
+from rankless.launch.hosts.reaching import reach
+from rankless.launch.hosts.ssh import RemoteAgent, RemoteTask, TokenBringer
+from rankless.launch.hosts.tokens import Known, must_be_brought, token_of_host_0, tokens_of
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.logs import run_name
 from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
-from rankless.launch.reaching import reach
-from rankless.launch.ssh import RemoteAgent, RemoteTask, TokenBringer
-from rankless.launch.tokens import Known, must_be_brought, token_of_host_0, tokens_of
 from rankless.plan.check import choose_backend
 from rankless.plan.environment import carried_variables
 from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses

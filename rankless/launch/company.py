@@ -9,7 +9,7 @@ from rankless.launch.control.frames import Ended, Happened, How, Over, Recorded,
 from rankless.launch.control.hub import Hub, Lost, Reported, Stranger
 from rankless.launch.control.session import BrokenOff
 from rankless.launch.control.uplink import Uplink
-from rankless.launch.recorded_files import recorded, take_recorded
+from rankless.launch.hosts.recorded_files import recorded, take_recorded
 from rankless.plan.run_plan import JobStart
 from rankless.records.events import AnyRecord, HostLost, HostToldToEnd, Said
 

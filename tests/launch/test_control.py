@@ -14,7 +14,7 @@ from rankless.launch.control.frames import Beat, Challenge, Ended, Greeting, Hap
 from rankless.launch.control.hub import Arrived, Hub, Lost, Reported, Stranger
 from rankless.launch.control.session import MOST_BYTES, BrokenOff, Session
 from rankless.launch.control.uplink import NotReached, NotTrusted, Uplink, connect
-from rankless.launch.host_facts import HostFacts, differences, own_facts
+from rankless.launch.hosts.host_facts import HostFacts, differences, own_facts
 from rankless.plan.run_plan import Program
 from rankless.records.events import Left
 

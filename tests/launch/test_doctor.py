@@ -20,7 +20,7 @@ from rankless.launch.doctor.pairs import rounds
 from rankless.launch.doctor.questions import Look, Target
 from rankless.launch.doctor.quick import quick_check
 from rankless.launch.doctor.wire import SECRET_BYTES, connect_all, listen, measure
-from rankless.launch.ssh_causes import ssh_cause
+from rankless.launch.hosts.ssh_causes import ssh_cause
 from rankless.observe.health import health_of, render_health
 from rankless.plan.check import make_run_plan
 from rankless.plan.hosts import parse_hosts

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.launch.host_facts import HostFacts
+from rankless.launch.hosts.host_facts import HostFacts
 from rankless.plan.run_plan import JobStart
 from rankless.records.events import AnyRecord
 

@@ -10,7 +10,7 @@ import msgspec
 
 from rankless.launch.control.frames import Beat, Ended, Frame, Happened, Here, Recorded, Refused
 from rankless.launch.control.session import BrokenOff, Session
-from rankless.launch.host_facts import HostFacts
+from rankless.launch.hosts.host_facts import HostFacts
 from rankless.plan.run_plan import NOT_YET
 
 BEAT_SECONDS = 1.0

@@ -3,7 +3,7 @@
 import time
 from contextlib import suppress
 
-from rankless.launch.connecting import Unreached, connected
+from rankless.launch.control.connecting import Unreached, connected
 from rankless.launch.control.frames import Beat, Frame
 from rankless.launch.control.hub import BEAT_SECONDS, SILENT_SECONDS
 from rankless.launch.control.session import BrokenOff, Session

@@ -8,8 +8,8 @@ from rankless.launch.doctor.pairs import Network, Pairs
 from rankless.launch.doctor.questions import Apply, Failed, Look, Looked, Question
 from rankless.launch.doctor.starting import SmallJob
 from rankless.launch.doctor.visits import Visits
-from rankless.launch.host_facts import MOST_SKEW_SECONDS, differences
-from rankless.launch.probing import seen_of
+from rankless.launch.hosts.host_facts import MOST_SKEW_SECONDS, differences
+from rankless.launch.hosts.probing import seen_of
 from rankless.plan.environment import carried_variables
 from rankless.plan.hosts import Host, addresses_of, own_addresses
 from rankless.records.health import Row, failed, passed, placed, timed, warned

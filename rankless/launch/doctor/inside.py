@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.launch.doctor import devices, machine, network
 from rankless.launch.doctor.questions import Look, Looked
-from rankless.launch.host_facts import own_facts
+from rankless.launch.hosts.host_facts import own_facts
 from rankless.plan.hosts import own_addresses
 from rankless.plan.run_plan import Program
 from rankless.records.health import Row, warned

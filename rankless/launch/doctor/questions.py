@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.launch.host_facts import HostFacts
+from rankless.launch.hosts.host_facts import HostFacts
 from rankless.plan.trial import Here, Reduced, StoreOpened
 from rankless.records.health import Row
 

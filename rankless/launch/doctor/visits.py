@@ -16,8 +16,8 @@ from typing import TypeVar
 import msgspec
 
 from rankless.launch.doctor.questions import Answer, Clock, Failed, Question, Ready, Time
-from rankless.launch.ssh import OPTIONS
-from rankless.launch.ssh_causes import SshCause, ssh_cause
+from rankless.launch.hosts.ssh import OPTIONS
+from rankless.launch.hosts.ssh_causes import SshCause, ssh_cause
 from rankless.plan.hosts import Host
 from rankless.plan.trial import MARK
 from rankless.records.health import Row, failed

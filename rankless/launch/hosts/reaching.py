@@ -8,10 +8,10 @@ from rankless.errors import JoinError
 from rankless.launch.control.frames import Here, Refused, Start, Waiting
 from rankless.launch.control.session import BrokenOff
 from rankless.launch.control.uplink import NotReached, NotTrusted, Uplink, connect
-from rankless.launch.gathering import TELL_EVERY_SECONDS, Interrupted
-from rankless.launch.host_facts import HostFacts
+from rankless.launch.hosts.gathering import TELL_EVERY_SECONDS, Interrupted
+from rankless.launch.hosts.host_facts import HostFacts
+from rankless.launch.hosts.tokens import Tokens
 from rankless.launch.interrupts import Interrupts
-from rankless.launch.tokens import Tokens
 from rankless.plan.run_plan import Company
 
 TRY_SECONDS = 2.0

@@ -8,9 +8,9 @@ from typing import Protocol
 from rankless.errors import JoinError
 from rankless.launch.control.frames import Refused, Start, Waiting
 from rankless.launch.control.hub import Arrived, Hub, Lost, Stranger
-from rankless.launch.host_facts import HostFacts, differences
+from rankless.launch.hosts.host_facts import HostFacts, differences
+from rankless.launch.hosts.probing import Probe
 from rankless.launch.interrupts import Interrupts
-from rankless.launch.probing import Probe
 from rankless.plan.run_plan import Company, JobStart
 
 TELL_EVERY_SECONDS = 5.0

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from rankless.launch.connecting import Unreached, connected
+from rankless.launch.control.connecting import Unreached, connected
 from rankless.plan.run_plan import Company
 
 PROBE_SECONDS = 2.0

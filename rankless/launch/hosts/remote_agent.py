@@ -11,7 +11,7 @@ import msgspec
 
 from rankless.errors import RanklessError
 from rankless.launch import agent
-from rankless.launch.ssh import RemoteTask
+from rankless.launch.hosts.ssh import RemoteTask
 from rankless.plan import environment
 from rankless.plan.check import make_run_plan
 from rankless.runtime.ending import Ending

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from rankless.launch.ssh_causes import ssh_cause
-from rankless.launch.tokens import folder_of_tokens, name_of_token
+from rankless.launch.hosts.ssh_causes import ssh_cause
+from rankless.launch.hosts.tokens import folder_of_tokens, name_of_token
 from rankless.plan.hosts import Host
 from rankless.plan.run_plan import Company, Program, RunRequest
 from rankless.runtime.bootstrap import python_command
@@ -171,5 +171,5 @@ class Login:
 
 def remote_command() -> str:
     """The command line on the other host: the same folder, interpreter and flags as here."""
-    command = shlex.join(python_command("rankless.launch.remote_agent"))
+    command = shlex.join(python_command("rankless.launch.hosts.remote_agent"))
     return f"cd {shlex.quote(os.getcwd())} && exec {command}"
