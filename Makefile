@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready
 SOURCES := rankless tests examples bench
+# Each run is several interpreters: without compiled files each of them would compile Rankless anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test check lint bench soak clean
 .DEFAULT_GOAL := help
