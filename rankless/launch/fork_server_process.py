@@ -6,6 +6,7 @@ import select
 import signal
 import socket
 import subprocess
+from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 import msgspec
@@ -61,13 +62,22 @@ class AdoptedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Surroundings:
+    """What a warm parent inherits and its workers build on: it cannot be changed in one that is forked."""
+
+    folder: str
+    environment: dict[str, str]
+
+
 class ForkServerProcess:
     """A fork server, started for the first run that can use it; a context manager that leaves nothing behind."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._serves: tuple[dict[str, str], bool] | None = None
+        self._surroundings: _Surroundings | None = None
+        self._has_jobs = False
         self._is_ready = False
 
     def __enter__(self) -> "ForkServerProcess":
@@ -85,10 +95,13 @@ class ForkServerProcess:
         """Whether it can fork the parent of this run's workers: waits for its imports, till `until` is readable."""
         if not plan.warm or not hasattr(os, "pidfd_open"):
             return False
-        wanted = (parent_environment(plan), names_rankless(plan.program))
-        if self._serves is None:
-            self._start(*wanted)
-        if self._connection is None or self._serves != wanted:  # what torch has read and imported cannot be changed
+        wanted = _Surroundings(folder=os.getcwd(), environment=parent_environment(plan))
+        with_jobs = names_rankless(plan.program)
+        if self._surroundings is None:
+            self._surroundings, self._has_jobs = wanted, with_jobs
+            self._start(wanted, with_jobs=with_jobs)
+        # What torch has read at its import stays; what jobs need is no hindrance to a program without any.
+        if self._connection is None or self._surroundings != wanted or with_jobs > self._has_jobs:
             return False
         if not self._is_ready:
             readable, _, _ = select.select([self._connection, until], [], [])
@@ -121,8 +134,7 @@ class ForkServerProcess:
             self._process.wait()
             self._process = None
 
-    def _start(self, environment: dict[str, str], with_jobs: bool) -> None:
-        self._serves = environment, with_jobs
+    def _start(self, surroundings: _Surroundings, *, with_jobs: bool) -> None:
         self._connection, end = socket.socketpair()
         plan = ForkServerPlan(connection_descriptor=end.fileno(), with_jobs=with_jobs)
         with end:
@@ -132,7 +144,7 @@ class ForkServerProcess:
                 # If it fails, the run's parent is started without it, fails likewise, and has a log.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=environment,
+                env=surroundings.environment,
                 pass_fds=[end.fileno()],
                 start_new_session=True,
             )
