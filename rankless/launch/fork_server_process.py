@@ -6,7 +6,7 @@ import select
 import signal
 import socket
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import BinaryIO, Protocol
 
 import msgspec
@@ -62,21 +62,13 @@ class AdoptedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Surroundings:
-    """What a warm parent inherits and its workers build on: it cannot be changed in one that is forked."""
-
-    folder: str
-    environment: dict[str, str]
-
-
 class ForkServerProcess:
     """A fork server, started for the first run that can use it; a context manager that leaves nothing behind."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._surroundings: _Surroundings | None = None
+        self._environment: dict[str, str] | None = None
         self._has_jobs = False
         self._is_ready = False
 
@@ -95,13 +87,12 @@ class ForkServerProcess:
         """Whether it can fork the parent of this run's workers: waits for its imports, till `until` is readable."""
         if not plan.warm or not hasattr(os, "pidfd_open"):
             return False
-        wanted = _Surroundings(folder=os.getcwd(), environment=parent_environment(plan))
-        with_jobs = names_rankless(plan.program)
-        if self._surroundings is None:
-            self._surroundings, self._has_jobs = wanted, with_jobs
-            self._start(wanted, with_jobs=with_jobs)
+        environment, with_jobs = parent_environment(plan), names_rankless(plan.program)
+        if self._environment is None:
+            self._environment, self._has_jobs = environment, with_jobs
+            self._start(environment, with_jobs=with_jobs)
         # What torch has read at its import stays; what jobs need is no hindrance to a program without any.
-        if self._connection is None or self._surroundings != wanted or with_jobs > self._has_jobs:
+        if self._connection is None or self._environment != environment or with_jobs > self._has_jobs:
             return False
         if not self._is_ready:
             readable, _, _ = select.select([self._connection, until], [], [])
@@ -112,12 +103,12 @@ class ForkServerProcess:
 
     def fork(self, plan: HostPlan, log: BinaryIO) -> AdoptedProcess | None:
         """A warm parent with this plan, a child of this process, which adopts orphans; None if the server has gone."""
-        descriptors = [log.fileno(), *plan.descriptors()]
-        if self._connection is None or len(descriptors) > MOST_DESCRIPTORS:
+        inherited = plan.descriptors()
+        if self._connection is None or len(inherited) > MOST_DESCRIPTORS - 2:
             return None
         number = None
-        with contextlib.suppress(OSError):
-            send_order(self._connection, plan, descriptors)
+        with contextlib.suppress(OSError), _opened_folder() as folder:
+            send_order(self._connection, plan, [folder, log.fileno(), *inherited])
             number = receive_number(self._connection)
         if number is None:
             self.close()
@@ -134,7 +125,7 @@ class ForkServerProcess:
             self._process.wait()
             self._process = None
 
-    def _start(self, surroundings: _Surroundings, *, with_jobs: bool) -> None:
+    def _start(self, environment: dict[str, str], *, with_jobs: bool) -> None:
         self._connection, end = socket.socketpair()
         plan = ForkServerPlan(connection_descriptor=end.fileno(), with_jobs=with_jobs)
         with end:
@@ -144,7 +135,7 @@ class ForkServerProcess:
                 # If it fails, the run's parent is started without it, fails likewise, and has a log.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=surroundings.environment,
+                env=environment,
                 pass_fds=[end.fileno()],
                 start_new_session=True,
             )
@@ -158,3 +149,13 @@ def _is_said(connection: socket.socket) -> bool:
         return connection.recv(len(READY)) == READY
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def _opened_folder() -> Iterator[int]:
+    """The current folder, to be handed on."""
+    folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield folder
+    finally:
+        os.close(folder)

@@ -77,9 +77,10 @@ def _fork_for(agent: socket.socket) -> bool:
 
 
 def _take_over(plan: HostPlan, received: list[int]) -> None:
-    """Be as if the agent had started this process: a session of its own, its output in the log, the numbers as told."""
+    """Be as if the agent had started this process: in its folder, a session of its own, its output in the log."""
     os.setsid()
-    log, *others = received
+    folder, log, *others = received
+    os.fchdir(folder)
     wanted = [1, 2, *plan.descriptors()]
     # Out of the way first: a descriptor that has come may have the number that another is to get.
     free = max(*wanted, *received) + 1
