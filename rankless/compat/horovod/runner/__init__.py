@@ -1,0 +1,1 @@
+"""Running a function on several processes, as `horovod.run` does."""

@@ -1,0 +1,1 @@
+"""Horovod's API for PyTorch: `import horovod.torch as hvd`."""
