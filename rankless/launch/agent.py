@@ -112,7 +112,7 @@ class Run:
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()
-        files = SharedFiles(foreign=plan.foreign is not None)
+        files = SharedFiles(foreign=plan.foreign is not None or plan.horovod is not None)
 
         def take(record: AnyRecord) -> None:
             text = None

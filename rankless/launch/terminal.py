@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Stream:
     sink: Source = "out"
     prefix: str | None = None
     """What stands before each line; "" shows whole lines as they are, None everything as it comes."""
+    timed: bool = False
+    """Whether the time stands before the prefix."""
     needles: tuple[str, ...] = ()
     copy: str | None = None
     """A file that gets the lines which contain one of the needles."""
@@ -116,8 +119,9 @@ class PrefixedLines:
     With needles, only the lines that contain one of them.
     """
 
-    def __init__(self, prefix: str, write: Write, *, needles: Sequence[str] = ()) -> None:
+    def __init__(self, prefix: str, write: Write, *, needles: Sequence[str] = (), timed: bool = False) -> None:
         self._prefix = prefix.encode()
+        self._timed = timed
         self._write = write
         self._needles = [needle.encode() for needle in needles]
         self._rest = b""
@@ -138,7 +142,8 @@ class PrefixedLines:
     def _put(self, lines: Sequence[bytes]) -> None:
         wanted = [line for line in lines if not self._needles or any(needle in line for needle in self._needles)]
         if wanted:
-            self._write(b"".join(self._prefix + line + b"\n" for line in wanted))
+            prefix = (time.asctime().encode() if self._timed else b"") + self._prefix
+            self._write(b"".join(prefix + line + b"\n" for line in wanted))
 
 
 class Terminal:
@@ -201,4 +206,4 @@ def _writer(file: io.FileIO) -> Write:
 def _lines_of(stream: Stream, write: Write) -> Lines:
     if stream.prefix is None:
         return AsTheyCome(write)
-    return PrefixedLines(stream.prefix, write) if stream.prefix else WholeLines(write)
+    return PrefixedLines(stream.prefix, write, timed=stream.timed) if stream.prefix else WholeLines(write)

@@ -48,6 +48,7 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         hosts=request.hosts,
         foreign=request.foreign,
         fleet=request.fleet,
+        horovod=request.horovod,
         company=company,
         hang_timeout_seconds=hang_timeout(request),
         request=request,
