@@ -66,7 +66,8 @@ def horovod_sentence(verdict: Verdict) -> str:
     """How horovodrun says that a process has failed."""
     return (
         "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
-        f"terminated. The first process to do so was:\nProcess name: {verdict.culprit}\nExit code: {verdict.exit_code}\n"
+        "terminated. "
+        f"The first process to do so was:\nProcess name: {verdict.culprit}\nExit code: {verdict.exit_code}\n"
     )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import io
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TextIO
@@ -68,10 +68,14 @@ class Tail:
         if not found:
             self._lines.idle()
 
-    def close(self) -> None:
-        """Pass on the rest."""
+    def finish(self) -> None:
+        """Pass on the rest, since its writer has ended."""
         self.pump()
         self._lines.close()
+
+    def close(self) -> None:
+        """Pass on the rest, and read no more."""
+        self.finish()
         if self._file is not None:
             self._file.close()
 
@@ -138,6 +142,7 @@ class PrefixedLines:
         """Write what is left."""
         if self._rest:
             self._put([self._rest.removesuffix(b"\r")])
+            self._rest = b""
 
     def _put(self, lines: Sequence[bytes]) -> None:
         wanted = [line for line in lines if not self._needles or any(needle in line for needle in self._needles)]
@@ -149,20 +154,12 @@ class PrefixedLines:
 class Terminal:
     """All streams that are shown."""
 
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        *,
-        out: TextIO,
-        err: TextIO,
-        making_room: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._making_room = making_room
+    def __init__(self, streams: Sequence[Stream], *, writes: Mapping[Source, Write]) -> None:
+        self._writes = writes
         self._tails: list[Tail] = []
         self._copies = contextlib.ExitStack()
         for stream in streams:
-            shown = self._writer(out if stream.sink == "out" else err)
-            self._tails.append(Tail(stream.path, _lines_of(stream, shown)))
+            self._tails.append(Tail(stream.path, _lines_of(stream, writes[stream.sink])))
             if stream.copy is not None:
                 copy = self._copies.enter_context(io.FileIO(stream.copy, "ab"))
                 lines = PrefixedLines(stream.prefix or "", _writer(copy), needles=stream.needles)
@@ -173,26 +170,37 @@ class Terminal:
         for tail in self._tails:
             tail.pump()
 
+    def show(self, source: Source, data: bytes) -> None:
+        """Show what another host has sent."""
+        self._writes[source](data)
+
+    def finish(self) -> None:
+        """Show what is left of lines that nobody will end."""
+        for tail in self._tails:
+            tail.finish()
+
     def close(self) -> None:
         """Show the rest."""
         with self._copies:
             for tail in self._tails:
                 tail.close()
 
-    def _writer(self, text: TextIO) -> Write:
-        def write(data: bytes) -> None:
-            # A reader that is gone (`| head`) or a full disk behind the terminal's redirection never stops
-            # training.
-            with self._making_room(), contextlib.suppress(OSError):
-                text.flush()
-                binary = getattr(text, "buffer", None)
-                if binary is None:
-                    text.write(data.decode(errors="replace"))
-                else:
-                    binary.write(data)
-                    binary.flush()
 
-        return write
+def writer_to(text: TextIO, making_room: Callable[[], AbstractContextManager[None]]) -> Write:
+    """What writes on the agent's own terminal; `making_room` is entered around each writing."""
+
+    def write(data: bytes) -> None:
+        # A reader that is gone (`| head`) or a full disk behind the terminal's redirection never stops training.
+        with making_room(), contextlib.suppress(OSError):
+            text.flush()
+            binary = getattr(text, "buffer", None)
+            if binary is None:
+                text.write(data.decode(errors="replace"))
+            else:
+                binary.write(data)
+                binary.flush()
+
+    return write
 
 
 def _writer(file: io.FileIO) -> Write:
