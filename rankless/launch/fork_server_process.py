@@ -17,6 +17,9 @@ from rankless.plan.script_source import names_rankless
 from rankless.runtime.bootstrap import python_command
 from rankless.runtime.fork_orders import MOST_DESCRIPTORS, READY, receive_number, send_order
 
+FORK_SECONDS = 10.0
+"""Two forks take 20 ms: who has not answered by then is stopped."""
+
 
 class Readable(Protocol):
     """What can be selected on."""
@@ -109,17 +112,22 @@ class ForkServerProcess:
         number = None
         with contextlib.suppress(OSError), _opened_folder() as folder:
             send_order(self._connection, plan, [folder, log.fileno(), *inherited])
+            self._connection.settimeout(FORK_SECONDS)
             number = receive_number(self._connection)
         if number is None:
+            self._end()
+            number = receive_number(self._connection)  # it may have been slow, and there is one parent, not two
             self.close()
-            return None
-        return AdoptedProcess(number)
+        return None if number is None else AdoptedProcess(number)
 
     def close(self) -> None:
         """End it: it has no children, and nothing to put away."""
+        self._end()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import DEADLINE_SECONDS, end, is_alive, marked, start_rankless, wait_until
+from jobs import end, is_alive, marked, start_rankless, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,7 +60,7 @@ def runs(folder: Path, *seeds: int) -> tuple[list[dict], list[dict]]:
     """What rank 0 of each of several runs in a row has seen, and what their agent."""
     (folder / "script.py").write_text(TELLING)
     command = [sys.executable, "-c", RUNS, json.dumps(seeds)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     return told[0::2], told[1::2]
@@ -122,7 +122,7 @@ KILLING = """
 agent = psutil.Process(os.getppid()).parent()
 if os.environ["WORLD_SIZE"] == "1" and not os.path.exists("server.pid"):
     (server,) = [child for child in agent.children() if child.pid != os.getppid()]
-    server.kill()
+    server.{action}()
     mark("server")
 """
 
@@ -165,10 +165,11 @@ def test_whoever_is_killed_in_a_later_run_nobody_is_alive_two_seconds_later(vict
         end(job)
 
 
-def test_without_its_fork_server_a_run_imports_for_itself(tmp_path: Path) -> None:
-    job = start_verify(VERIFIED + KILLING, tmp_path)
+@pytest.mark.parametrize("action", ["kill", pytest.param("suspend", marks=pytest.mark.exhaustive)])
+def test_without_its_fork_server_a_run_imports_for_itself(action: str, tmp_path: Path) -> None:
+    job = start_verify(VERIFIED + KILLING.replace("{action}", action), tmp_path)
     try:
-        out, err = job.communicate(timeout=DEADLINE_SECONDS)
+        out, err = job.communicate(timeout=240)  # three runs after each other
         assert job.returncode == 0, out + err
         assert "server" in marked(tmp_path)
         assert "same training" in out
