@@ -28,7 +28,7 @@ import torch.distributed as dist
 from rankless.collectives.mesh import Mesh
 
 DEADLINE_SECONDS = 60.0
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 8.0
 """How long the others may take once one worker has failed: they may be waiting for it in a collective."""
 
 _pools: dict[tuple[int, str], "Pool"] = {}

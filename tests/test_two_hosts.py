@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from hosts import two_hosts
+from jobs import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +24,7 @@ def test_two_hosts_reach_each_other_by_ssh_until_the_cable_is_pulled_and_leave_n
         cut = hosts.run("a", ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=1", "10.77.0.2", "true"])
         assert cut.returncode == 255
         left = hosts.start("b", ["sleep", "600"])
+        wait_until(lambda: psutil.Process(left.pid).name() == "sleep")  # no longer `ip` on its way there
         namespaces = [hosts.namespace(name) for name in "abn"]
     assert left.wait(timeout=5) == -9
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
