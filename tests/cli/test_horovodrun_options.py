@@ -387,3 +387,25 @@ def test_other_hosts_get_the_whole_environment_but_what_is_a_hosts_own(monkeypat
     carried = environment.carried_variables()
     assert "HOROVOD_LOG_LEVEL" in carried
     assert "WANDB_MODE" not in carried
+
+
+LINES = [
+    (["-np", "2", "train.py", "--b", "--log"], ["-np", "2", "--", "train.py", "--b", "--log"]),
+    (["--verb", "--fusion=3", "-H", "a:1", "python", "x"], ["--verb", "--fusion=3", "-H", "a:1", "--", "python", "x"]),
+    (["--blacklist", "1", "2", "python"], ["--blacklist", "1", "2", "--", "python"]),
+    (["-np", "2", "--", "python", "--"], ["-np", "2", "--", "python", "--"]),
+    (["-np", "2", "--nonsense", "python"], ["-np", "2", "--nonsense", "--", "python"]),
+    (["-np"], ["-np"]),
+    (["--verbose"], ["--verbose"]),
+]
+
+
+@pytest.mark.parametrize(("given", "apart"), LINES)
+def test_what_a_program_is_given_is_never_taken_for_an_option_of_ours_cut_short(given: list[str], apart: list[str]):
+    parser = Parser(prog="rankless horovodrun", allow_abbrev=horovodrun.ABBREVIATES)
+    horovodrun.add_arguments(parser)
+    assert parser.with_program_apart(given) == apart
+
+
+def test_an_abbreviated_option_is_known():
+    assert parse("--fusion-threshold", "3", "--verb") == HorovodrunFlags(fusion_threshold_mb=3, verbose=True)
