@@ -2,11 +2,11 @@
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import pytest
+from cli.horovodrun_spellings import SPELLINGS
 
 from rankless.cli import Parser, horovodrun, main
 from rankless.cli.horovodrun_flags import take_flags
@@ -52,79 +52,6 @@ def company_of(*words: str) -> Company:
 
 def variables(*words: str) -> dict[str, str]:
     return dict(worker_variables(parse("-np", "1", *words)))
-
-
-# Every option of horovodrun 0.28.1 and its main branch, in each spelling, and the field and value that it is.
-SPELLINGS: Mapping[str, tuple[str, object]] = {
-    "-np 4": ("num_proc", 4),
-    "--num-proc 4": ("num_proc", 4),
-    "-cb": ("check_build", True),
-    "--check-build": ("check_build", True),
-    "--disable-cache": ("disable_cache", True),
-    "--start-timeout 9": ("start_timeout", 9),
-    "--network-interfaces eth0,eth1": ("network_interfaces", ("eth0", "eth1")),
-    "--network-interface eth0 --network-interface eth1": ("network_interfaces", ("eth0", "eth1")),
-    "--output-filename out": ("output_filename", "out"),
-    "--verbose": ("verbose", True),
-    "-p 2222": ("ssh_port", 2222),
-    "--ssh-port 2222": ("ssh_port", 2222),
-    "-i key": ("ssh_identity_file", "key"),
-    "--ssh-identity-file key": ("ssh_identity_file", "key"),
-    "--fusion-threshold-mb 32": ("fusion_threshold_mb", 32),
-    "--cycle-time-ms 0.5": ("cycle_time_ms", 0.5),
-    "--cache-capacity 0": ("cache_capacity", 0),
-    "--hierarchical-allreduce": ("hierarchical_allreduce", True),
-    "--no-hierarchical-allreduce": ("hierarchical_allreduce", False),
-    "--hierarchical-allgather": ("hierarchical_allgather", True),
-    "--no-hierarchical-allgather": ("hierarchical_allgather", False),
-    "--torus-allreduce": ("torus_allreduce", True),
-    "--no-torus-allreduce": ("torus_allreduce", False),
-    "--autotune": ("autotune", True),
-    "--no-autotune": ("autotune", False),
-    "--autotune-log-file a.csv": ("autotune_log_file", "a.csv"),
-    "--autotune-warmup-samples 1": ("autotune_warmup_samples", 1),
-    "--autotune-steps-per-sample 2": ("autotune_steps_per_sample", 2),
-    "--autotune-bayes-opt-max-samples 3": ("autotune_bayes_opt_max_samples", 3),
-    "--autotune-gaussian-process-noise 0.5": ("autotune_gaussian_process_noise", 0.5),
-    "--min-np 2": ("min_num_proc", 2),
-    "--min-num-proc 2": ("min_num_proc", 2),
-    "--max-np 3": ("max_num_proc", 3),
-    "--max-num-proc 3": ("max_num_proc", 3),
-    "--slots-per-host 2": ("slots_per_host", 2),
-    "--elastic-timeout 60": ("elastic_timeout", 60),
-    "--reset-limit 5": ("reset_limit", 5),
-    "--blacklist-cooldown-range 60 300": ("blacklist_cooldown_range", (60, 300)),
-    "--timeline-filename t.json": ("timeline_filename", "t.json"),
-    "--timeline-mark-cycles": ("timeline_mark_cycles", True),
-    "--no-timeline-mark-cycles": ("timeline_mark_cycles", False),
-    "--no-stall-check": ("no_stall_check", True),
-    "--stall-check": ("no_stall_check", False),
-    "--stall-check-warning-time-seconds 6": ("stall_check_warning_time_seconds", 6),
-    "--stall-check-shutdown-time-seconds 7": ("stall_check_shutdown_time_seconds", 7),
-    "--mpi-threads-disable": ("mpi_threads_disable", True),
-    "--no-mpi-threads-disable": ("mpi_threads_disable", False),
-    "--mpi-args=--map-by": ("mpi_args", "--map-by"),
-    "--tcp": ("tcp", True),
-    "--binding-args=--rankfile": ("binding_args", "--rankfile"),
-    "--num-nccl-streams 2": ("num_nccl_streams", 2),
-    "--thread-affinity 1": ("thread_affinity", 1),
-    "--gloo-timeout-seconds 8": ("gloo_timeout_seconds", 8),
-    "--log-level DEBUG": ("log_level", "DEBUG"),
-    "--log-with-timestamp": ("log_with_timestamp", True),
-    "--log-without-timestamp": ("log_with_timestamp", False),
-    "--log-hide-timestamp": ("log_with_timestamp", False),
-    "--no-log-hide-timestamp": ("log_with_timestamp", True),
-    "-prefix-timestamp": ("prefix_output_with_timestamp", True),
-    "--prefix-output-with-timestamp": ("prefix_output_with_timestamp", True),
-    "-H a:2,b:4": ("hosts", "a:2,b:4"),
-    "--hosts a:2,b:4": ("hosts", "a:2,b:4"),
-    "-hostfile file": ("hostfile", "file"),
-    "--hostfile file": ("hostfile", "file"),
-    "--host-discovery-script ./hosts.sh": ("host_discovery_script", "./hosts.sh"),
-    "--gloo": ("gloo", True),
-    "--mpi": ("mpi", True),
-    "--jsrun": ("jsrun", True),
-}
 
 
 @pytest.mark.parametrize("words", SPELLINGS)
