@@ -129,7 +129,6 @@ def notes(flags: HorovodrunFlags) -> list[str]:
         "--mpi-threads-disable": flags.mpi_threads_disable is not None and "not heeded, there is no MPI",
         "--num-nccl-streams": flags.num_nccl_streams is not None and "not heeded, NCCL has one stream",
         "--thread-affinity": flags.thread_affinity is not None and "not heeded, threads may use every core",
-        "--cycle-time-ms": flags.cycle_time_ms is not None and "not needed, operations never wait for a cycle's end",
         "--hierarchical-…, --torus-allreduce": is_hierarchical
         and "not heeded, ranks of one host share memory without it",
         "--autotune": bool(flags.autotune) and "not heeded, nothing is tuned",
