@@ -108,7 +108,13 @@ class Run:
     def to_end(self, on_record: Callable[[AnyRecord], None], tell: Callable[[str], None]) -> Outcome:
         """Start the workers, watch them, and end what is left of them."""
         plan, job = self._plan, self._job
-        parent = ParentProcess(plan, self._workers, store=job.store, log_path=self.account.parent_log)
+        parent = ParentProcess(
+            plan,
+            self._workers,
+            store=job.store,
+            log_path=self.account.parent_log,
+            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
+        )
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()

@@ -90,6 +90,7 @@ def _as_host_0(
         addresses = [_address(company, place, facts, own=address) for place in range(len(company.hosts))]
         endpoints = endpoints_of(plan, addresses, [len(some) for some in devices])
         start = _start(plan, devices, endpoints, store=store, reserved=reserved)
+        start = msgspec.structs.replace(start, addresses=(address, *(facts[place].address for place in sorted(facts))))
         let_start(hub, start)
         names = [company.hosts[0].address, *(_name(company, place, facts) for place in sorted(facts))]
         others = Led(hub, start, names)

@@ -186,7 +186,7 @@ class Leading:
                     self.over = frame
         except BrokenOff as broken:
             self.lost = str(broken)
-            stop = None if self.over is not None else "stop"
+            stop = None if self.over is not None else "lost"
         return Turn(stop=stop)
 
     def report(self, records: Sequence[AnyRecord]) -> None:

@@ -25,7 +25,7 @@ _LOST_CONNECTION = re.compile(
     r"|rank \d+ (raised|failed)\b"
 )
 
-Cause = Literal["raised", "left", "signal", "exit", "lost", "host", "stuck"]
+Cause = Literal["raised", "left", "signal", "exit", "lost", "host", "told", "stuck"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
     if isinstance(record, HostToldToEnd):
         return Verdict(
             culprit=record.rank,
-            cause="host",
+            cause="told",
             exit_code=128 + record.signal,
             headline=f"host {record.host} was told to end ({signal_name(record.signal)})",
         )

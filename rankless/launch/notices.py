@@ -49,7 +49,7 @@ def hosts_table(plan: RunPlan, *, folder: str, rows: Sequence[tuple[str, str]], 
 
 def failure(verdict: Verdict, *, log_file: str, host: str = "") -> str:
     """At most 15 lines: who, on which host, what, the last lines of its traceback, its log file."""
-    if verdict.cause == "host":
+    if verdict.cause in ("host", "told"):
         return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
     on_host = f" on {host}" if host else ""
     lines = [f"rankless: rank {verdict.culprit}{on_host} {verdict.headline}"]

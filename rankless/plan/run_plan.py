@@ -78,6 +78,8 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int
     store_address: str
     store_port: int
+    addresses: tuple[str, ...] = ()
+    """Of each host, the numeric one by which its way to host 0 leads; none if there is only one host."""
     endpoints: tuple[str, ...] = ()
     """HOST:PORT of every rank, for a program that was written for Paddle's launcher."""
     recording: str | None = None
@@ -218,6 +220,8 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     program: Program
     warm: bool
     workers: tuple[WorkerLaunch, ...]
+    other_hosts: tuple[str, ...] = ()
+    """The addresses of the job's other hosts, where they are known."""
     lifeline_descriptor: int
     records_descriptor: int
     store_descriptor: int | None

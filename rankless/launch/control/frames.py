@@ -10,7 +10,7 @@ from rankless.records.events import AnyRecord
 
 PROTOCOL = 1
 
-How = Literal["stop", "interrupt", "kill"]
+How = Literal["stop", "interrupt", "lost", "kill"]
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True, tag="greeting"):
@@ -68,7 +68,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """End the workers: politely, as Ctrl-C does, or at once."""
+    """End the workers: politely, as Ctrl-C does, because a host is lost, or at once."""
 
     how: How
 
