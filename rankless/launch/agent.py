@@ -1,5 +1,6 @@
 """The agent: starts a run's workers on this host, watches them, ends them together, and says how it went."""
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -94,8 +95,8 @@ class Run:
                 plans=[worker.plan for worker in self._workers],
                 pages=pages,
                 timeout_seconds=plan.hang_timeout_seconds,
-                judges=job.others.judges,
-                folder=folder,
+                others=job.others,
+                stacks_file=os.path.join(folder, f"stacks{job.place or ''}.txt"),
                 host_name=self.account.host_name,
             )
         )

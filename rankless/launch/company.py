@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rankless.launch.control.frames import Ended, Happened, How, Over, Recorded, Stop
+from rankless.launch.control.frames import Ended, Happened, How, Over, Recorded, Stop, WhereAreYou
 from rankless.launch.control.hub import Hub, Lost, Reported, Stranger
 from rankless.launch.control.session import BrokenOff
 from rankless.launch.control.uplink import Uplink
@@ -45,6 +45,14 @@ class Others(Protocol):
         """Tell the others to end their workers."""
         ...
 
+    def ask_where(self) -> None:
+        """Ask the others where their ranks are: they tell it by records."""
+        ...
+
+    def is_asked_where(self) -> bool:
+        """Whether host 0 has asked that since the last call."""
+        ...
+
     def told_to_end(self, number: int) -> None:
         """Tell that a signal has told this host's agent to end."""
         ...
@@ -77,6 +85,13 @@ class Nobody:
 
     def stop(self, how: How) -> None:
         """Nobody hears it."""
+
+    def ask_where(self) -> None:
+        """Nobody hears it."""
+
+    def is_asked_where(self) -> bool:
+        """Never."""
+        return False
 
     def told_to_end(self, number: int) -> None:
         """Nobody hears it."""
@@ -129,6 +144,14 @@ class Led:
         """Tell all of them."""
         self._hub.tell_all(Stop(how=how))
 
+    def ask_where(self) -> None:
+        """Ask all of them."""
+        self._hub.tell_all(WhereAreYou())
+
+    def is_asked_where(self) -> bool:
+        """Never: this host asks."""
+        return False
+
     def told_to_end(self, number: int) -> None:
         """They are stopped; why is said at the end."""
 
@@ -168,6 +191,7 @@ class Leading:
         self._name = name
         self.lost: str | None = None
         self.over: Over | None = None
+        self._is_asked_where = False
 
     def fileno(self) -> int | None:
         """The connection's."""
@@ -182,6 +206,8 @@ class Leading:
             for frame in self._uplink.turn(now):
                 if isinstance(frame, Stop):
                     stop = frame.how
+                elif isinstance(frame, WhereAreYou):
+                    self._is_asked_where = True
                 elif isinstance(frame, Over):
                     self.over = frame
         except BrokenOff as broken:
@@ -196,6 +222,14 @@ class Leading:
 
     def stop(self, how: How) -> None:
         """Not this host's to say."""
+
+    def ask_where(self) -> None:
+        """Not this host's to ask."""
+
+    def is_asked_where(self) -> bool:
+        """Whether host 0 has asked."""
+        asked, self._is_asked_where = self._is_asked_where, False
+        return asked
 
     def told_to_end(self, number: int) -> None:
         """Tell host 0 that this host's agent was, by a signal."""

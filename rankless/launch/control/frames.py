@@ -67,6 +67,10 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """A sign of life."""
 
 
+class WhereAreYou(msgspec.Struct, frozen=True, kw_only=True, tag="where_are_you"):
+    """Some rank of the job has stood still for long: tell where each of yours is, by `Where` records."""
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """End the workers: politely, as Ctrl-C does, because a host is lost, or at once."""
 
@@ -97,4 +101,18 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     text: str = ""
 
 
-Frame = Greeting | Challenge | Here | Refused | Start | Waiting | Happened | Beat | Stop | Recorded | Ended | Over
+Frame = (
+    Greeting
+    | Challenge
+    | Here
+    | Refused
+    | Start
+    | Waiting
+    | Happened
+    | Beat
+    | WhereAreYou
+    | Stop
+    | Recorded
+    | Ended
+    | Over
+)

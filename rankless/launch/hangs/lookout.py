@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from rankless.launch.hangs.places import Place, place_of, reader_place
@@ -128,8 +128,10 @@ class Worker:
         return None
 
 
-def write_stacks(path: str, workers: Sequence[Worker]) -> str:
-    """Append all that the workers have answered to a file, and return its name as a user would write it."""
+def write_stacks(path: str, workers: Sequence[Worker], elsewhere: Collection[Where] = ()) -> str:
+    """Append all that the workers have answered to a file, and of ranks elsewhere what was told of them; returns its
+    name as a user would write it.
+    """
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(time.strftime("== %Y-%m-%d %H:%M:%S\n"))
@@ -137,6 +139,9 @@ def write_stacks(path: str, workers: Sequence[Worker]) -> str:
                 answers = {} if worker.question is None else worker.question.answers
                 for process_id, text in answers.items():
                     file.write(f"-- rank {worker.plan.rank}, process {process_id}\n{text}\n")
+            for where in elsewhere:
+                frames = "".join(f"  {frame}\n" for frame in where.stack)
+                file.write(f"-- rank {where.rank}, on another host: {where.text}\n{frames}\n")
     except OSError:
         return ""
     return os.path.relpath(path)
