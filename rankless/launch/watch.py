@@ -20,7 +20,7 @@ import msgspec
 from rankless.launch.company import Others
 from rankless.launch.control.frames import Ended, How
 from rankless.launch.interrupts import Interrupts
-from rankless.launch.judge import Verdict, judge
+from rankless.launch.judge import JUDGED, Verdict, judge
 from rankless.launch.parent_process import ParentProcess
 from rankless.plan.foreign import Foreign
 from rankless.records.channel import receive_records
@@ -124,7 +124,8 @@ class Watch:
 
     def _take_found(self, records: Sequence[AnyRecord]) -> None:
         """What this agent has found itself; nothing of it counts once the run is to end."""
-        if records and self._phase is Phase.RUNNING and self._verdict is None:
+        is_open = self._verdict is None or self._verdict.cause == "timeout"
+        if records and self._phase is Phase.RUNNING and is_open:
             self._others.report(records)
             self._take(records)
 
@@ -137,15 +138,18 @@ class Watch:
             self._ask_to_end(SIGNALS[turn.stop], now, is_lost=turn.stop == "lost")
 
     def _take(self, records: Sequence[AnyRecord]) -> None:
+        judged = [record for record in records if isinstance(record, JUDGED)]
         for record in records:
-            if self._phase is Phase.RUNNING:
-                self._records.append(record)
             self._on_record(record)
-        if records and self._phase is Phase.RUNNING and self._others.judges:
-            known = self._verdict is not None
-            self._verdict = judge(self._records)
-            if self._verdict is not None and not known:
-                self._deadline = time.monotonic() + self._verdict.settling_seconds
+        if judged and self._phase is Phase.RUNNING:
+            self._records += judged
+            if self._others.judges:
+                self._judge()
+
+    def _judge(self) -> None:
+        before, self._verdict = self._verdict, judge(self._records)
+        if self._verdict is not None and self._verdict != before:
+            self._deadline = min(self._deadline, time.monotonic() + self._verdict.settling_seconds)
 
     def _move_on(self, number: int | None, now: float) -> bool:
         """Pass to the next phase if it is time, or a signal has come; False when there is none left."""

@@ -14,9 +14,10 @@ from rankless.launch.hangs.jury import Finding, find
 from rankless.launch.hangs.lookout import Worker, write_stacks
 from rankless.launch.hangs.pace import Pace
 from rankless.launch.hangs.places import shown
+from rankless.launch.hangs.timeouts import find_missing, timed_out
 from rankless.launch.hangs.wording import headline, report, seconds_text
 from rankless.plan.run_plan import WorkerPlan
-from rankless.records.events import AnyRecord, Exited, Left, Said, Started, Stuck, Where
+from rankless.records.events import AnyRecord, Exited, Left, Raised, Said, Started, Stuck, Where
 from rankless.records.whereabouts import open_page
 
 LONGEST_INTERVAL_SECONDS = 1.0
@@ -55,7 +56,9 @@ class HangWatch:
         self._ended: set[int] = set()
         size = scene.plans[0].world_size
         self._elsewhere = Elsewhere(scene.others, set(range(size)) - set(self._plans) if scene.others.judges else ())
+        self._timed_out: dict[int, Where] = {}
         self._is_asked = False
+        """By host 0, or by the timeout of a rank."""
         self._pace = Pace()
         self._due = 0.0
         self._looking = False
@@ -70,6 +73,9 @@ class HangWatch:
             self._workers[record.rank] = Worker(plan, record.pid, page, time.monotonic())
         elif isinstance(record, Left | Exited):
             self._ended.add(record.rank)
+        elif isinstance(record, Raised) and (where := timed_out(record)) is not None:
+            self._timed_out[record.rank] = where
+            self._is_asked = True
         elif isinstance(record, Where) and record.rank not in self._plans:
             self._elsewhere.take(record)
             if not record.asked and record.state != "moves":
@@ -113,6 +119,7 @@ class HangWatch:
 
     @property
     def _limit(self) -> float:
+        """After how many seconds standing still is unusual."""
         timeout, limit = self._scene.timeout_seconds, self._pace.limit
         return limit if timeout is None else min(limit, timeout / 2)
 
@@ -152,14 +159,22 @@ class HangWatch:
         if any(where.state in ("blocked", "stopped", "debugged") for where in own.values()):
             own = self._own(now, gpu_waits=True)
         yield from (msgspec.structs.replace(where, asked=self._is_asked) for where in own.values())
+        self._is_asked = False
         if not self._scene.others.judges:
-            self._is_asked = False
             self._spoken_of = still
             write_stacks(self._scene.stacks_file, self._living())
-            return
-        finding = find(self._everyone(own), seconds=still, steps=self._pace.steps, limit=limit)
+        elif self._timed_out:
+            yield from self._blame_missing(self._everyone(own))
+        else:
+            finding = find(self._everyone(own), seconds=still, steps=self._pace.steps, limit=limit)
+            if finding is not None:
+                yield self._verdict(finding, limit)
+
+    def _blame_missing(self, everyone: Mapping[int, Where]) -> Iterator[Stuck]:
+        finding = find_missing(everyone, self._timed_out)
         if finding is not None:
-            yield self._verdict(finding, limit)
+            self._is_over = True
+            yield self._stuck(finding, more="; PyTorch's timeout was over")
 
     def _next_look(self, still: float) -> float:
         """After how long a standstill to look again; exactly when the user's timeout is over, for one."""
@@ -184,13 +199,16 @@ class HangWatch:
         stacks = write_stacks(self._scene.stacks_file, self._living(), self._elsewhere.told.values())
         if finding.seconds >= end_after and put_off <= 0:
             self._is_over = True
-            culprit = finding.culprits[0] if finding.culprits else finding.waiting[0]
-            text = headline(finding, host_name=self._scene.host_name)
-            trace = "\n".join(shown(culprit.stack))
-            return Stuck(rank=culprit.rank, time_ns=time.monotonic_ns(), headline=text, traceback=trace)
+            return self._stuck(finding)
         self._spoken_of = finding.seconds
         self._look_at = min(self._look_at, max(end_after, finding.seconds + put_off))
         return _said(report(finding, self._pace, host_name=self._scene.host_name, stacks_file=stacks))
+
+    def _stuck(self, finding: Finding, more: str = "") -> Stuck:
+        culprit = finding.culprits[0] if finding.culprits else finding.waiting[0]
+        text = headline(finding, host_name=self._scene.host_name) + more
+        trace = "\n".join(shown(culprit.stack))
+        return Stuck(rank=culprit.rank, time_ns=time.monotonic_ns(), headline=text, traceback=trace)
 
     def _everyone(self, own: Mapping[int, Where]) -> dict[int, Where]:
         """Every rank of the job; of those of which their host tells nothing is known that they run."""

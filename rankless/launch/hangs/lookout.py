@@ -13,6 +13,8 @@ from rankless.records.events import RankState, Where
 from rankless.records.whereabouts import Steps, read_page
 
 MOST_READERS = 8
+REST_SECONDS = 1.5
+"""Longer than the time between two looks."""
 
 
 class Worker:
@@ -83,6 +85,8 @@ class Worker:
             doing = waits_for(pulse.process_id)
         elif state == "computes" and now - pulse.still_since > limit / 2:
             doing = "waits for processes of its own that run"
+        elif state == "computes" and now - pulse.tree_still_since > REST_SECONDS:
+            doing = waits_for(pulse.process_id)  # not for long enough to be sure that it goes on doing nothing
         reader = self._reader() if place.reads else None
         if reader is not None:
             process_id, inside = reader
