@@ -163,6 +163,22 @@ def test_who_fails_is_named_with_its_host_and_everything_ends(name: str, hosts: 
     assert nobody_is_left(folder)
 
 
+def test_a_host_that_ssh_has_started_keeps_its_report_in_its_log_folder(tmp_path: Path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "faulty.py").write_text(FAULTY)
+    with two_hosts(tmp_path, before={"b": f"mount --bind {there} {here}"}) as apart:  # a folder of its own
+        words = command("run", "--hosts", listed(apart, 1), "faulty.py", "1", "raise ValueError('tired')")
+        done = apart.run("a", words, cwd=here)
+        assert done.returncode == 1, done.stderr
+        kept = there / "log" / "latest" / "report1.txt"
+        report = done.stderr[done.stderr.index(f"rankless: rank 1 on {apart.addresses[1]} raised ValueError: tired") :]
+        assert kept.read_text() == report
+        assert f"this report {kept.resolve().relative_to(there)} there" in report
+        assert not list(here.glob("log/*/report*"))
+
+
 def nobody_is_left(folder: Path, seconds: float = 2.0) -> bool:
     pids = marked(folder)
     assert len(pids) == 4
