@@ -21,8 +21,8 @@ from rankless.launch.hosts.tokens import Known, must_be_brought, token_of_host_0
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.logs import run_name
 from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
+from rankless.plan import environment
 from rankless.plan.check import choose_backend
-from rankless.plan.environment import carried_variables
 from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.plan.run_plan import Company, JobStart, RunPlan
 
@@ -70,6 +70,7 @@ def _as_host_0(
     plan: RunPlan, company: Company, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
 ) -> Iterator[Assembled]:
     require_own_name(company)
+    environment.apply(company.variables)
     token = token_of_host_0(company) if token is None else token
     interface, address = own_address(company)
     own = _facts(plan, company, address)
@@ -176,7 +177,7 @@ def _started(plan: RunPlan, company: Company, place: int, token: bytes, tell: Ca
         program=plan.program,
         request=msgspec.structs.replace(plan.request, company=there, seed=plan.seed),
         token=token,
-        environment=carried_variables(),
+        environment=environment.carried_variables() | dict(company.variables),
         script=script,
     )
     return RemoteAgent(task, tell=tell)

@@ -6,10 +6,11 @@ Workers get torchrun's variables, so that any script written for torchrun runs, 
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from rankless.errors import PlanError
 from rankless.plan.foreign import Foreign
 from rankless.plan.run_plan import RunPlan, WorkerPlan
 
@@ -52,6 +53,20 @@ _HONOURED = (
     "TORCH_NCCL_",
     "TORCH_FR_",
     "TORCH_GLOO_",
+)
+_EACH_WORKERS_OWN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    TOKEN_FILE,
+    WORKER_PLAN,
 )
 _FLEETRUN_OPTIONS = {
     "PADDLE_DEVICES": "devices",
@@ -187,6 +202,31 @@ def carried_variables() -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(_CARRIED) and name not in (TOKEN_FILE, WORKER_PLAN)
     }
+
+
+def chosen_variables(given: Sequence[str]) -> dict[str, str]:
+    """The variables that `--env NAME` (as it is here) and `--env NAME=VALUE` choose. Raises PlanError."""
+    chosen = {}
+    for item in given:
+        name, has_value, value = item.partition("=")
+        if not name.isidentifier() or not name.isascii():
+            raise PlanError(
+                expected="--env NAME or --env NAME=VALUE", found=f"--env {item}", fix="as in: --env WANDB_MODE=offline"
+            )
+        if name in _EACH_WORKERS_OWN:
+            raise PlanError(
+                expected="--env with a variable that may be the same everywhere",
+                found=f"--env {item}, which each worker or host gets for itself",
+                fix="leave it away",
+            )
+        if not has_value and name not in os.environ:
+            raise PlanError(
+                expected=f"--env {name} with {name} set here",
+                found="no such variable",
+                fix=f"export {name}, or write --env {name}=VALUE",
+            )
+        chosen[name] = value if has_value else os.environ[name]
+    return chosen
 
 
 def user_proxies() -> dict[str, str]:

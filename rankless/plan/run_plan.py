@@ -1,5 +1,6 @@
 """The two plans: one for a whole run, one for each of its workers."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -64,6 +65,8 @@ class Company(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_seconds: float = 60.0
     copies: bool = False
     """Send the script to hosts that have another one."""
+    variables: Mapping[str, str] = {}
+    """Of the environment, on every host; by ssh only."""
 
 
 class JobStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,6 +97,20 @@ def test_one_command_starts_the_other_host_by_ssh(hosts: Hosts, folder: Path):
     assert len(list((folder / "log" / "latest").glob("rank*.log"))) == 4
 
 
+def test_chosen_variables_are_carried_and_others_are_not(hosts: Hosts, folder: Path):
+    (folder / "show.py").write_text(
+        "import os\n"
+        "names = ('COLOUR', 'SHAPE', 'OTHER')\n"
+        "with open(f'seen{os.environ[\"RANK\"]}', 'w') as file:\n"
+        "    print(*[os.environ.get(name) for name in names], file=file)\n"
+    )
+    words = command("run", "--hosts", listed(hosts, 1), "--env", "COLOUR", "--env", "SHAPE=a=b c", "show.py")
+    done = hosts.run("a", words, cwd=folder, env={"COLOUR": "light blue", "SHAPE": "round", "OTHER": "here"})
+    assert done.returncode == 0, done.stderr
+    assert (folder / "seen0").read_text() == "light blue a=b c here\n"
+    assert (folder / "seen1").read_text() == "light blue a=b c None\n"
+
+
 def test_the_hosts_of_a_file_are_known_by_name_and_a_token_file_is_enough_by_hand(hosts: Hosts, folder: Path):
     (folder / "hostfile").write_text("a slots=2\nb slots=2\n")
     words = command("run", "--hostfile", "hostfile", "--no-ssh", "train.py")
