@@ -3,7 +3,8 @@
 import argparse
 
 from rankless.errors import PlanError
-from rankless.plan.environment import chosen_variables
+from rankless.plan import environment
+from rankless.plan.chosen_variables import chosen_variables
 from rankless.plan.hosts import DEFAULT_PORT, Host, numbered_hosts, own_place, parse_hosts, read_hostfile
 from rankless.plan.run_plan import Company
 
@@ -117,7 +118,7 @@ def _company(
         insecure=arguments.insecure,
         join_timeout_seconds=arguments.join_timeout,
         copies=arguments.copy,
-        variables=chosen_variables(arguments.env),
+        variables=chosen_variables(arguments.env, environment.snapshot()),
     )
 
 

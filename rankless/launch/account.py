@@ -10,7 +10,7 @@ from rankless.launch.company import Leading, Led
 from rankless.launch.fleet_tables import environment_table, fleet_line
 from rankless.launch.judge import Verdict, signal_name
 from rankless.launch.logs import log_files, run_folder
-from rankless.launch.notices import counted, failure, hosts_table, start_table
+from rankless.launch.notices import counted, failure, horovod_sentence, hosts_table, start_table
 from rankless.launch.watch import Outcome
 from rankless.plan.run_plan import RunPlan, WorkerLaunch
 
@@ -56,14 +56,16 @@ class Account:
         return os.path.relpath(error or out)
 
     def failure(self, verdict: Verdict) -> str:
-        """Who failed, in at most 15 lines."""
+        """Who failed, in at most 15 lines; under horovodrun its own sentence after them."""
         host = self.job.start.host_of(verdict.culprit)
-        return failure(
+        text = failure(
             verdict,
             log_file=self.log_file(verdict.culprit),
             host=self.host_name(verdict.culprit),
             report=self.report_file(host) if host > 0 else "",
         )
+        has_ended_itself = verdict.cause not in ("host", "told", "stuck")
+        return text + horovod_sentence(verdict) if self.plan.horovod is not None and has_ended_itself else text
 
     def report_file(self, host: int) -> str:
         """Where another host than host 0 keeps what is said at the end: started by ssh, it has no terminal."""

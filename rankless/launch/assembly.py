@@ -173,11 +173,12 @@ def _started(plan: RunPlan, company: Company, place: int, token: bytes, tell: Ca
     if company.copies and plan.program.kind == "script":
         with open(plan.program.target, "rb") as file:
             script = file.read()
+    carried = environment.carried_variables() if plan.horovod is None else environment.exported_variables()
     task = RemoteTask(
         program=plan.program,
         request=msgspec.structs.replace(plan.request, company=there, seed=plan.seed),
         token=token,
-        environment=environment.carried_variables() | dict(company.variables),
+        environment=carried | dict(company.variables),
         script=script,
     )
     return RemoteAgent(task, tell=tell)

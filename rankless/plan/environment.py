@@ -6,17 +6,19 @@ Workers get torchrun's variables, so that any script written for torchrun runs, 
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
-from rankless.errors import PlanError
 from rankless.plan.foreign import Foreign
 from rankless.plan.run_plan import RunPlan, WorkerPlan
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
 HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
+HOROVOD = "RANKLESS_HOROVOD"
+FUNCTION_KEY = "RANKLESS_FUNCTION_KEY"
 _CARRIED = (
     "RANKLESS_",
     "PYTHON",
@@ -29,7 +31,25 @@ _CARRIED = (
     "OPENBLAS_",
     "CUDA_DEVICE",
     "HF_",
+    "HOROVOD_",
 )
+_A_HOSTS_OWN = (
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "PWD",
+    "OLDPWD",
+    "HOSTNAME",
+    "TMPDIR",
+    "DISPLAY",
+    "SSH_",
+    "XDG_",
+    "DBUS_",
+    "BASH_FUNC",
+    "_",
+)
+"""Variables that say something of the host on which they are set, by their beginnings."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot
@@ -53,20 +73,6 @@ _HONOURED = (
     "TORCH_NCCL_",
     "TORCH_FR_",
     "TORCH_GLOO_",
-)
-_EACH_WORKERS_OWN = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    TOKEN_FILE,
-    WORKER_PLAN,
 )
 _FLEETRUN_OPTIONS = {
     "PADDLE_DEVICES": "devices",
@@ -204,29 +210,45 @@ def carried_variables() -> dict[str, str]:
     }
 
 
-def chosen_variables(given: Sequence[str]) -> dict[str, str]:
-    """The variables that `--env NAME` (as it is here) and `--env NAME=VALUE` choose. Raises PlanError."""
-    chosen = {}
-    for item in given:
-        name, has_value, value = item.partition("=")
-        if not name.isidentifier() or not name.isascii():
-            raise PlanError(
-                expected="--env NAME or --env NAME=VALUE", found=f"--env {item}", fix="as in: --env WANDB_MODE=offline"
-            )
-        if name in _EACH_WORKERS_OWN:
-            raise PlanError(
-                expected="--env with a variable that may be the same everywhere",
-                found=f"--env {item}, which each worker or host gets for itself",
-                fix="leave it away",
-            )
-        if not has_value and name not in os.environ:
-            raise PlanError(
-                expected=f"--env {name} with {name} set here",
-                found="no such variable",
-                fix=f"export {name}, or write --env {name}=VALUE",
-            )
-        chosen[name] = value if has_value else os.environ[name]
-    return chosen
+def exported_variables() -> dict[str, str]:
+    """What the agents of other hosts get under horovodrun, which takes the whole environment along."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_A_HOSTS_OWN) and name not in (TOKEN_FILE, WORKER_PLAN)
+    }
+
+
+def horovod_choice() -> Literal["never", "missing", "always"]:
+    """When the import name `horovod` is ours: where no Horovod is installed, unless RANKLESS_HOROVOD says 0 or 1."""
+    choices: dict[str, Literal["never", "always"]] = {"0": "never", "1": "always"}
+    return choices.get(os.environ.get(HOROVOD, ""), "missing")
+
+
+def user_start_timeout() -> str | None:
+    """How long horovodrun is to wait for hosts, if HOROVOD_START_TIMEOUT says so."""
+    return os.environ.get("HOROVOD_START_TIMEOUT") or None
+
+
+def with_function_key(key: bytes) -> dict[str, str]:
+    """This process's environment for a `horovodrun` that runs a function: with the key to where the function is."""
+    return {**os.environ, FUNCTION_KEY: key.hex()}
+
+
+def take_function_key() -> bytes:
+    """The key that `with_function_key` has given; what this process starts does not get it."""
+    return bytes.fromhex(os.environ.pop(FUNCTION_KEY, ""))
+
+
+def horovod_rank() -> int:
+    """This process's rank under horovodrun; 0 elsewhere."""
+    return _whole_number("HOROVOD_RANK") or 0
+
+
+def python_path_from(folder: str) -> str:
+    """PYTHONPATH with `folder` before all that is there."""
+    there = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place != folder]
+    return os.pathsep.join([folder, *there])
 
 
 def user_proxies() -> dict[str, str]:
@@ -259,6 +281,16 @@ def user_shutdown_seconds() -> int | None:
 def user_line_prefix() -> str | None:
     """What TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE puts before lines that are shown and kept."""
     return os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+
+
+def horovod_variables() -> dict[str, str]:
+    """Horovod's variables, without `HOROVOD_` before their names."""
+    return {name.removeprefix("HOROVOD_"): value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+
+
+def allow_dynamic_process_sets() -> None:
+    """Let `hvd.add_process_set` work, as `hvd.init(process_sets="dynamic")` asks: Horovod sets this variable, too."""
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 
 def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ import msgspec
 
 from rankless.plan.fleet import Fleet
 from rankless.plan.foreign import Foreign, Hosts
+from rankless.plan.horovod import Horovod
 from rankless.plan.hosts import DEFAULT_PORT, Host
 
 ProgramKind = Literal["script", "module", "code", "command"]
@@ -67,6 +68,9 @@ class Company(msgspec.Struct, frozen=True, kw_only=True):
     """Send the script to hosts that have another one."""
     variables: Mapping[str, str] = {}
     """Of the environment, on every host; by ssh only."""
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    """None leaves both to ssh."""
 
 
 class JobStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +129,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
     fleet: Fleet | None = None
+    horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
     hang_timeout_seconds: float | None = None
@@ -159,6 +164,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
     fleet: Fleet | None = None
+    horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
     hang_timeout_seconds: float | None = None

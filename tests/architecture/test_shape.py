@@ -12,6 +12,10 @@ FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Engine")
 # Each exception has its reason; these lists only shrink.
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
+FOREIGN_NAMES = {
+    "rankless/compat/horovod/common": "scripts import horovod.common.…",
+    "rankless/compat/horovod/common/util.py": "scripts import horovod.common.util",
+}
 AS_USERS_WRITE = PACKAGE.parent / "tests/scripts/training"
 """Scripts in the shape that their authors give them: a long `main`, say."""
 MANY_PARAMETERS = {
@@ -70,7 +74,7 @@ def test_no_function_has_more_than_6_parameters():
 
 def test_no_file_folder_or_class_has_a_name_that_says_nothing():
     for path in PACKAGE.rglob("*"):
-        assert path.stem not in FORBIDDEN_NAMES, path
+        assert path.stem not in FORBIDDEN_NAMES or short(path) in FOREIGN_NAMES, path
     for file in python_files("rankless", "tests", "bench"):
         for node in ast.walk(parsed(file)):
             if isinstance(node, ast.ClassDef):

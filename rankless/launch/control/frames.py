@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from rankless.launch.hosts.host_facts import HostFacts
+from rankless.plan.foreign import Source
 from rankless.plan.run_plan import JobStart
 from rankless.records.events import AnyRecord
 
@@ -94,6 +95,13 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     is_last: bool
 
 
+class Shown(msgspec.Struct, frozen=True, kw_only=True, tag="shown"):
+    """What a host's workers have written, for host 0 to show; only under horovodrun, which shows all of it."""
+
+    source: Source
+    data: bytes
+
+
 class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     """The job is over everywhere: what its exit code is, and what the host shows of its end."""
 
@@ -113,6 +121,7 @@ Frame = (
     | WhereAreYou
     | Stop
     | Recorded
+    | Shown
     | Ended
     | Over
 )
