@@ -1,6 +1,7 @@
 """The agent: starts a run's workers on this host, watches them, ends them together, and says how it went."""
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -97,8 +98,8 @@ class Run:
                 plans=[worker.plan for worker in self._workers],
                 pages=pages,
                 timeout_seconds=plan.hang_timeout_seconds,
-                judges=job.others.judges,
-                folder=folder,
+                others=job.others,
+                stacks_file=os.path.join(folder, f"stacks{job.place or ''}.txt"),
                 host_name=self.account.host_name,
             )
         )
@@ -117,7 +118,13 @@ class Run:
     def to_end(self, on_record: Callable[[AnyRecord], None], tell: Callable[[str], None]) -> Outcome:
         """Start the workers, watch them, and end what is left of them."""
         plan, job = self._plan, self._job
-        parent = ParentProcess(plan, self._workers, store=job.store, log_path=self.account.parent_log)
+        parent = ParentProcess(
+            plan,
+            self._workers,
+            store=job.store,
+            log_path=self.account.parent_log,
+            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
+        )
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()

@@ -24,7 +24,13 @@ class ParentProcess:
     """
 
     def __init__(
-        self, plan: RunPlan, workers: Sequence[WorkerLaunch], *, store: socket.socket | None, log_path: str
+        self,
+        plan: RunPlan,
+        workers: Sequence[WorkerLaunch],
+        *,
+        store: socket.socket | None,
+        log_path: str,
+        other_hosts: Sequence[str] = (),
     ) -> None:
         self._spared = descendants()
         self._lifeline, lifeline_end = socket.socketpair()
@@ -34,6 +40,7 @@ class ParentProcess:
             program=plan.program,
             warm=plan.warm,
             workers=tuple(workers),
+            other_hosts=tuple(other_hosts),
             lifeline_descriptor=lifeline_end.fileno(),
             records_descriptor=records_end.fileno(),
             store_descriptor=None if store is None else store.fileno(),

@@ -29,8 +29,9 @@ from rankless.plan.script_source import names_rankless
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Said, Started
 from rankless.runtime.bootstrap import python_command
+from rankless.runtime.connections import cut_connections
 from rankless.runtime.ending import Ending
-from rankless.runtime.lifeline import KILL, signals_in
+from rankless.runtime.lifeline import CUT, KILL, signals_in
 from rankless.runtime.processes import (
     adopt_orphans,
     end_descendants,
@@ -163,6 +164,8 @@ class Guard:
         if not words or KILL in words:
             self._end_all()
             return
+        if CUT in words:
+            cut_connections(self._workers, hosts=self._plan.other_hosts)
         for number in signals_in(words):
             for process_id in list(self._workers):
                 send_signal(process_id, number)
