@@ -234,3 +234,17 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     lifeline_descriptor: int
     records_descriptor: int
     store_descriptor: int | None
+
+    def descriptors(self) -> list[int]:
+        """Those that the parent is to inherit, under these numbers."""
+        pages = (launch.plan.whereabouts_descriptor for launch in self.workers)
+        named = (self.lifeline_descriptor, self.records_descriptor, self.store_descriptor, *pages)
+        return [descriptor for descriptor in named if descriptor is not None]
+
+
+class ForkServerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a fork server is told at its start, as `HostPlan` is."""
+
+    connection_descriptor: int
+    with_jobs: bool
+    """Whether the programs of its runs call jobs."""
