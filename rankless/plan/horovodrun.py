@@ -140,7 +140,12 @@ def notes(flags: HorovodrunFlags) -> list[str]:
 
 
 def _is_this_python(target: str) -> bool:
-    """Whether a command is the interpreter that runs Rankless, by any of its names."""
+    """Whether a command is the interpreter that runs Rankless, by any of its names.
+
+    `python` alone always is: where its environment is not activated, another one would be found, without Horovod's API.
+    """
+    if target in ("python", "python3"):
+        return True
     found = shutil.which(target)
     if found is None or not os.path.basename(target).startswith("python"):
         return False
