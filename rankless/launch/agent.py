@@ -155,10 +155,10 @@ class Run:
             on_record(record)
 
         def look() -> list[AnyRecord]:
-            if parent.poll() is None:
-                self._terminal.pump()
-            else:
+            if parent.poll() is not None:
                 self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
+            elif not (isinstance(job.others, Leading) and job.others.is_behind):
+                self._terminal.pump()  # what a slow line cannot take yet stays in the files
             return self._hangs.turn(time.monotonic())
 
         try:
