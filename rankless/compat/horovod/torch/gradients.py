@@ -1,7 +1,7 @@
 """Gradients, combined over the ranks while backward is still computing others.
 
-Note [few values]: what is small travels with the negotiation itself, which is faster for one tensor and slower for many.
-So gradients do so only if those of the whole model are small; it is the same on all ranks, whatever they batch.
+Note [few values]: what is small travels with the negotiation itself, which is faster for one tensor and slower for
+many. So gradients do so only if those of the whole model are small; it is the same on all ranks, whatever they batch.
 
 Note [batches]: a gradient that is complete waits for others until they are 1 MiB together, or until backward ends; then
 they are submitted at once. The operations keep their names, each on its own: ranks may batch them differently.
@@ -65,8 +65,8 @@ class GradientReduction:
         self._groups = groups
         self._sizes = {parameter: parameter.numel() * parameter.element_size() for parameter in names}
         self._is_small = sum(self._sizes.values()) <= SMALL_BYTES
-        self._sparse: set[torch.Tensor] = set()
-        """Parameters that have had sparse gradients."""
+        self._sparse_dims: dict[torch.Tensor, int] = {}
+        """Of parameters that have had sparse gradients."""
         self._forget()
 
     def synchronize(self) -> None:
@@ -128,9 +128,12 @@ class GradientReduction:
                     self._send_group(group)
 
     def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter in self._sparse:
-            return torch.zeros_like(parameter, layout=torch.sparse_coo, requires_grad=False)
-        return torch.zeros_like(parameter, requires_grad=False)
+        dims = self._sparse_dims.get(parameter)
+        if dims is None:
+            return torch.zeros_like(parameter, requires_grad=False)
+        values = parameter.new_empty((0, *parameter.shape[dims:]), requires_grad=False)
+        places = torch.empty((dims, 0), dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
 
     def _send_batch(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, [], 0
@@ -141,7 +144,7 @@ class GradientReduction:
         submissions: list[Submission] = []
         for parameter in batch:
             if parameter.grad is not None and parameter.grad.is_sparse:
-                self._sparse.add(parameter)
+                self._sparse_dims[parameter] = parameter.grad.sparse_dim()
                 if not self._rule.sparse_as_dense:
                     self._send_sparse(parameter, parameter.grad)
                     continue
