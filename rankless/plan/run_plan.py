@@ -6,6 +6,7 @@ import msgspec
 
 from rankless.plan.fleet import Fleet
 from rankless.plan.foreign import Foreign, Hosts
+from rankless.plan.horovod import Horovod
 from rankless.plan.hosts import DEFAULT_PORT, Host
 
 ProgramKind = Literal["script", "module", "code", "command"]
@@ -64,6 +65,9 @@ class Company(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_seconds: float = 60.0
     copies: bool = False
     """Send the script to hosts that have another one."""
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    """None leaves both to ssh."""
 
 
 class JobStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +124,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
     fleet: Fleet | None = None
+    horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
     hang_timeout_seconds: float | None = None
@@ -154,6 +159,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
     fleet: Fleet | None = None
+    horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
     hang_timeout_seconds: float | None = None

@@ -25,7 +25,7 @@ from rankless.compat.horovod.negotiated.meeting import Met
 from rankless.compat.horovod.negotiated.messages import Execute, Request
 from rankless.compat.horovod.negotiated.riding import bytes_of, combine, put, rides
 from rankless.compat.horovod.negotiated.stalling import Stalls
-from rankless.compat.horovod.negotiated.submissions import Kind, Submission
+from rankless.compat.horovod.negotiated.submissions import UNNAMED, Kind, Submission
 from rankless.compat.horovod.negotiated.tickets import Ticket, Tickets, place_of
 from rankless.compat.horovod.negotiated.timeline import Timeline
 from rankless.compat.horovod.settings import Settings
@@ -55,6 +55,7 @@ class Negotiator:
         self._queue: deque[Execute] = deque()
         self._executes = False
         self._last_handle = 0
+        self._unnamed: dict[int, int] = {}
         self._error: HorovodInternalError | None = None
         self._closed = False
         self._links = selectors.EpollSelector()
@@ -83,6 +84,14 @@ class Negotiator:
         with self._lock:
             self._last_handle += 1
             return self._last_handle
+
+    def new_name(self, set_id: int) -> str:
+        """The name of the next operation of a process set that the script does not name: the same on all its ranks, if
+        they call such operations in the same order.
+        """
+        with self._lock:
+            count = self._unnamed[set_id] = self._unnamed.get(set_id, 0) + 1
+            return f"{UNNAMED}{count}"
 
     def submit(self, handle: int, submissions: Sequence[Submission]) -> None:
         """Hand in operations, all under one handle. Raises ValueError if one of their names is in use, and
