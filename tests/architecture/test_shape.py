@@ -33,6 +33,7 @@ MANY_PARAMETERS = {
         for file, names in HOROVODS.items()
         for name in names
     },
+    "rankless/compat/horovod/runner/__init__.py:run": "is horovod.run",
     "rankless/collectives/sampling.py:__init__": "takes what torch's DistributedSampler takes, and padding=",
     "rankless/script.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
     "rankless/script.py:loader": "takes what torch's DataLoader takes, under its names",
