@@ -27,6 +27,8 @@ def kept(hvd):
     optimizer.load_state_dict(loaded)
     own(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+    assert optimizer.param_groups is plain.param_groups
+    assert optimizer.state is plain.state
     return (
         type(optimizer).__name__,
         type(optimizer).__module__,
@@ -245,6 +247,49 @@ def test_a_step_that_fails_leaves_an_optimizer_that_can_go_on():
         "but another rank sent a tensor of shape [3]."
     )
     assert on_ranks(2, after_a_mismatch) == [(("HorovodInternalError", text), [-1.0, -1.0])] * 2
+
+
+def joined(hvd):
+    own = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    wide = nn.Parameter(torch.zeros(300, 300, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([own, wide], lr=1.0))
+    for _ in range(1 if hvd.rank() == 0 else 3):
+        optimizer.zero_grad()
+        ((own.sum() + wide.sum()) * (hvd.rank() + 1)).backward()
+        optimizer.step()
+    last = hvd.join()
+    hvd.broadcast_parameters([own, wide], root_rank=last)
+    return last, own.tolist(), wide.unique().tolist()
+
+
+def test_a_rank_with_fewer_batches_joins_and_takes_the_result():
+    # 1.5 together, then twice 2 / 2 of rank 1 alone.
+    assert on_ranks(2, joined) == [(1, [-3.5, -3.5], [-3.5])] * 2
+
+
+def interrupted(hvd):
+    own = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([own], lr=1.0))
+    (own * 3).sum().backward()
+    if hvd.rank() == 0:
+        hvd.shutdown()
+        failed = None
+    else:
+        failed = error_of(optimizer.step)
+        hvd.shutdown()
+    hvd.init()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    (own * (hvd.rank() + 1)).sum().backward()
+    optimizer.step()
+    return failed and failed[0], own.tolist()
+
+
+def test_an_optimizer_outlives_a_shutdown():
+    first, second = on_ranks(2, interrupted)
+    assert first == (None, [-1.5, -1.5])
+    # Rank 0 may have left after the gradients had come together: then the step has been made.
+    assert second in (("HorovodInternalError", [-1.5, -1.5]), (None, [-4.5, -4.5]))
 
 
 def alone(hvd):

@@ -3,8 +3,10 @@
 Note [few values]: what is small travels with the negotiation itself: faster for one tensor, slower for many.
 So gradients do so only if those of the whole model are small; it is the same on all ranks, whatever they batch.
 
-Note [batches]: a gradient that is complete waits for others until they are 1 MiB together, or until backward ends; then
-they are submitted at once. The operations keep their names, each on its own: ranks may batch them differently.
+Note [batches]: a gradient that is complete waits for others until they are 4 MiB together, or until backward ends; then
+they are submitted at once. The operations keep their names, each on its own: ranks may batch them differently. Smaller
+batches cost more than they hide (MLP of 8 MiB, two ranks on two busy cores: 34 ms of processor time for a step in batches
+of 1 MiB, 30 ms in batches of 4 MiB).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +27,7 @@ from rankless.compat.horovod.torch.operations.reductions import Combining
 from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
 from rankless.compat.horovod.torch.operations.submitting import named_group
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 4 << 20
 SMALL_BYTES = 1 << 16
 
 
@@ -183,7 +185,12 @@ class GradientReduction:
     def _submit(self, submissions: list[Submission], sent: list[Sent]) -> None:
         negotiator = context.current().negotiator
         handle = negotiator.new_handle()
-        negotiator.submit(handle, submissions)
+        try:
+            negotiator.submit(handle, submissions)
+        except HorovodInternalError:
+            # Backward ends here: elastic training begins anew, with the same optimizer.
+            self.restart()
+            raise
         self._sent.append((handle, sent))
 
     def _receive(self) -> None:
