@@ -5,8 +5,8 @@ So gradients do so only if those of the whole model are small; it is the same on
 
 Note [batches]: a gradient that is complete waits for others until they are 4 MiB together, or until backward ends; then
 they are submitted at once. The operations keep their names, each on its own: ranks may batch them differently. Smaller
-batches cost more than they hide (MLP of 8 MiB, two ranks on two busy cores: 34 ms of processor time for a step in batches
-of 1 MiB, 30 ms in batches of 4 MiB).
+batches cost more than they hide (MLP of 8 MiB, two ranks on two busy cores: 34 ms of processor time for a step in
+batches of 1 MiB, 30 ms in batches of 4 MiB).
 """
 
 from collections.abc import Callable, Mapping
