@@ -127,16 +127,7 @@ class Run:
     ) -> Outcome:
         """Start the workers, watch them, and end what is left of them."""
         plan, job = self._plan, self._job
-        if fork_server is not None and not fork_server.is_ready(plan, until=self._interrupts):
-            fork_server = None
-        parent = ParentProcess(
-            plan,
-            self._workers,
-            store=job.store,
-            log_path=self.account.parent_log,
-            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
-            fork_server=fork_server,
-        )
+        parent = self._start(fork_server)
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()
@@ -175,6 +166,19 @@ class Run:
             parent.close(patience_seconds=1.0)
             self._terminal.close()
             self._hangs.close()
+
+    def _start(self, fork_server: ForkServerProcess | None) -> ParentProcess:
+        plan, job = self._plan, self._job
+        if fork_server is not None and not fork_server.is_ready(plan, until=self._interrupts):
+            fork_server = None
+        return ParentProcess(
+            plan,
+            self._workers,
+            store=job.store,
+            log_path=self.account.parent_log,
+            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
+            fork_server=fork_server,
+        )
 
 
 def _tell(err: TextIO, text: str) -> None:
