@@ -155,10 +155,7 @@ class Run:
             on_record(record)
 
         def look() -> list[AnyRecord]:
-            if parent.poll() is not None:
-                self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
-            elif not (isinstance(job.others, Leading) and job.others.is_behind):
-                self._terminal.pump()  # what a slow line cannot take yet stays in the files
+            self._show_more(is_over=parent.poll() is not None)
             return self._hangs.turn(time.monotonic())
 
         try:
@@ -175,6 +172,14 @@ class Run:
             parent.close(patience_seconds=1.0)
             self._terminal.close()
             self._hangs.close()
+
+    def _show_more(self, *, is_over: bool) -> None:
+        """Show what the workers have written since the last time."""
+        others = self._job.others
+        if is_over:
+            self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
+        elif not (isinstance(others, Leading) and others.is_behind):
+            self._terminal.pump()  # what a slow line cannot take yet stays in the files
 
 
 def _tell(err: TextIO, text: str) -> None:
