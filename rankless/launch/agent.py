@@ -127,18 +127,7 @@ class Run:
     ) -> Outcome:
         """Start the workers, watch them, and end what is left of them."""
         plan, job = self._plan, self._job
-        if fork_server is not None and not fork_server.is_ready(plan, until=self._interrupts):
-            fork_server = None
-        parent = ParentProcess(
-            plan,
-            self._workers,
-            store=job.store,
-            log_path=self.account.parent_log,
-            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
-            fork_server=fork_server,
-        )
-        if job.store is not None:
-            job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
+        parent = self._started_parent(fork_server)
         said: set[str] = set()
         files = SharedFiles(foreign=plan.foreign is not None or plan.horovod is not None)
 
@@ -172,6 +161,23 @@ class Run:
             parent.close(patience_seconds=1.0)
             self._terminal.close()
             self._hangs.close()
+
+    def _started_parent(self, fork_server: ForkServerProcess | None) -> ParentProcess:
+        """The workers' parent, which has been told to start them."""
+        plan, job = self._plan, self._job
+        if fork_server is not None and not fork_server.is_ready(plan, until=self._interrupts):
+            fork_server = None
+        parent = ParentProcess(
+            plan,
+            self._workers,
+            store=job.store,
+            log_path=self.account.parent_log,
+            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
+            fork_server=fork_server,
+        )
+        if job.store is not None:
+            job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
+        return parent
 
     def _show_more(self, *, is_over: bool) -> None:
         """Show what the workers have written since the last time."""
