@@ -22,6 +22,8 @@ JUDGED = Started | Raised | Leaving | Left | Exited | HostLost | HostToldToEnd |
 
 SETTLING_SECONDS = 0.3
 """After a victim's record: how long the culprit's own may take to arrive, as that of a killed process."""
+UNEXPLAINED_SETTLING_SECONDS = 0.6
+"""As long as nobody has told why: on a busy machine another host's word takes its time."""
 SURE_SETTLING_SECONDS = 0.05
 TIMEOUT_SETTLING_SECONDS = 1.5
 """After a wait that has timed out: how long the hang watch may take to find who did not come."""
@@ -68,7 +70,7 @@ def judge(records: Sequence[AnyRecord]) -> Verdict | None:
             exit_code=1,
             headline=f"lost its connection to a peer, and no peer reported why ({_first_line(victims[0])})",
             traceback=victims[0].traceback,
-            settling_seconds=SETTLING_SECONDS,
+            settling_seconds=UNEXPLAINED_SETTLING_SECONDS,
         )
     )
 

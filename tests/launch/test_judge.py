@@ -98,7 +98,8 @@ def test_a_crash_after_a_good_end_counts() -> None:
 
 
 def test_victims_get_time_for_the_culprit_and_culprits_hardly_any() -> None:
-    assert verdict_on(raised(0, LOST)).settling_seconds == 0.3
+    assert verdict_on(raised(0, LOST)).settling_seconds == 0.6
+    assert verdict_on(left(1, 0), raised(0, LOST)).settling_seconds == 0.3
     assert verdict_on(raised(0)).settling_seconds <= 0.05
 
 
