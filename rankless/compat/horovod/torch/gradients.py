@@ -9,6 +9,7 @@ batches cost more than they hide (MLP of 8 MiB, two ranks on two busy cores: 34 
 batches of 1 MiB, 30 ms in batches of 4 MiB).
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,8 @@ class GradientReduction:
         groups: Mapping[torch.Tensor, GradientGroup],
     ) -> None:
         self.passes = BackwardPasses(names, passes, self._complete)
+        self._lock = threading.RLock()
+        """Backward has a thread for each device of a model."""
         self._names = names
         self._rule = rule
         self._groups = groups
@@ -99,22 +102,27 @@ class GradientReduction:
 
     def _complete(self, parameter: torch.Tensor) -> None:
         """The parameter's gradient is complete."""
-        if self._groups and (group := self._groups.get(parameter)) is not None:
-            group.missing -= 1
-            if group.missing == 0:
-                self._send_group(group)
-            return
-        self._batch.append(parameter)
-        self._batch_bytes += self._sizes[parameter]
-        if self._batch_bytes >= BATCH_BYTES:
-            self._send_batch()
-        elif not self._is_flush_queued:
-            self._is_flush_queued = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+        with self._lock:
+            if self._groups and (group := self._groups.get(parameter)) is not None:
+                self._complete_in(group)
+                return
+            self._batch.append(parameter)
+            self._batch_bytes += self._sizes[parameter]
+            if self._batch_bytes >= BATCH_BYTES:
+                self._send_batch()
+            elif not self._is_flush_queued:
+                self._is_flush_queued = True
+                Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _complete_in(self, group: GradientGroup) -> None:
+        group.missing -= 1
+        if group.missing == 0:
+            self._send_group(group)
 
     def _end_backward(self) -> None:
-        self._is_flush_queued = False
-        self._send_batch()
+        with self._lock:
+            self._is_flush_queued = False
+            self._send_batch()
 
     def _complete_all(self) -> None:
         """Let also those gradients go that backward has not completed."""
@@ -124,10 +132,8 @@ class GradientReduction:
             group = self._groups.get(parameter)
             if group is None:
                 self._batch.append(parameter)
-            elif group.missing > 0:
-                group.missing -= 1
-                if group.missing == 0:
-                    self._send_group(group)
+            else:
+                self._complete_in(group)
 
     def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         dims = self._sparse_dims.get(parameter)
