@@ -8,6 +8,7 @@ from typing import TextIO
 
 from rankless.launch.account import Account, conclude
 from rankless.launch.assembly import Assembled, assembled
+from rankless.launch.elastic.driver import Surroundings, run_elastic
 from rankless.launch.hangs.hang_watch import HangWatch, Scene, open_pages
 from rankless.launch.hosts.gathering import Interrupted
 from rankless.launch.interrupts import Interrupts
@@ -57,6 +58,11 @@ def run(
             _tell(err, f"rankless: {text}\n")
 
     with Interrupts(signals) as interrupts:
+        if plan.elastic is not None:
+            around = Surroundings(
+                interrupts=interrupts, on_record=on_record, tell=tell, out=out, err=err, making_room=making_room
+            )
+            return run_elastic(plan, plan.elastic, around)
         try:
             with assembled(plan, interrupts=interrupts, tell=tell, token=outside.token) as job:
                 outside.on_joined()

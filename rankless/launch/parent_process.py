@@ -24,7 +24,13 @@ class ParentProcess:
     """
 
     def __init__(
-        self, plan: RunPlan, workers: Sequence[WorkerLaunch], *, store: socket.socket | None, log_path: str
+        self,
+        plan: RunPlan,
+        workers: Sequence[WorkerLaunch],
+        *,
+        store: socket.socket | None,
+        log_path: str,
+        orders: socket.socket | None = None,
     ) -> None:
         self._spared = descendants()
         self._lifeline, lifeline_end = socket.socketpair()
@@ -37,9 +43,16 @@ class ParentProcess:
             lifeline_descriptor=lifeline_end.fileno(),
             records_descriptor=records_end.fileno(),
             store_descriptor=None if store is None else store.fileno(),
+            orders_descriptor=None if orders is None else orders.fileno(),
         )
         pages = [launch.plan.whereabouts_descriptor for launch in workers]
-        kept = [lifeline_end.fileno(), records_end.fileno(), host_plan.store_descriptor, *pages]
+        kept = [
+            lifeline_end.fileno(),
+            records_end.fileno(),
+            host_plan.store_descriptor,
+            host_plan.orders_descriptor,
+            *pages,
+        ]
         adopt_orphans()  # if the parent itself is killed, its workers' children come to the agent
         with open(log_path, "wb") as log, lifeline_end, records_end:
             self._process = subprocess.Popen(

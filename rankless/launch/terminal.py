@@ -155,13 +155,17 @@ class Terminal:
         self._making_room = making_room
         self._tails: list[Tail] = []
         self._copies = contextlib.ExitStack()
+        self._sinks: dict[Source, TextIO] = {"out": out, "err": err}
         for stream in streams:
-            shown = self._writer(out if stream.sink == "out" else err)
-            self._tails.append(Tail(stream.path, _lines_of(stream, shown)))
-            if stream.copy is not None:
-                copy = self._copies.enter_context(io.FileIO(stream.copy, "ab"))
-                lines = PrefixedLines(stream.prefix or "", _writer(copy), needles=stream.needles)
-                self._tails.append(Tail(stream.path, lines))
+            self.add(stream)
+
+    def add(self, stream: Stream) -> None:
+        """Show one more stream from now on."""
+        self._tails.append(Tail(stream.path, _lines_of(stream, self._writer(self._sinks[stream.sink]))))
+        if stream.copy is not None:
+            copy = self._copies.enter_context(io.FileIO(stream.copy, "ab"))
+            lines = PrefixedLines(stream.prefix or "", _writer(copy), needles=stream.needles)
+            self._tails.append(Tail(stream.path, lines))
 
     def pump(self) -> None:
         """Show what is new."""

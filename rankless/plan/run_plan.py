@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from rankless.plan.elastic import Elastic
 from rankless.plan.fleet import Fleet
 from rankless.plan.foreign import Foreign, Hosts
 from rankless.plan.hosts import DEFAULT_PORT, Host
@@ -122,6 +123,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     fleet: Fleet | None = None
     company: Company | None = None
     """None: this host alone."""
+    elastic: Elastic | None = None
+    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
     hang_timeout_seconds: float | None = None
     """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
 
@@ -156,6 +159,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     fleet: Fleet | None = None
     company: Company | None = None
     """None: this host alone."""
+    elastic: Elastic | None = None
+    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
     hang_timeout_seconds: float | None = None
     """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
     request: RunRequest
@@ -200,6 +205,8 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int | None = None
     whereabouts_descriptor: int | None = None
     """The inherited memory in which it writes its steps, and, asked, its stacks; None where nobody looks."""
+    rounds_descriptor: int | None = None
+    """The inherited socket to the driver of an elastic job."""
     process_id: int | None = None
     """The worker's own; a child of it inherits the environment but is not the worker."""
 
@@ -221,3 +228,5 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     lifeline_descriptor: int
     records_descriptor: int
     store_descriptor: int | None
+    orders_descriptor: int | None = None
+    """The socket on which further workers are ordered, in an elastic job."""
