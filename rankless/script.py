@@ -19,7 +19,8 @@ from rankless.plan.environment import is_launched
 from rankless.records.events import AnyRecord, Progress, Said
 from rankless.runtime.current import current, join_by, joined_at, leave
 from rankless.runtime.invitation import read_invitation
-from rankless.runtime.joined import JOINING_SECONDS, Observer, Runtime
+from rankless.runtime.joined import Observer, Runtime
+from rankless.runtime.rendezvous import JOINING_SECONDS
 from rankless.views.definition import Stepping
 from rankless.views.job import Job, Models, Optimizers, make_job
 from rankless.views.loading.loader import Loader, LoaderOptions, Reading

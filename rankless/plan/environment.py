@@ -221,6 +221,11 @@ def user_line_prefix() -> str | None:
     return os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
 
+def horovod_variables() -> dict[str, str]:
+    """Horovod's variables, without `HOROVOD_` before their names."""
+    return {name.removeprefix("HOROVOD_"): value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+
+
 def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:
     """The environment of a process that `rankless.spawn` starts: torchrun's variables, and its share of the cores."""
     variables = {name: value for name, value in os.environ.items() if name != WORKER_PLAN}

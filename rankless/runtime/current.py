@@ -1,4 +1,6 @@
-"""The process's one joined runtime. Read by the facade, `rankless.script`, and by nobody else."""
+"""The process's one joined runtime, and its place in its job. Read by the facade, `rankless.script`; the place by the
+APIs of other systems, too.
+"""
 
 import gc
 import os
@@ -7,9 +9,19 @@ from collections.abc import Callable
 from rankless.errors import JoinError
 from rankless.runtime.invitation import Invitation
 from rankless.runtime.joined import Observer, Runtime, join
+from rankless.runtime.rendezvous import Place, find_place
 
 _joined: Runtime | None = None
 _left = False
+_place: Place | None = None
+
+
+def place() -> Place:
+    """This process's place in its job, found once: who asks again meets at the same store. Raises JoinError."""
+    global _place  # one of the pieces of state that the design allows a module
+    if _place is None:
+        _place = find_place()
+    return _place
 
 
 def current(*, observer: Callable[[], Observer]) -> Runtime:
@@ -19,7 +31,7 @@ def current(*, observer: Callable[[], Observer]) -> Runtime:
     """
     global _joined  # one of the pieces of state that the design allows a module
     if _joined is None or _joined.process_id != os.getpid():
-        _joined = join(observer=observer, again=_left)
+        _joined = join(observer=observer, place=place, again=_left)
     return _joined
 
 
@@ -32,7 +44,7 @@ def join_by(invitation: Invitation, *, observer: Callable[[], Observer]) -> None
             found="a process that has joined its job",
             fix="call it first in the script; or rankless.shutdown() before it, to join another job",
         )
-    _joined = join(observer=observer, invitation=invitation, again=_left)
+    _joined = join(observer=observer, place=place, invitation=invitation, again=_left)
 
 
 def joined_at() -> str | None:

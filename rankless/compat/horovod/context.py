@@ -1,0 +1,140 @@
+"""The process's one Horovod: made by `init`, asked by every call, ended by `shutdown`."""
+
+import atexit
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from rankless.compat.horovod.negotiated.meeting import Met, meet
+from rankless.compat.horovod.negotiated.negotiator import Negotiator
+from rankless.compat.horovod.settings import Settings, read_settings
+from rankless.plan import environment
+from rankless.runtime import current as runtime
+from rankless.runtime.rendezvous import Place
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Where this process is among all; `local` is on its host, `cross` among the processes of its local rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+    """Whether every host has as many processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What `init` has made."""
+
+    world: World
+    negotiator: Negotiator
+    settings: Settings
+    process_id: int
+
+
+_context: Context | None = None
+_times = 0
+
+
+def init(comm: Any = None) -> None:
+    """Come together with all other processes of the job; once more does nothing.
+
+    `comm`: ranks that are to be a world of their own; the others are each alone. Raises JoinError, or
+    HorovodInternalError, that names who does not come, and ValueError for a communicator of MPI.
+    """
+    global _context, _times  # Horovod's API is global by nature (DESIGN.md)
+    if is_initialized():
+        return
+    settings = read_settings(environment.horovod_variables())
+    place, name = _among(runtime.place(), comm)
+    _times += 1
+    store = dist.PrefixStore(f"horovod/{_times}/{name}", place.store)  # type: ignore[attr-defined]  # not in the stubs
+    met = meet(
+        store,
+        rank=place.rank,
+        size=place.size,
+        address=place.address,
+        timeout_seconds=settings.start_timeout_seconds,
+    )
+    negotiator = Negotiator(met, rank=place.rank, store=store, settings=settings)
+    world = _world(place, met)
+    if world.rank == 0 and settings.timeline not in ("", "DYNAMIC"):
+        negotiator.timeline.start(settings.timeline, mark_cycles=settings.marks_cycles)
+    _context = Context(world=world, negotiator=negotiator, settings=settings, process_id=os.getpid())
+    atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Leave; other processes that still wait for this one get an error. After that `init` may come again."""
+    global _context  # as above
+    context, _context = _context, None
+    atexit.unregister(shutdown)
+    if context is not None and context.process_id == os.getpid():
+        context.negotiator.close()
+
+
+def is_initialized() -> bool:
+    """Whether this process, itself and not the one it was forked from, has come through `init`."""
+    return _context is not None and _context.process_id == os.getpid()
+
+
+def current() -> Context:
+    """What `init` has made. Raises ValueError before it."""
+    if _context is None or _context.process_id != os.getpid():
+        raise ValueError(NOT_INITIALIZED)
+    return _context
+
+
+def _among(place: Place, comm: Any) -> tuple[Place, str]:
+    """The place in the world of the ranks named, and a name for that world."""
+    if comm is None:
+        return place, "all"
+    if not isinstance(comm, Sequence):
+        raise ValueError(
+            "Horovod MPI is not enabled: pass a list of ranks, or nothing. Rankless needs no MPI, and cannot use a "
+            "communicator of mpi4py."
+        )
+    ranks = sorted(set(comm))
+    if list(comm) == list(range(place.size)) or not ranks:
+        return place, "all"
+    if place.rank not in ranks:
+        return Place(rank=0, size=1, store=place.store), f"alone-{place.rank}"
+    name = "-".join(map(str, ranks))
+    return Place(rank=ranks.index(place.rank), size=len(ranks), store=place.store, address=place.address), name
+
+
+def _world(place: Place, met: Met) -> World:
+    sizes = [met.hosts.count(host) for host in dict.fromkeys(met.hosts)]
+    if place.local_rank is not None and place.local_size is not None:
+        host, count = place.host or 0, place.host_count or 1
+        return World(
+            rank=place.rank,
+            size=place.size,
+            local_rank=place.local_rank,
+            local_size=place.local_size,
+            cross_rank=host,
+            cross_size=count,
+            is_homogeneous=len(set(sizes)) == 1,
+        )
+    own = met.hosts[place.rank]
+    local_rank = met.hosts[: place.rank].count(own)
+    hosts = [host for host in dict.fromkeys(met.hosts) if met.hosts.count(host) > local_rank]
+    return World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=local_rank,
+        local_size=met.hosts.count(own),
+        cross_rank=hosts.index(own),
+        cross_size=len(hosts),
+        is_homogeneous=len(set(sizes)) == 1,
+    )

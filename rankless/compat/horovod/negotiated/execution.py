@@ -1,0 +1,224 @@
+"""Executing what has been decided: each operation of a batch on this rank's tensors, on the plane that suits it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.negotiated.messages import Execute, Item, Request
+from rankless.compat.horovod.negotiated.planes.adasum import adasum
+from rankless.compat.horovod.negotiated.planes.group import GroupPlane, open_group
+from rankless.compat.horovod.negotiated.planes.shared_memory import SharedMemoryPlane, is_ordered_here, open_slots
+from rankless.compat.horovod.negotiated.scaling import DTYPES, Reducing
+from rankless.compat.horovod.negotiated.submissions import Kind, Reduction, Submission
+
+Activity = Callable[[Sequence[str], str], AbstractContextManager[None]]
+"""What the timeline is told: keys, and what is done to them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What execution needs to know of this rank and its peers."""
+
+    rank: int
+    hosts: Sequence[str]
+    """On which host each rank is: ranks of one host share memory."""
+    store: Any
+    timeout: timedelta
+    check: Callable[[], None]
+    """Raises HorovodInternalError if a peer is gone."""
+    activity: Activity
+
+
+class Execution:
+    """One rank's part in what is executed."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._around = surroundings
+        self._groups: dict[tuple[int, str], GroupPlane] = {}
+        self._memories: dict[int, SharedMemoryPlane | None] = {}
+
+    def run(self, execute: Execute, members: Sequence[int], submissions: Mapping[str, Submission]) -> dict[str, Any]:
+        """The results of a batch by key. Raises HorovodInternalError if it fails."""
+        keys = [item.key for item in execute.items]
+        pairs = [(item, submissions.get(item.key) or self._zeros(item)) for item in execute.items]
+        kind = pairs[0][1].kind
+        try:
+            if kind is Kind.ALLREDUCE:
+                return self._allreduce(execute.set_id, members, keys, [pair[1] for pair in pairs])
+            return {item.key: self._one(execute.set_id, members, item, one) for item, one in pairs}
+        except HorovodInternalError:
+            raise
+        except RuntimeError as error:
+            self._around.check()
+            raise HorovodInternalError(f"{keys[0]}: {error}") from error
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+        self._memories.clear()
+
+    def forget(self, set_id: int) -> None:
+        """A process set is no more."""
+        self._memories.pop(set_id, None)
+        for place in [place for place in self._groups if place[0] == set_id]:
+            self._groups.pop(place).close()
+
+    def _zeros(self, item: Item) -> Submission:
+        """What a rank that has joined takes part with."""
+        request = item.request
+        assert isinstance(request, Request)
+        device = "cuda" if request.device == "cuda" else "cpu"
+        zeros = torch.zeros(request.shape, dtype=DTYPES[request.dtype], device=device)
+        return Submission(
+            kind=Kind(request.kind),
+            tensor=zeros,
+            output=zeros,
+            reduction=Reduction(request.reduction),
+            prescale=request.prescale,
+            postscale=request.postscale,
+        )
+
+    def _allreduce(
+        self, set_id: int, members: Sequence[int], keys: Sequence[str], batch: Sequence[Submission]
+    ) -> dict[str, Any]:
+        first = batch[0]
+        results = {key: one.output for key, one in zip(keys, batch, strict=True)}
+        pairs = [(one.tensor, one.output) for one in batch]
+        given = [tensor for tensor, _ in pairs if tensor is not None and tensor.numel()]
+        taken = [output for _, output in pairs if output is not None and output.numel()]
+        if not given:
+            return results
+        reducing = Reducing(first.reduction, first.prescale, first.postscale, len(members))
+        memory = self._memory(set_id, members) if given[0].device.type == "cpu" else None
+        if first.reduction is Reduction.ADASUM:
+            with self._around.activity(keys, "ADASUM_ALLREDUCE"):
+                self._adasum(set_id, members, given, taken, reducing)
+        elif len(members) == 1:
+            for tensor, output in zip(given, taken, strict=True):
+                reducing.after(reducing.before(output.detach().copy_(tensor.detach())))
+        elif memory is not None:
+            with self._around.activity(keys, "SHARED_MEMORY_ALLREDUCE"):
+                memory.allreduce(given, taken, reducing)
+        else:
+            self._allreduce_by_group(self._group(set_id, members, given[0].device), keys, given, taken, reducing)
+        return results
+
+    def _allreduce_by_group(
+        self,
+        plane: GroupPlane,
+        keys: Sequence[str],
+        given: Sequence[torch.Tensor],
+        taken: Sequence[torch.Tensor],
+        reducing: Reducing,
+    ) -> None:
+        name = "NCCL_ALLREDUCE" if given[0].device.type == "cuda" else "GLOO_ALLREDUCE"
+        if len(given) == 1:
+            buffer = taken[0].detach()
+            if taken[0].data_ptr() != given[0].data_ptr():
+                buffer.copy_(given[0].detach())
+        else:
+            with self._around.activity(keys, "MEMCPY_IN_FUSION_BUFFER"):
+                buffer = torch.cat([tensor.detach().reshape(-1) for tensor in given])
+        reducing.before(buffer)
+        with self._around.activity(keys, name):
+            plane.allreduce(buffer, reducing.reduction)
+        reducing.after(buffer)
+        if len(given) > 1:
+            with self._around.activity(keys, "MEMCPY_OUT_FUSION_BUFFER"):
+                pieces = buffer.split([tensor.numel() for tensor in taken])
+                torch._foreach_copy_([tensor.detach().reshape(-1) for tensor in taken], list(pieces))
+
+    def _adasum(
+        self,
+        set_id: int,
+        members: Sequence[int],
+        given: Sequence[torch.Tensor],
+        taken: Sequence[torch.Tensor],
+        reducing: Reducing,
+    ) -> None:
+        size = len(members)
+        if size & (size - 1):
+            raise HorovodInternalError(f"Running Adasum with non-power of 2 ranks is not supported yet: {size} ranks.")
+        plane = self._group(set_id, members, given[0].device) if size > 1 else None
+        for tensor, output in zip(given, taken, strict=True):
+            own = reducing.before(tensor.detach().clone()).reshape(1, -1)
+            rows = own if plane is None else plane.allgather(own, [1] * size)
+            output.detach().copy_(reducing.after(adasum(list(rows))).reshape(output.shape))
+
+    def _one(self, set_id: int, members: Sequence[int], item: Item, one: Submission) -> Any:
+        place = members.index(self._around.rank)
+        tensor = one.tensor
+        assert tensor is not None
+        tensor = tensor.detach()
+        if one.kind is Kind.REDUCESCATTER:
+            return self._reducescatter(set_id, members, item.key, one)
+        if len(members) == 1:
+            return _alone(one, tensor)
+        plane = self._group(set_id, members, tensor.device)
+        with self._around.activity([item.key], f"{'NCCL' if tensor.is_cuda else 'GLOO'}_{one.kind.name}"):
+            if one.kind is Kind.ALLGATHER:
+                return plane.allgather(tensor, item.details)
+            if one.kind is Kind.ALLTOALL:
+                assert one.splits is not None
+                return plane.alltoall(tensor, one.splits, item.details), item.details
+            assert one.output is not None
+            output = one.output.detach()
+            if place == members.index(one.root) and output.data_ptr() != tensor.data_ptr():
+                output.copy_(tensor)
+            plane.broadcast(output, members.index(one.root))
+            return one.output
+
+    def _reducescatter(self, set_id: int, members: Sequence[int], key: str, one: Submission) -> torch.Tensor:
+        """All is reduced, and this rank's rows are kept; what does not come out even goes to the first ranks."""
+        assert one.tensor is not None
+        place = members.index(self._around.rank)
+        total = torch.empty_like(one.tensor.detach())
+        whole = Submission(
+            kind=Kind.ALLREDUCE,
+            tensor=one.tensor,
+            output=total,
+            reduction=one.reduction,
+            prescale=one.prescale,
+            postscale=one.postscale,
+        )
+        self._allreduce(set_id, members, [key], [whole])
+        rows, more = divmod(total.shape[0], len(members))
+        start = place * rows + min(place, more)
+        return total[start : start + rows + (place < more)].clone()
+
+    def _group(self, set_id: int, members: Sequence[int], device: torch.device) -> GroupPlane:
+        if (set_id, device.type) not in self._groups:
+            around = self._around
+            store = dist.PrefixStore(f"set/{set_id}/{device.type}", around.store)  # type: ignore[attr-defined]
+            self._groups[set_id, device.type] = open_group(
+                store, place=members.index(around.rank), size=len(members), device=device, timeout=around.timeout
+            )
+        return self._groups[set_id, device.type]
+
+    def _memory(self, set_id: int, members: Sequence[int]) -> SharedMemoryPlane | None:
+        if set_id not in self._memories:
+            around = self._around
+            self._memories[set_id] = None
+            if len(members) > 1 and is_ordered_here() and len({around.hosts[rank] for rank in members}) == 1:
+                store = dist.PrefixStore(f"set/{set_id}/memory", around.store)  # type: ignore[attr-defined]
+                slots = open_slots(store, place=members.index(around.rank), size=len(members))
+                self._memories[set_id] = None if slots is None else SharedMemoryPlane(slots, around.check)
+        return self._memories[set_id]
+
+
+def _alone(one: Submission, tensor: torch.Tensor) -> Any:
+    if one.kind is Kind.ALLGATHER:
+        return tensor.clone() if tensor.dim() else tensor.reshape(1).clone()
+    if one.kind is Kind.ALLTOALL:
+        return tensor.clone(), (len(tensor),)
+    assert one.output is not None
+    one.output.detach().copy_(tensor)
+    return one.output

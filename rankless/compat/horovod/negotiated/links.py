@@ -1,0 +1,112 @@
+"""Connections between every rank and rank 0: whole messages, out and in, without ever waiting.
+
+A message is a length of what is said, a length of the values behind it, what is said, and the values.
+"""
+
+import selectors
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+HEAD = struct.Struct("<II")
+MOST_SAID = 16 << 20
+MOST_VALUES = 64 << 20
+BUFFER_BYTES = 1 << 20
+
+
+class Closed(Exception):
+    """The other side has gone."""
+
+
+class Link:
+    """One connection. What cannot be sent at once is kept, and sent by `flush`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._incoming = bytearray()
+        self._outgoing: deque[memoryview] = deque()
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        """The connection's."""
+        return self._socket.fileno()
+
+    @property
+    def has_more_to_send(self) -> bool:
+        """Whether something is kept."""
+        return bool(self._outgoing)
+
+    def send(self, said: bytes, values: Sequence[bytes] = ()) -> None:
+        """Send a message. Raises Closed."""
+        count = sum(map(len, values))
+        data = b"".join((HEAD.pack(len(said), count), said, *values))
+        self._outgoing.append(memoryview(data))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is kept, as far as the other side takes it. Raises Closed."""
+        try:
+            while self._outgoing:
+                data = self._outgoing[0]
+                sent = self._socket.send(data)
+                if sent < len(data):
+                    self._outgoing[0] = data[sent:]
+                else:
+                    self._outgoing.popleft()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.is_closed = True
+            raise Closed(str(error)) from None
+
+    def receive(self) -> Iterator[tuple[bytes, bytes]]:
+        """The messages that have come. Raises Closed once there are none and there will be none."""
+        try:
+            while data := self._socket.recv(BUFFER_BYTES):
+                self._incoming += data
+                if len(data) < BUFFER_BYTES:
+                    break
+            else:
+                self.is_closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_closed = True
+        yield from self._messages()
+        if self.is_closed:
+            raise Closed("the connection was closed")
+
+    def close(self) -> None:
+        """Close it, with what can still be sent at once."""
+        with suppress(Closed):
+            self.flush()
+        self._socket.close()
+
+    def _messages(self) -> Iterator[tuple[bytes, bytes]]:
+        start = 0
+        data = self._incoming
+        while len(data) - start >= HEAD.size:
+            said, values = HEAD.unpack_from(data, start)
+            if said > MOST_SAID or values > MOST_VALUES:
+                raise Closed("what comes is no message of ours")
+            end = start + HEAD.size + said + values
+            if len(data) < end:
+                break
+            middle = start + HEAD.size + said
+            yield bytes(data[start + HEAD.size : middle]), bytes(data[middle:end])
+            start = end
+        if start:
+            del data[:start]
+
+
+def readable(selector: selectors.BaseSelector, timeout_seconds: float | None) -> bool:
+    """Whether something has come within the time, to what is registered."""
+    return bool(selector.select(timeout_seconds))

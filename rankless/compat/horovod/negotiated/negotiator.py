@@ -1,0 +1,328 @@
+"""One rank's negotiated operations: takes submissions, has them decided, executes what is decided, gives results.
+
+Note [who drives]: messages are taken, and batches executed, by one thread at a time, the one that holds `_driving`.
+That is a thread of its own, unless somebody waits in `synchronize`, who then does it himself: nothing is handed over.
+The thread waits on `_all`, in which `_links` lies with all connections; who drives himself takes `_links` out.
+"""
+
+import os
+import selectors
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.negotiated.coordinator import ALL_RANKS, Coordinator
+from rankless.compat.horovod.negotiated.desks import Desk, Ended, Hub, Spoke
+from rankless.compat.horovod.negotiated.execution import Execution, Surroundings
+from rankless.compat.horovod.negotiated.meeting import Met
+from rankless.compat.horovod.negotiated.messages import Execute, Request
+from rankless.compat.horovod.negotiated.riding import bytes_of, combine, put, rides
+from rankless.compat.horovod.negotiated.stalling import Stalls
+from rankless.compat.horovod.negotiated.submissions import Kind, Submission
+from rankless.compat.horovod.negotiated.tickets import Ticket, Tickets, place_of
+from rankless.compat.horovod.negotiated.timeline import Timeline
+from rankless.compat.horovod.settings import Settings
+
+SHUT_DOWN = (
+    "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce, "
+    "allgather or broadcast a tensor after one of the ranks finished execution. If the shutdown was caused by an "
+    "exception, you should see the exception in the log before the first shutdown message."
+)
+SWITCH_SECONDS = 2e-4
+"""Python's switch interval meanwhile: with its own 5 ms a main thread of pure Python would starve the other."""
+JOIN_SECONDS = 10.0
+
+
+class Negotiator:
+    """The operations of one rank, from joining to leaving."""
+
+    def __init__(self, met: Met, *, rank: int, store: Any, settings: Settings) -> None:
+        size = len(met.hosts)
+        self.timeline = Timeline()
+        self.sets: dict[int, tuple[int, ...]] = {ALL_RANKS: tuple(range(size))}
+        self._size = size
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._driving = threading.Lock()
+        self._tickets = Tickets()
+        self._queue: deque[Execute] = deque()
+        self._executes = False
+        self._last_handle = 0
+        self._error: HorovodInternalError | None = None
+        self._closed = False
+        self._links = selectors.EpollSelector()
+        self._all = selectors.EpollSelector()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._all.register(self._bell, selectors.EVENT_READ)
+        self._all.register(self._links.fileno(), selectors.EVENT_READ)
+        self._desk = self._desk_of(met, rank, settings)
+        self._execution = Execution(
+            Surroundings(
+                rank=rank,
+                hosts=met.hosts,
+                store=store,
+                timeout=timedelta(seconds=settings.timeout_seconds),
+                check=self._check,
+                activity=self.timeline.activity,
+            )
+        )
+        self._switch_seconds = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_seconds, SWITCH_SECONDS))
+        self._thread = threading.Thread(target=self._serve, name="rankless-horovod", daemon=True)
+        self._thread.start()
+
+    def new_handle(self) -> int:
+        """The number of the next call on this rank."""
+        with self._lock:
+            self._last_handle += 1
+            return self._last_handle
+
+    def submit(self, handle: int, submissions: Sequence[Submission]) -> None:
+        """Hand in operations, all under one handle. Raises ValueError if one of their names is in use, and
+        HorovodInternalError after the end.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise HorovodInternalError(*self._error.args)
+            ticket = self._tickets.open(handle, submissions)
+            ticket.event = _event_of(submissions)
+            ride = rides(submissions, self._size)
+            for one in submissions:
+                place = place_of(one)
+                values = bytes_of(one.tensor) if ride and one.tensor is not None else b""
+                self._desk.submit(place, _request(one, place[1], ride), values)
+            self._take()
+        if self._queue and not self._executes:
+            os.eventfd_write(self._bell, 1)
+
+    def poll(self, handle: int) -> bool:
+        """Whether an operation has its result, or its error. Raises KeyError if there is none of this handle."""
+        ticket = self._tickets[handle]
+        if not ticket.is_done:
+            with self._lock:
+                self._take()
+            if self._queue:
+                os.eventfd_write(self._bell, 1)
+        return ticket.is_done
+
+    def synchronize(self, handle: int) -> list[Any]:
+        """The results of a handle's operations, in their order; the handle is no more.
+
+        Raises KeyError if there is none, and HorovodInternalError if the operation failed.
+        """
+        ticket = self._tickets[handle]
+        while not ticket.is_done:
+            if self._driving.acquire(blocking=False):
+                with self._by_myself():
+                    self._drive(until=ticket)
+            else:
+                with self._changed:
+                    self._changed.wait_for(lambda: ticket.is_done or not self._driving.locked(), timeout=1.0)
+        self._tickets.forget(handle)
+        if ticket.error is not None:
+            raise ticket.error
+        if ticket.event is not None:
+            torch.cuda.current_stream().wait_event(ticket.event)
+        return [ticket.results[place_of(one)[1]] for one in ticket.submissions]
+
+    def close(self) -> None:
+        """Leave; what other ranks wait for will not come, and they are told."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._error is None:
+                self._desk.leave()
+                self._end("")
+        os.eventfd_write(self._bell, 1)
+        self._execution.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_SECONDS)
+        if sys.getswitchinterval() == min(self._switch_seconds, SWITCH_SECONDS):
+            sys.setswitchinterval(self._switch_seconds)
+        self.timeline.stop()
+        self._all.close()
+        self._links.close()
+        os.close(self._bell)
+
+    def _desk_of(self, met: Met, rank: int, settings: Settings) -> Desk:
+        if rank:
+            return Spoke(met.links[0], self._links, capacity=settings.cache_capacity)
+        coordinator = Coordinator(
+            self._size,
+            combine=combine,
+            capacity=settings.cache_capacity,
+            fusion_bytes=settings.fusion_bytes,
+            splits=settings.splits_groups,
+        )
+        stalls = Stalls(warn_seconds=settings.stall_seconds, shutdown_seconds=settings.stall_shutdown_seconds)
+        return Hub(
+            met.links,
+            self._links,
+            coordinator=coordinator,
+            timeline=self.timeline,
+            stalls=stalls,
+            cycle_seconds=settings.cycle_seconds,
+        )
+
+    def _serve(self) -> None:
+        """The thread's own loop."""
+        while not self._closed:
+            self._all.select(self._desk.poll_seconds())
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+            if not self._closed and self._driving.acquire(blocking=False):
+                try:
+                    while self._step():
+                        pass
+                finally:
+                    self._driving.release()
+                    with self._changed:
+                        self._changed.notify_all()
+
+    @contextmanager
+    def _by_myself(self) -> Iterator[None]:
+        """Within, the thread does not listen; `_driving` is held, and let go at the end."""
+        self._all.unregister(self._links.fileno())
+        try:
+            yield
+        finally:
+            self._driving.release()
+            with suppress(ValueError, OSError):  # it has been closed
+                self._all.register(self._links.fileno(), selectors.EVENT_READ)
+                if self._queue:
+                    os.eventfd_write(self._bell, 1)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _drive(self, *, until: Ticket) -> None:
+        while not until.is_done:
+            if not self._step() and not until.is_done:
+                self._links.select(self._desk.poll_seconds())
+
+    def _step(self) -> bool:
+        """Take what has come, and execute one batch; whether there was one."""
+        with self._lock:
+            self._take()
+            if not self._queue:
+                return False
+            execute = self._queue.popleft()
+            self._executes = True
+            found = [self._tickets.get((execute.set_id, item.key)) for item in execute.items]
+        submissions = {one.submission.key: one.submission for one in found if one is not None}
+        tickets = {id(one.ticket): one.ticket for one in found if one is not None}.values()
+        try:
+            results: Mapping[str, Any] = self._execute(execute, submissions, list(tickets))
+        except HorovodInternalError as error:
+            results = {item.key: error for item in execute.items}
+        with self._changed:
+            self._executes = False
+            for key, result in results.items():
+                self._tickets.finish((execute.set_id, key), result)
+            self._changed.notify_all()
+        return True
+
+    def _execute(
+        self, execute: Execute, submissions: Mapping[str, Submission], tickets: Sequence[Ticket]
+    ) -> dict[str, Any]:
+        events = [ticket.event for ticket in tickets if ticket.event is not None]
+        for event in events:
+            torch.cuda.current_stream().wait_event(event)
+        results = self._execution.run(execute, self.sets[execute.set_id], submissions)
+        if events:
+            done = torch.cuda.current_stream().record_event()
+            for ticket in tickets:
+                ticket.event = done
+        return results
+
+    def _take(self) -> None:
+        """Take what has been decided. The lock is held."""
+        if self._error is not None:
+            return
+        try:
+            for execute, values in self._desk.told(is_idle=not self._queue and not self._executes):
+                self._deliver(execute, values)
+        except Ended as ended:
+            self._end(str(ended))
+
+    def _deliver(self, execute: Execute, values: bytes) -> None:
+        """Give the results that are there already, and queue what is to be executed."""
+        at = 0
+        moves = []
+        for item in execute.items:
+            place = (execute.set_id, item.key)
+            found = self._tickets.get(place)
+            kind = Kind(item.key.partition(".")[0])
+            if item.error:
+                self._tickets.finish(place, HorovodInternalError(item.error))
+            elif item.rides:
+                output = found.submission.output if found is not None else None
+                if output is not None:
+                    count = output.numel() * output.element_size()
+                    put(memoryview(values)[at : at + count], output)
+                    at += count
+                self._tickets.finish(place, output)
+            elif kind in (Kind.JOIN, Kind.BARRIER, Kind.ADD_SET, Kind.REMOVE_SET):
+                self._agree(kind, item.details, item.request)
+                self._tickets.finish(place, item.details[0] if item.details else None)
+            else:
+                moves.append(item)
+        if moves:
+            self._queue.append(execute)
+        self._changed.notify_all()
+
+    def _agree(self, kind: Kind, details: tuple[int, ...], request: Request | None) -> None:
+        if kind is Kind.ADD_SET and request is not None:
+            self.sets[details[0]] = request.ranks
+        elif kind is Kind.REMOVE_SET:
+            self.sets.pop(details[0], None)
+            self._execution.forget(details[0])
+
+    def _end(self, why: str) -> None:
+        """Nothing more will be executed. The lock is held."""
+        self._error = HorovodInternalError(f"{SHUT_DOWN} {why}".rstrip())
+        self._queue.clear()
+        self._tickets.fail_all(self._error)
+        self._changed.notify_all()
+
+    def _check(self) -> None:
+        """Called while a batch is executed and waits for others. Raises HorovodInternalError after the end."""
+        with self._lock:
+            self._take()
+            if self._error is not None:
+                raise HorovodInternalError(*self._error.args)
+
+
+def _request(one: Submission, key: str, ride: bool) -> Request:
+    tensor = one.tensor
+    return Request(
+        kind=one.kind.value,
+        key=key,
+        set_id=0 if one.kind is Kind.REMOVE_SET else one.set_id,
+        dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+        shape=() if tensor is None else tuple(tensor.shape),
+        device="cpu" if tensor is None else tensor.device.type,
+        reduction=int(one.reduction),
+        prescale=one.prescale,
+        postscale=one.postscale,
+        root=one.set_id if one.kind is Kind.REMOVE_SET else one.root,
+        splits=one.splits or (),
+        ranks=one.ranks,
+        group=one.group,
+        group_size=one.group_size,
+        rides=ride,
+    )
+
+
+def _event_of(submissions: Sequence[Submission]) -> torch.cuda.Event | None:
+    if any(one.tensor is not None and one.tensor.is_cuda for one in submissions):
+        event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+        return event
+    return None

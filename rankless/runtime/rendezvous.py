@@ -1,0 +1,114 @@
+"""Where the ranks of a job meet, whoever has started them: this process's place among them, and a store they share."""
+
+import contextlib
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rankless.plan import environment
+from rankless.plan.run_plan import WorkerPlan
+from rankless.runtime.invitation import Invitation
+from rankless.runtime.meeting import meet
+
+STORE_TIMEOUT = timedelta(minutes=5)
+JOINING_SECONDS = 1800.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One process's place in its job."""
+
+    rank: int
+    size: int
+    store: Any
+    """A `torch.distributed.Store` of all ranks."""
+    address: str = LOOPBACK
+    """At which rank 0's host is reached by all."""
+    local_rank: int | None = None
+    """Among the ranks of its host; None where the launcher has not told."""
+    local_size: int | None = None
+    host: int | None = None
+    host_count: int | None = None
+
+
+def find_place() -> Place:
+    """The place that a launcher has told: Rankless, torchrun, or whoever has made torch.distributed's default group;
+    a place alone if there is none. Raises JoinError if the ranks do not come together.
+    """
+    plan = environment.read_worker_plan()
+    if plan is not None:
+        return _place_of_worker(plan)
+    torchrun = environment.read_torchrun()
+    if torchrun is not None and torchrun.world_size > 1:
+        return _place_by_torchrun(torchrun)
+    if dist.is_available() and dist.is_initialized() and not environment.is_child_of_worker():
+        store = dist.distributed_c10d._get_default_store()
+        return Place(rank=dist.get_rank(), size=dist.get_world_size(), store=store)
+    return Place(rank=0, size=1, store=dist.HashStore())  # type: ignore[attr-defined]  # missing in the stubs
+
+
+def invitation_from(torchrun: environment.Torchrun) -> Invitation:
+    """Where torchrun, or a launcher like it, has its processes meet."""
+    return Invitation(
+        kind="tcp",
+        host=torchrun.master_address,
+        port=torchrun.master_port,
+        rank=torchrun.rank,
+        world_size=torchrun.world_size,
+        timeout_seconds=JOINING_SECONDS,
+        served=torchrun.has_store,
+    )
+
+
+def _place_of_worker(plan: WorkerPlan) -> Place:
+    return Place(
+        rank=plan.rank,
+        size=plan.world_size,
+        store=_store_of(plan) if plan.world_size > 1 else dist.HashStore(),  # type: ignore[attr-defined]  # as above
+        address=plan.store_address,
+        local_rank=plan.local_rank,
+        local_size=plan.local_world_size,
+        host=plan.host,
+        host_count=plan.host_count,
+    )
+
+
+def _place_by_torchrun(torchrun: environment.Torchrun) -> Place:
+    meeting = meet(invitation_from(torchrun), say_alone)
+    if meeting.is_on_one_host:
+        environment.prefer_loopback()
+    return Place(
+        rank=torchrun.rank,
+        size=torchrun.world_size,
+        store=meeting.store,
+        address=LOOPBACK if meeting.is_on_one_host else torchrun.master_address,
+    )
+
+
+def _store_of(plan: WorkerPlan) -> Any:
+    """The store at which ranks meet; rank 0 serves it on the local socket that the agent has opened."""
+    if plan.store_port is None:
+        raise RuntimeError("a worker plan without a store")
+    listening = None
+    if plan.store_descriptor is not None:
+        with contextlib.suppress(OSError):
+            listening = socket.socket(fileno=plan.store_descriptor).detach()
+    return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
+        plan.store_address,
+        plan.store_port,
+        plan.world_size,
+        plan.rank == 0,
+        timeout=STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def say_alone(text: str) -> None:
+    """Tell the user something in a process that has nobody to tell it for it."""
+    print(f"rankless: {text}", file=sys.stderr, flush=True)
