@@ -1,0 +1,39 @@
+"""What Horovod's build would have said of itself. Nothing is built here: these tell what PyTorch brings."""
+
+from rankless.compat.horovod.common.util import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    mpi_built,
+    nccl_built,
+    rocm_built,
+)
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]
+
+
+def mpi_enabled() -> bool:
+    """False: there is no MPI."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Raises ValueError: there is no MPI."""
+    raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
+
+
+def gloo_enabled() -> bool:
+    """Whether PyTorch has Gloo."""
+    return gloo_built()

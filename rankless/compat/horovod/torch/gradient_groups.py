@@ -1,0 +1,60 @@
+"""Which gradients are reduced together, where a script says so."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rankless.compat.horovod.common.process_sets import ProcessSet
+from rankless.compat.horovod.common.util import split_list
+from rankless.compat.horovod.torch.objects import broadcast_object
+
+Groups = int | Sequence[Sequence[torch.Tensor]]
+
+
+class GradientGroup:
+    """Parameters whose gradients go together, once the last of them is complete."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = tuple(parameters)
+        self.missing = len(self.parameters)
+        """How many gradients are not complete; -1 once they have gone."""
+
+    def restart(self) -> None:
+        """None is complete, as after a step."""
+        self.missing = len(self.parameters)
+
+
+def check_groups(groups: Groups | None) -> None:
+    """Raises ValueError unless groups are a positive number, or lists in which each tensor stands once."""
+    if groups is None:
+        return
+    if not isinstance(groups, list):
+        if not (isinstance(groups, int) and groups > 0):
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        return
+    seen: set[int] = set()
+    for parameter in (parameter for group in groups for parameter in group):
+        if not isinstance(parameter, torch.Tensor):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if id(parameter) in seen:
+            raise ValueError("A parameter can only appear once in groups.")
+        seen.add(id(parameter))
+
+
+def make_groups(
+    groups: Groups | None, names: Mapping[torch.Tensor, str], process_set: ProcessSet
+) -> dict[torch.Tensor, GradientGroup]:
+    """The group of each parameter that has one; the same on all ranks, whose parameters may stand in another order.
+
+    A number makes so many groups of about as many parameters each. Parameters in no list go alone.
+    """
+    if groups is None:
+        return {}
+    by_name = {name: parameter for parameter, name in names.items()}
+    if isinstance(groups, int):
+        order = broadcast_object(list(by_name), process_set.ranks[0], "gradient_groups", process_set)
+        parts: Sequence[Sequence[torch.Tensor]] = split_list([by_name[name] for name in order], groups)
+    else:
+        parts = [[parameter for parameter in group if parameter in names] for group in groups]
+    made = [GradientGroup(part) for part in parts if part]
+    return {parameter: group for group in made for parameter in group.parameters}

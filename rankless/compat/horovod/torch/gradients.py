@@ -1,0 +1,207 @@
+"""Gradients, combined over the ranks while backward is still computing others.
+
+Note [batches]: a gradient that is complete waits for others until they are 1 MiB together, or until backward ends; then
+they are submitted at once. The operations keep their names, each on its own: ranks may batch them differently.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from rankless.compat.horovod import context
+from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.negotiated.submissions import Kind, Submission
+from rankless.compat.horovod.torch.backward_passes import BackwardPasses
+from rankless.compat.horovod.torch.compression import Compressor
+from rankless.compat.horovod.torch.gradient_groups import GradientGroup
+from rankless.compat.horovod.torch.operations.checks import sendable, set_id_of
+from rankless.compat.horovod.torch.operations.reductions import Combining
+from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
+from rankless.compat.horovod.torch.operations.submitting import named_group
+
+BATCH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class GradientRule:
+    """What is done to every gradient."""
+
+    combining: Combining
+    compression: type[Compressor]
+    sparse_as_dense: bool
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A gradient on its way."""
+
+    gradient: torch.Tensor
+    row: torch.Tensor
+    """What travels, and what the result is written to; often the gradient itself."""
+    context: Any
+    """What the compressor needs to know."""
+
+
+class GradientReduction:
+    """Reduces the gradients of some parameters, once for each step."""
+
+    def __init__(
+        self,
+        names: Mapping[torch.Tensor, str],
+        passes: int,
+        rule: GradientRule,
+        groups: Mapping[torch.Tensor, GradientGroup],
+    ) -> None:
+        self.passes = BackwardPasses(names, passes, self._complete)
+        self._names = names
+        self._rule = rule
+        self._groups = groups
+        self._sizes = {parameter: parameter.numel() * parameter.element_size() for parameter in names}
+        self._sparse: set[torch.Tensor] = set()
+        """Parameters that have had sparse gradients."""
+        self._forget()
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is reduced. A parameter that has none takes part with zeros.
+
+        Raises HorovodInternalError where the ranks do not fit together.
+        """
+        try:
+            self._complete_all()
+            self._send_batch()
+            self._receive()
+        finally:
+            self.restart()
+
+    def restart(self) -> None:
+        """Forget what is on its way, and count backward passes anew."""
+        self.passes.restart()
+        for group in self._groups.values():
+            group.restart()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._batch: list[torch.Tensor] = []
+        self._batch_bytes = 0
+        self._is_flush_queued = False
+        self._sent: list[tuple[int, list[Sent]]] = []
+        self._sparse_sent: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+
+    def _complete(self, parameter: torch.Tensor) -> None:
+        """The parameter's gradient is complete."""
+        if self._groups and (group := self._groups.get(parameter)) is not None:
+            group.missing -= 1
+            if group.missing == 0:
+                self._send_group(group)
+            return
+        self._batch.append(parameter)
+        self._batch_bytes += self._sizes[parameter]
+        if self._batch_bytes >= BATCH_BYTES:
+            self._send_batch()
+        elif not self._is_flush_queued:
+            self._is_flush_queued = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._is_flush_queued = False
+        self._send_batch()
+
+    def _complete_all(self) -> None:
+        """Let also those gradients go that backward has not completed."""
+        for parameter in self.passes.unfinished():
+            if parameter.grad is None:
+                parameter.grad = self._zero_gradient(parameter)
+            group = self._groups.get(parameter)
+            if group is None:
+                self._batch.append(parameter)
+            elif group.missing > 0:
+                group.missing -= 1
+                if group.missing == 0:
+                    self._send_group(group)
+
+    def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter in self._sparse:
+            return torch.zeros_like(parameter, layout=torch.sparse_coo, requires_grad=False)
+        return torch.zeros_like(parameter, requires_grad=False)
+
+    def _send_batch(self) -> None:
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        if not batch:
+            return
+        set_id = self._set_id()
+        sent: list[Sent] = []
+        submissions: list[Submission] = []
+        for parameter in batch:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                self._sparse.add(parameter)
+                if not self._rule.sparse_as_dense:
+                    self._send_sparse(parameter, parameter.grad)
+                    continue
+            one = self._prepared(parameter)
+            sent.append(one)
+            name = self._names[parameter]
+            submissions.append(Submission(kind=Kind.ALLREDUCE, name=name, set_id=set_id, **self._fields(one)))
+        if submissions:
+            self._submit(submissions, sent)
+
+    def _send_group(self, group: GradientGroup) -> None:
+        sent = [self._prepared(parameter) for parameter in group.parameters]
+        name = self._names[group.parameters[0]]
+        members = [self._fields(one) for one in sent]
+        self._submit(named_group(Kind.ALLREDUCE, name, self._set_id(), members), sent)
+
+    def _send_sparse(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        rule = self._rule.combining
+        handle = sparse_allreduce_async(gradient, self._names[parameter], rule.reduction, rule.process_set)
+        self._sparse_sent.append((gradient, handle))
+
+    def _set_id(self) -> int:
+        return set_id_of(self._rule.combining.process_set, Kind.ALLREDUCE)
+
+    def _prepared(self, parameter: torch.Tensor) -> Sent:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = parameter.grad = self._zero_gradient(parameter)
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        small, context = self._rule.compression.compress(dense)
+        return Sent(gradient, sendable(small.contiguous()), context)
+
+    def _fields(self, one: Sent) -> dict[str, Any]:
+        return {"tensor": one.row, "output": one.row, **self._rule.combining.fields}
+
+    def _submit(self, submissions: list[Submission], sent: list[Sent]) -> None:
+        negotiator = context.current().negotiator
+        handle = negotiator.new_handle()
+        negotiator.submit(handle, submissions)
+        self._sent.append((handle, sent))
+
+    def _receive(self) -> None:
+        """Put what has come into the gradients. What fails is raised once all has come."""
+        negotiator = context.current().negotiator
+        failure: HorovodInternalError | None = None
+        for handle, sent in self._sent:
+            try:
+                negotiator.synchronize(handle)
+            except HorovodInternalError as error:
+                failure = failure or error
+                continue
+            for one in sent:
+                self._put(self._rule.compression.decompress(one.row, one.context), one.gradient)
+        for gradient, combined in self._sparse_sent:
+            try:
+                self._put(combined(), gradient)
+            except HorovodInternalError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _put(self, result: torch.Tensor, gradient: torch.Tensor) -> None:
+        if result is gradient:
+            return
+        if gradient.is_sparse:
+            gradient.zero_().add_(result if result.is_sparse else result.to_sparse())
+        else:
+            gradient.copy_(result)

@@ -1,0 +1,77 @@
+"""One rank's values, on all."""
+
+from typing import Any
+
+import torch
+
+from rankless.compat.horovod import context
+from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
+from rankless.compat.horovod.negotiated.submissions import Kind, Reduction
+from rankless.compat.horovod.torch.operations.allreduce import Allreduce
+from rankless.compat.horovod.torch.operations.checks import root_in, sendable
+from rankless.compat.horovod.torch.operations.reductions import combining
+from rankless.compat.horovod.torch.operations.submitting import submit, synchronize
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """A new tensor with the root's values; gradients flow through. `root_rank` counts over the whole job.
+
+    Its gradient is averaged over the ranks on the root, and zero elsewhere.
+    """
+    result: torch.Tensor = Broadcast.apply(tensor, root_rank, name, process_set)
+    return result
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """A handle: `synchronize` gives a new tensor with the root's values."""
+    return _start(tensor, torch.empty_like(tensor), root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The tensor itself, which now holds the root's values."""
+    synchronize(_start(tensor, tensor, root_rank, name, process_set))
+    return tensor
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """A handle: after `synchronize` the tensor holds the root's values."""
+    return _start(tensor, tensor, root_rank, name, process_set)
+
+
+def _start(
+    tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> int:
+    values = sendable(tensor)
+    target = values if output is tensor else output
+    root = root_in(process_set, root_rank)
+    return submit(Kind.BROADCAST, name, process_set, tensor=values, output=target, root=root)
+
+
+class Broadcast(torch.autograd.Function):
+    """A broadcast; backward averages the gradient, and only the root keeps it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> torch.Tensor:
+        """The root's values, in a new tensor."""
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        result: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """The averaged gradient on the root, zeros elsewhere."""
+        rule = combining(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
+        averaged = Allreduce.apply(gradient.contiguous(), None, rule)
+        if context.current().world.rank != ctx.root_rank:
+            averaged = torch.zeros_like(averaged)
+        return averaged, None, None, None

@@ -1,0 +1,130 @@
+"""Tensors combined element by element, of which each rank keeps some rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
+from rankless.compat.horovod.negotiated.submissions import Kind, Reduction
+from rankless.compat.horovod.torch.compression import Compression, Compressor
+from rankless.compat.horovod.torch.operations.allgather import Allgather, GroupedAllgather
+from rankless.compat.horovod.torch.operations.checks import sendable
+from rankless.compat.horovod.torch.operations.reductions import Combining, combining
+from rankless.compat.horovod.torch.operations.submitting import submit, submit_group, synchronize
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """This rank's rows of the tensor combined over the ranks; gradients flow through.
+
+    If the rows do not divide evenly, the first ranks get one more. Average and Sum only. Its gradient is gathered from
+    all ranks (times their number for Sum).
+    """
+    rule = combining(op, prescale_factor, postscale_factor, process_set)
+    small, context = compression.compress(tensor)
+    return compression.decompress(Reducescatter.apply(small, name, rule), context)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """A handle: `synchronize` gives this rank's rows of the tensor combined over the ranks."""
+    return _start(tensor, name, combining(op, prescale_factor, postscale_factor, process_set))
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """This rank's rows of each tensor combined over the ranks, all at once; gradients flow through."""
+    rule = combining(op, prescale_factor, postscale_factor, process_set)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = GroupedReducescatter.apply(name, rule, *(small for small, _ in pairs))
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: int = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """A handle: `synchronize` gives this rank's rows of each tensor combined over the ranks."""
+    return _start_group(tensors, name, combining(op, prescale_factor, postscale_factor, process_set))
+
+
+def _start(tensor: torch.Tensor, name: str | None, rule: Combining) -> int:
+    return submit(Kind.REDUCESCATTER, name, rule.process_set, **_fields(tensor, rule))
+
+
+def _start_group(tensors: Sequence[torch.Tensor], name: str | None, rule: Combining) -> int:
+    return submit_group(Kind.REDUCESCATTER, name, rule.process_set, [_fields(tensor, rule) for tensor in tensors])
+
+
+def _fields(tensor: torch.Tensor, rule: Combining) -> dict[str, Any]:
+    if rule.reduction not in (Reduction.AVERAGE, Reduction.SUM):
+        raise HorovodInternalError(f"Reducescatter supports Average and Sum only; found {rule.reduction.name.title()}.")
+    if tensor.dim() == 0:
+        raise HorovodInternalError("Reducescatter needs a tensor with a first dimension; found one of 0 dimensions.")
+    return {"tensor": sendable(tensor), **rule.fields}
+
+
+def _scaled(gradient: torch.Tensor, rule: Combining) -> torch.Tensor:
+    """What each rank contributes to the gradient of all."""
+    factor = rule.prescale * rule.postscale
+    if rule.reduction is Reduction.SUM:
+        factor *= rule.process_set.size() or 1
+    return gradient.contiguous() if factor == 1.0 else gradient.contiguous() * factor
+
+
+class Reducescatter(torch.autograd.Function):
+    """A reducescatter; backward gathers the gradients of all ranks' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, rule: Combining) -> torch.Tensor:
+        """This rank's rows of the combined tensor."""
+        ctx.rule = rule
+        result: torch.Tensor = synchronize(_start(tensor, name, rule))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """All ranks' gradients, joined."""
+        return Allgather.apply(_scaled(gradient, ctx.rule), None, ctx.rule.process_set), None, None
+
+
+class GroupedReducescatter(torch.autograd.Function):
+    """A grouped reducescatter; backward gathers the gradients as a group."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str | None, rule: Combining, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """This rank's rows of the combined tensors."""
+        ctx.rule = rule
+        return tuple(synchronize(_start_group(tensors, name, rule)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """All ranks' gradients, joined for each tensor."""
+        scaled = (_scaled(gradient, ctx.rule) for gradient in gradients)
+        return (None, None, *GroupedAllgather.apply(None, ctx.rule.process_set, *scaled))

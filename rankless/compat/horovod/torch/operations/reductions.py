@@ -1,0 +1,51 @@
+"""How values are combined: the constants, and what is asked of one allreduce or reducescatter."""
+
+import warnings
+from dataclasses import dataclass
+
+from rankless.compat.horovod.common.process_sets import ProcessSet
+from rankless.compat.horovod.common.util import num_rank_is_power_2
+from rankless.compat.horovod.negotiated.submissions import Reduction
+
+Average = Reduction.AVERAGE
+Sum = Reduction.SUM
+Adasum = Reduction.ADASUM
+Min = Reduction.MIN
+Max = Reduction.MAX
+Product = Reduction.PRODUCT
+
+
+@dataclass(frozen=True)
+class Combining:
+    """What is done to the values, and among which ranks."""
+
+    reduction: Reduction
+    prescale: float
+    postscale: float
+    process_set: ProcessSet
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """As a Submission takes them."""
+        return {"reduction": self.reduction, "prescale": self.prescale, "postscale": self.postscale}
+
+
+def combining(op: int, prescale_factor: float, postscale_factor: float, process_set: ProcessSet) -> Combining:
+    """The rule of one call. Raises ValueError for an unknown op, NotImplementedError where Adasum cannot be."""
+    reduction = Reduction(op)
+    if reduction is Reduction.ADASUM:
+        if process_set.process_set_id != 0:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        if not num_rank_is_power_2(process_set.size() or 0):
+            raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
+    return Combining(reduction, float(prescale_factor), float(postscale_factor), process_set)
+
+
+def op_of(op: int | None, average: bool | None) -> int:
+    """The op that a call means: `average=` is its older form, and Average the default."""
+    if op is not None and average is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    if average is None:
+        return Average if op is None else op
+    warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
+    return Average if average else Sum

@@ -1,0 +1,32 @@
+"""Sparse tensors, combined by gathering their indices and values."""
+
+from collections.abc import Callable
+
+import torch
+
+from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
+from rankless.compat.horovod.negotiated.submissions import Reduction
+from rankless.compat.horovod.torch.operations.allgather import allgather_async
+from rankless.compat.horovod.torch.operations.submitting import synchronize
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """A handle to be called: it gives the sparse sum (op Sum) or average (op Average) over the ranks.
+
+    Two allgathers, named `name.indices` and `name.values`.
+    """
+    # What is gathered is joined along the first dimension: one row for each index.
+    rows = tensor._indices().transpose(0, 1).contiguous()
+    indices_handle = allgather_async(rows, f"{name}.indices", process_set)
+    values_handle = allgather_async(tensor._values().contiguous(), f"{name}.values", process_set)
+
+    def combined() -> torch.Tensor:
+        values = synchronize(values_handle)
+        indices = synchronize(indices_handle)
+        if op == Reduction.AVERAGE:
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size(), check_invariants=False)
+
+    return combined

@@ -1,0 +1,118 @@
+"""An optimizer's state, as on the root.
+
+Note [no step]: Horovod fills an empty state by a step with zero gradients, which changes the weights of an optimizer with
+weight decay, and the moments of one with momentum. Here the root tells what its state is made of, and the others make
+room for it; nobody steps. A state that is empty on the root is empty on all.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rankless.compat.horovod import context
+from rankless.compat.horovod.torch.objects import broadcast_object
+from rankless.compat.horovod.torch.parameters import broadcast_tensors
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a tensor of the root's state belongs, before its values have come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+
+    def tensor(self, parameter: torch.Tensor | None) -> torch.Tensor:
+        """Without values yet, laid out like the parameter if it has its shape."""
+        device = torch.device("cpu") if self.on_host or parameter is None else parameter.device
+        if parameter is not None and parameter.shape == torch.Size(self.shape):
+            return torch.empty_like(parameter, dtype=self.dtype, device=device, requires_grad=False)
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,  # noqa: ARG001: Horovod asks it to make gradients for a first step
+) -> None:
+    """Give the optimizer the root's state and options (learning rate and the like), on every rank.
+
+    Raises ValueError for LBFGS, and where ranks have different parameters.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    is_root = context.current().world.rank == root_rank
+    described = broadcast_object(_described(optimizer) if is_root else None, root_rank, "optimizer_state")
+    state = optimizer.state_dict()["state"] if is_root else _with_room(described["state"], parameters)
+    broadcast_tensors(list(_named(state)), root_rank)
+    if not is_root:
+        _set_options(optimizer, described["options"])
+        optimizer.state.clear()
+        for key, value in state.items():
+            optimizer.state[parameters[key] if isinstance(key, int) else key] = value
+
+
+def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state with `Room` for each tensor, and the options of each group."""
+    content = optimizer.state_dict()
+    options = [{key: value for key, value in group.items() if key != "params"} for group in content["param_groups"]]
+    sizes = [len(group["params"]) for group in content["param_groups"]]
+    return {"state": _emptied(content["state"]), "options": list(zip(sizes, options, strict=True))}
+
+
+def _emptied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Room(tuple(value.shape), value.dtype, value.device.type == "cpu")
+    if isinstance(value, dict):
+        return {key: _emptied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_emptied(item) for item in value)
+    return value
+
+
+def _with_room(state: dict[Any, Any], parameters: list[torch.Tensor]) -> dict[Any, Any]:
+    """The root's state with a tensor without values for each `Room`."""
+    return {key: _roomy(value, parameters[key] if isinstance(key, int) else None) for key, value in state.items()}
+
+
+def _roomy(value: Any, parameter: torch.Tensor | None) -> Any:
+    if isinstance(value, Room):
+        return value.tensor(parameter)
+    if isinstance(value, dict):
+        return {key: _roomy(item, parameter) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_roomy(item, parameter) for item in value)
+    return value
+
+
+def _named(state: dict[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the state, named `key.n`: the n-th of those under that key."""
+    counts: dict[str, int] = {}
+
+    def walk(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            counts[key] = counts.get(key, 0) + 1
+            yield f"{key}.{counts[key]}", value
+        elif isinstance(value, dict):
+            for inner, item in value.items():
+                yield from walk(str(inner), item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                yield from walk(key, item)
+
+    yield from walk("state", state)
+
+
+def _set_options(optimizer: torch.optim.Optimizer, described: list[tuple[int, dict[str, Any]]]) -> None:
+    """Set each group's options in place: schedulers and a wrapped optimizer hold the same groups."""
+    found = [len(group["params"]) for group in optimizer.param_groups]
+    if found != [size for size, _ in described]:
+        raise ValueError(
+            f"The root's optimizer has groups of {[size for size, _ in described]} parameters, this rank's of {found}. "
+            "Build the same optimizer on every rank."
+        )
+    for group, (_, options) in zip(optimizer.param_groups, described, strict=True):
+        group.update(options)

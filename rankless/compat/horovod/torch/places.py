@@ -1,0 +1,99 @@
+"""Joining and leaving, and who this process is among the others."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rankless.compat.horovod import context
+from rankless.compat.horovod.common import process_sets as sets
+from rankless.compat.horovod.common.process_sets import ProcessSet
+
+NO_MPI = (
+    "Horovod has not been built with MPI support. Rankless needs no MPI: pass a list of ranks as comm, or leave it away."
+)
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Join the job; alone, without a launcher, this process is rank 0 of 1. A second call changes nothing.
+
+    `comm`: the ranks that take part, all by default. `process_sets`: sets to be registered, or "dynamic" to let
+    `add_process_set` do so later. Raises ValueError for an MPI communicator, and for a set that is there twice.
+    """
+    if comm is not None and not isinstance(comm, Iterable):
+        raise ValueError(NO_MPI)
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f'process_sets is a list of hvd.ProcessSet, or "dynamic"; found {process_sets!r}.')
+        context.init(None if comm is None else list(comm), "dynamic")
+        return
+    asked = list(process_sets or ())
+    _check_once(asked)
+    context.init(None if comm is None else list(comm), [tuple(each.ranks) for each in asked])
+
+
+def _check_once(process_sets: list[ProcessSet]) -> None:
+    seen: set[tuple[int, ...]] = set()
+    for place, each in enumerate(process_sets):
+        if tuple(each.ranks) in seen or each is sets.global_process_set:
+            raise ValueError(
+                f"Horovod could not be initialized because process_sets entry number {place} is a duplicate: {each}"
+            )
+        seen.add(tuple(each.ranks))
+
+
+def shutdown() -> None:
+    """Leave the job; `init` joins again. A second call changes nothing."""
+    context.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined."""
+    return context.is_initialized()
+
+
+def size() -> int:
+    """How many processes have joined."""
+    return context.current().world.size
+
+
+def local_size() -> int:
+    """How many of them are on this host."""
+    return context.current().world.local_size
+
+
+def cross_size() -> int:
+    """On how many hosts there is a process of this one's local rank."""
+    return context.current().world.cross_size
+
+
+def rank() -> int:
+    """This process's number among all, from 0."""
+    return context.current().world.rank
+
+
+def local_rank() -> int:
+    """This process's number among those of its host, from 0."""
+    return context.current().world.local_rank
+
+
+def cross_rank() -> int:
+    """This host's number among those that have a process of this local rank, from 0."""
+    return context.current().world.cross_rank
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has as many processes."""
+    return len(set(Counter(context.current().world.hosts).values())) == 1
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write what happens from now on to `file_path` on rank 0, for chrome://tracing.
+
+    Raises ValueError unless HOROVOD_TIMELINE=DYNAMIC.
+    """
+    context.current().negotiator.timeline.start(file_path, mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Write no more, and complete the file."""
+    context.current().negotiator.timeline.stop()

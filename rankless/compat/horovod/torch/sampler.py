@@ -1,0 +1,29 @@
+"""`hvd.DistributedSampler`, which some scripts write. Horovod itself has none."""
+
+from typing import Any
+
+from rankless.collectives.sampling import DistributedSampler as RanklessSampler
+from rankless.compat.horovod.torch.places import rank, size
+
+
+class DistributedSampler(RanklessSampler):
+    """torch's DistributedSampler, index by index, with `hvd.size()` and `hvd.rank()` for what is left away.
+
+    Every rank has as many samples, some of them twice if need be: in a Horovod loop each step waits for all ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        place = _rank() if rank is None else rank
+        count = size() if num_replicas is None else num_replicas
+        super().__init__(dataset, count, place, shuffle, seed, drop_last, padding=not drop_last)
+
+
+_rank = rank
