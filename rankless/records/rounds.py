@@ -11,7 +11,7 @@ import socket
 import msgspec
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker stands in a round."""
 
     rank: int
@@ -49,7 +49,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     """A round begins. To rank 0 without a port: it opens the store on this address, and says where."""
 
     round: int
-    place: Place
+    seat: Seat
     address: str
     port: int | None = None
     must_sync: bool = True

@@ -24,7 +24,6 @@ from rankless.records.rounds import (
     Dismissed,
     HostsChanged,
     Over,
-    Place,
     Ready,
     Serving,
     Synced,
@@ -32,6 +31,7 @@ from rankless.records.rounds import (
     receive_down,
     send_word,
 )
+from rankless.runtime.rendezvous import Place
 
 STORE_TIMEOUT = timedelta(seconds=300)
 MOST_FAILED_MEETINGS = 20
@@ -51,7 +51,8 @@ class Round:
 
     def __init__(self, begin: Begin) -> None:
         self.number = begin.round
-        self.place: Place = begin.place
+        self.seat = begin.seat
+        self.address = begin.address
         self.must_sync = begin.must_sync
         self.store: Any = None
         self._server: Any = None
@@ -61,6 +62,20 @@ class Round:
     def is_over(self) -> bool:
         """Whether a member has left it already."""
         return self._over.is_set()
+
+    @property
+    def place(self) -> Place:
+        """This process's place in it."""
+        return Place(
+            rank=self.seat.rank,
+            size=self.seat.size,
+            store=self.store,
+            address=self.address,
+            local_rank=self.seat.local_rank,
+            local_size=self.seat.local_size,
+            host=self.seat.cross_rank,
+            host_count=self.seat.cross_size,
+        )
 
     def serve(self, address: str) -> int:
         """Serve the store; returns the port."""

@@ -115,14 +115,14 @@ class Driver:
                 self._terminal.add(stream)
             self._crew.start(launch)
             return
-        if isinstance(action.word, Begin) and action.word.place.rank == 0:
+        if isinstance(action.word, Begin) and action.word.seat.rank == 0:
             self._tell_of_round(action.word)
         self._crew.tell(worker.number, action.word)
 
     def _tell_of_round(self, begin: Begin) -> None:
         seating = self._roll.seating
         assert seating is not None
-        ranks = sorted(seating.places, key=lambda number: seating.places[number].rank)
+        ranks = sorted(seating.seats, key=lambda number: seating.seats[number].rank)
         names = ", ".join(f"{number} ({self._roll.workers[number].host})" for number in ranks)
         self._around.tell(f"round {begin.round}: {counted(len(ranks), 'worker')}, by rank: {names}")
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rankless.launch.elastic.blacklist import Blacklist
-from rankless.launch.elastic.seating import Member, places
+from rankless.launch.elastic.seating import Member, seats
 from rankless.plan.elastic import Elastic
-from rankless.records.rounds import Begin, Dismissed, HostsChanged, Over, Place, Ready, WordDown
+from rankless.records.rounds import Begin, Dismissed, HostsChanged, Over, Ready, Seat, WordDown
 
 PATIENCE_SECONDS = 30.0
 
@@ -102,7 +102,7 @@ class Seating:
     """A round, from the moment that its members are chosen."""
 
     number: int
-    places: Mapping[int, Place]
+    seats: Mapping[int, Seat]
     must_sync: bool
     address: str
     untold: list[Worker] = field(default_factory=list)
@@ -269,11 +269,11 @@ class Roll:
             self.trouble = Trouble(headline=f"the reset limit of {limit} has been reached", culprit=self._last_failed)
             return
         self.round += 1
-        found = places(worker.member for worker in ready)
+        found = seats(worker.member for worker in ready)
         lead, *others = sorted(ready, key=lambda worker: found[worker.number].rank)
         self._phase = Seating(
             number=self.round,
-            places=found,
+            seats=found,
             must_sync=not all(worker.has_state for worker in ready),
             address=self._address_of(lead.host),
             untold=others,
@@ -286,16 +286,16 @@ class Roll:
         return self._elastic.min_workers if self.round else self._first_workers
 
     def _tell_begin(self, worker: Worker, seating: Seating, port: int | None) -> None:
-        place = seating.places[worker.number]
+        seat = seating.seats[worker.number]
         worker.status = Status.IN_ROUND
-        worker.last_round, worker.last_rank = seating.number, place.rank
-        word = Begin(round=seating.number, place=place, address=seating.address, port=port, must_sync=seating.must_sync)
+        worker.last_round, worker.last_rank = seating.number, seat.rank
+        word = Begin(round=seating.number, seat=seat, address=seating.address, port=port, must_sync=seating.must_sync)
         self._outbox.append(Tell(worker, word))
 
     def _leave(self, leaver: Worker, now: float) -> None:
         """The round is over if the leaver was in it: who is in it is told, who was not yet told is ready still."""
         seating = self.seating
-        if seating is None or leaver.number not in seating.places:
+        if seating is None or leaver.number not in seating.seats:
             return
         self._phase = Gathering(now)
         for worker in self._living():
@@ -305,8 +305,8 @@ class Roll:
 
     def _notices(self, seating: Seating, now: float) -> Iterator[Action]:
         """Tell the members once if some of them are to go, or others wait to come in."""
-        members = [worker for worker in self._living() if worker.number in seating.places]
-        outside = [worker for worker in self._living() if worker.number not in seating.places and worker.is_wanted]
+        members = [worker for worker in self._living() if worker.number in seating.seats]
+        outside = [worker for worker in self._living() if worker.number not in seating.seats and worker.is_wanted]
         removed = not all(worker.is_wanted for worker in members)
         waiting = [worker for worker in outside if worker.status is Status.READY]
         is_urgent = any(now - worker.ready_since > PATIENCE_SECONDS for worker in waiting)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rankless.records.rounds import Place
+from rankless.records.rounds import Seat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Member:
         return (-self.synced_round, -self.last_round, self.last_rank, self.number)
 
 
-def places(members: Iterable[Member]) -> dict[int, Place]:
-    """The place of each member, by its number.
+def seats(members: Iterable[Member]) -> dict[int, Seat]:
+    """The seat of each member, by its number.
 
     Rank 0 has the latest state, so it can give it to the others. Ranks of one host follow each other; hosts, and workers
     on each, stand in the order of seniority, so who survives keeps its rank where it can.
@@ -33,12 +33,12 @@ def places(members: Iterable[Member]) -> dict[int, Place]:
     hosts: dict[str, list[Member]] = {}
     for member in sorted(members, key=lambda member: member.seniority):
         hosts.setdefault(member.host, []).append(member)
-    found: dict[int, Place] = {}
+    found: dict[int, Seat] = {}
     size = sum(map(len, hosts.values()))
     for own in hosts.values():
         for local_rank, member in enumerate(own):
             peers = [host for host, theirs in hosts.items() if len(theirs) > local_rank]
-            found[member.number] = Place(
+            found[member.number] = Seat(
                 rank=len(found),
                 size=size,
                 local_rank=local_rank,

@@ -6,10 +6,10 @@ Enters: the user's function and its state. Leaves: what the function returns. Sc
 from collections.abc import Callable
 from typing import Any
 
-from rankless.compat.horovod import context
 from rankless.compat.horovod.common.elastic import ObjectState, State, run_fn
 from rankless.compat.horovod.torch.elastic.sampler import ElasticSampler
 from rankless.compat.horovod.torch.elastic.state import TorchState
+from rankless.compat.horovod.torch.places import init, shutdown
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
@@ -24,5 +24,5 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    context.shutdown()
-    context.init()
+    shutdown()
+    init()
