@@ -226,6 +226,11 @@ def horovod_variables() -> dict[str, str]:
     return {name.removeprefix("HOROVOD_"): value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
 
 
+def allow_dynamic_process_sets() -> None:
+    """Let `hvd.add_process_set` work, as `hvd.init(process_sets="dynamic")` asks: Horovod sets this variable, too."""
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+
+
 def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:
     """The environment of a process that `rankless.spawn` starts: torchrun's variables, and its share of the cores."""
     variables = {name: value for name, value in os.environ.items() if name != WORKER_PLAN}

@@ -160,13 +160,18 @@ class Driver:
         if record.exit_code == 0:
             self._roll.finished(number)
             return
-        worker = self._roll.workers[number]
+        named, host = self._name(number), self._roll.workers[number].host
         lost = any(isinstance(each, Raised) and is_victim(each) for each in self._records[number])
         listed = self._roll.failed(number, now, is_own=record.exit_code > 0 and not lost)
-        self._around.tell(f"worker {number} (rank {worker.last_rank}, {worker.host}) {self._verdict(number).headline}")
+        self._around.tell(f"{named} {self._verdict(number).headline}")
         if listed is not None:
             again = "for good" if listed == float("inf") else f"for {listed:g} s"
-            self._around.tell(f"{worker.host} gets no new workers {again}: they fail there again and again")
+            self._around.tell(f"{host} gets no new workers {again}: they fail there again and again")
+
+    def _name(self, number: int) -> str:
+        worker = self._roll.workers[number]
+        rank = f"rank {worker.last_rank} of round {worker.last_round}, " if worker.last_round else ""
+        return f"worker {number} ({rank}{worker.host})"
 
     def _verdict(self, number: int) -> Verdict:
         """How a worker has failed."""

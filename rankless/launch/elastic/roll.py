@@ -307,7 +307,9 @@ class Roll:
         """Tell the members once if some of them are to go, or others wait to come in."""
         members = [worker for worker in self._living() if worker.number in seating.seats]
         outside = [worker for worker in self._living() if worker.number not in seating.seats and worker.is_wanted]
-        removed = not all(worker.is_wanted for worker in members)
+        # Who keeps the state stays for as long as others in the round have yet to get it.
+        awaited = any(worker.is_wanted for worker in members)
+        removed = not all(worker.is_wanted or (worker.keeps_state and awaited) for worker in members)
         waiting = [worker for worker in outside if worker.status is Status.READY]
         is_urgent = any(now - worker.ready_since > PATIENCE_SECONDS for worker in waiting)
         added = bool(waiting) and (len(waiting) == len(outside) or is_urgent)

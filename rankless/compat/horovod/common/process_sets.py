@@ -1,8 +1,8 @@
 """Sets of ranks that run operations of their own, as Horovod's `ProcessSet`.
 
-Note [ids are looked up]: which sets exist, and under which ids, is known to the negotiated operations alone. A ProcessSet
-holds its ranks and asks for its id, so an object is right after a shutdown, after elastic training has started anew with
-other ranks, and after another object of the same ranks was removed.
+Note [ids are looked up]: which sets exist, and under which ids, is known to the negotiated operations alone. A
+ProcessSet holds its ranks and asks for its id, so an object is right after a shutdown, after elastic training has
+started anew with other ranks, and after another object of the same ranks was removed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,8 @@ from rankless.compat.horovod.negotiated.submissions import Kind, Submission
 
 NOT_RANKS = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
 NO_MPI = (
-    "Apparently you tried to build a ProcessSet from an MPI communicator, but Horovod has not been built with MPI support. "
+    "Apparently you tried to build a ProcessSet from an MPI communicator, "
+    "but Horovod has not been built with MPI support. "
     "Rankless needs no MPI: pass a list of ranks."
 )
 NEEDS_DYNAMIC = "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {} process sets after Horovod initialization."
@@ -104,16 +105,20 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     Raises ValueError if the set exists already, and unless HOROVOD_DYNAMIC_PROCESS_SETS=1 was set before `hvd.init()`.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    current = context.current()
-    if not current.dynamic_process_sets:
+    if not context.current().settings.dynamic_process_sets:
         raise ValueError(NEEDS_DYNAMIC.format("adding"))
     if added.process_set_id is not None:
         raise ValueError(f"Attempted to add a duplicate process set: {added}")
-    unknown = [rank for rank in added.ranks if not 0 <= rank < current.world.size]
-    if unknown or not added.ranks:
-        raise ValueError(f"A process set needs ranks from 0 to {current.world.size - 1}; found {added.ranks}.")
-    _together(Submission(kind=Kind.ADD_SET, ranks=tuple(added.ranks)))
+    register(added)
     return added
+
+
+def register(process_set: ProcessSet) -> None:
+    """Make the set known on all ranks, which call this together. Raises ValueError for ranks that there are not."""
+    size = context.current().world.size
+    if not process_set.ranks or not all(0 <= rank < size for rank in process_set.ranks):
+        raise ValueError(f"A process set needs ranks from 0 to {size - 1}; found {process_set.ranks}.")
+    _together(Submission(kind=Kind.ADD_SET, ranks=tuple(process_set.ranks)))
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -124,7 +129,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     set_id = process_set.process_set_id
     if set_id is None or set_id == 0:
         return False
-    if not context.current().dynamic_process_sets:
+    if not context.current().settings.dynamic_process_sets:
         raise ValueError(NEEDS_DYNAMIC.format("removing"))
     _together(Submission(kind=Kind.REMOVE_SET, set_id=set_id))
     return True

@@ -1,16 +1,12 @@
 """Joining and leaving, and who this process is among the others."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common import process_sets as sets
 from rankless.compat.horovod.common.process_sets import ProcessSet
-
-NO_MPI = (
-    "Horovod has not been built with MPI support. Rankless needs no MPI: pass a list of ranks as comm, or leave it away."
-)
+from rankless.plan import environment
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -19,16 +15,17 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     `comm`: the ranks that take part, all by default. `process_sets`: sets to be registered, or "dynamic" to let
     `add_process_set` do so later. Raises ValueError for an MPI communicator, and for a set that is there twice.
     """
-    if comm is not None and not isinstance(comm, Iterable):
-        raise ValueError(NO_MPI)
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(f'process_sets is a list of hvd.ProcessSet, or "dynamic"; found {process_sets!r}.')
-        context.init(None if comm is None else list(comm), "dynamic")
-        return
+        environment.allow_dynamic_process_sets()
+        process_sets = None
     asked = list(process_sets or ())
     _check_once(asked)
-    context.init(None if comm is None else list(comm), [tuple(each.ranks) for each in asked])
+    if not context.is_initialized():
+        context.init(comm)
+        for each in asked:
+            sets.register(each)
 
 
 def _check_once(process_sets: list[ProcessSet]) -> None:
@@ -83,7 +80,7 @@ def cross_rank() -> int:
 
 def is_homogeneous() -> bool:
     """Whether every host has as many processes."""
-    return len(set(Counter(context.current().world.hosts).values())) == 1
+    return context.current().world.is_homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
