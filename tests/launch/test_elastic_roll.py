@@ -295,6 +295,8 @@ class Simulated:
         self.now += 0.1
         for action in self.roll.turn(self.now):
             number = action.worker.number
+            if number not in self.roll.workers:
+                continue  # it died before it could hear
             if isinstance(action, Start):
                 self.starting.add(number)
             elif isinstance(action.word, Begin):

@@ -247,8 +247,9 @@ class Roll:
                 yield Start(worker)
 
     def _dismissals(self) -> Iterator[Action]:
+        seated = () if self.seating is None else self.seating.untold
         for worker in self._living():
-            if worker.status is Status.READY and not worker.may_join:
+            if worker.status is Status.READY and not worker.may_join and worker not in seated:
                 worker.status = Status.DISMISSED
                 yield Tell(worker, Dismissed())
 
