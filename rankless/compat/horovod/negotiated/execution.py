@@ -210,7 +210,10 @@ class Execution:
             if len(members) > 1 and is_ordered_here() and len({around.hosts[rank] for rank in members}) == 1:
                 store = dist.PrefixStore(f"set/{set_id}/memory", around.store)  # type: ignore[attr-defined]
                 slots = open_slots(store, place=members.index(around.rank), size=len(members))
-                self._memories[set_id] = None if slots is None else SharedMemoryPlane(slots, around.check)
+                seconds = around.timeout.total_seconds()
+                if slots is not None:
+                    plane = SharedMemoryPlane(slots, check=around.check, timeout_seconds=seconds)
+                    self._memories[set_id] = plane
         return self._memories[set_id]
 
 

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from rankless.collectives.calls import ranks_text
 from rankless.collectives.shared_memory import shared_file
+from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.negotiated.scaling import Reducing
 
 HALF_BYTES = 2 << 20
@@ -40,10 +42,14 @@ class Slots:
 
 
 class SharedMemoryPlane:
-    """Allreduce for the ranks of one host. `check` raises if a peer is gone; it is called while waiting."""
+    """Allreduce for the ranks of one host. `check` raises if a peer is gone; it is called while waiting.
 
-    def __init__(self, slots: Slots, check: Callable[[], None]) -> None:
+    Who does not come in time, once all have submitted, is stopped: `HorovodInternalError` names its place.
+    """
+
+    def __init__(self, slots: Slots, *, check: Callable[[], None], timeout_seconds: float) -> None:
         self._place, self._size, self._check = slots.place, slots.size, check
+        self._timeout_seconds = timeout_seconds
         self._memory = slots.memory
         self._words = memoryview(slots.memory).cast("Q")
         start = slots.size * COUNTER_BYTES
@@ -86,7 +92,7 @@ class SharedMemoryPlane:
         step = COUNTER_BYTES // 8
         words[self._place * step] = phase
         waiting = [rank * step for rank in range(self._size) if rank != self._place]
-        spins, looked, nap = 0, 0.0, NAP_SECONDS
+        spins, looked, start, nap = 0, 0.0, 0.0, NAP_SECONDS
         while any(words[at] < phase for at in waiting):
             spins += 1
             if spins <= SPINS:
@@ -95,10 +101,15 @@ class SharedMemoryPlane:
             time.sleep(nap)
             nap = min(nap * 1.2, LONGEST_NAP_SECONDS)
             now = time.monotonic()
-            looked = looked or now
+            looked, start = looked or now, start or now
             if now - looked > LOOK_SECONDS:
                 looked = now
                 self._check()
+            if now - start > self._timeout_seconds and (missing := [at // step for at in waiting if words[at] < phase]):
+                raise HorovodInternalError(
+                    f"{ranks_text(missing)} of the process set did not come to a reduction that all had submitted, "
+                    f"for {self._timeout_seconds:g} s (HOROVOD_GLOO_TIMEOUT_SECONDS)."
+                )
 
 
 def open_slots(store: Any, *, place: int, size: int) -> Slots | None:
