@@ -23,6 +23,7 @@ COMMANDS = {
     "torchrun": "run a script that was written for torchrun, with torchrun's command line",
     "launch": "run a script that was written for python -m torch.distributed.launch, with its command line",
     "fleetrun": "run a script that was written for Paddle's fleetrun, with its command line",
+    "horovodrun": "run a program that was written for Horovod, with horovodrun's command line",
 }
 """What `rankless --help` lists, so that it need not import the commands."""
 

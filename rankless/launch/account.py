@@ -10,7 +10,7 @@ from rankless.launch.company import Leading, Led
 from rankless.launch.fleet_tables import environment_table, fleet_line
 from rankless.launch.judge import Verdict, signal_name
 from rankless.launch.logs import log_files, run_folder
-from rankless.launch.notices import counted, failure, hosts_table, start_table
+from rankless.launch.notices import counted, failure, horovod_sentence, hosts_table, start_table
 from rankless.launch.watch import Outcome
 from rankless.plan.run_plan import RunPlan, WorkerLaunch
 
@@ -56,8 +56,10 @@ class Account:
         return os.path.relpath(error or out)
 
     def failure(self, verdict: Verdict) -> str:
-        """Who failed, in at most 15 lines."""
-        return failure(verdict, log_file=self.log_file(verdict.culprit), host=self.host_name(verdict.culprit))
+        """Who failed, in at most 15 lines; under horovodrun its own sentence after them."""
+        text = failure(verdict, log_file=self.log_file(verdict.culprit), host=self.host_name(verdict.culprit))
+        has_ended_itself = verdict.cause not in ("host", "stuck")
+        return text + horovod_sentence(verdict) if self.plan.horovod is not None and has_ended_itself else text
 
     def parents_last_words(self) -> str:
         """What the workers' parent has written; the file goes if that is nothing."""

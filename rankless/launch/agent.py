@@ -1,5 +1,6 @@
 """The agent: starts a run's workers on this host, watches them, ends them together, and says how it went."""
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,6 +9,7 @@ from typing import TextIO
 
 from rankless.launch.account import Account, conclude
 from rankless.launch.assembly import Assembled, assembled
+from rankless.launch.company import Leading, Led
 from rankless.launch.elastic.driver import Surroundings, run_elastic
 from rankless.launch.hangs.hang_watch import HangWatch, Scene, open_pages
 from rankless.launch.hosts.gathering import Interrupted
@@ -17,9 +19,10 @@ from rankless.launch.logs import make_run_folder, shown_streams
 from rankless.launch.parent_process import ParentProcess
 from rankless.launch.ports import require_own_address
 from rankless.launch.shared_files import SharedFiles
-from rankless.launch.terminal import Terminal
+from rankless.launch.terminal import Terminal, Write, writer_to
 from rankless.launch.watch import Outcome, Watch
 from rankless.launch.workers import plan_workers
+from rankless.plan.foreign import SOURCES, Source
 from rankless.plan.run_plan import RunPlan
 from rankless.records.events import AnyRecord, FileOpened, Said
 
@@ -60,7 +63,10 @@ def run(
     with Interrupts(signals) as interrupts:
         if plan.elastic is not None:
             around = Surroundings(
-                interrupts=interrupts, on_record=on_record, tell=tell, out=out, err=err, making_room=making_room
+                interrupts=interrupts,
+                on_record=on_record,
+                tell=tell,
+                writes={"out": writer_to(out, making_room), "err": writer_to(err, making_room)},
             )
             return run_elastic(plan, plan.elastic, around)
         try:
@@ -106,10 +112,16 @@ class Run:
             )
         )
         _tell(err, self.account.opening(self._workers[0]))
-        # Of several hosts only host 0 shows what ranks write; under torchrun each its own.
-        shows = job.place == 0 or plan.foreign is not None
+        # Of several hosts only host 0 shows what ranks write; under torchrun each its own; under horovodrun host 0
+        # shows all, and what is written elsewhere is sent to it.
+        shows = job.place == 0 or plan.foreign is not None or plan.horovod is not None
         streams = shown_streams(plan, folder, [worker.plan for worker in self._workers]) if shows else []
-        self._terminal = Terminal(streams, out=out, err=err, making_room=making_room)
+        writes: dict[Source, Write] = {"out": writer_to(out, making_room), "err": writer_to(err, making_room)}
+        if isinstance(job.others, Leading) and plan.horovod is not None:
+            writes = {source: functools.partial(job.others.show, source) for source in SOURCES}
+        self._terminal = Terminal(streams, writes=writes)
+        if isinstance(job.others, Led):
+            job.others.hand_output_to(self._terminal.show)
 
     def to_end(self, on_record: Callable[[AnyRecord], None], tell: Callable[[str], None]) -> Outcome:
         """Start the workers, watch them, and end what is left of them."""
@@ -118,7 +130,7 @@ class Run:
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()
-        files = SharedFiles(foreign=plan.foreign is not None)
+        files = SharedFiles(foreign=plan.foreign is not None or plan.horovod is not None)
 
         def take(record: AnyRecord) -> None:
             text = None
@@ -133,7 +145,10 @@ class Run:
             on_record(record)
 
         def look() -> list[AnyRecord]:
-            self._terminal.pump()
+            if parent.poll() is None:
+                self._terminal.pump()
+            else:
+                self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
             return self._hangs.turn(time.monotonic())
 
         try:

@@ -22,7 +22,7 @@ from rankless.launch.interrupts import Interrupts
 from rankless.launch.logs import run_name
 from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
 from rankless.plan.check import choose_backend
-from rankless.plan.environment import carried_variables
+from rankless.plan.environment import carried_variables, exported_variables
 from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.plan.run_plan import Company, JobStart, RunPlan
 
@@ -175,7 +175,7 @@ def _started(plan: RunPlan, company: Company, place: int, token: bytes, tell: Ca
         program=plan.program,
         request=msgspec.structs.replace(plan.request, company=there, seed=plan.seed),
         token=token,
-        environment=carried_variables(),
+        environment=carried_variables() if plan.horovod is None else exported_variables(),
         script=script,
     )
     return RemoteAgent(task, tell=tell)

@@ -1,15 +1,16 @@
 """The other hosts of a run, as its watch sees them: none, those that this host leads, or the one that leads it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rankless.launch.control.frames import Ended, Happened, How, Over, Recorded, Stop
+from rankless.launch.control.frames import Ended, Happened, How, Over, Recorded, Shown, Stop
 from rankless.launch.control.hub import Hub, Lost, Reported, Stranger
 from rankless.launch.control.session import BrokenOff
 from rankless.launch.control.uplink import Uplink
-from rankless.launch.hosts.recorded_files import recorded, take_recorded
+from rankless.launch.hosts.recorded_files import PIECE_BYTES, recorded, take_recorded
+from rankless.plan.foreign import Source
 from rankless.plan.run_plan import JobStart
 from rankless.records.events import AnyRecord, HostLost, HostToldToEnd, Said
 
@@ -99,6 +100,11 @@ class Led:
         self._hub = hub
         self._start = start
         self._names = names
+        self._show: Callable[[Source, bytes], None] = lambda _source, _data: None
+
+    def hand_output_to(self, show: Callable[[Source, bytes], None]) -> None:
+        """Give what workers of other hosts write to `show`."""
+        self._show = show
 
     def fileno(self) -> int | None:
         """The hub's."""
@@ -112,6 +118,8 @@ class Led:
                 records += news.frame.records
             elif isinstance(news, Reported) and isinstance(news.frame, Recorded):
                 take_recorded(news.frame, self._start)
+            elif isinstance(news, Reported) and isinstance(news.frame, Shown):
+                self._show(news.frame.source, news.frame.data)
             elif isinstance(news, Reported):
                 assert isinstance(news.frame, Ended)
                 records += self._end_of(news.host, news.frame)
@@ -193,6 +201,11 @@ class Leading:
         """Tell host 0."""
         if records:
             self._uplink.tell(Happened(records=tuple(records)))
+
+    def show(self, source: Source, data: bytes) -> None:
+        """Have host 0 show what a worker has written here."""
+        for start in range(0, len(data), PIECE_BYTES):
+            self._uplink.tell(Shown(source=source, data=data[start : start + PIECE_BYTES]))
 
     def stop(self, how: How) -> None:
         """Not this host's to say."""

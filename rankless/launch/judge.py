@@ -22,7 +22,7 @@ SURE_SETTLING_SECONDS = 0.05
 _LOST_CONNECTION = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Connection was likely closed"
     r"|remote process exited or there was a network error|Socket Timeout|failed to recv, got 0 bytes"
-    r"|rank \d+ (raised|failed)\b"
+    r"|rank \d+ (raised|failed)\b|Horovod has been shut down"
 )
 
 Cause = Literal["raised", "left", "signal", "exit", "lost", "host", "stuck"]

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from rankless.errors import LaunchError
 from rankless.launch.terminal import Stream
-from rankless.plan.foreign import Source
+from rankless.plan.foreign import SOURCES, Source
+from rankless.plan.horovod import padded_rank
 from rankless.plan.run_plan import JobStart, RunPlan, WorkerPlan
 
 _FIRST_ATTEMPT = "attempt_0"
@@ -39,9 +40,9 @@ def make_run_folder(plan: RunPlan, start: JobStart, place: int) -> str:
     folder = run_folder(plan, name, place)
     try:
         os.makedirs(folder, exist_ok=plan.company is not None)  # hosts may share a disk
-        if plan.foreign is not None:
-            for rank in range(plan.worker_count):
-                os.makedirs(os.path.dirname(log_files(plan, folder, rank, rank)[0]))
+        if plan.foreign is not None or plan.horovod is not None:
+            for local_rank in range(plan.worker_count):
+                make_pair(log_files(plan, folder, first + local_rank, local_rank))
         link = os.path.join(plan.log_folder, f".latest-{name}-{secrets.token_hex(3)}")
         os.symlink(os.path.basename(folder), link)
         os.replace(link, os.path.join(plan.log_folder, "latest"))
@@ -54,6 +55,13 @@ def make_run_folder(plan: RunPlan, start: JobStart, place: int) -> str:
             fix="name another folder with --log-dir",
         ) from error
     return folder
+
+
+def make_pair(paths: tuple[str, str | None]) -> None:
+    """A folder for a worker's two files, which are empty at first, as those of a run before may not be."""
+    os.makedirs(os.path.dirname(paths[0]), exist_ok=True)
+    for path in filter(None, paths):
+        open(path, "wb").close()
 
 
 def _link_fleet_logs(log_folder: str, folder: str, start: JobStart, ranks: Iterable[int]) -> None:
@@ -73,7 +81,10 @@ def _link_fleet_logs(log_folder: str, folder: str, start: JobStart, ranks: Itera
 
 
 def log_files(plan: RunPlan, folder: str, rank: int, local_rank: int) -> tuple[str, str | None]:
-    """Where a worker's output goes, and its standard error if that has a file of its own, as torchrun lays them out."""
+    """Where a worker's output goes, and its standard error if that has a file of its own, as other launchers do it."""
+    if plan.horovod is not None:
+        own = os.path.join(plan.horovod.output_folder or folder, f"rank.{padded_rank(plan.horovod, rank)}")
+        return os.path.join(own, "stdout"), os.path.join(own, "stderr")
     if plan.foreign is None:
         return os.path.join(folder, (FLEET_LOG if plan.fleet is not None else "rank{}.log").format(rank)), None
     own = os.path.join(folder, _FIRST_ATTEMPT, str(local_rank))
@@ -82,6 +93,13 @@ def log_files(plan: RunPlan, folder: str, rank: int, local_rank: int) -> tuple[s
 
 def shown_streams(plan: RunPlan, folder: str, workers: Sequence[WorkerPlan]) -> list[Stream]:
     """What the terminal shows of the files."""
+    if plan.horovod is not None:
+        timed = plan.horovod.timestamps
+        return [
+            Stream(path=_file(each, source), sink=source, prefix=f"[{each.rank}]<std{source}>:", timed=timed)
+            for each in workers
+            for source in SOURCES
+        ]
     if plan.foreign is None:
         is_alone = plan.show == "first"
         shown = workers[:1] if is_alone else workers

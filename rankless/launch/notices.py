@@ -14,19 +14,20 @@ def start_table(plan: RunPlan, *, folder: str, log_files: Sequence[str]) -> str:
     """Rank, device and log file of every worker, or the folder of its two."""
     count, threads = plan.worker_count, plan.threads_per_worker
     start = "" if plan.warm else ", plain processes"
+    has_two = plan.foreign is not None or plan.horovod is not None
     seed = "" if plan.seed is None else f", seed {plan.seed}"
     lines = [
         f"rankless: {counted(count, 'worker')}, {counted(threads, 'thread')} each{seed}{start}, logs in {folder}",
-        f"  {'rank':>4}  {'device':<8}  log file{'s' if plan.foreign is not None else ''}",
+        f"  {'rank':>4}  {'device':<8}  log file{'s' if has_two else ''}",
     ]
-    if plan.foreign is not None:
+    if has_two:
         log_files = [os.path.join(os.path.dirname(path), "") for path in log_files]
     lines += [
         f"  {rank:>4}  {device:<8}  {path}"
         for rank, (device, path) in enumerate(zip(plan.devices, log_files, strict=True))
     ]
     gpus = {device for device in plan.devices if device != "cpu"}
-    if gpus and len(gpus) < count and plan.foreign is None:
+    if gpus and len(gpus) < count and not has_two:
         lines.append(f"  {count} workers share {counted(len(gpus), 'GPU')}, so they talk through Gloo, not NCCL")
     return "\n".join(lines) + "\n"
 
@@ -59,6 +60,15 @@ def failure(verdict: Verdict, *, log_file: str, host: str = "") -> str:
     lines += [f"    {line[:_LONGEST_LINE]}" for line in trace[-_TRACEBACK_LINES:]]
     lines.append(f"rankless: its log file is {log_file}{on_host}; the job was ended, exit code {verdict.exit_code}")
     return "\n".join(lines) + "\n"
+
+
+def horovod_sentence(verdict: Verdict) -> str:
+    """How horovodrun says that a process has failed."""
+    return (
+        "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
+        "terminated. "
+        f"The first process to do so was:\nProcess name: {verdict.culprit}\nExit code: {verdict.exit_code}\n"
+    )
 
 
 def counted(number: int, noun: str) -> str:

@@ -17,15 +17,8 @@ from rankless.errors import PlanError
 from rankless.plan import environment
 from rankless.plan.hosts import hosts_of_settings
 from rankless.plan.run_plan import Program, ProgramKind
-from rankless.runtime.bootstrap import interpreter_flags
+from rankless.runtime.bootstrap import rankless_command
 
-_START = (
-    "import sys; root = sys.argv.pop(1)\n"
-    "if not sys.flags.safe_path: del sys.path[0]\n"
-    "if root not in sys.path: sys.path.append(root)\n"
-    "from rankless.cli import main\n"
-    "sys.exit(main())\n"
-)
 _KINDS: Mapping[str, ProgramKind] = {"c": "code", "m": "module"}
 _LONG_OPTION = "--check-hash-based-pycs"
 """Python's one long option that a value follows."""
@@ -100,11 +93,10 @@ def _main_file() -> str | None:
 
 def _become_launcher(count: int, program: Program, options: Sequence[str]) -> NoReturn:
     option = {"script": [], "module": ["-m"], "code": ["-c"]}[program.kind]
-    root = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
     command = ["run", "-n", str(count), *options, *option, program.target, *program.arguments]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os.execv(sys.executable, [sys.executable, *interpreter_flags(), "-c", _START, root, *command])
+    os.execv(sys.executable, rankless_command(*command))
 
 
 def _tell_who_decides(devices_per_host: int) -> None:

@@ -3,7 +3,8 @@
 import contextlib
 import io
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TextIO
@@ -25,6 +26,8 @@ class Stream:
     sink: Source = "out"
     prefix: str | None = None
     """What stands before each line; "" shows whole lines as they are, None everything as it comes."""
+    timed: bool = False
+    """Whether the time stands before the prefix."""
     needles: tuple[str, ...] = ()
     copy: str | None = None
     """A file that gets the lines which contain one of the needles."""
@@ -65,10 +68,14 @@ class Tail:
         if not found:
             self._lines.idle()
 
-    def close(self) -> None:
-        """Pass on the rest."""
+    def finish(self) -> None:
+        """Pass on the rest, since its writer has ended."""
         self.pump()
         self._lines.close()
+
+    def close(self) -> None:
+        """Pass on the rest, and read no more."""
+        self.finish()
         if self._file is not None:
             self._file.close()
 
@@ -116,8 +123,9 @@ class PrefixedLines:
     With needles, only the lines that contain one of them.
     """
 
-    def __init__(self, prefix: str, write: Write, *, needles: Sequence[str] = ()) -> None:
+    def __init__(self, prefix: str, write: Write, *, needles: Sequence[str] = (), timed: bool = False) -> None:
         self._prefix = prefix.encode()
+        self._timed = timed
         self._write = write
         self._needles = [needle.encode() for needle in needles]
         self._rest = b""
@@ -134,34 +142,28 @@ class PrefixedLines:
         """Write what is left."""
         if self._rest:
             self._put([self._rest.removesuffix(b"\r")])
+            self._rest = b""
 
     def _put(self, lines: Sequence[bytes]) -> None:
         wanted = [line for line in lines if not self._needles or any(needle in line for needle in self._needles)]
         if wanted:
-            self._write(b"".join(self._prefix + line + b"\n" for line in wanted))
+            prefix = (time.asctime().encode() if self._timed else b"") + self._prefix
+            self._write(b"".join(prefix + line + b"\n" for line in wanted))
 
 
 class Terminal:
     """All streams that are shown."""
 
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        *,
-        out: TextIO,
-        err: TextIO,
-        making_room: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._making_room = making_room
+    def __init__(self, streams: Sequence[Stream], *, writes: Mapping[Source, Write]) -> None:
+        self._writes = writes
         self._tails: list[Tail] = []
         self._copies = contextlib.ExitStack()
-        self._sinks: dict[Source, TextIO] = {"out": out, "err": err}
         for stream in streams:
             self.add(stream)
 
     def add(self, stream: Stream) -> None:
         """Show one more stream from now on."""
-        self._tails.append(Tail(stream.path, _lines_of(stream, self._writer(self._sinks[stream.sink]))))
+        self._tails.append(Tail(stream.path, _lines_of(stream, self._writes[stream.sink])))
         if stream.copy is not None:
             copy = self._copies.enter_context(io.FileIO(stream.copy, "ab"))
             lines = PrefixedLines(stream.prefix or "", _writer(copy), needles=stream.needles)
@@ -172,26 +174,37 @@ class Terminal:
         for tail in self._tails:
             tail.pump()
 
+    def show(self, source: Source, data: bytes) -> None:
+        """Show what another host has sent."""
+        self._writes[source](data)
+
+    def finish(self) -> None:
+        """Show what is left of lines that nobody will end."""
+        for tail in self._tails:
+            tail.finish()
+
     def close(self) -> None:
         """Show the rest."""
         with self._copies:
             for tail in self._tails:
                 tail.close()
 
-    def _writer(self, text: TextIO) -> Write:
-        def write(data: bytes) -> None:
-            # A reader that is gone (`| head`) or a full disk behind the terminal's redirection never stops
-            # training.
-            with self._making_room(), contextlib.suppress(OSError):
-                text.flush()
-                binary = getattr(text, "buffer", None)
-                if binary is None:
-                    text.write(data.decode(errors="replace"))
-                else:
-                    binary.write(data)
-                    binary.flush()
 
-        return write
+def writer_to(text: TextIO, making_room: Callable[[], AbstractContextManager[None]]) -> Write:
+    """What writes on the agent's own terminal; `making_room` is entered around each writing."""
+
+    def write(data: bytes) -> None:
+        # A reader that is gone (`| head`) or a full disk behind the terminal's redirection never stops training.
+        with making_room(), contextlib.suppress(OSError):
+            text.flush()
+            binary = getattr(text, "buffer", None)
+            if binary is None:
+                text.write(data.decode(errors="replace"))
+            else:
+                binary.write(data)
+                binary.flush()
+
+    return write
 
 
 def _writer(file: io.FileIO) -> Write:
@@ -205,4 +218,4 @@ def _writer(file: io.FileIO) -> Write:
 def _lines_of(stream: Stream, write: Write) -> Lines:
     if stream.prefix is None:
         return AsTheyCome(write)
-    return PrefixedLines(stream.prefix, write) if stream.prefix else WholeLines(write)
+    return PrefixedLines(stream.prefix, write, timed=stream.timed) if stream.prefix else WholeLines(write)

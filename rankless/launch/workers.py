@@ -5,9 +5,17 @@ from collections.abc import Sequence
 
 from rankless.launch.assembly import Assembled
 from rankless.launch.logs import log_files
-from rankless.plan.environment import foreign_environment, user_visible_devices, worker_environment
+from rankless.plan.environment import (
+    foreign_environment,
+    loopback_name,
+    python_path_from,
+    user_visible_devices,
+    worker_environment,
+)
 from rankless.plan.fleet import Place, endpoint, fleet_variables
+from rankless.plan.horovod import horovod_variables
 from rankless.plan.run_plan import JobStart, RunPlan, WorkerLaunch, WorkerPlan
+from rankless.runtime.import_names import AT_START
 
 
 def plan_workers(plan: RunPlan, job: Assembled, *, folder: str, pages: Sequence[int] = ()) -> list[WorkerLaunch]:
@@ -49,10 +57,13 @@ def plan_workers(plan: RunPlan, job: Assembled, *, folder: str, pages: Sequence[
             store_port=start.store_port,
         )
         environment = worker_environment(worker, cuda_devices=cuda_devices)
+        environment["PYTHONPATH"] = python_path_from(AT_START)
         if foreign is not None:
             environment |= foreign_environment(foreign, local_rank, folder=os.path.dirname(log_file))
         if plan.fleet is not None:
             environment |= fleet_variables(plan.fleet, _place(worker, start))
+        if plan.horovod is not None:
+            environment |= horovod_variables(plan.horovod, rank, interface=job.interface or loopback_name())
         launches.append(WorkerLaunch(plan=worker, environment=environment))
     return launches
 
@@ -73,9 +84,9 @@ def _place(worker: WorkerPlan, start: JobStart) -> Place:
 
 def _seen_devices(plan: RunPlan) -> tuple[list[str], str | None]:
     """Each worker's device as the worker numbers it, and the CUDA_VISIBLE_DEVICES of all, or None to leave it."""
-    if plan.foreign is not None:
-        # torchrun's workers see every GPU of the host, and choose by LOCAL_RANK.
-        alone = plan.foreign.virtual_local_rank
+    if plan.foreign is not None or plan.horovod is not None:
+        # torchrun's and Horovod's workers see every GPU of the host, and choose by their local rank.
+        alone = plan.foreign is not None and plan.foreign.virtual_local_rank
         return ["cuda:0" if alone and device != "cpu" else device for device in plan.devices], None
     # In the order that was asked for: local rank 0's is the first that a script sees.
     used = list(dict.fromkeys(int(device.removeprefix("cuda:")) for device in plan.devices if device != "cpu"))

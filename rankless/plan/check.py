@@ -35,7 +35,7 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         raise PlanError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
     check_program(program)
     # Somebody else's program draws its own random numbers in each process; one that names Rankless wants ours.
-    is_apart = request.recording is None and not names_rankless(program)
+    is_apart = request.recording is None and (request.horovod is not None or not names_rankless(program))
     return RunPlan(
         program=program,
         worker_count=count,
@@ -53,6 +53,7 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         hosts=request.hosts,
         foreign=request.foreign,
         fleet=request.fleet,
+        horovod=request.horovod,
         company=company,
         elastic=request.elastic,
         hang_timeout_seconds=hang_timeout(request),

@@ -7,6 +7,7 @@ Workers get torchrun's variables, so that any script written for torchrun runs, 
 import os
 import signal
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,8 @@ from rankless.plan.run_plan import RunPlan, WorkerPlan
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
 HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
+HOROVOD = "RANKLESS_HOROVOD"
+FUNCTION_KEY = "RANKLESS_FUNCTION_KEY"
 _CARRIED = (
     "RANKLESS_",
     "PYTHON",
@@ -28,7 +31,25 @@ _CARRIED = (
     "OPENBLAS_",
     "CUDA_DEVICE",
     "HF_",
+    "HOROVOD_",
 )
+_A_HOSTS_OWN = (
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "PWD",
+    "OLDPWD",
+    "HOSTNAME",
+    "TMPDIR",
+    "DISPLAY",
+    "SSH_",
+    "XDG_",
+    "DBUS_",
+    "BASH_FUNC",
+    "_",
+)
+"""Variables that say something of the host on which they are set, by their beginnings."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot
@@ -187,6 +208,47 @@ def carried_variables() -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(_CARRIED) and name not in (TOKEN_FILE, WORKER_PLAN)
     }
+
+
+def exported_variables() -> dict[str, str]:
+    """What the agents of other hosts get under horovodrun, which takes the whole environment along."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_A_HOSTS_OWN) and name not in (TOKEN_FILE, WORKER_PLAN)
+    }
+
+
+def horovod_choice() -> Literal["never", "missing", "always"]:
+    """When the import name `horovod` is ours: where no Horovod is installed, unless RANKLESS_HOROVOD says 0 or 1."""
+    choices: dict[str, Literal["never", "always"]] = {"0": "never", "1": "always"}
+    return choices.get(os.environ.get(HOROVOD, ""), "missing")
+
+
+def user_start_timeout() -> str | None:
+    """How long horovodrun is to wait for hosts, if HOROVOD_START_TIMEOUT says so."""
+    return os.environ.get("HOROVOD_START_TIMEOUT") or None
+
+
+def with_function_key(key: bytes) -> dict[str, str]:
+    """This process's environment for a `horovodrun` that runs a function: with the key to where the function is."""
+    return {**os.environ, FUNCTION_KEY: key.hex()}
+
+
+def take_function_key() -> bytes:
+    """The key that `with_function_key` has given; what this process starts does not get it."""
+    return bytes.fromhex(os.environ.pop(FUNCTION_KEY, ""))
+
+
+def horovod_rank() -> int:
+    """This process's rank under horovodrun; 0 elsewhere."""
+    return _whole_number("HOROVOD_RANK") or 0
+
+
+def python_path_from(folder: str) -> str:
+    """PYTHONPATH with `folder` before all that is there."""
+    there = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place != folder]
+    return os.pathsep.join([folder, *there])
 
 
 def user_proxies() -> dict[str, str]:

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 Source = Literal["out", "err"]
+SOURCES: tuple[Source, ...] = ("out", "err")
 
 
 class ShownStream(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import msgspec
 from rankless.plan.elastic import Elastic
 from rankless.plan.fleet import Fleet
 from rankless.plan.foreign import Foreign, Hosts
+from rankless.plan.horovod import Horovod
 from rankless.plan.hosts import DEFAULT_PORT, Host
 
 ProgramKind = Literal["script", "module", "code", "command"]
@@ -65,6 +66,9 @@ class Company(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_seconds: float = 60.0
     copies: bool = False
     """Send the script to hosts that have another one."""
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    """None leaves both to ssh."""
 
 
 class JobStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +125,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
     fleet: Fleet | None = None
+    horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
     elastic: Elastic | None = None
@@ -157,6 +162,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
     fleet: Fleet | None = None
+    horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
     elastic: Elastic | None = None

@@ -16,14 +16,26 @@ _START = (
     "work = main(ending)\n"
     "if work is not None: work()\n"
 )
+_COMMAND_LINE = (
+    "import sys; root = sys.argv.pop(1)\n"
+    "if not sys.flags.safe_path: del sys.path[0]\n"
+    "if root not in sys.path: sys.path.append(root)\n"
+    "from rankless.cli import main\n"
+    "sys.exit(main())\n"
+)
+_ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 
 
 def python_command(module: str) -> list[str]:
     """The command that imports `module` in a new interpreter like this one, calls its `main`, then what
     that returns.
     """
-    root = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
-    return [sys.executable, *interpreter_flags(), "-c", _START.format(module=module), root]
+    return [sys.executable, *interpreter_flags(), "-c", _START.format(module=module), _ROOT]
+
+
+def rankless_command(*arguments: str) -> list[str]:
+    """The command that is `rankless` with these arguments, in a new interpreter like this one."""
+    return [sys.executable, *interpreter_flags(), "-c", _COMMAND_LINE, _ROOT, *arguments]
 
 
 def interpreter_flags() -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
+from rankless.runtime import import_names
 from rankless.runtime.ending import Ending
 from rankless.runtime.processes import set_parent_death_signal
 
@@ -25,6 +26,7 @@ def main(_ending: Ending) -> Callable[[], None]:
         os._exit(1)  # it ended before the line above
     channel = socket.socket(fileno=descriptor)
     sys.argv = ["-c"]
+    import_names.install()
     return lambda: _serve(channel, rank)
 
 

@@ -18,6 +18,7 @@ from rankless.plan import environment
 from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch, WorkerPlan
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Leaving, Left, Raised, Said
+from rankless.runtime import import_names
 from rankless.runtime.arrival import Arrival
 from rankless.runtime.ending import Ending
 from rankless.runtime.file_watch import FileWatch
@@ -81,6 +82,7 @@ class WorkerProcess:
         if "numpy" in sys.modules:
             arrival.hide("numpy")
         sys.meta_path.insert(0, arrival)
+        import_names.install()
 
     def run(self) -> None:
         """Run the user's program; returns, or raises SystemExit, so that threads and atexit have their turn."""

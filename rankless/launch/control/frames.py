@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from rankless.launch.hosts.host_facts import HostFacts
+from rankless.plan.foreign import Source
 from rankless.plan.run_plan import JobStart
 from rankless.records.events import AnyRecord
 
@@ -90,6 +91,13 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     is_last: bool
 
 
+class Shown(msgspec.Struct, frozen=True, kw_only=True, tag="shown"):
+    """What a host's workers have written, for host 0 to show; only under horovodrun, which shows all of it."""
+
+    source: Source
+    data: bytes
+
+
 class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     """The job is over everywhere: what its exit code is, and what the host shows of its end."""
 
@@ -97,4 +105,6 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     text: str = ""
 
 
-Frame = Greeting | Challenge | Here | Refused | Start | Waiting | Happened | Beat | Stop | Recorded | Ended | Over
+Frame = (
+    Greeting | Challenge | Here | Refused | Start | Waiting | Happened | Beat | Stop | Recorded | Shown | Ended | Over
+)

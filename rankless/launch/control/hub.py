@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rankless.launch.control.frames import Beat, Ended, Frame, Happened, Here, Recorded, Refused
+from rankless.launch.control.frames import Beat, Ended, Frame, Happened, Here, Recorded, Refused, Shown
 from rankless.launch.control.session import BrokenOff, Session
 from rankless.launch.hosts.host_facts import HostFacts
 from rankless.plan.run_plan import NOT_YET
@@ -36,7 +36,7 @@ class Reported:
     """A host tells what has happened there."""
 
     host: int
-    frame: Happened | Recorded | Ended
+    frame: Happened | Recorded | Shown | Ended
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Hub:
             return self._admit(connection, frame)
         if connection.host is None:
             raise BrokenOff("a frame out of order")
-        if isinstance(frame, Happened | Recorded | Ended):
+        if isinstance(frame, Happened | Recorded | Shown | Ended):
             connection.is_over = connection.is_over or isinstance(frame, Ended)
             return [Reported(connection.host, frame)]
         if not isinstance(frame, Beat):

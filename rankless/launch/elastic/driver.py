@@ -5,9 +5,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TextIO
 
 from rankless.launch.elastic.crew import Crew
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
@@ -16,11 +14,12 @@ from rankless.launch.elastic.roll import Action, Roll, Start, Trouble
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import Verdict, is_victim, judge, signal_name
 from rankless.launch.logs import log_files, make_run_folder, run_name, shown_streams
-from rankless.launch.notices import counted, failure
-from rankless.launch.terminal import Terminal
+from rankless.launch.notices import counted, failure, horovod_sentence
+from rankless.launch.terminal import Terminal, Write
 from rankless.launch.watch import INTERRUPT_GRACE_SECONDS, KILL_GRACE_SECONDS, POLL_SECONDS, STOP_GRACE_SECONDS
 from rankless.plan.check import choose_backend
 from rankless.plan.elastic import Elastic
+from rankless.plan.foreign import Source
 from rankless.plan.run_plan import JobStart, RunPlan
 from rankless.records.events import AnyRecord, Exited, Left, Raised, Said
 from rankless.records.rounds import Begin, Ready, Serving, WordUp
@@ -35,9 +34,8 @@ class Surroundings:
     interrupts: Interrupts
     on_record: Callable[[AnyRecord], None]
     tell: Callable[[str], None]
-    out: TextIO
-    err: TextIO
-    making_room: Callable[[], AbstractContextManager[None]]
+    writes: Mapping[Source, Write]
+    """What the terminal's two streams are written by."""
 
 
 def run_elastic(plan: RunPlan, elastic: Elastic, around: Surroundings) -> int:
@@ -64,7 +62,7 @@ class Driver:
         self._roll = Roll(elastic, first_workers=plan.worker_count, address_of=lambda _: HERE)
         self._records: dict[int, list[AnyRecord]] = {}
         self._said: set[str] = set()
-        self._terminal = Terminal([], out=around.out, err=around.err, making_room=around.making_room)
+        self._terminal = Terminal([], writes=around.writes)
         self._crew = Crew(plan, log_path=os.path.join(self._folder, "parent.log"), selector=selector)
         most = elastic.max_workers
         upper = f" to {most}" if most is not None else " or more"
@@ -187,9 +185,9 @@ class Driver:
         verdict = self._verdict(trouble.culprit)
         out, error = log_files(self._plan, self._folder, trouble.culprit, 0)
         self._around.tell(f"the job was ended: {trouble.headline}; worker {trouble.culprit} failed last")
-        with self._around.making_room():
-            self._around.err.write(failure(verdict, log_file=os.path.relpath(error or out)))
-            self._around.err.flush()
+        text = failure(verdict, log_file=os.path.relpath(error or out))
+        text += horovod_sentence(verdict) if self._plan.horovod is not None else ""
+        self._around.writes["err"](text.encode())
         return verdict.exit_code
 
     def _end(self, number: int) -> None:

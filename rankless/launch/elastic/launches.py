@@ -3,18 +3,19 @@
 import os
 
 from rankless.launch.elastic.roll import Worker
-from rankless.launch.logs import log_files
-from rankless.plan.environment import worker_environment
+from rankless.launch.logs import log_files, make_pair
+from rankless.plan.environment import loopback_name, python_path_from, worker_environment
+from rankless.plan.horovod import elastic_variables
 from rankless.plan.run_plan import JobStart, RunPlan, WorkerLaunch, WorkerPlan
+from rankless.runtime.import_names import AT_START
 
 
 def launch_of(worker: Worker, plan: RunPlan, start: JobStart, *, folder: str, interface: str | None) -> WorkerLaunch:
     """The launch of a worker; its files are named by its number."""
-    log_file, error_log_file = (
-        path and os.path.abspath(path) for path in log_files(plan, folder, worker.number, worker.slot)
-    )
+    files = log_files(plan, folder, worker.number, worker.slot)
+    make_pair(files)
+    log_file, error_log_file = (path and os.path.abspath(path) for path in files)
     assert log_file is not None
-    os.makedirs(os.path.dirname(log_file), exist_ok=True)
     told = WorkerPlan(
         rank=worker.number,
         world_size=max(plan.worker_count, worker.number + 1),
@@ -33,5 +34,9 @@ def launch_of(worker: Worker, plan: RunPlan, start: JobStart, *, folder: str, in
         interface=interface,
     )
     environment = worker_environment(told, cuda_devices=None)
-    environment |= {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": worker.host}
+    environment["PYTHONPATH"] = python_path_from(AT_START)
+    if plan.horovod is not None:
+        environment |= elastic_variables(
+            plan.horovod, host=worker.host, local_rank=worker.slot, interface=interface or loopback_name()
+        )
     return WorkerLaunch(plan=told, environment=environment)

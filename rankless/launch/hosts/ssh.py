@@ -17,7 +17,6 @@ import msgspec
 
 from rankless.launch.hosts.ssh_causes import ssh_cause
 from rankless.launch.hosts.tokens import folder_of_tokens, name_of_token
-from rankless.plan.hosts import Host
 from rankless.plan.run_plan import Company, Program, RunRequest
 from rankless.runtime.bootstrap import python_command
 
@@ -49,7 +48,7 @@ class RemoteAgent:
         self._name = company.hosts[company.place].address
         self._tell = tell
         self._has_joined = False
-        self._login = Login(company.hosts[company.place], remote_command(), on_line=self._show)
+        self._login = Login(company, company.place, remote_command(), on_line=self._show)
         self._login.say(msgspec.json.encode(task) + b"\n")
 
     def joined(self) -> None:
@@ -73,7 +72,7 @@ class TokenBringer:
     """Brings the job's token to a host where a script is started by hand, again and again until its agent has come."""
 
     def __init__(self, company: Company, place: int, token: bytes) -> None:
-        self._host = company.hosts[place]
+        self._host = (company, place)
         self._token = token
         folder, name = folder_of_tokens(), shlex.quote(name_of_token(company))
         self._command = f"umask 077; cd && mkdir -p {folder} && cd {folder} && cat > {name}.new && mv {name}.new {name}"
@@ -100,7 +99,7 @@ class TokenBringer:
 
     def _bring(self) -> None:
         self._begun = time.monotonic()
-        self._login = Login(self._host, self._command, on_line=lambda _: None)
+        self._login = Login(*self._host, self._command, on_line=lambda _: None)
         self._login.say(self._token + b"\n")
         self._login.end_input()
 
@@ -108,12 +107,13 @@ class TokenBringer:
 class Login:
     """One ssh to one host, and what it prints."""
 
-    def __init__(self, host: Host, command: str, *, on_line: Callable[[str], None]) -> None:
+    def __init__(self, company: Company, place: int, command: str, *, on_line: Callable[[str], None]) -> None:
+        host = company.hosts[place]
         self._target = host.address if host.user is None else f"{host.user}@{host.address}"
         self._on_line = on_line
         self._lines: list[str] = []
         self._process = subprocess.Popen(
-            ["ssh", *OPTIONS, self._target, "--", command],
+            ["ssh", *OPTIONS, *_own_options(company), self._target, "--", command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -167,6 +167,11 @@ class Login:
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
             self._on_line(text)
+
+
+def _own_options(company: Company) -> list[str]:
+    port = [] if company.ssh_port is None else ["-p", str(company.ssh_port)]
+    return port + ([] if company.ssh_identity_file is None else ["-i", company.ssh_identity_file])
 
 
 def remote_command() -> str:

@@ -1,0 +1,131 @@
+"""A function as a job of `rankless horovodrun`: handed to every process, its results taken back.
+
+Note [how a function travels]: the processes may be on other hosts, without a disk in common. So they come to a port of
+this process, which both sides know a key to (multiprocessing's challenge, HMAC); the key goes through the environment,
+never over a command line. What comes is unpickled only from who has the key.
+"""
+
+import contextlib
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
+import msgspec
+
+from rankless.plan.environment import with_function_key
+from rankless.plan.horovodrun_flags import HorovodrunFlags
+from rankless.plan.horovodrun_hosts import company_of, named_hosts
+from rankless.runtime.bootstrap import rankless_command
+
+KEY_BYTES = 32
+TASK = "rankless.compat.horovod.runner.run_task"
+_OPTIONS = {
+    "blacklist_cooldown_range": "--blacklist-cooldown-range",
+    "network_interfaces": "--network-interfaces",
+    "mpi_args": "--mpi-args",
+}
+
+
+class FunctionServer:
+    """Gives the function to whoever comes with the key, and keeps what they bring."""
+
+    def __init__(self, payload: bytes, *, address: str) -> None:
+        self._payload = payload
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._listener = Listener((address, 0), family="AF_INET6" if ":" in address else "AF_INET", backlog=128)
+        self.results: dict[int, Any] = {}
+        self.errors: list[tuple[int, str]] = []
+        """Rank and traceback, in the order in which they came."""
+        threading.Thread(target=self._accept, name="horovod.run", daemon=True).start()
+
+    @property
+    def key(self) -> bytes:
+        """What a process must have to be served."""
+        return self._key
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Address and port."""
+        address = self._listener.address
+        assert isinstance(address, tuple)
+        return str(address[0]), int(address[1])
+
+    def close(self) -> None:
+        """Let nobody come any more."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="horovod.run", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        # A process that is gone, or has not the key, says no more; the job's end tells why.
+        with connection, contextlib.suppress(OSError, EOFError, AuthenticationError):
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            connection.send_bytes(self._payload)
+            kind, rank, value = cloudpickle.loads(connection.recv_bytes())
+            if kind == "result":
+                self.results[rank] = value
+            else:
+                self.errors.append((rank, value))
+            connection.send_bytes(b"taken")
+
+
+def run_function(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    flags: HorovodrunFlags,
+    *,
+    executable: str | None,
+) -> list[Any]:
+    """What the function returned, by rank. Raises RuntimeError if a process failed."""
+    assert flags.num_proc is not None
+    # The path first and alone: the function's modules are found on it.
+    payload = cloudpickle.dumps((list(sys.path), cloudpickle.dumps((func, args, kwargs))))
+    company = company_of(flags, named_hosts(flags, flags.num_proc))
+    with contextlib.closing(
+        FunctionServer(payload, address="127.0.0.1" if company is None else company.hosts[0].address)
+    ) as server:
+        host, port = server.place
+        program = [executable or sys.executable, "-m", TASK, host, str(port)]
+        command = rankless_command("horovodrun", *options_of(flags), *program)
+        done = subprocess.run(command, env=with_function_key(server.key), stdin=subprocess.DEVNULL)
+    if done.returncode or len(server.results) < flags.num_proc:
+        raise RuntimeError(_failure(server, done.returncode))
+    return [server.results[rank] for rank in sorted(server.results)]
+
+
+def options_of(flags: HorovodrunFlags) -> Iterator[str]:
+    """The words of a command line that say the same as the flags."""
+    for name, value in msgspec.structs.asdict(flags).items():
+        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        if value is True:
+            yield option
+        elif name == "network_interfaces" and value:
+            yield f"{option}={','.join(value)}"
+        elif isinstance(value, tuple):
+            yield from [option, *map(str, value)] if value else []
+        elif value is not None and value is not False:
+            yield f"{option}={value}"
+
+
+def _failure(server: FunctionServer, code: int) -> str:
+    if not server.errors:
+        return f"horovod.run: the job ended with exit code {code} without all results; what it printed says why"
+    rank, trace = server.errors[0]
+    return (
+        "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
+        f"terminated. The first process to do so was:\nProcess name: {rank}\nExit code: {code}\n{trace}"
+    )

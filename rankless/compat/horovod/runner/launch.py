@@ -1,0 +1,19 @@
+"""`horovod.runner.launch`: horovodrun as a function, which programs that start jobs themselves call."""
+
+import os
+import sys
+from typing import NoReturn
+
+from rankless.runtime.bootstrap import rankless_command
+
+
+def run_commandline() -> NoReturn:
+    """Become `rankless horovodrun` with this process's arguments."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    command = rankless_command("horovodrun", *sys.argv[1:])
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    run_commandline()

@@ -1,0 +1,31 @@
+"""What each process of `horovod.run` runs: `python -m … HOST PORT`."""
+
+import sys
+import traceback
+from multiprocessing.connection import Client
+
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
+
+from rankless.plan.environment import horovod_rank, take_function_key
+
+
+def main(host: str, port: int) -> None:
+    """Take the function, call it, and bring back what it returned, or how it failed."""
+    family = "AF_INET6" if ":" in host else "AF_INET"
+    with Client((host, port), family=family, authkey=take_function_key()) as connection:
+        path, call = cloudpickle.loads(connection.recv_bytes())
+        sys.path[:] = [*path, *(folder for folder in sys.path if folder not in path)]
+        function, args, kwargs = cloudpickle.loads(call)
+        rank = horovod_rank()
+        try:
+            data = cloudpickle.dumps(("result", rank, function(*args, **kwargs)))
+        except BaseException:
+            connection.send_bytes(cloudpickle.dumps(("error", rank, traceback.format_exc())))
+            connection.recv_bytes()
+            raise
+        connection.send_bytes(data)
+        connection.recv_bytes()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,102 @@
+"""What a program written for horovodrun is given of that launcher's ways."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class NamedHost(msgspec.Struct, frozen=True, kw_only=True):
+    """A host by the name that the user gave it; two names may mean one machine."""
+
+    name: str
+    slots: int
+    """How many of the job's workers it has."""
+
+
+class Horovod(msgspec.Struct, frozen=True, kw_only=True):
+    """How horovodrun runs a program. A plan without it follows Rankless's own ways."""
+
+    hosts: tuple[NamedHost, ...]
+    """In the order of their ranks."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """What its options set in every worker's environment; they win over what is set there already."""
+    output_folder: str | None = None
+    """Where `rank.N/stdout` and `rank.N/stderr` go; None: into the run's own folder."""
+    timestamps: bool = False
+    """Whether the time stands before each line that is shown."""
+
+    @property
+    def size(self) -> int:
+        """How many workers the job has."""
+        return sum(host.slots for host in self.hosts)
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker stands, in Horovod's terms."""
+
+    host: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    """Its host's place among those that have a worker of its local rank."""
+    cross_size: int
+
+
+def slot_of(horovod: Horovod, rank: int) -> Slot:
+    """The slot of one of the job's ranks."""
+    first = 0
+    for place, host in enumerate(horovod.hosts):
+        local_rank = rank - first
+        if local_rank < host.slots:
+            peers = [number for number, other in enumerate(horovod.hosts) if other.slots > local_rank]
+            return Slot(
+                host=host.name,
+                rank=rank,
+                size=horovod.size,
+                local_rank=local_rank,
+                local_size=host.slots,
+                cross_rank=peers.index(place),
+                cross_size=len(peers),
+            )
+        first += host.slots
+    raise ValueError(f"rank {rank} of {horovod.size}")
+
+
+def horovod_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping[str, str | None]:
+    """Horovod's variables for one worker; `interface` is the network card by which all of them talk."""
+    slot = slot_of(horovod, rank)
+    own = {
+        "HOROVOD_HOSTNAME": slot.host,
+        "HOROVOD_RANK": str(slot.rank),
+        "HOROVOD_SIZE": str(slot.size),
+        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": interface,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**own, **dict(horovod.variables)}
+
+
+def elastic_variables(horovod: Horovod, *, host: str, local_rank: int, interface: str) -> Mapping[str, str | None]:
+    """Horovod's variables for a worker of an elastic job, whose rank and number of peers change: it asks hvd for them."""
+    own = {
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": interface,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**own, **dict(horovod.variables)}
+
+
+def padded_rank(horovod: Horovod, rank: int) -> str:
+    """A rank as the names of folders have it: in as many digits as the last one's."""
+    return str(rank).zfill(len(str(horovod.size - 1)))

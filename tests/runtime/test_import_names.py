@@ -1,0 +1,160 @@
+"""`import horovod…` in workers, and in everything that workers start, is the package of ours, as the same objects."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import rankless, run_script
+
+from rankless.plan.environment import python_path_from
+from rankless.runtime.import_names import AT_START, ImportNames
+
+pytestmark = pytest.mark.slow
+
+SAME = """
+import horovod, horovod.common.exceptions as there
+import rankless.compat.horovod as own
+import rankless.compat.horovod.common.exceptions as here
+from horovod.common.exceptions import HorovodInternalError
+assert horovod is own and there is here and horovod.common is own.common
+assert HorovodInternalError is here.HorovodInternalError
+assert there.__spec__.name == here.__name__ == "rankless.compat.horovod.common.exceptions"
+"""
+SPAWNING = (
+    """
+import torch.multiprocessing as torch_multiprocessing, multiprocessing, sys
+
+def check(rank, queue=None):
+"""
+    + "".join(f"    {line}\n" for line in SAME.strip().splitlines())
+    + """
+    if queue is not None:
+        queue.put(rank)
+
+if __name__ == "__main__":
+    torch_multiprocessing.spawn(check, nprocs=1)
+    for method in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=check, args=(7, queue))
+        child.start()
+        assert queue.get(timeout=30) == 7
+        child.join()
+        assert child.exitcode == 0
+    assert "horovod" not in sys.modules and "rankless.compat.horovod" not in sys.modules
+    print("all the same")
+"""
+)
+REAL = "where = 'the real one'\n"
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def plain(code: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python as a worker's child is: it finds the folder of ours on its path."""
+    path = {"PYTHONPATH": python_path_from(AT_START)}
+    return subprocess.run(
+        [sys.executable, *options, "-c", code],
+        cwd=folder,
+        env={**os.environ, **path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def real_horovod(folder: Path) -> Path:
+    """A folder for PYTHONPATH, in which somebody has installed a Horovod."""
+    (folder / "horovod/torch").mkdir(parents=True)
+    (folder / "horovod/__init__.py").write_text(REAL)
+    (folder / "horovod/torch/__init__.py").write_text("")
+    return folder
+
+
+@pytest.mark.parametrize("command", ["run", "torchrun", "launch", "fleetrun"])
+def test_a_script_gets_the_same_objects_under_every_command(command: str, tmp_path: Path):
+    (tmp_path / "script.py").write_text(SAME + "print('same')")
+    assert "same" in printed(rankless(command, "script.py", folder=tmp_path))
+
+
+@pytest.mark.parametrize("how", [(), ("--no-warm",)])
+def test_so_do_code_modules_and_what_a_script_spawns(how: tuple[str, ...], tmp_path: Path):
+    assert printed(rankless("run", *how, "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
+    (tmp_path / "mine.py").write_text(SAME + "print('same')")
+    assert printed(rankless("run", *how, "-m", "mine", folder=tmp_path)) == "same\n"
+    assert printed(run_script(SPAWNING, *how, folder=tmp_path)) == "all the same\n"
+
+
+def test_a_command_and_the_python_below_a_shell_of_it_have_them_too(tmp_path: Path):
+    (tmp_path / "same.py").write_text(SAME + "print('same')")
+    words = ("--no-python", "sh", "-c", f"cd / && exec {sys.executable} {tmp_path}/same.py")
+    assert "same" in printed(rankless("torchrun", *words, folder=tmp_path))
+
+
+@pytest.mark.parametrize(("choice", "wins"), [("", "the real one"), ("0", "the real one"), ("1", "ours")])
+def test_a_real_horovod_wins_unless_it_is_asked_not_to(choice: str, wins: str, tmp_path: Path):
+    path = os.pathsep.join([str(real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
+    code = "import horovod.torch; print(getattr(horovod, 'where', 'ours'), end='')"
+    environment = {"PYTHONPATH": path, "RANKLESS_HOROVOD": choice}
+    assert printed(rankless("run", "-c", code, folder=tmp_path, **environment)) == wins
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+    assert printed(rankless("run", "-c", child, folder=tmp_path, **environment)) == wins
+
+
+def test_where_there_is_none_0_leaves_the_name_alone_and_a_users_folder_of_that_name_is_no_horovod(tmp_path: Path):
+    (tmp_path / "horovod").mkdir()
+    done = rankless("run", "-c", "import horovod.torch", folder=tmp_path, RANKLESS_HOROVOD="0")
+    assert "ModuleNotFoundError: No module named 'horovod.torch'" in done.stderr
+    assert "Rankless has" not in done.stderr
+    assert printed(rankless("run", "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
+
+
+def test_a_part_that_is_not_there_is_named_with_what_is(tmp_path: Path):
+    for name in ("horovod.tensorflow", "horovod.spark.common", "horovod.torch.nonsense"):
+        done = rankless("run", "-c", f"import {name}", folder=tmp_path)
+        assert done.returncode == 1
+        missing = name if name.count(".") == 1 or "torch" in name else "horovod.spark"
+        assert f"ModuleNotFoundError: No module named '{missing}': Rankless has Horovod's API for PyTorch" in done.stderr
+    asked = "import importlib.util as u; print(u.find_spec('horovod.torch') is not None, end='')"
+    assert printed(rankless("run", "-c", asked, folder=tmp_path)) == "True"
+
+
+def test_python_m_runs_a_module_by_the_foreign_name(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "horovod.runner.launch", "--version"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": python_path_from(AT_START)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert printed(done).startswith("0.28")
+
+
+def test_a_child_is_as_without_us_and_another_sitecustomize_has_its_turn(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.was_here = __file__\n")
+    code = "import json, sys, builtins; print(json.dumps([sys.path, sorted(sys.modules), builtins.was_here]))"
+    before = os.pathsep.join([AT_START, str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path, modules, there = json.loads(printed(plain(code, folder=tmp_path, PYTHONPATH=before)))
+    assert there == str(tmp_path / "sitecustomize.py")
+    assert AT_START not in path
+    assert not [name for name in modules if name.startswith("rankless")]
+    alone = json.loads(printed(plain("import json, sys; print(json.dumps(sys.path))", folder=tmp_path)))
+    assert AT_START not in alone
+
+
+def test_a_worker_imports_nothing_of_it_before_a_script_asks(tmp_path: Path):
+    code = "import sys; print([name for name in sys.modules if 'horovod' in name and 'compat' in name], end='')"
+    assert printed(rankless("run", "-c", code, folder=tmp_path)) == "[]"
+
+
+def test_the_finder_answers_no_other_name():
+    finder = ImportNames()
+    for name in ("horovodx", "torch", "rankless.compat.horovod", "mine.horovod"):
+        assert finder.find_spec(name) is None
