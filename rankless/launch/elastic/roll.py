@@ -332,19 +332,22 @@ class Roll:
             self._short_since = now
         limit = self._elastic.elastic_timeout_seconds
         if self.trouble is None and (now - self._short_since > limit or (is_short and not self._may_get_more(now))):
-            self.trouble = Trouble(headline=self._shortage(wanted, is_short), culprit=self._last_failed)
+            self.trouble = Trouble(headline=self._shortage(wanted, is_short, now), culprit=self._last_failed)
 
     def _may_get_more(self, now: float) -> bool:
         listed = [host for host in self._slots if self.blacklist.has(host, now)]
-        return self._may_change or any(self.blacklist.may_release(host) for host in listed)
+        if any(self.blacklist.may_release(host) for host in listed):
+            return True
+        # With nobody left and every host listed for good, another host would hardly mend it.
+        return self._may_change and (bool(self._living()) or len(listed) < len(self._slots) or not self._slots)
 
-    def _shortage(self, wanted: int, is_short: bool) -> str:
+    def _shortage(self, wanted: int, is_short: bool, now: float) -> str:
         least = self._needed()
         if is_short:
             return (
                 f"there are {wanted} workers, and {least} are needed (--min-np); none came in "
                 f"{self._elastic.elastic_timeout_seconds:g} s (--elastic-timeout)"
-                if self._may_change
+                if self._may_get_more(now)
                 else f"there are {wanted} workers, and {least} are needed (--min-np); no host has a slot for another"
             )
         late = [worker.number for worker in self._living() if worker.status is not Status.READY]
