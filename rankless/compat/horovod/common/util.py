@@ -1,6 +1,7 @@
 """What scripts import from `horovod.common.util`: what was built, and small things."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     return ext_base_name in EXTENSIONS
 
 
-def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:  # noqa: ARG001: Horovod's
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
     """Nothing. Raises ImportError for a framework that is not supported."""
     if ext_name.rpartition(".")[2] not in EXTENSIONS:
         raise ImportError(f"Extension {ext_name} has not been built: Rankless has Horovod's API for PyTorch only.")
@@ -33,17 +34,17 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
 
 
-def mpi_built(verbose: bool = False) -> bool:  # noqa: ARG001: Horovod's
+def mpi_built(verbose: bool = False) -> bool:
     """False: there is no MPI."""
     return False
 
 
-def gloo_built(verbose: bool = False) -> bool:  # noqa: ARG001: Horovod's
+def gloo_built(verbose: bool = False) -> bool:
     """Whether PyTorch has Gloo."""
     return dist.is_available() and dist.is_gloo_available()
 
 
-def nccl_built(verbose: bool = False) -> int:  # noqa: ARG001: Horovod's
+def nccl_built(verbose: bool = False) -> int:
     """The version of PyTorch's NCCL as NCCL writes it in one number (2.21.5: 22105); 0 without NCCL."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return 0
@@ -51,22 +52,22 @@ def nccl_built(verbose: bool = False) -> int:  # noqa: ARG001: Horovod's
     return int(major * 10000 + minor * 100 + patch)
 
 
-def ddl_built(verbose: bool = False) -> bool:  # noqa: ARG001: Horovod's
+def ddl_built(verbose: bool = False) -> bool:
     """False: there is no DDL."""
     return False
 
 
-def ccl_built(verbose: bool = False) -> bool:  # noqa: ARG001: Horovod's
+def ccl_built(verbose: bool = False) -> bool:
     """False: there is no oneCCL."""
     return False
 
 
-def cuda_built(verbose: bool = False) -> bool:  # noqa: ARG001: Horovod's
+def cuda_built(verbose: bool = False) -> bool:
     """Whether PyTorch was built for CUDA."""
     return torch.version.cuda is not None
 
 
-def rocm_built(verbose: bool = False) -> bool:  # noqa: ARG001: Horovod's
+def rocm_built(verbose: bool = False) -> bool:
     """Whether PyTorch was built for ROCm."""
     return torch.version.hip is not None
 
@@ -96,7 +97,7 @@ def split_list(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
     """The items in so many parts, of which the first may have one more."""
     each, more = divmod(len(items), parts)
     ends = [part * each + min(part, more) for part in range(parts + 1)]
-    return [items[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [items[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def is_iterable(x: Any) -> bool:

@@ -93,8 +93,10 @@ class Negotiator:
                 raise HorovodInternalError(*self._error.args)
             ticket = self._tickets.open(handle, submissions)
             ticket.event = _event_of(submissions)
-            ride = rides(submissions, self._size)
+            whole = bool(submissions[0].group) and rides(submissions, self._size)
             for one in submissions:
+                # What is no group's is decided by itself: other ranks may hand it in together with others.
+                ride = whole if one.group else rides([one], self._size)
                 place = place_of(one)
                 values = bytes_of(one.tensor) if ride and one.tensor is not None else b""
                 self._desk.submit(place, _request(one, place[1], ride), values)

@@ -14,7 +14,7 @@ MOST_BYTES_OF_ALL = 1 << 18
 
 
 def rides(submissions: Sequence[Submission], size: int) -> bool:
-    """Whether the values of these submissions, of one group, travel in their messages."""
+    """Whether the values of these submissions travel in their messages: one that is no group's, or all of a group."""
     if size == 1 or any(not _may_ride(one) for one in submissions):
         return False
     count = sum(one.tensor.numel() * one.tensor.element_size() for one in submissions if one.tensor is not None)
@@ -24,6 +24,7 @@ def rides(submissions: Sequence[Submission], size: int) -> bool:
 def _may_ride(one: Submission) -> bool:
     return (
         one.kind is Kind.ALLREDUCE
+        and one.may_ride
         and one.tensor is not None
         and one.tensor.device.type == "cpu"
         and one.reduction is not Reduction.ADASUM

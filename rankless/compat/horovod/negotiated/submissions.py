@@ -56,6 +56,8 @@ class Submission:
     group: str = ""
     """Submissions of one group are executed together, once all of them are ready on all ranks."""
     group_size: int = 0
+    may_ride: bool = True
+    """Whether the values may travel with the negotiation if they are few; the same on all ranks."""
 
     @property
     def key(self) -> str:

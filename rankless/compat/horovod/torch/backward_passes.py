@@ -12,7 +12,7 @@ TOO_MANY = (
 
 
 class BackwardPasses:
-    """Counts the passes of each parameter, by hooks that live as long as this object, and tells when one is complete."""
+    """Counts each parameter's passes, by hooks that live as long as this object, and tells when one is complete."""
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], passes: int, complete: Callable[[torch.Tensor], None]

@@ -28,7 +28,7 @@ class NoneCompressor(Compressor):
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ARG004: the signature that scripts override
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """The tensor itself."""
         return tensor
 

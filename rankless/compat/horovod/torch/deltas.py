@@ -35,8 +35,9 @@ class DeltaReduction:
             small, compression_context = self._compression.compress((parameter.detach() - start).contiguous())
             row = sendable(small)
             name = self._names[parameter]
-            fields = {"tensor": row, "output": row, "reduction": Reduction.ADASUM}
-            submissions.append(Submission(kind=Kind.ALLREDUCE, name=name, **fields))
+            submissions.append(
+                Submission(kind=Kind.ALLREDUCE, name=name, tensor=row, output=row, reduction=Reduction.ADASUM)
+            )
             contexts.append(compression_context)
         negotiator.submit(handle, submissions)
         results = negotiator.synchronize(handle)

@@ -1,5 +1,8 @@
 """Gradients, combined over the ranks while backward is still computing others.
 
+Note [few values]: what is small travels with the negotiation itself, which is faster for one tensor and slower for many.
+So gradients do so only if those of the whole model are small; it is the same on all ranks, whatever they batch.
+
 Note [batches]: a gradient that is complete waits for others until they are 1 MiB together, or until backward ends; then
 they are submitted at once. The operations keep their names, each on its own: ranks may batch them differently.
 """
@@ -23,6 +26,7 @@ from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_asy
 from rankless.compat.horovod.torch.operations.submitting import named_group
 
 BATCH_BYTES = 1 << 20
+SMALL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class GradientReduction:
         self._rule = rule
         self._groups = groups
         self._sizes = {parameter: parameter.numel() * parameter.element_size() for parameter in names}
+        self._is_small = sum(self._sizes.values()) <= SMALL_BYTES
         self._sparse: set[torch.Tensor] = set()
         """Parameters that have had sparse gradients."""
         self._forget()
@@ -170,7 +175,7 @@ class GradientReduction:
         return Sent(gradient, sendable(small.contiguous()), context)
 
     def _fields(self, one: Sent) -> dict[str, Any]:
-        return {"tensor": one.row, "output": one.row, **self._rule.combining.fields}
+        return {"tensor": one.row, "output": one.row, "may_ride": self._is_small, **self._rule.combining.fields}
 
     def _submit(self, submissions: list[Submission], sent: list[Sent]) -> None:
         negotiator = context.current().negotiator

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
 import torch
 
 from rankless.compat.horovod import context

@@ -1,12 +1,11 @@
 """`hvd.DistributedOptimizer`: the user's optimizer, whose step first combines the gradients of all ranks.
 
 Note [one class for each]: the result is of a class made for it, below the optimizer's own and with its name, so that
-`isinstance`, learning rate schedulers and printed forms are as before. It shares the optimizer's groups, state, defaults
-and hooks: a scheduler that was given the plain optimizer goes on working, and a loaded state is kept.
+`isinstance`, learning rate schedulers and printed forms are as before. It shares the optimizer's groups, state,
+defaults and hooks: a scheduler that was given the plain optimizer goes on working, and a loaded state is kept.
 """
 
 import contextlib
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from rankless.compat.horovod.torch.gradients import GradientReduction, GradientR
 from rankless.compat.horovod.torch.operations.reductions import Adasum, Average, combining
 from rankless.compat.horovod.torch.parameter_names import parameter_names
 from rankless.compat.horovod.torch.places import size
+from rankless.plan import environment
 
 NAME = "horovod.torch.optimizer"
 """Where scripts expect the class to come from, and compare with."""
@@ -89,7 +89,7 @@ class Reducing(Counting):
         """As the plain optimizer, with reduced gradients; those that the closure computes are reduced, too."""
         if not self._synchronizes:
             self._is_synchronized = False
-            return self._plain.step(self, closure)  # type: ignore[arg-type]  # PyTorch's own signature is two overloads
+            return self._plain.step(self, closure)
         if self._is_synchronized:
             warnings.warn(STEPPED_TWICE, stacklevel=2)
 
@@ -101,7 +101,7 @@ class Reducing(Counting):
         if closure is None:
             reduced()
         self._is_synchronized = False
-        return self._plain.step(self, None if closure is None else reduced)  # type: ignore[arg-type]
+        return self._plain.step(self, None if closure is None else reduced)
 
 
 class Summing(Counting):
@@ -119,13 +119,13 @@ class Summing(Counting):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step alone, then combine the changes of all ranks."""
         loss = closure() if closure is not None else None
-        self._reduction.step(lambda: self._plain.step(self))  # type: ignore[call-arg]
+        self._reduction.step(lambda: self._plain.step(self))
         return loss
 
 
 # PyTorch would wrap the steps in what runs an optimizer's hooks; the plain step inside them runs those already.
-for _kind in (Reducing, Summing):
-    _kind.step.hooked = True  # type: ignore[attr-defined]
+vars(Reducing)["step"].hooked = True
+vars(Summing)["step"].hooked = True
 
 
 def DistributedOptimizer(
@@ -157,7 +157,7 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     check_groups(groups)
     names = parameter_names(optimizer, named_parameters)
-    takes_part = process_set.included() and (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+    takes_part = process_set.included() and (size() > 1 or environment.horovod_variables().get("ELASTIC") == "1")
     reduced = {parameter: name for parameter, name in names.items() if takes_part and parameter.requires_grad}
     if op == Adasum and size() > 1:
         combining(op, 1.0, 1.0, process_set)
@@ -177,7 +177,7 @@ def _wrapped(
     plain = type(optimizer)
     members = {name: member for each in (Counting, kind) for name, member in vars(each).items() if name[:2] != "__"}
     made = type(plain.__name__, (plain,), {**members, "_plain": plain, "__module__": NAME, "__doc__": plain.__doc__})
-    wrapped: torch.optim.Optimizer = made.__new__(made)
+    wrapped: torch.optim.Optimizer = object.__new__(made)
     # A scheduler replaces an optimizer's `step` by one that counts: what the class has now goes before that.
     shared = {name: value for name, value in vars(optimizer).items() if name not in members}
     vars(wrapped).update(shared, _reduction=reduction)

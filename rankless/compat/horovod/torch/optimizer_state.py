@@ -1,8 +1,8 @@
 """An optimizer's state, as on the root.
 
-Note [no step]: Horovod fills an empty state by a step with zero gradients, which changes the weights of an optimizer with
-weight decay, and the moments of one with momentum. Here the root tells what its state is made of, and the others make
-room for it; nobody steps. A state that is empty on the root is empty on all.
+Note [no step]: Horovod fills an empty state by a step with zero gradients, which changes the weights where there is
+weight decay. Here the root tells what its state is made of, and the others make room for it; nobody steps. A state that
+is empty on the root is empty on all.
 """
 
 from collections.abc import Iterator
@@ -35,9 +35,11 @@ class Room:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,
-    model: torch.nn.Module | None = None,  # noqa: ARG001: Horovod asks it to make gradients for a first step
+    model: torch.nn.Module | None = None,
 ) -> None:
     """Give the optimizer the root's state and options (learning rate and the like), on every rank.
+
+    `model` is not needed: Horovod makes gradients of it for a first step.
 
     Raises ValueError for LBFGS, and where ranks have different parameters.
     """

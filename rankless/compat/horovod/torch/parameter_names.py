@@ -11,7 +11,9 @@ NOT_PAIRS = (
 )
 
 
-def parameter_names(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> dict[torch.Tensor, str]:
+def parameter_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None
+) -> dict[torch.Tensor, str]:
     """The name of each parameter of the optimizer, in its order: those given, or made of group and place.
 
     Raises ValueError if the names are no pairs, are not unique, or leave a parameter out.

@@ -14,6 +14,7 @@ from rankless.compat.horovod.common.process_sets import global_process_set
 from rankless.compat.horovod.negotiated.submissions import Reduction
 from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.allreduce import start
+from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.reductions import combining
 from rankless.compat.horovod.torch.operations.submitting import synchronize
 from rankless.compat.horovod.torch.places import size
@@ -51,15 +52,20 @@ class SyncBatchNorm(_BatchNorm):
         if size() == 1:
             mean, variance = (self.running_mean, self.running_var) if factor else (None, None)
             return functional.batch_norm(input, mean, variance, self.weight, self.bias, True, factor, self.eps)
-        output, mean, variance, count = Normalized.apply(input, self.weight, self.bias, self.eps)
+        results: tuple[torch.Tensor, ...] = applied(Normalized, input, self.weight, self.bias, self.eps)
+        output, mean, variance, count = results
         if self.training and tracked:
             self._track(mean, variance * (count / (count - 1)), factor)
         return output
 
     def _next_factor(self) -> float:
         """How much this batch counts in the running statistics."""
-        self.num_batches_tracked.add_(1)
-        return self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        batches = self.num_batches_tracked
+        if batches is not None:
+            batches.add_(1)
+            if self.momentum is None:
+                return 1.0 / float(batches)
+        return self.momentum or 0.0
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, factor: float) -> None:

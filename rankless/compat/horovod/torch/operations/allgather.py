@@ -9,6 +9,7 @@ from rankless.compat.horovod.common.process_sets import ProcessSet, global_proce
 from rankless.compat.horovod.negotiated.submissions import Kind, Reduction
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce, GroupedAllreduce
 from rankless.compat.horovod.torch.operations.checks import sendable
+from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.reductions import combining
 from rankless.compat.horovod.torch.operations.submitting import submit, submit_group, synchronize
 
@@ -21,13 +22,11 @@ def allgather(
     Its gradient is averaged over the ranks, then each rank takes its own rows. Raises IndexError for a tensor of 0
     dimensions.
     """
-    result: torch.Tensor = Allgather.apply(tensor, name, process_set)
+    result: torch.Tensor = applied(Allgather, tensor, name, process_set)
     return result
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """A handle: `synchronize` gives all ranks' tensors, joined in the order of ranks."""
     return submit(Kind.ALLGATHER, name, process_set, tensor=sendable(tensor))
 
@@ -36,7 +35,7 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """For each tensor, all ranks' joined in the order of ranks, all at once; gradients flow through."""
-    return list(GroupedAllgather.apply(name, process_set, *tensors))
+    return list(applied(GroupedAllgather, name, process_set, *tensors))
 
 
 def grouped_allgather_async(
@@ -60,7 +59,7 @@ class Allgather(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """The averaged gradient of this rank's rows."""
         rule = combining(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
-        averaged = Allreduce.apply(gradient.contiguous(), None, rule)
+        averaged = applied(Allreduce, gradient.contiguous(), None, rule)
         (start,) = _starts([ctx.rows], ctx.process_set)
         return averaged.narrow(0, start, ctx.rows), None, None
 
@@ -80,7 +79,7 @@ class GroupedAllgather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The averaged gradients of this rank's rows."""
         rule = combining(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
-        averaged = GroupedAllreduce.apply(None, rule, *(gradient.contiguous() for gradient in gradients))
+        averaged = applied(GroupedAllreduce, None, rule, *(gradient.contiguous() for gradient in gradients))
         starts = _starts(ctx.rows, ctx.process_set)
         parts = zip(averaged, starts, ctx.rows, strict=True)
         return (None, None, *(whole.narrow(0, start, rows) for whole, start, rows in parts))

@@ -9,6 +9,7 @@ from rankless.compat.horovod.common.process_sets import ProcessSet, global_proce
 from rankless.compat.horovod.negotiated.submissions import Kind
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.operations.checks import sendable
+from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.reductions import Combining, combining, op_of
 from rankless.compat.horovod.torch.operations.submitting import submit, submit_group, synchronize
 
@@ -26,7 +27,7 @@ def allreduce(
     """A new tensor, combined over the ranks; gradients flow through. Its gradient is combined in the same way."""
     rule = combining(op_of(op, average), prescale_factor, postscale_factor, process_set)
     small, context = compression.compress(tensor)
-    return compression.decompress(Allreduce.apply(small, name, rule), context)
+    return compression.decompress(applied(Allreduce, small, name, rule), context)
 
 
 def allreduce_async(
@@ -85,7 +86,7 @@ def grouped_allreduce(
     """New tensors, each combined over the ranks, all at once; gradients flow through."""
     rule = combining(op_of(op, average), prescale_factor, postscale_factor, process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    results = GroupedAllreduce.apply(name, rule, *(small for small, _ in pairs))
+    results = applied(GroupedAllreduce, name, rule, *(small for small, _ in pairs))
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
@@ -165,7 +166,7 @@ class Allreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """The gradient, combined by the same rule."""
-        return Allreduce.apply(gradient.contiguous(), None, ctx.rule), None, None
+        return applied(Allreduce, gradient.contiguous(), None, ctx.rule), None, None
 
 
 class GroupedAllreduce(torch.autograd.Function):
@@ -182,4 +183,4 @@ class GroupedAllreduce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients, combined by the same rule."""
         whole = (gradient.contiguous() for gradient in gradients)
-        return (None, None, *GroupedAllreduce.apply(None, ctx.rule, *whole))
+        return (None, None, *applied(GroupedAllreduce, None, ctx.rule, *whole))

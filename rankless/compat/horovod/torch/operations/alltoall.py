@@ -8,6 +8,7 @@ import torch
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.negotiated.submissions import Kind
 from rankless.compat.horovod.torch.operations.checks import sendable, splits_of
+from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.submitting import submit, synchronize
 
 Splits = torch.Tensor | Sequence[int]
@@ -24,7 +25,7 @@ def alltoall(
     `splits` says how many rows go to each rank: 32-bit integers; evenly if left away. If given, how many came from each
     rank is returned too.
     """
-    output, received = Alltoall.apply(tensor, splits, name, process_set)
+    output, received = applied(Alltoall, tensor, splits, name, process_set)
     return output if splits is None else (output, _beside(splits, received))
 
 
@@ -60,7 +61,7 @@ class Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
         """The gradients of this rank's rows, from wherever they went; zero for rows that went nowhere."""
-        sent, _ = Alltoall.apply(gradient.contiguous(), ctx.received, None, ctx.process_set)
+        sent, _ = applied(Alltoall, gradient.contiguous(), ctx.received, None, ctx.process_set)
         kept = ctx.rows - sent.shape[0]
         if kept:
             sent = torch.cat([sent, sent.new_zeros(kept, *sent.shape[1:])])

@@ -9,6 +9,7 @@ from rankless.compat.horovod.common.process_sets import ProcessSet, global_proce
 from rankless.compat.horovod.negotiated.submissions import Kind, Reduction
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce
 from rankless.compat.horovod.torch.operations.checks import root_in, sendable
+from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.reductions import combining
 from rankless.compat.horovod.torch.operations.submitting import submit, synchronize
 
@@ -20,7 +21,7 @@ def broadcast(
 
     Its gradient is averaged over the ranks on the root, and zero elsewhere.
     """
-    result: torch.Tensor = Broadcast.apply(tensor, root_rank, name, process_set)
+    result: torch.Tensor = applied(Broadcast, tensor, root_rank, name, process_set)
     return result
 
 
@@ -71,7 +72,7 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """The averaged gradient on the root, zeros elsewhere."""
         rule = combining(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
-        averaged = Allreduce.apply(gradient.contiguous(), None, rule)
+        averaged = applied(Allreduce, gradient.contiguous(), None, rule)
         if context.current().world.rank != ctx.root_rank:
             averaged = torch.zeros_like(averaged)
         return averaged, None, None, None

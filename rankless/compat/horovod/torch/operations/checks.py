@@ -42,7 +42,9 @@ def set_id_of(process_set: ProcessSet, kind: Kind) -> int:
         return 0
     rank = context.current().world.rank
     if set_id is None:
-        raise ValueError(f"{process_set} is not registered: pass it to hvd.init(process_sets=…) or hvd.add_process_set.")
+        raise ValueError(
+            f"{process_set} is not registered: pass it to hvd.init(process_sets=…) or hvd.add_process_set."
+        )
     if rank not in process_set.ranks:
         raise ValueError(f"{kind.value.capitalize()}: Rank {rank} is not a member of the provided process set.")
     return set_id

@@ -11,6 +11,7 @@ from rankless.compat.horovod.negotiated.submissions import Kind, Reduction
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.operations.allgather import Allgather, GroupedAllgather
 from rankless.compat.horovod.torch.operations.checks import sendable
+from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.reductions import Combining, combining
 from rankless.compat.horovod.torch.operations.submitting import submit, submit_group, synchronize
 
@@ -31,7 +32,7 @@ def reducescatter(
     """
     rule = combining(op, prescale_factor, postscale_factor, process_set)
     small, context = compression.compress(tensor)
-    return compression.decompress(Reducescatter.apply(small, name, rule), context)
+    return compression.decompress(applied(Reducescatter, small, name, rule), context)
 
 
 def reducescatter_async(
@@ -58,7 +59,7 @@ def grouped_reducescatter(
     """This rank's rows of each tensor combined over the ranks, all at once; gradients flow through."""
     rule = combining(op, prescale_factor, postscale_factor, process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    results = GroupedReducescatter.apply(name, rule, *(small for small, _ in pairs))
+    results = applied(GroupedReducescatter, name, rule, *(small for small, _ in pairs))
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
@@ -111,7 +112,7 @@ class Reducescatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """All ranks' gradients, joined."""
-        return Allgather.apply(_scaled(gradient, ctx.rule), None, ctx.rule.process_set), None, None
+        return applied(Allgather, _scaled(gradient, ctx.rule), None, ctx.rule.process_set), None, None
 
 
 class GroupedReducescatter(torch.autograd.Function):
@@ -127,4 +128,4 @@ class GroupedReducescatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """All ranks' gradients, joined for each tensor."""
         scaled = (_scaled(gradient, ctx.rule) for gradient in gradients)
-        return (None, None, *GroupedAllgather.apply(None, ctx.rule.process_set, *scaled))
+        return (None, None, *applied(GroupedAllgather, None, ctx.rule.process_set, *scaled))

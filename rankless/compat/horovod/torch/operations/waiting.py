@@ -8,10 +8,11 @@ EVERYWHERE = "noname"
 """One name for all calls: ranks that have counted other handles meet all the same."""
 
 
-def join(device: int = -1) -> int:  # noqa: ARG001: where Horovod makes its zeros; here they are made where they are needed
+def join(device: int = -1) -> int:
     """The rank that joined last, once all have joined.
 
-    Until then this rank takes part in the others' allreduces with zeros; an Average is still over all ranks.
+    Until then this rank takes part in the others' allreduces with zeros; an Average is still over all ranks. `device` is
+    where Horovod makes its zeros; here they are made where they are needed.
     """
     last: int = synchronize(submit(Kind.JOIN, EVERYWHERE, global_process_set))
     return last

@@ -1,0 +1,115 @@
+"""Who is who; initialising and shutting down; what is built; timelines."""
+
+import json
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import horovod.torch as hvd
+import torch
+from horovod.torch import mpi_ops
+from raised import raised
+
+
+def check_ranks_are_a_permutation():
+    """rank() is in 0 … size()-1, another on each process, and the launcher's variables say the same."""
+    assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
+    assert (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) == (hvd.rank(), hvd.size())
+
+
+def check_local_and_cross_ranks():
+    """On one host the local rank is the rank, and the cross size is 1."""
+    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert mpi_ops.is_homogeneous()
+
+
+def check_initialising_twice_does_nothing():
+    """init() once more keeps everything."""
+    before = hvd.rank()
+    hvd.init()
+    assert hvd.is_initialized()
+    assert hvd.rank() == before
+
+
+def check_shutdown_and_init_again():
+    """init -> shutdown -> init works, any number of times; between them every call says what is missing."""
+    for number in range(5):
+        hvd.barrier()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size):
+            assert raised(ValueError, call) == "Horovod has not been initialized; use hvd.init()."
+        raised(ValueError, lambda: hvd.allreduce(torch.ones(1)))
+        hvd.init()
+        assert hvd.allreduce(torch.tensor([number]), op=hvd.Sum).item() == number * hvd.size()
+
+
+def check_a_communicator_of_ranks():
+    """init(comm=[ranks]) makes a world of these ranks."""
+    hvd.barrier()
+    rank, size = hvd.rank(), hvd.size()
+    hvd.shutdown()
+    hvd.init(comm=[0, 1])
+    if rank < 2:
+        assert (hvd.rank(), hvd.size()) == (rank, 2)
+        assert hvd.allreduce(torch.tensor([rank]), op=hvd.Sum).item() == 1
+        hvd.barrier()
+    hvd.shutdown()
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (rank, size)
+
+
+def check_what_is_built():
+    """Gloo is there and MPI is not, and says so."""
+    assert hvd.gloo_built()
+    assert hvd.gloo_enabled()
+    assert not hvd.mpi_built()
+    assert not hvd.mpi_enabled()
+    assert isinstance(hvd.nccl_built(), int)
+    assert not hvd.ddl_built()
+    assert not hvd.ccl_built()
+    assert hvd.cuda_built() == torch.cuda.is_available() or not torch.cuda.is_available()
+    assert not hvd.rocm_built()
+    expected = "Horovod MPI is not enabled; Please make sure it's installed and enabled."
+    assert raised(ValueError, hvd.mpi_threads_supported) == expected
+
+
+def check_constants():
+    """The operations' numbers, and the exceptions' bases."""
+    assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
+    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+
+
+def check_a_timeline_only_by_leave():
+    """start_timeline() needs HOROVOD_TIMELINE=DYNAMIC."""
+    expected = "Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage."
+    assert raised(ValueError, lambda: hvd.start_timeline("/nowhere")) == expected
+
+
+def check_a_timeline_is_a_chrome_trace():
+    """With it, rank 0 writes what became of each operation as a Chrome trace."""
+    hvd.barrier()
+    hvd.shutdown()
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
+    hvd.init()
+    del os.environ["HOROVOD_TIMELINE"]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.json"
+        hvd.start_timeline(str(path), mark_cycles=True)
+        hvd.allreduce(torch.ones(100_000), name="traced")
+        hvd.barrier()
+        hvd.stop_timeline()
+        if hvd.rank() == 0:
+            events = [event for event in json.loads(path.read_text()) if event]
+            names = {event.get("name") for event in events}
+            assert {"NEGOTIATE_ALLREDUCE", "CYCLE_START"} <= names, names
+            rows = [
+                event["args"]["name"]
+                for event in events
+                if event["name" if "name" in event else "ph"] == "process_name"
+            ]
+            assert any("traced" in row for row in rows), rows
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init()

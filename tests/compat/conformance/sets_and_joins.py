@@ -1,0 +1,118 @@
+"""Process sets, join and barrier."""
+
+import os
+
+import horovod.torch as hvd
+import torch
+from raised import raised
+
+
+def anew(**arguments: object) -> None:
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init(**arguments)
+
+
+def check_static_sets():
+    """init(process_sets=[…]) makes sets of ranks; operations are among their members, and a root is a rank of all."""
+    size, rank = hvd.size(), hvd.rank()
+    last = hvd.ProcessSet([0, size - 1])
+    one = hvd.ProcessSet([1])
+    anew(process_sets=[last, one])
+    assert last.process_set_id is not None
+    assert last.ranks == [0, size - 1]
+    assert (last.size(), last.included()) == (2, rank in (0, size - 1))
+    if last.included():
+        assert last.rank() == [0, size - 1].index(rank)
+        assert hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, process_set=last).item() == size - 1
+        assert hvd.allreduce(torch.full((50_000,), rank), op=hvd.Sum, process_set=last)[-1].item() == size - 1
+        assert hvd.allgather(torch.tensor([rank]), process_set=last).tolist() == [0, size - 1]
+        assert hvd.broadcast(torch.tensor([rank]), size - 1, process_set=last).item() == size - 1
+        assert hvd.alltoall(torch.tensor([rank, rank]), process_set=last).tolist() == [0, size - 1]
+        hvd.barrier(process_set=last)
+        assert hvd.broadcast_object({"from": rank}, 0, process_set=last) == {"from": 0}
+    else:
+        text = raised((ValueError, hvd.HorovodInternalError), lambda: hvd.allreduce(torch.ones(1), process_set=last))
+        assert f"Rank {rank} is not a member of the provided process set." in text
+    if one.included():
+        assert hvd.allreduce(torch.tensor([5.0]), process_set=one).item() == 5.0
+    anew()
+
+
+def check_the_set_of_all():
+    """global_process_set has every rank, and the number 0."""
+    everyone = hvd.global_process_set
+    assert (everyone.process_set_id, everyone.ranks) == (0, list(range(hvd.size())))
+    assert (everyone.size(), everyone.rank(), everyone.included()) == (hvd.size(), hvd.rank(), True)
+
+
+def check_dynamic_sets_only_by_leave():
+    """add_process_set needs HOROVOD_DYNAMIC_PROCESS_SETS."""
+    raised((ValueError, hvd.HorovodInternalError), lambda: hvd.add_process_set([0]))
+
+
+def check_dynamic_sets():
+    """With it sets are added and removed at any time; a duplicate is refused; a removed one is known no more."""
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    anew()
+    for _ in range(2):
+        pair = hvd.add_process_set([0, 1])
+        assert pair.process_set_id > 0
+        text = raised(ValueError, lambda: hvd.add_process_set(hvd.ProcessSet([0, 1])))
+        assert text.startswith("Attempted to add a duplicate process set: ")
+        if pair.included():
+            assert hvd.allreduce(torch.tensor([hvd.rank()]), op=hvd.Sum, process_set=pair).item() == 1
+        hvd.barrier()
+        assert hvd.remove_process_set(pair) is True
+        assert hvd.remove_process_set(pair) is False
+    assert hvd.remove_process_set(hvd.global_process_set) is False
+    del os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"]
+    anew()
+
+
+def check_sets_that_overlap_do_not_wait_for_each_other():
+    """Operations of a ring of overlapping sets, submitted in orders that differ, all end."""
+    size, rank = hvd.size(), hvd.rank()
+    pairs = {tuple(sorted((first, (first + 1) % size))) for first in range(size)}
+    sets = [hvd.ProcessSet(list(pair)) for pair in sorted(pairs)]
+    anew(process_sets=sets)
+    own = [each for each in sets if each.included()]
+    handles = []
+    for number in range(20):
+        for each in own if (rank + number) % 2 else own[::-1]:
+            name = f"{each.process_set_id}.{number}"
+            given = torch.full((20_000,), float(number))
+            handles.append((number, hvd.allreduce_async(given, op=hvd.Sum, name=name, process_set=each)))
+    for number, handle in handles:
+        assert hvd.synchronize(handle)[0].item() == 2.0 * number
+    anew()
+
+
+def check_joining():
+    """A rank that has joined counts as zeros in allreduce, and in the divisor; all get the last rank that joined."""
+    size, rank = hvd.size(), hvd.rank()
+    for count in (5, 50_000):
+        if rank:
+            for step in range(rank):
+                found = hvd.allreduce(torch.ones(count, dtype=torch.float64), name=f"uneven.{count}.{step}")
+                torch.testing.assert_close(
+                    found, torch.full((count,), (size - 1 - step) / size, dtype=torch.float64), rtol=1e-14, atol=0
+                )
+        last = hvd.join()
+        assert set(hvd.allgather_object(last)) == {last}
+        assert last in range(size)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+def check_what_joining_forbids():
+    """Allgather and the others raise on the ranks that call them while one has joined."""
+    if hvd.rank():
+        text = raised(hvd.HorovodInternalError, lambda: hvd.allgather(torch.ones(1), name="late"))
+        assert text.startswith("Allgather is not supported with Join at this time.")
+        text = raised(hvd.HorovodInternalError, lambda: hvd.broadcast(torch.ones(1), 1, name="late"))
+        assert text.startswith("Broadcast is not supported with Join at this time.")
+        text = raised(hvd.HorovodInternalError, lambda: hvd.alltoall(torch.ones(hvd.size()), name="late"))
+        assert text.startswith("Alltoall is not supported with Join at this time.")
+        text = raised(hvd.HorovodInternalError, lambda: hvd.reducescatter(torch.ones(hvd.size()), name="late"))
+        assert text.startswith("Reducescatter is not supported with Join at this time.")
+    hvd.join()
