@@ -9,6 +9,7 @@ import os
 import selectors
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +39,8 @@ SHUT_DOWN = (
 SWITCH_SECONDS = 2e-4
 """Python's switch interval meanwhile: with its own 5 ms a main thread of pure Python would starve the other."""
 JOIN_SECONDS = 10.0
+LAST_SECONDS = 5.0
+"""After a rank has left: for how long the others may still execute what was decided before."""
 
 
 class Negotiator:
@@ -53,7 +56,8 @@ class Negotiator:
         self._driving = threading.Lock()
         self._tickets = Tickets()
         self._queue: deque[Execute] = deque()
-        self._executes = False
+        self._executing: Execute | None = None
+        self._last_until = 0.0
         self._last_handle = 0
         self._error: HorovodInternalError | None = None
         self._closed = False
@@ -101,7 +105,7 @@ class Negotiator:
                 values = bytes_of(one.tensor) if ride and one.tensor is not None else b""
                 self._desk.submit(place, _request(one, place[1], ride), values)
             self._take()
-        if self._queue and not self._executes:
+        if self._queue and self._executing is None:
             os.eventfd_write(self._bell, 1)
 
     def poll(self, handle: int) -> bool:
@@ -142,7 +146,7 @@ class Negotiator:
             self._closed = True
             if self._error is None:
                 self._desk.leave()
-                self._end("")
+                self._end("This rank has left.")
         os.eventfd_write(self._bell, 1)
         self._execution.close()
         if threading.current_thread() is not self._thread:
@@ -216,7 +220,7 @@ class Negotiator:
             if not self._queue:
                 return False
             execute = self._queue.popleft()
-            self._executes = True
+            self._executing = execute
             found = [self._tickets.get((execute.set_id, item.key)) for item in execute.items]
         submissions = {one.submission.key: one.submission for one in found if one is not None}
         tickets = {id(one.ticket): one.ticket for one in found if one is not None}.values()
@@ -225,7 +229,7 @@ class Negotiator:
         except HorovodInternalError as error:
             results = {item.key: error for item in execute.items}
         with self._changed:
-            self._executes = False
+            self._executing = None
             for key, result in results.items():
                 self._tickets.finish((execute.set_id, key), result)
             self._changed.notify_all()
@@ -249,10 +253,10 @@ class Negotiator:
         if self._error is not None:
             return
         try:
-            for execute, values in self._desk.told(is_idle=not self._queue and not self._executes):
+            for execute, values in self._desk.told(is_idle=not self._queue and self._executing is None):
                 self._deliver(execute, values)
         except Ended as ended:
-            self._end(str(ended))
+            self._end(str(ended)) if str(ended) else self._end_in_order()
 
     def _deliver(self, execute: Execute, values: bytes) -> None:
         """Give the results that are there already, and queue what is to be executed."""
@@ -289,16 +293,25 @@ class Negotiator:
 
     def _end(self, why: str) -> None:
         """Nothing more will be executed. The lock is held."""
-        self._error = HorovodInternalError(f"{SHUT_DOWN} {why}".rstrip())
+        self._error = HorovodInternalError(f"{SHUT_DOWN} {why}")
         self._queue.clear()
         self._tickets.fail_all(self._error)
+        self._changed.notify_all()
+
+    def _end_in_order(self) -> None:
+        """Some rank has left, which has seen its last results: what was decided before is executed. The lock is held."""
+        self._error = HorovodInternalError(SHUT_DOWN)
+        self._last_until = time.monotonic() + LAST_SECONDS
+        batches = [*self._queue, *([self._executing] if self._executing is not None else [])]
+        decided = {(batch.set_id, item.key) for batch in batches for item in batch.items}
+        self._tickets.fail_all(self._error, but=decided)
         self._changed.notify_all()
 
     def _check(self) -> None:
         """Called while a batch is executed and waits for others. Raises HorovodInternalError after the end."""
         with self._lock:
             self._take()
-            if self._error is not None:
+            if self._error is not None and time.monotonic() > self._last_until:
                 raise HorovodInternalError(*self._error.args)
 
 
