@@ -34,7 +34,13 @@ sampler = hvd.elastic.ElasticSampler(train_set)
 loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler)
 
 model = nn.Sequential(
-    nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10)
+    nn.Conv2d(1, 16, 3, padding=1),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Flatten(),
+    nn.Linear(256, 64),
+    nn.ReLU(),
+    nn.Linear(64, 10),
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -44,7 +50,7 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 def train(state):
     if hvd.rank() == 0:
         print(f"training with {hvd.size()} workers from epoch {state.epoch}", flush=True)
-    for state.epoch in range(state.epoch, args.epochs):
+    for state.epoch in range(state.epoch, args.epochs):  # noqa: B020  # as Horovod's own examples have it
         for batch, (data, target) in enumerate(loader):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(data), target)

@@ -6,7 +6,7 @@ from rankless.errors import PlanError
 
 
 class Elastic(msgspec.Struct, frozen=True, kw_only=True):
-    """Between how many workers a job trains, and where they come from. `RunRequest.worker_count` are to be there first."""
+    """Between how many workers a job trains, and where they come from. It begins with `RunRequest.worker_count`."""
 
     min_workers: int
     max_workers: int | None = None
@@ -21,6 +21,9 @@ class Elastic(msgspec.Struct, frozen=True, kw_only=True):
     """How long there may be too few workers before the job is ended."""
     reset_limit: int | None = None
     """How many rounds there may be after the first."""
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    """None leaves both to ssh."""
     cooldown_range_seconds: tuple[float, float] | None = None
     """How long a host whose workers fail again and again gets no new ones, at first and at most; None: for ever."""
 

@@ -84,7 +84,7 @@ def horovod_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping
 
 
 def elastic_variables(horovod: Horovod, *, host: str, local_rank: int, interface: str) -> Mapping[str, str | None]:
-    """Horovod's variables for a worker of an elastic job, whose rank and number of peers change: it asks hvd for them."""
+    """Horovod's variables for a worker of an elastic job, whose rank and number of peers change: it asks `hvd`."""
     own = {
         "HOROVOD_ELASTIC": "1",
         "HOROVOD_HOSTNAME": host,

@@ -23,6 +23,8 @@ def elastic_of(flags: HorovodrunFlags, count: int) -> Elastic:
         slots_per_host=flags.slots_per_host,
         elastic_timeout_seconds=_timeout(flags),
         reset_limit=flags.reset_limit,
+        ssh_port=flags.ssh_port,
+        ssh_identity_file=flags.ssh_identity_file,
         cooldown_range_seconds=None if cooldown is None else (float(cooldown[0]), float(cooldown[1])),
     )
 

@@ -1,8 +1,8 @@
 """What an elastic job's workers and their driver say to each other, as two tagged unions.
 
-Note [rounds]: workers come and go, so an elastic job is a row of rounds, numbered from 1. In a round the members and their
-ranks are fixed. A round is over as soon as one member has left it; then who is ready, or comes in time, makes the next one.
-The driver alone decides who is in a round, and only of workers that have said that they are ready or have ended: so no
+Note [rounds]: workers come and go, so an elastic job is a row of rounds, numbered from 1. In a round the members and
+their ranks are fixed. A round is over as soon as one member has left it; then who is ready, or comes in time, makes the
+next one. The driver alone decides who is in a round, and only of workers that have said that they are ready: so no
 worker waits for another that has gone on without it, and who comes late is in the next round.
 """
 
@@ -50,8 +50,11 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
 
     round: int
     seat: Seat
-    address: str
+    address: str = ""
+    """Of rank 0's host."""
     port: int | None = None
+    interface: str | None = None
+    """The network card by which the members reach each other; None leaves it as it is."""
     must_sync: bool = True
     """Some member has not the state that the others have: all take part in sending it."""
 

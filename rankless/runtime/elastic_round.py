@@ -2,9 +2,9 @@
 
 See Note [rounds] in `records.rounds`.
 
-Note [the store of a round]: rank 0 serves it on a port of its own, through an object that nobody uses but to close it. When
-the driver says that the round is over, it is closed, and whoever waits for something in it fails at once: also for a
-worker that was killed before it could write there what the others wait for.
+Note [the store of a round]: rank 0 serves it on a port of its own, through an object that nobody uses but to close it.
+When the driver says that the round is over, it is closed, and whoever waits for something in it fails at once: also for
+a worker that was killed before it could write there what the others wait for.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from rankless.plan.environment import read_worker_plan
+from rankless.plan import environment
 from rankless.records.rounds import (
     Begin,
     Dismissed,
@@ -113,9 +113,9 @@ class Membership:
     def meet(self, join: Callable[[Round], _Met]) -> _Met:
         """What `join` returns for the next round of which this process is a member.
 
-        `join` may fail, with RuntimeError or OSError, because others are gone by then: then the round after it is awaited.
-        Raises SystemExit if there is no place for this process any more, and what `join` raises if it fails again and
-        again.
+        `join` may fail, with RuntimeError or OSError, because others are gone by then: then the round after it is
+        awaited. Raises SystemExit if there is no place for this process any more, and what `join` raises if it fails
+        again and again.
         """
         failed = 0
         while True:
@@ -134,6 +134,8 @@ class Membership:
             begin = self._begins.get()
             if not isinstance(begin, Begin):
                 raise SystemExit(0 if begin is not None else 1)
+            if begin.interface is not None:
+                environment.apply({"GLOO_SOCKET_IFNAME": begin.interface})
             found = Round(begin)
             with self._lock:
                 self.round = found
@@ -205,7 +207,7 @@ def membership() -> Membership | None:
     global _membership  # one of the pieces of state that the design allows a module
     if _membership is not None and _membership[0] == os.getpid():
         return _membership[1]
-    plan = read_worker_plan()
+    plan = environment.read_worker_plan()
     if plan is None or plan.rounds_descriptor is None:
         return None
     _membership = os.getpid(), Membership(socket.socket(fileno=plan.rounds_descriptor))

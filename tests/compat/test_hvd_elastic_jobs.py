@@ -64,6 +64,10 @@ def wait_for_size(folder: Path, size: int) -> int:
     return max(each.steps for each in done(folder) if each.size == size)
 
 
+def wait_until_three_are_past(folder: Path, steps: int) -> None:
+    wait_until(lambda: sum(own > steps for own in steps_by_process(folder).values()) == 3, seconds=SECONDS)
+
+
 def command(*options: str, epochs: int, pause: float = 0.02) -> list[str]:
     return ["horovodrun", *options, sys.executable, "train.py", str(epochs), str(pause)]
 
@@ -74,7 +78,7 @@ def results(text: str) -> set[tuple[str, ...]]:
 
 
 def assert_every_sample_was_seen(folder: Path, *, epochs: int) -> None:
-    """In each epoch; and a step that was done twice, because a worker was killed in it, was done on the same samples."""
+    """In each epoch; and a step that was done twice, for a worker was killed in it, was done on the same samples."""
     batches: dict[int, set[tuple[int, tuple[int, ...]]]] = {}
     seen: dict[int, set[int]] = {}
     for each in done(folder):
@@ -96,9 +100,8 @@ def test_a_job_whose_workers_are_killed_again_and_again_ends_as_one_that_was_lef
     killed: list[int] = []
     try:
         for number in range(kills):
-            start = max(steps_by_process(folder).values(), default=0)
-            # All three, a replacement too, have got further: now one of them is killed, rank 0 also once.
-            wait_until(lambda: sum(steps > start for steps in steps_by_process(folder).values()) == 3, seconds=SECONDS)
+            # All three, a replacement too, have got further: now one of them is killed, rank 0 too.
+            wait_until_three_are_past(folder, max(steps_by_process(folder).values(), default=0))
             victim = sorted(steps_by_process(folder))[number % 3]
             os.kill(victim, signal.SIGKILL)
             killed.append(victim)

@@ -12,7 +12,7 @@ from rankless.records.rounds import Begin, Dismissed, HostsChanged, Over, Ready
 
 def made(slots: dict[str, int], *, first: int = 2, may_change: bool = True, **settings: object) -> Roll:
     elastic = Elastic(**({"min_workers": 1, "elastic_timeout_seconds": 60.0} | settings))
-    roll = Roll(elastic, first_workers=first, address_of=lambda host: f"address of {host}")
+    roll = Roll(elastic, first_workers=first)
     roll.hosts_are(slots, may_change=may_change)
     return roll
 
@@ -67,7 +67,7 @@ def test_a_round_begins_when_all_are_ready_and_rank_0_serves_before_the_others_a
     ready(roll, 2)
     (first,) = roll.turn(1.0)
     assert isinstance(first, Tell)
-    assert (first.word.port, first.word.address) == (None, "address of a")
+    assert (first.word.port, first.word.seat.rank) == (None, 0)
     assert roll.turn(1.0) == []
     roll.serving(0, 1, 4000)
     words = told(roll.turn(1.0), Begin)

@@ -45,8 +45,8 @@ class DiscoveredHosts:
         self._known: Slots | None = None
         self._asked = float("-inf")
         self._process: subprocess.Popen[bytes] | None = None
-        self._output: IO[bytes] = tempfile.TemporaryFile()
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # `close` does
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # as above
         self._trouble: str | None = None
 
     def turn(self, now: float) -> Slots | None:

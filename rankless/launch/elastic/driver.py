@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rankless.launch.elastic.crew import Crew
+from rankless.launch.elastic.crews import HERE, Crews, Orders
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
-from rankless.launch.elastic.launches import launch_of
 from rankless.launch.elastic.roll import Action, Roll, Start, Trouble
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import Verdict, is_victim, judge, signal_name
-from rankless.launch.logs import log_files, make_run_folder, run_name, shown_streams
+from rankless.launch.logs import log_files, make_run_folder, run_name
 from rankless.launch.notices import counted, failure, horovod_sentence
-from rankless.launch.terminal import Terminal, Write
+from rankless.launch.terminal import Write
 from rankless.launch.watch import INTERRUPT_GRACE_SECONDS, KILL_GRACE_SECONDS, POLL_SECONDS, STOP_GRACE_SECONDS
 from rankless.plan.check import choose_backend
 from rankless.plan.elastic import Elastic
@@ -23,8 +22,6 @@ from rankless.plan.foreign import Source
 from rankless.plan.run_plan import JobStart, RunPlan
 from rankless.records.events import AnyRecord, Exited, Left, Raised, Said
 from rankless.records.rounds import Begin, Ready, Serving, WordUp
-
-HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +56,18 @@ class Driver:
         self._start = _job_start(plan)
         self._folder = make_run_folder(plan, self._start, 0)
         self._hosts = _hosts(plan, elastic)
-        self._roll = Roll(elastic, first_workers=plan.worker_count, address_of=lambda _: HERE)
+        self._roll = Roll(elastic, first_workers=plan.worker_count)
         self._records: dict[int, list[AnyRecord]] = {}
         self._said: set[str] = set()
-        self._terminal = Terminal([], writes=around.writes)
-        self._crew = Crew(plan, log_path=os.path.join(self._folder, "parent.log"), selector=selector)
+        orders = Orders(
+            plan=plan,
+            elastic=elastic,
+            start=self._start,
+            folder=self._folder,
+            tell=around.tell,
+            writes=around.writes,
+        )
+        self._crews = Crews(orders, selector)
         most = elastic.max_workers
         upper = f" to {most}" if most is not None else " or more"
         around.tell(f"elastic job of {elastic.min_workers}{upper} workers, logs in {self._folder}")
@@ -72,8 +76,7 @@ class Driver:
         """Go on until the job is over."""
         while True:
             now = time.monotonic()
-            self._terminal.pump()
-            parent_is_gone = self._crew.has_ended()  # before reading: what it sent before it ended is there now
+            is_broken = self._crews.is_broken()  # before reading: what it sent before it ended is there now
             self._hear(now)
             for number in self._around.interrupts.read():
                 self._end(number)
@@ -82,7 +85,7 @@ class Driver:
             if self._roll.is_finishing and not self._roll.workers:
                 self._end(signal.SIGTERM)
                 return 0
-            if parent_is_gone:
+            if is_broken:
                 self._roll.trouble = Trouble(headline="the process that starts the workers has ended")
             self._decide(now)
             if self._roll.trouble is not None:
@@ -91,9 +94,8 @@ class Driver:
 
     def close(self) -> None:
         """See to it that nothing is left."""
-        self._crew.close()
+        self._crews.close()
         self._hosts.close()
-        self._terminal.close()
 
     def _decide(self, now: float) -> None:
         slots = self._hosts.turn(now)
@@ -108,14 +110,11 @@ class Driver:
     def _perform(self, action: Action) -> None:
         worker = action.worker
         if isinstance(action, Start):
-            launch = launch_of(worker, self._plan, self._start, folder=self._folder, interface=None)
-            for stream in shown_streams(self._plan, self._folder, [launch.plan]):
-                self._terminal.add(stream)
-            self._crew.start(launch)
+            self._crews.start(worker)
             return
         if isinstance(action.word, Begin) and action.word.seat.rank == 0:
             self._tell_of_round(action.word)
-        self._crew.tell(worker.number, action.word)
+        self._crews.tell(worker.number, action.word, self._roll.seating)
 
     def _tell_of_round(self, begin: Begin) -> None:
         seating = self._roll.seating
@@ -125,7 +124,7 @@ class Driver:
         self._around.tell(f"round {begin.round}: {counted(len(ranks), 'worker')}, by rank: {names}")
 
     def _hear(self, now: float) -> None:
-        for news in self._crew.turn():
+        for news in self._crews.turn():
             if isinstance(news, tuple):
                 self._take_word(*news, now)
             else:
@@ -193,20 +192,19 @@ class Driver:
     def _end(self, number: int) -> None:
         """End the workers: politely, then at once."""
         grace = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
-        self._crew.signal(number)
+        self._crews.signal(number)
         if not self._await_end(grace):
-            self._crew.kill()
+            self._crews.kill()
             self._await_end(KILL_GRACE_SECONDS)
 
     def _await_end(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            has_ended = self._crew.has_ended()
-            for news in self._crew.turn():
+            has_ended = self._crews.have_ended()
+            for news in self._crews.turn():
                 if not isinstance(news, tuple):
                     self._records.setdefault(news.rank, []).append(news)
                     self._around.on_record(news)
-            self._terminal.pump()
             if has_ended:
                 return True
             if self._around.interrupts.read():

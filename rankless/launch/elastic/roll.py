@@ -1,15 +1,15 @@
 """The roll of an elastic job: which workers there are, who is in the round, what is to happen next.
 
-It starts nothing and sends nothing: it is told what has happened, and `turn` answers what is to be done. See Note [rounds]
-in `records.rounds`.
+It starts nothing and sends nothing: it is told what has happened, and `turn` answers what is to be done. See Note
+[rounds] in `records.rounds`.
 
-Note [who is waited for]: once a round is over, the next begins when all workers that are wanted are ready. A replacement
-that is on its way is waited for, or everybody would have to meet again a moment later; but who is not there after
-PATIENCE_SECONDS is left for a round after it, if there are enough without it and one of them has the state. Before the
-first round everybody is waited for, for as long as there may be too few.
+Note [who is waited for]: once a round is over, the next begins when all workers that are wanted are ready. A
+replacement that is on its way is waited for, or everybody would have to meet again a moment later; but who is not there
+after PATIENCE_SECONDS is left for a round after it, if there are enough without it and one of them has the state.
+Before the first round everybody is waited for, for as long as there may be too few.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -104,7 +104,6 @@ class Seating:
     number: int
     seats: Mapping[int, Seat]
     must_sync: bool
-    address: str
     untold: list[Worker] = field(default_factory=list)
     """Members that wait for rank 0's store."""
     noticed: tuple[bool, bool] = (False, False)
@@ -117,10 +116,9 @@ Action = Start | Tell
 class Roll:
     """All that is known of the workers of one job."""
 
-    def __init__(self, elastic: Elastic, *, first_workers: int, address_of: Callable[[str], str]) -> None:
+    def __init__(self, elastic: Elastic, *, first_workers: int) -> None:
         self._elastic = elastic
         self._first_workers = first_workers
-        self._address_of = address_of
         self._slots: Mapping[str, int] = {}
         self._may_change = True
         self._number = 0
@@ -276,7 +274,6 @@ class Roll:
             number=self.round,
             seats=found,
             must_sync=not all(worker.has_state for worker in ready),
-            address=self._address_of(lead.host),
             untold=others,
         )
         self._tell_begin(lead, self._phase, None)
@@ -290,7 +287,7 @@ class Roll:
         seat = seating.seats[worker.number]
         worker.status = Status.IN_ROUND
         worker.last_round, worker.last_rank = seating.number, seat.rank
-        word = Begin(round=seating.number, seat=seat, address=seating.address, port=port, must_sync=seating.must_sync)
+        word = Begin(round=seating.number, seat=seat, port=port, must_sync=seating.must_sync)
         self._outbox.append(Tell(worker, word))
 
     def _leave(self, leaver: Worker, now: float) -> None:

@@ -27,8 +27,8 @@ class Member:
 def seats(members: Iterable[Member]) -> dict[int, Seat]:
     """The seat of each member, by its number.
 
-    Rank 0 has the latest state, so it can give it to the others. Ranks of one host follow each other; hosts, and workers
-    on each, stand in the order of seniority, so who survives keeps its rank where it can.
+    Rank 0 has the latest state, so it can give it to the others. Ranks of one host follow each other; hosts, and
+    workers on each, stand in the order of seniority, so who survives keeps its rank where it can.
     """
     hosts: dict[str, list[Member]] = {}
     for member in sorted(members, key=lambda member: member.seniority):

@@ -104,8 +104,8 @@ class ObjectState(State):
     def sync(self) -> None:
         """Give all ranks rank 0's attributes of now, and save them.
 
-        Horovod sends those that were saved last, though it sends a model as it is now; after an interrupt without a commit
-        the two do not belong together.
+        Horovod sends those that were saved last, though it sends a model as it is now; after an interrupt without a
+        commit the two do not belong together.
         """
         if not self._saved_state:
             return

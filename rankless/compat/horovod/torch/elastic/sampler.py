@@ -13,8 +13,8 @@ from rankless.compat.horovod import context
 class ElasticSampler(Sampler[int]):
     """Shares out the samples of an epoch that are not done yet, and does so again after each reset.
 
-    Keep it in a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every rank
-    gets as many samples: the first ones of the rest are repeated where they do not divide.
+    Keep it in a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every
+    rank gets as many samples: the first ones of the rest are repeated where they do not divide.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

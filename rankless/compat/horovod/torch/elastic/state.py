@@ -1,4 +1,4 @@
-"""The state of a PyTorch training: models, optimizers, schedulers and samplers, each by a handler, and plain objects."""
+"""The state of a PyTorch training: models, optimizers, schedulers, samplers, each by a handler, and plain objects."""
 
 import copy
 from typing import Any
@@ -91,8 +91,8 @@ class SamplerStateHandler(_StateDictHandler):
 class TorchState(ObjectState):
     """What a PyTorch training goes on from.
 
-    `model`, `optimizer` and any other value under its keyword become attributes. A value for whose type there is a handler
-    is saved, restored and sent by that, all others as plain Python objects.
+    `model`, `optimizer` and any other value under its keyword become attributes. A value for whose type there is a
+    handler is saved, restored and sent by that, all others as plain Python objects.
     """
 
     def __init__(
