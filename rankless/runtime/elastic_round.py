@@ -35,6 +35,8 @@ from rankless.runtime.rendezvous import Place
 
 STORE_TIMEOUT = timedelta(seconds=300)
 MOST_FAILED_MEETINGS = 20
+GIVING_UP_SECONDS = 2.0
+"""Once a round is over: for how long this process may still have to do with who is left, before it is told so."""
 
 _Met = TypeVar("_Met")
 
@@ -57,6 +59,8 @@ class Round:
         self.store: Any = None
         self._server: Any = None
         self._over = threading.Event()
+        self.give_up: Callable[[str], None] | None = None
+        """Called if this process is in the round still a while after it is over: its peers may have gone silently."""
 
     @property
     def is_over(self) -> bool:
@@ -150,6 +154,16 @@ class Membership:
                 found.connect(begin.address, port)
                 return found
 
+    def when_over(self, give_up: Callable[[str], None]) -> None:
+        """Have this called if the round is over, and this process is in it still a while after that."""
+        with self._lock:
+            current = self.round
+            if current is None:
+                return
+            current.give_up = give_up
+        if current.is_over:
+            self._give_up_soon(current)
+
     def synced(self) -> None:
         """This process has the state that all members of the round have."""
         if self.round is not None:
@@ -183,6 +197,17 @@ class Membership:
         with contextlib.suppress(OSError):  # without a driver this process is about to be ended
             send_word(self._end, word)
 
+    def _give_up_soon(self, over: Round) -> None:
+        timer = threading.Timer(GIVING_UP_SECONDS, self._give_up, (over,))
+        timer.daemon = True
+        timer.start()
+
+    def _give_up(self, over: Round) -> None:
+        with self._lock:
+            give_up = over.give_up if self.round is over else None
+        if give_up is not None:
+            give_up("A worker of this round is gone.")
+
     def _listen(self) -> None:
         while (word := receive_down(self._end)) is not None:
             if isinstance(word, Begin | Dismissed):
@@ -193,6 +218,7 @@ class Membership:
                     over = self.round if self.round is not None and self.round.number == word.round else None
                 if over is not None:
                     over.close()
+                    self._give_up_soon(over)
             else:
                 with self._lock:
                     self._change = word

@@ -94,8 +94,9 @@ def test_a_job_whose_workers_are_killed_again_and_again_ends_as_one_that_was_lef
     alone.mkdir()
     shutil.copy(SCRIPT, alone / "train.py")
     epochs, kills = 10, 5
-    undisturbed = rankless(*command("-np", "3", epochs=epochs, pause=0.0), folder=alone)
-    assert undisturbed.returncode == 0, undisturbed.stderr
+    undisturbed = start_rankless(*command("-np", "3", epochs=epochs, pause=0.0), folder=alone)
+    expected, said = undisturbed.communicate(timeout=SECONDS)
+    assert undisturbed.returncode == 0, said
     job = start_rankless(*command("-np", "3", "--min-np", "2", epochs=epochs, pause=0.1), folder=folder)
     killed: list[int] = []
     try:
@@ -109,7 +110,7 @@ def test_a_job_whose_workers_are_killed_again_and_again_ends_as_one_that_was_lef
     finally:
         end(job)
     assert job.returncode == 0, out + err
-    assert results(out) == results(undisturbed.stdout)
+    assert results(out) == results(expected)
     (steps, accuracy, _) = results(out).pop()
     assert int(steps) == epochs * 8
     assert float(accuracy) > 0.9

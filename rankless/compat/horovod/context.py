@@ -61,6 +61,7 @@ def init(comm: Any = None) -> None:
     if member is not None:
         # Each round has a store of its own, and a worker that has just come knows of no round before.
         _context = member.meet(lambda met: _made(met.place, comm, "once", settings))
+        member.when_over(_context.negotiator.give_up)
     else:
         _times += 1
         _context = _made(runtime.place(), comm, str(_times), settings)

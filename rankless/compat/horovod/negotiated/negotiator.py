@@ -138,6 +138,14 @@ class Negotiator:
             torch.cuda.current_stream().wait_event(ticket.event)
         return [ticket.results[place_of(one)[1]] for one in ticket.submissions]
 
+    def give_up(self, why: str) -> None:
+        """Let all that waits fail: this rank knows that others will not come."""
+        with self._lock:
+            if self._error is None:
+                self._end(why)
+        with suppress(OSError):  # it has been closed
+            os.eventfd_write(self._bell, 1)
+
     def close(self) -> None:
         """Leave; what other ranks wait for will not come, and they are told."""
         with self._lock:
