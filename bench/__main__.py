@@ -23,6 +23,7 @@ MODULES = {
     "variable_shapes": "variable_shapes",
     "collectives": "collectives",
     "hang_watch": "hang_watch",
+    "horovod": "horovod",
 }
 
 

@@ -49,7 +49,7 @@ OPTIONS: tuple[Value | Switch, ...] = (
     Value(names=("--ssh-port", "-p"), kind=int, metavar="PORT", help="of ssh on the other hosts"),
     Value(names=("--ssh-identity-file", "-i"), metavar="FILE", help="the private key for ssh"),
     Value(names=("--fusion-threshold-mb",), kind=int, help="tensors are put together up to so many MiB; 0: never"),
-    Value(names=("--cycle-time-ms",), kind=float, help="not needed: operations never wait for a cycle's end"),
+    Value(names=("--cycle-time-ms",), kind=float, help="how long tensors wait for more to go with them (0)"),
     Value(names=("--cache-capacity",), kind=int, help="how many operations are remembered once agreed (1024)"),
     *(
         Switch(on=(f"--{name}",), off=(f"--no-{name}",), group=name, help=_ACCEPTED)

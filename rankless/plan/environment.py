@@ -225,11 +225,6 @@ def horovod_choice() -> Literal["never", "missing", "always"]:
     return choices.get(os.environ.get(HOROVOD, ""), "missing")
 
 
-def user_start_timeout() -> str | None:
-    """How long horovodrun is to wait for hosts, if HOROVOD_START_TIMEOUT says so."""
-    return os.environ.get("HOROVOD_START_TIMEOUT") or None
-
-
 def with_function_key(key: bytes) -> dict[str, str]:
     """This process's environment for a `horovodrun` that runs a function: with the key to where the function is."""
     return {**os.environ, FUNCTION_KEY: key.hex()}
@@ -238,11 +233,6 @@ def with_function_key(key: bytes) -> dict[str, str]:
 def take_function_key() -> bytes:
     """The key that `with_function_key` has given; what this process starts does not get it."""
     return bytes.fromhex(os.environ.pop(FUNCTION_KEY, ""))
-
-
-def horovod_rank() -> int:
-    """This process's rank under horovodrun; 0 elsewhere."""
-    return _whole_number("HOROVOD_RANK") or 0
 
 
 def python_path_from(folder: str) -> str:

@@ -131,7 +131,6 @@ def notes(flags: HorovodrunFlags) -> list[str]:
         "--mpi-threads-disable": flags.mpi_threads_disable is not None and "not heeded, there is no MPI",
         "--num-nccl-streams": flags.num_nccl_streams is not None and "not heeded, NCCL has one stream",
         "--thread-affinity": flags.thread_affinity is not None and "not heeded, threads may use every core",
-        "--cycle-time-ms": flags.cycle_time_ms is not None and "not needed, operations never wait for a cycle's end",
         "--hierarchical-…, --torus-allreduce": is_hierarchical
         and "not heeded, ranks of one host share memory without it",
         "--autotune": bool(flags.autotune) and "not heeded, nothing is tuned",
@@ -143,7 +142,12 @@ def notes(flags: HorovodrunFlags) -> list[str]:
 
 
 def _is_this_python(target: str) -> bool:
-    """Whether a command is the interpreter that runs Rankless, by any of its names."""
+    """Whether a command is the interpreter that runs Rankless, by any of its names.
+
+    `python` alone always is: where its environment is not activated, another one would be found, without Horovod's API.
+    """
+    if target in ("python", "python3"):
+        return True
     found = shutil.which(target)
     if found is None or not os.path.basename(target).startswith("python"):
         return False

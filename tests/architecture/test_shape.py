@@ -19,6 +19,7 @@ FOREIGN_NAMES = {
 AS_USERS_WRITE = PACKAGE.parent / "tests/scripts/training"
 """Scripts in the shape that their authors give them: a long `main`, say."""
 MANY_PARAMETERS = {
+    "rankless/compat/horovod/runner/__init__.py:run": "is horovod.run",
     "rankless/collectives/sampling.py:__init__": "takes what torch's DistributedSampler takes, and padding=",
     "rankless/script.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
     "rankless/script.py:loader": "takes what torch's DataLoader takes, under its names",

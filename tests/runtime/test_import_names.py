@@ -120,7 +120,9 @@ def test_a_part_that_is_not_there_is_named_with_what_is(tmp_path: Path):
         done = rankless("run", "-c", f"import {name}", folder=tmp_path)
         assert done.returncode == 1
         missing = name if name.count(".") == 1 or "torch" in name else "horovod.spark"
-        assert f"ModuleNotFoundError: No module named '{missing}': Rankless has Horovod's API for PyTorch" in done.stderr
+        assert (
+            f"ModuleNotFoundError: No module named '{missing}': Rankless has Horovod's API for PyTorch" in done.stderr
+        )
     asked = "import importlib.util as u; print(u.find_spec('horovod.torch') is not None, end='')"
     assert printed(rankless("run", "-c", asked, folder=tmp_path)) == "True"
 

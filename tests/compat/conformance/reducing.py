@@ -114,6 +114,9 @@ def check_a_name_that_is_being_processed():
     if handle is None:
         handle = hvd.allreduce_async(tensors[0], name="twice", op=hvd.Sum)
     assert hvd.synchronize(handle)[0].item() == hvd.size()
+    hvd.barrier()
+    hvd.shutdown()  # rank 0 has counted one call more, by which unnamed operations are named
+    hvd.init()
 
 
 def check_groups():
@@ -183,7 +186,7 @@ def check_adaptive_summation():
     """Adasum averages what points the same way and adds what stands at right angles; ranks must be a power of 2."""
     size, rank = hvd.size(), hvd.rank()
     if size & (size - 1):
-        raised(hvd.HorovodInternalError, lambda: hvd.allreduce(torch.ones(3), op=hvd.Adasum, name="adasum"))
+        raised(NotImplementedError, lambda: hvd.allreduce(torch.ones(3), op=hvd.Adasum, name="adasum"))
         return
     alike = hvd.allreduce(torch.full((3,), 2.0, dtype=torch.float64), op=hvd.Adasum)
     torch.testing.assert_close(alike, torch.full((3,), 2.0, dtype=torch.float64))

@@ -16,6 +16,7 @@ from math import prod
 
 from rankless.compat.horovod.negotiated.agreement import disagreement
 from rankless.compat.horovod.negotiated.messages import Execute, Item, Request
+from rankless.compat.horovod.negotiated.submissions import UNNAMED
 
 Combine = Callable[[Request, Sequence[bytes], int], bytes]
 """The reduced values of a request, from those of the ranks that take part, in their order, and the size of the set."""
@@ -281,7 +282,7 @@ class Coordinator:
 
     def _number_of(self, waiting: Waiting) -> int:
         """The number by which it is called from now on, if somebody is to learn it."""
-        if not waiting.was_described or not self._capacity or ".noname." in waiting.key:
+        if not waiting.was_described or not self._capacity or _is_unnamed(waiting.key):
             return -1
         place = (waiting.set_id, waiting.key)
         number = self._numbers.get(place)
@@ -303,6 +304,11 @@ class Coordinator:
 def byte_count(request: Request) -> int:
     """How large a request's tensor is."""
     return prod(request.shape) * ITEM_BYTES.get(request.dtype, 4)
+
+
+def _is_unnamed(key: str) -> bool:
+    """Whether nobody will ever use the key again."""
+    return key.partition(".")[2].startswith(UNNAMED)
 
 
 def _common_of(unit: Unit) -> tuple[object, ...] | None:

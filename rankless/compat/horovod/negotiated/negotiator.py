@@ -2,23 +2,26 @@
 
 Note [who drives]: messages are taken, and batches executed, by one thread at a time, the one that holds `_driving`.
 That is a thread of its own, unless somebody waits in `synchronize`, who then does it himself: nothing is handed over.
-The thread waits on `_all`, in which `_links` lies with all connections; who drives himself takes `_links` out.
+The thread waits on `_all`, in which `_links` lies with all connections while it listens. Who drives himself takes
+`_links` out, and sets the alarm when he is done: were the thread awake at once, it would wake at every message of a
+script that calls one operation after the other, and only be in its way.
 """
 
-import os
+import itertools
 import selectors
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.negotiated.alarm import Alarm
 from rankless.compat.horovod.negotiated.coordinator import ALL_RANKS, Coordinator
 from rankless.compat.horovod.negotiated.desks import Desk, Ended, Hub, Spoke
 from rankless.compat.horovod.negotiated.execution import Execution, Surroundings
@@ -26,7 +29,7 @@ from rankless.compat.horovod.negotiated.meeting import Met
 from rankless.compat.horovod.negotiated.messages import Execute, Request
 from rankless.compat.horovod.negotiated.riding import bytes_of, combine, put, rides
 from rankless.compat.horovod.negotiated.stalling import Stalls
-from rankless.compat.horovod.negotiated.submissions import Kind, Submission
+from rankless.compat.horovod.negotiated.submissions import UNNAMED, Kind, Submission
 from rankless.compat.horovod.negotiated.tickets import Ticket, Tickets, place_of
 from rankless.compat.horovod.negotiated.timeline import Timeline
 from rankless.compat.horovod.settings import Settings
@@ -41,6 +44,10 @@ SWITCH_SECONDS = 2e-4
 JOIN_SECONDS = 10.0
 LAST_SECONDS = 5.0
 """After a rank has left: for how long the others may still execute what was decided before."""
+HAND_OVER_SECONDS = 1e-4
+"""So long the thread leaves what is submitted to who will, as a rule, wait for it at once."""
+REST_SECONDS = 1e-3
+"""After somebody has driven himself, he may come again."""
 
 
 class Negotiator:
@@ -58,14 +65,15 @@ class Negotiator:
         self._queue: deque[Execute] = deque()
         self._executing: Execute | None = None
         self._last_until = 0.0
-        self._last_handle = 0
+        self._handles = itertools.count(1)
+        self._unnamed: dict[int, int] = {}
         self._error: HorovodInternalError | None = None
         self._closed = False
         self._links = selectors.EpollSelector()
         self._all = selectors.EpollSelector()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
-        self._all.register(self._bell, selectors.EVENT_READ)
-        self._all.register(self._links.fileno(), selectors.EVENT_READ)
+        self._alarm = Alarm()
+        self._all.register(self._alarm, selectors.EVENT_READ)
+        self._listens = False
         self._desk = self._desk_of(met, rank, settings)
         self._execution = Execution(
             Surroundings(
@@ -84,9 +92,15 @@ class Negotiator:
 
     def new_handle(self) -> int:
         """The number of the next call on this rank."""
+        return next(self._handles)
+
+    def new_name(self, set_id: int) -> str:
+        """The name of the next operation of a process set that the script does not name: the same on all its ranks, if
+        they call such operations in the same order.
+        """
         with self._lock:
-            self._last_handle += 1
-            return self._last_handle
+            count = self._unnamed[set_id] = self._unnamed.get(set_id, 0) + 1
+            return f"{UNNAMED}{count}"
 
     def submit(self, handle: int, submissions: Sequence[Submission]) -> None:
         """Hand in operations, all under one handle. Raises ValueError if one of their names is in use, and
@@ -105,8 +119,12 @@ class Negotiator:
                 values = bytes_of(one.tensor) if ride and one.tensor is not None else b""
                 self._desk.submit(place, _request(one, place[1], ride), values)
             self._take()
-        if self._queue and self._executing is None:
-            os.eventfd_write(self._bell, 1)
+            if not ticket.is_done and (self._queue or not self._listens):
+                self._alarm.set(HAND_OVER_SECONDS)
+
+    def knows(self, handle: int) -> bool:
+        """Whether a handle has been submitted, and its results not been given."""
+        return handle in self._tickets
 
     def poll(self, handle: int) -> bool:
         """Whether an operation has its result, or its error. Raises KeyError if there is none of this handle."""
@@ -114,8 +132,8 @@ class Negotiator:
         if not ticket.is_done:
             with self._lock:
                 self._take()
-            if self._queue:
-                os.eventfd_write(self._bell, 1)
+                if self._queue:
+                    self._alarm.set(0)
         return ticket.is_done
 
     def synchronize(self, handle: int) -> list[Any]:
@@ -141,10 +159,10 @@ class Negotiator:
     def give_up(self, why: str) -> None:
         """Let all that waits fail: this rank knows that others will not come."""
         with self._lock:
-            if self._error is None:
+            if not self._closed:
+                self._last_until = 0.0
                 self._end(why)
-        with suppress(OSError):  # it has been closed
-            os.eventfd_write(self._bell, 1)
+                self._alarm.set(0)
 
     def close(self) -> None:
         """Leave; what other ranks wait for will not come, and they are told."""
@@ -155,7 +173,7 @@ class Negotiator:
             if self._error is None:
                 self._desk.leave()
                 self._end("This rank has left.")
-        os.eventfd_write(self._bell, 1)
+        self._alarm.set(0)
         self._execution.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_SECONDS)
@@ -164,7 +182,7 @@ class Negotiator:
         self.timeline.stop()
         self._all.close()
         self._links.close()
-        os.close(self._bell)
+        self._alarm.close()
 
     def _desk_of(self, met: Met, rank: int, settings: Settings) -> Desk:
         if rank:
@@ -190,10 +208,10 @@ class Negotiator:
         """The thread's own loop."""
         while not self._closed:
             self._all.select(self._desk.poll_seconds())
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+            self._alarm.clear()
             if not self._closed and self._driving.acquire(blocking=False):
                 try:
+                    self._listen()
                     while self._step():
                         pass
                 finally:
@@ -201,20 +219,26 @@ class Negotiator:
                     with self._changed:
                         self._changed.notify_all()
 
+    def _listen(self) -> None:
+        """The thread wakes for messages from now on. `_driving` is held."""
+        if not self._listens:
+            self._listens = True
+            self._all.register(self._links.fileno(), selectors.EVENT_READ)
+
     @contextmanager
     def _by_myself(self) -> Iterator[None]:
-        """Within, the thread does not listen; `_driving` is held, and let go at the end."""
-        self._all.unregister(self._links.fileno())
+        """Within, the thread does not listen, and not for a while after; `_driving` is held, and let go at the end."""
+        if self._listens:
+            self._listens = False
+            self._all.unregister(self._links.fileno())
         try:
             yield
         finally:
             self._driving.release()
-            with suppress(ValueError, OSError):  # it has been closed
-                self._all.register(self._links.fileno(), selectors.EVENT_READ)
-                if self._queue:
-                    os.eventfd_write(self._bell, 1)
             with self._changed:
                 self._changed.notify_all()
+                if not self._closed:
+                    self._alarm.set(0 if self._queue or self._tickets else REST_SECONDS)
 
     def _drive(self, *, until: Ticket) -> None:
         while not until.is_done:

@@ -5,6 +5,9 @@ from enum import Enum, IntEnum
 
 import torch
 
+UNNAMED = "noname."
+"""How the names of operations begin that the script has not named."""
+
 
 class Kind(Enum):
     """The operations. The value is the word that begins an operation's key: names of two kinds never collide."""

@@ -62,6 +62,9 @@ class Tickets:
     def __getitem__(self, handle: int) -> Ticket:
         return self._tickets[handle]
 
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._tickets
+
     def __bool__(self) -> bool:
         return bool(self._outstanding)
 

@@ -1,6 +1,6 @@
 """Gradients, combined over the ranks while backward is still computing others.
 
-Note [few values]: what is small travels with the negotiation itself, which is faster for one tensor and slower for many.
+Note [few values]: what is small travels with the negotiation itself: faster for one tensor, slower for many.
 So gradients do so only if those of the whole model are small; it is the same on all ranks, whatever they batch.
 
 Note [batches]: a gradient that is complete waits for others until they are 1 MiB together, or until backward ends; then

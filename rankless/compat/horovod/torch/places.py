@@ -88,7 +88,11 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises ValueError unless HOROVOD_TIMELINE=DYNAMIC.
     """
-    context.current().negotiator.timeline.start(file_path, mark_cycles=mark_cycles)
+    here = context.current()
+    if here.settings.timeline != "DYNAMIC":
+        raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
+    if here.world.rank == 0:
+        here.negotiator.timeline.start(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:

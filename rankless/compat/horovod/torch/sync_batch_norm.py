@@ -102,7 +102,7 @@ class Normalized(torch.autograd.Function):
         dims = _all_but_channels(normal)
         sums = torch.stack([precise.sum(dims), (precise * normal).sum(dims)])
         of_bias, of_weight = sums.to(gradient.dtype if weight is None else weight.dtype)
-        whole = sums.to(torch.float64)
+        whole = sums.to(torch.float64, copy=True)
         rule = combining(Reduction.SUM, 1.0, 1.0, global_process_set)
         mean, mean_normal = synchronize(start(whole, whole, "sync_batch_norm.gradients", rule)) / count
         scale = inverse if weight is None else inverse * weight

@@ -16,11 +16,13 @@ class GroupHandle(int):
 
 
 def submit(kind: Kind, name: str | None, process_set: ProcessSet, **fields: Any) -> int:
-    """The handle of one operation. `fields` are those of a Submission. Without a name, the handle is the name."""
+    """The handle of one operation. `fields` are those of a Submission. Without a name, calls are counted."""
     negotiator = context.current().negotiator
     set_id = set_id_of(process_set, kind)
     handle = negotiator.new_handle()
-    negotiator.submit(handle, [Submission(kind=kind, name=name or f"noname.{handle}", set_id=set_id, **fields)])
+    negotiator.submit(
+        handle, [Submission(kind=kind, name=name or negotiator.new_name(set_id), set_id=set_id, **fields)]
+    )
     return handle
 
 
@@ -33,7 +35,7 @@ def submit_group(
     negotiator = context.current().negotiator
     set_id = set_id_of(process_set, kind)
     handle = negotiator.new_handle()
-    submissions = named_group(kind, name or f"noname.{handle}", set_id, members)
+    submissions = named_group(kind, name or negotiator.new_name(set_id), set_id, members)
     negotiator.submit(handle, submissions)
     return GroupHandle(handle)
 
@@ -67,9 +69,7 @@ def synchronize(handle: int | Callable[[], torch.Tensor]) -> Any:
     if not context.is_initialized():
         return None
     negotiator = context.current().negotiator
-    try:
-        negotiator.poll(handle)
-    except KeyError:
+    if not negotiator.knows(handle):
         return None
     results = negotiator.synchronize(handle)
     return results if isinstance(handle, GroupHandle) else _received(results[0])

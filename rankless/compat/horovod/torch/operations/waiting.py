@@ -11,8 +11,8 @@ EVERYWHERE = "noname"
 def join(device: int = -1) -> int:
     """The rank that joined last, once all have joined.
 
-    Until then this rank takes part in the others' allreduces with zeros; an Average is still over all ranks. `device` is
-    where Horovod makes its zeros; here they are made where they are needed.
+    Until then this rank takes part in the others' allreduces with zeros; an Average is still over all ranks. `device`
+    is where Horovod makes its zeros; here they are made where they are needed.
     """
     last: int = synchronize(submit(Kind.JOIN, EVERYWHERE, global_process_set))
     return last

@@ -1,0 +1,34 @@
+"""Horovod's API here against torch.distributed on 2 workers: the optimizer's step, and single allreduces."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.commands import rankless_run, run
+from bench.pairs import Row, row
+
+CALLS = {
+    "4_kib": (("4096",), 0.3),
+    "4_kib_while_python_runs": (("4096", "--busy"), 1.5),
+    "1_mib": ((str(1 << 20), "--calls", "20"), None),
+    "64_mib": ((str(64 << 20), "--calls", "1"), 1.05),
+}
+STEPS = ("mlp", "lenet")
+
+
+def rows() -> Iterator[Row]:
+    """One row per model and size."""
+    for model in STEPS:
+        times = _times("horovod_steps.py", model)
+        yield row(f"horovod_step_{model}", peer="DistributedDataParallel", times=times, aim=1.1)
+    for name, (arguments, aim) in CALLS.items():
+        times = _times("horovod_calls.py", *arguments)
+        yield row(f"horovod_allreduce_{name}", peer="Gloo", times=times, aim=aim)
+
+
+def _times(script: str, *arguments: str) -> list[tuple[float, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        run(rankless_run(2, script, *arguments), threads=1, folder=folder)
+        times: list[tuple[float, float]] = json.loads((Path(folder) / "times.json").read_text())
+        return times
