@@ -213,3 +213,28 @@ def test_an_elastic_job_heeds_ctrl_c_and_leaves_nothing(folder: Path):
     assert job.returncode == 128 + signal.SIGINT
     assert "ended by SIGINT" in err
     assert not any(map(is_alive, processes))
+
+
+@pytest.mark.slow
+def test_a_host_that_comes_while_the_others_wait_for_it_gets_the_state_from_them(folder: Path):
+    # Horovod's issue 3494: who had seen a host go did not send the state, who came waited for it, both for ever.
+    discovery = folder / "discover.sh"
+    discovery.write_text("#!/bin/sh\ncat hosts\n")
+    discovery.chmod(0o755)
+    (folder / "hosts").write_text("localhost:1\n127.0.0.1:1\n")
+    options = ("-np", "2", "--min-np", "2", "--host-discovery-script", "./discover.sh")
+    job = start_rankless(*command(*options, epochs=12, pause=0.1), folder=folder)
+    try:
+        wait_for_size(folder, 2)
+        first = set(steps_by_process(folder))
+        (folder / "hosts").write_text("localhost:1\n")
+        wait_until(lambda: sum(map(is_alive, first)) == 1, seconds=SECONDS)
+        steps = max(each.steps for each in done(folder))
+        (folder / "hosts").write_text("localhost:1\n127.0.0.2:1\n")
+        out, err = job.communicate(timeout=SECONDS)
+    finally:
+        end(job)
+    assert job.returncode == 0, out + err
+    assert len(results(out)) == 1
+    assert {words[2] for process_id, words in lines(folder, "began") if process_id not in first} == {str(steps)}
+    assert_every_sample_was_seen(folder, epochs=12)

@@ -331,7 +331,7 @@ class Negotiator:
         self._changed.notify_all()
 
     def _end_in_order(self) -> None:
-        """Some rank has left, which has seen its last results: what was decided before is executed. The lock is held."""
+        """Some rank has left, and had its last results: what was decided before is executed. The lock is held."""
         self._error = HorovodInternalError(SHUT_DOWN)
         self._last_until = time.monotonic() + LAST_SECONDS
         batches = [*self._queue, *([self._executing] if self._executing is not None else [])]
