@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import end, is_alive, rankless, start_rankless, wait_until
 
 SCRIPT = Path(__file__).with_name("elastic_digits.py")
+EXAMPLE = SCRIPT.parents[2] / "examples" / "horovod" / "elastic.py"
 SAMPLES = set(range(600))
 SECONDS = 120.0
 
@@ -238,3 +240,23 @@ def test_a_host_that_comes_while_the_others_wait_for_it_gets_the_state_from_them
     assert len(results(out)) == 1
     assert {words[2] for process_id, words in lines(folder, "began") if process_id not in first} == {str(steps)}
     assert_every_sample_was_seen(folder, epochs=12)
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_when_a_worker_is_killed(tmp_path: Path):
+    options = ("horovodrun", "-np", "2", "--min-np", "1", sys.executable, str(EXAMPLE), "--epochs", "8")
+    job = start_rankless(*options, folder=tmp_path, OMP_NUM_THREADS="1")
+    try:
+        assert job.stdout is not None
+        seen = [next(line for line in job.stdout if "epoch 1" in line)]
+        tree = psutil.Process(job.pid).children(recursive=True)
+        parents = {process.ppid() for process in tree}
+        os.kill(max(process.pid for process in tree if process.pid not in parents), signal.SIGKILL)
+        out, err = job.communicate(timeout=SECONDS)
+    finally:
+        end(job)
+    assert job.returncode == 0, "".join(seen) + out + err
+    assert "was killed by signal 9" in err
+    assert "training with 2 workers from epoch" in out
+    (accuracy,) = re.findall(r"accuracy ([\d.]+) on 2 workers", out)
+    assert float(accuracy) > 0.85

@@ -39,7 +39,7 @@ class StateHandler:
         self.save()
 
 
-class _StateDictHandler(StateHandler):
+class _ByStateDict(StateHandler):
     """For what has `state_dict` and `load_state_dict`."""
 
     def __init__(self, value: Any) -> None:
@@ -64,7 +64,7 @@ class _StateDictHandler(StateHandler):
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
-class ModelStateHandler(_StateDictHandler):
+class ModelStateHandler(_ByStateDict):
     """A model."""
 
     def send(self) -> None:
@@ -72,7 +72,7 @@ class ModelStateHandler(_StateDictHandler):
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
-class OptimizerStateHandler(_StateDictHandler):
+class OptimizerStateHandler(_ByStateDict):
     """An optimizer."""
 
     def send(self) -> None:
@@ -80,11 +80,11 @@ class OptimizerStateHandler(_StateDictHandler):
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
-class LRSchedulerStateHandler(_StateDictHandler):
+class LRSchedulerStateHandler(_ByStateDict):
     """A scheduler of learning rates."""
 
 
-class SamplerStateHandler(_StateDictHandler):
+class SamplerStateHandler(_ByStateDict):
     """An `ElasticSampler`."""
 
 
