@@ -33,23 +33,8 @@ _CARRIED = (
     "HF_",
     "HOROVOD_",
 )
-_A_HOSTS_OWN = (
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "PWD",
-    "OLDPWD",
-    "HOSTNAME",
-    "TMPDIR",
-    "DISPLAY",
-    "SSH_",
-    "XDG_",
-    "DBUS_",
-    "BASH_FUNC",
-    "_",
-)
-"""Variables that say something of the host on which they are set, by their beginnings."""
+_A_HOSTS_OWN = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME", "TMPDIR", "DISPLAY", "_")
+_A_LOGINS_OWN = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot
@@ -215,7 +200,7 @@ def exported_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_A_HOSTS_OWN) and name not in (TOKEN_FILE, WORKER_PLAN)
+        if not name.startswith(_A_LOGINS_OWN) and name not in (*_A_HOSTS_OWN, TOKEN_FILE, WORKER_PLAN)
     }
 
 
@@ -282,11 +267,6 @@ def user_line_prefix() -> str | None:
 def horovod_variables() -> dict[str, str]:
     """Horovod's variables, without `HOROVOD_` before their names."""
     return {name.removeprefix("HOROVOD_"): value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
-
-
-def allow_dynamic_process_sets() -> None:
-    """Let `hvd.add_process_set` work, as `hvd.init(process_sets="dynamic")` asks: Horovod sets this variable, too."""
-    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 
 def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:

@@ -64,7 +64,7 @@ def slot_of(horovod: Horovod, rank: int) -> Slot:
     raise ValueError(f"rank {rank} of {horovod.size}")
 
 
-def horovod_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping[str, str | None]:
+def slot_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping[str, str | None]:
     """Horovod's variables for one worker; `interface` is the network card by which all of them talk."""
     slot = slot_of(horovod, rank)
     own = {

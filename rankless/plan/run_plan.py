@@ -1,5 +1,6 @@
 """The two plans: one for a whole run, one for each of its workers."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -66,6 +67,8 @@ class Company(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_seconds: float = 60.0
     copies: bool = False
     """Send the script to hosts that have another one."""
+    variables: Mapping[str, str] = {}
+    """Of the environment, on every host; by ssh only."""
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     """None leaves both to ssh."""
@@ -83,6 +86,8 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int
     store_address: str
     store_port: int
+    addresses: tuple[str, ...] = ()
+    """Of each host, the numeric one by which its way to host 0 leads; none if there is only one host."""
     endpoints: tuple[str, ...] = ()
     """HOST:PORT of every rank, for a program that was written for Paddle's launcher."""
     recording: str | None = None
@@ -231,8 +236,24 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     program: Program
     warm: bool
     workers: tuple[WorkerLaunch, ...]
+    other_hosts: tuple[str, ...] = ()
+    """The addresses of the job's other hosts, where they are known."""
     lifeline_descriptor: int
     records_descriptor: int
     store_descriptor: int | None
     orders_descriptor: int | None = None
     """The socket on which further workers are ordered, in an elastic job."""
+
+    def descriptors(self) -> list[int]:
+        """Those that the parent is to inherit, under these numbers."""
+        pages = (launch.plan.whereabouts_descriptor for launch in self.workers)
+        sockets = (self.lifeline_descriptor, self.records_descriptor, self.store_descriptor, self.orders_descriptor)
+        return [descriptor for descriptor in (*sockets, *pages) if descriptor is not None]
+
+
+class ForkServerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a fork server is told at its start, as `HostPlan` is."""
+
+    connection_descriptor: int
+    with_jobs: bool
+    """Whether the programs of its runs call jobs."""

@@ -24,13 +24,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch
-from rankless.plan.script_source import names_rankless
+from rankless.plan.run_plan import HostPlan, WorkerLaunch
+from rankless.plan.script_source import names_horovod, names_rankless
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Said, Started
 from rankless.runtime.bootstrap import python_command
+from rankless.runtime.connections import cut_connections
 from rankless.runtime.ending import Ending
-from rankless.runtime.lifeline import KILL, signals_in
+from rankless.runtime.import_names import ImportNames
+from rankless.runtime.lifeline import CUT, KILL, signals_in
 from rankless.runtime.orders import receive_order
 from rankless.runtime.processes import (
     adopt_orphans,
@@ -56,21 +58,47 @@ JOB_MODULES = (
     "rankless.views.loading.loader",
 )
 """What the first job call needs besides; imported only for programs that use Rankless."""
+HOROVOD_MODULES = ("rankless.compat.horovod.torch",)
+"""For programs that name Horovod: a second and more of each worker, also of one that replaces another."""
+
+Cores = set[int] | None
 
 
 def main(ending: Ending) -> Callable[[], None] | None:
     """Serve until no worker is left; in a forked worker, return at once with what the worker is to run."""
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=HostPlan)
+    cores = withdraw()
+    with_horovod = names_horovod(plan.program) and not ImportNames().is_to_yield()
+    warm = plan.warm and import_torch(with_jobs=names_rankless(plan.program), with_horovod=with_horovod)
+    if plan.warm and not warm:
+        _say(plan, "the workers start as plain processes, because torch is not there or has started threads")
+    return lead(plan, ending=ending, warm=warm, cores=cores)
+
+
+def withdraw() -> Cores:
+    """Heed nobody but the agent, as whoever imports for workers does; returns the cores that were ours till then."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     set_parent_death_signal(signal.SIGKILL)  # while importing there is nobody to guard yet
-    adopt_orphans()
     # Modules live as long as the process: looking for garbage among them is a tenth of torch's import, 90 ms.
     gc.disable()
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    warm = plan.warm and import_torch(plan.program)
-    if plan.warm and not warm:
-        _say(plan, "the workers start as plain processes, because torch is not there or has started threads")
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+def import_torch(*, with_jobs: bool, with_horovod: bool = False) -> bool:
+    """Import what the workers will need; False if they cannot be forked from here afterwards."""
+    for name in TORCH_MODULES + JOB_MODULES * with_jobs + HOROVOD_MODULES * with_horovod:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            if name == "torch":
+                return False
+    return thread_count() == 1
+
+
+def lead(plan: HostPlan, *, ending: Ending, warm: bool, cores: Cores) -> Callable[[], None] | None:
+    """Be the parent of a run's workers, to its end; in a forked worker, return at once with what it is to run."""
+    adopt_orphans()
     guard = Guard(plan)
     if guard.agent_is_gone():
         return None
@@ -85,17 +113,6 @@ def main(ending: Ending) -> Callable[[], None] | None:
         return worker.run
     ending.arm()  # taking torch apart would cost the parent too a quarter of a second, while the agent waits
     return None
-
-
-def import_torch(program: Program) -> bool:
-    """Import what the workers will need; False if they cannot be forked from here afterwards."""
-    for name in TORCH_MODULES + (JOB_MODULES if names_rankless(program) else ()):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            if name == "torch":
-                return False
-    return thread_count() == 1
 
 
 class Guard:
@@ -191,6 +208,8 @@ class Guard:
         if not words or KILL in words:
             self._end_all()
             return
+        if CUT in words:
+            cut_connections(self._workers, hosts=self._plan.other_hosts)
         for number in signals_in(words):
             for process_id in list(self._workers):
                 send_signal(process_id, number)

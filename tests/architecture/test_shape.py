@@ -22,7 +22,21 @@ FOREIGN_CLASSES = {
 }
 AS_USERS_WRITE = PACKAGE.parent / "tests/scripts/training"
 """Scripts in the shape that their authors give them: a long `main`, say."""
+HOROVODS = {
+    "torch/operations/allreduce.py": (
+        *("allreduce", "allreduce_async", "allreduce_", "allreduce_async_"),
+        *("grouped_allreduce", "grouped_allreduce_async", "grouped_allreduce_", "grouped_allreduce_async_"),
+    ),
+    "torch/operations/reducescatter.py": ("reducescatter", "grouped_reducescatter"),
+    "torch/optimizer.py": ("DistributedOptimizer",),
+}
+"""Functions that scripts call by Horovod's signatures."""
 MANY_PARAMETERS = {
+    **{
+        f"rankless/compat/horovod/{file}:{name}": "takes what Horovod's function takes, under its names"
+        for file, names in HOROVODS.items()
+        for name in names
+    },
     "rankless/compat/horovod/runner/__init__.py:run": "is horovod.run",
     "rankless/collectives/sampling.py:__init__": "takes what torch's DistributedSampler takes, and padding=",
     "rankless/script.py:job": "the one decorator of the package: every switch of a job is one of its keywords",

@@ -102,6 +102,13 @@ def test_a_script_trains_alike_on_all_ranks_however_python_is_told_to_run_it(tmp
     assert len(set(found)) == 1
 
 
+def test_two_names_of_one_machine_are_two_hosts_to_a_script(tmp_path: Path):
+    places = "hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()"
+    code = f"import horovod.torch as hvd; hvd.init(); print({places})"
+    done = horovodrun("-np", "3", "-H", "localhost:2,127.0.0.1:1", "python", "-c", code, folder=tmp_path)
+    assert by_rank(done.stdout) == {0: ["0 2 0 2"], 1: ["1 2 0 1"], 2: ["0 1 1 2"]}, done.stderr
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """A run with a handful of options, some of which the environment says otherwise."""

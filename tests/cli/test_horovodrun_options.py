@@ -13,7 +13,7 @@ from rankless.cli.horovodrun_flags import take_flags
 from rankless.errors import PlanError
 from rankless.plan import environment, horovodrun_hosts
 from rankless.plan.check import make_run_plan
-from rankless.plan.horovod import Horovod, NamedHost, horovod_variables, padded_rank, slot_of
+from rankless.plan.horovod import Horovod, NamedHost, padded_rank, slot_of, slot_variables
 from rankless.plan.horovodrun import horovodrun_program, horovodrun_request, notes, worker_variables
 from rankless.plan.horovodrun_flags import HorovodrunFlags
 from rankless.plan.run_plan import Company, Program, RunRequest
@@ -254,9 +254,7 @@ def test_slots_on_hosts_of_different_sizes():
         *(("a", 0, 2), ("a", 1, 2), ("b", 0, 1), ("c", 0, 2), ("c", 1, 2))
     ]
     assert [(slot.cross_rank, slot.cross_size) for slot in slots] == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
-    found = horovod_variables(
-        msgspec.structs.replace(job, variables=(("HOROVOD_CYCLE_TIME", "1"),)), 4, interface="eth0"
-    )
+    found = slot_variables(msgspec.structs.replace(job, variables=(("HOROVOD_CYCLE_TIME", "1"),)), 4, interface="eth0")
     assert found["HOROVOD_HOSTNAME"] == "c"
     assert [found[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")] == ["4", "5", "1", "2"]
     assert [found[f"HOROVOD_{name}"] for name in ("CROSS_RANK", "CROSS_SIZE", "CYCLE_TIME")] == ["1", "2", "1"]

@@ -126,6 +126,9 @@ def _among(place: Place, comm: Any) -> tuple[Place, str]:
 
 def _world(place: Place, met: Met) -> World:
     sizes = [met.hosts.count(host) for host in dict.fromkeys(met.hosts)]
+    told = _told(place)
+    if told is not None:
+        return World(rank=place.rank, size=place.size, **told, is_homogeneous=len(set(sizes)) == 1)
     if place.local_rank is not None and place.local_size is not None:
         host, count = place.host or 0, place.host_count or 1
         return World(
@@ -149,3 +152,16 @@ def _world(place: Place, met: Met) -> World:
         cross_size=len(hosts),
         is_homogeneous=len(set(sizes)) == 1,
     )
+
+
+def _told(place: Place) -> dict[str, int] | None:
+    """Where this process is by Horovod's variables, if a launcher has set them for this place: two names of hosts may
+    mean one machine.
+    """
+    told = environment.horovod_variables()
+    is_this_place = (told.get("RANK"), told.get("SIZE")) == (str(place.rank), str(place.size))
+    names = ("local_rank", "local_size", "cross_rank", "cross_size")
+    found = {name: told.get(name.upper(), "") for name in names}
+    if not is_this_place or told.get("ELASTIC") == "1" or not all(value.isdigit() for value in found.values()):
+        return None
+    return {name: int(value) for name, value in found.items()}
