@@ -18,7 +18,7 @@ from rankless.launch.hosts.gathering import Interrupted
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import signal_name
 from rankless.launch.logs import make_run_folder, shown_streams
-from rankless.launch.parent_process import ParentProcess
+from rankless.launch.parent_process import Handed, ParentProcess
 from rankless.launch.ports import require_own_address
 from rankless.launch.shared_files import SharedFiles
 from rankless.launch.terminal import Terminal, Write, writer_to
@@ -141,8 +141,8 @@ class Run:
         parent = ParentProcess(
             plan,
             self._workers,
-            store=job.store,
             log_path=self.account.parent_log,
+            handed=Handed(store=job.store),
             other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
             fork_server=fork_server,
         )

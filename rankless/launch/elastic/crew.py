@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rankless.launch.parent_process import ParentProcess
+from rankless.launch.parent_process import Handed, ParentProcess
 from rankless.plan.run_plan import RunPlan, WorkerLaunch
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord, Exited
@@ -22,7 +22,7 @@ class Crew:
         self._selector = selector
         self._orders, orders_end = word_channel()
         with orders_end:
-            self._parent = ParentProcess(plan, [], store=None, log_path=log_path, orders=orders_end)
+            self._parent = ParentProcess(plan, [], log_path=log_path, handed=Handed(orders=orders_end))
         self._ends: dict[int, socket.socket] = {}
         selector.register(self._parent.records, selectors.EVENT_READ)
 
