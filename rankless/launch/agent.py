@@ -11,13 +11,14 @@ from typing import TextIO
 from rankless.launch.account import Account, conclude
 from rankless.launch.assembly import Assembled, assembled
 from rankless.launch.company import Leading, Led
+from rankless.launch.elastic.driver import Surroundings, run_elastic
 from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.launch.hangs.hang_watch import HangWatch, Scene, open_pages
 from rankless.launch.hosts.gathering import Interrupted
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import signal_name
 from rankless.launch.logs import make_run_folder, shown_streams
-from rankless.launch.parent_process import ParentProcess
+from rankless.launch.parent_process import Handed, ParentProcess
 from rankless.launch.ports import require_own_address
 from rankless.launch.shared_files import SharedFiles
 from rankless.launch.terminal import Terminal, Write, writer_to
@@ -64,6 +65,14 @@ def run(
             _tell(err, f"rankless: {text}\n")
 
     with Interrupts(signals) as interrupts:
+        if plan.elastic is not None:
+            around = Surroundings(
+                interrupts=interrupts,
+                on_record=on_record,
+                tell=tell,
+                writes={"out": writer_to(out, making_room), "err": writer_to(err, making_room)},
+            )
+            return run_elastic(plan, plan.elastic, around)
         try:
             with assembled(plan, interrupts=interrupts, tell=tell, token=outside.token) as job:
                 outside.on_joined()
@@ -174,8 +183,8 @@ class Run:
         return ParentProcess(
             plan,
             self._workers,
-            store=job.store,
             log_path=self.account.parent_log,
+            handed=Handed(store=job.store),
             other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
             fork_server=fork_server,
         )

@@ -243,6 +243,12 @@ def user_interfaces() -> dict[str, str]:
     return {name: value for name in names if (value := os.environ.get(name))}
 
 
+def ssh_addresses() -> tuple[str, str]:
+    """For what ssh has started: this host's address, as whoever logged in reached it, and theirs."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return (words[2], words[0]) if len(words) == 4 else ("127.0.0.1", "127.0.0.1")
+
+
 def user_python() -> str | None:
     """The interpreter that PYTHON_EXEC names for the workers, if it does."""
     return os.environ.get("PYTHON_EXEC") or None

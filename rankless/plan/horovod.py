@@ -83,6 +83,20 @@ def slot_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping[st
     return {**own, **dict(horovod.variables)}
 
 
+def elastic_variables(horovod: Horovod, *, host: str, local_rank: int, interface: str) -> Mapping[str, str | None]:
+    """Horovod's variables for a worker of an elastic job, whose rank and number of peers change: it asks `hvd`."""
+    own = {
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": interface,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**own, **dict(horovod.variables)}
+
+
 def padded_rank(horovod: Horovod, rank: int) -> str:
     """A rank as the names of folders have it: in as many digits as the last one's."""
     return str(rank).zfill(len(str(horovod.size - 1)))

@@ -10,7 +10,8 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.errors import PlanError
 from rankless.plan.check import count_gpus
-from rankless.plan.horovod import Horovod
+from rankless.plan.horovod import Horovod, NamedHost
+from rankless.plan.horovodrun_elastic import elastic_of
 from rankless.plan.horovodrun_flags import HorovodrunFlags
 from rankless.plan.horovodrun_hosts import company_of, named_hosts, names_of
 from rankless.plan.run_plan import Program, RunRequest
@@ -70,16 +71,16 @@ def horovodrun_program(flags: HorovodrunFlags) -> Program:
 
 
 def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
-    """What the flags ask for. Raises PlanError for what cannot be meant, and for what is not there yet."""
-    _require_static(flags)
+    """What the flags ask for. Raises PlanError for what cannot be meant."""
     _require_range(flags)
     count = flags.num_proc
     if count is None or count < 1:
         raise PlanError(
             expected="-np as a number of processes, from 1 up", found=count, fix="as in `rankless horovodrun -np 2 …`"
         )
-    hosts = named_hosts(flags, count)
-    company = company_of(flags, hosts)
+    elastic = elastic_of(flags, count) if flags.is_elastic else None
+    hosts = named_hosts(flags, count) if elastic is None else ()
+    company = company_of(flags, hosts) if elastic is None else None
     variables = dict(worker_variables(flags))
     return RunRequest(
         worker_count=count,
@@ -87,12 +88,13 @@ def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
         show="all",
         warm=program.kind != "command",
         horovod=Horovod(
-            hosts=names_of(hosts),
+            hosts=names_of(hosts) or (NamedHost(name="localhost", slots=count),),
             variables=tuple(variables.items()),
             output_folder=flags.output_filename,
             timestamps=flags.prefix_output_with_timestamp,
         ),
         company=company,
+        elastic=elastic,
     )
 
 
@@ -195,15 +197,6 @@ def _require_interfaces(names: tuple[str, ...]) -> None:
     if absent:
         raise PlanError(
             expected=f"a network interface {absent[0]} on this host", found=", ".join(sorted(there)), fix="name another"
-        )
-
-
-def _require_static(flags: HorovodrunFlags) -> None:
-    if flags.is_elastic:
-        raise PlanError(
-            expected="a job whose processes stay: none can come or go while it runs",
-            found="--host-discovery-script" if flags.host_discovery_script is not None else "--min-np",
-            fix="leave it away, and name the hosts: -H a:4,b:4",
         )
 
 

@@ -13,6 +13,7 @@ from rankless.cli.horovodrun_flags import take_flags
 from rankless.errors import PlanError
 from rankless.plan import environment, horovodrun_hosts
 from rankless.plan.check import make_run_plan
+from rankless.plan.elastic import Elastic
 from rankless.plan.horovod import Horovod, NamedHost, padded_rank, slot_of, slot_variables
 from rankless.plan.horovodrun import horovodrun_program, horovodrun_request, notes, worker_variables
 from rankless.plan.horovodrun_flags import HorovodrunFlags
@@ -286,11 +287,38 @@ def test_this_pythons_programs_run_in_the_worker_and_all_else_is_a_command(tmp_p
         program()
 
 
-def test_elastic_options_are_parsed_and_refused_for_now():
-    for words in (("--min-np", "2"), ("--host-discovery-script", "./hosts.sh")):
-        assert parse(*words).is_elastic
-        with pytest.raises(PlanError, match=words[0]):
-            request_of("-np", "2", *words)
+def test_elastic_options_make_an_elastic_job():
+    line = "--min-np 1 --max-np 8 --elastic-timeout 60 --reset-limit 3 --blacklist-cooldown-range 5 50 -p 2222"
+    words = line.split()
+    assert request_of("-np", "2", *words, "-H", "a:4,b:4").elastic == Elastic(
+        min_workers=1,
+        max_workers=8,
+        hosts=(("a", 4), ("b", 4)),
+        elastic_timeout_seconds=60.0,
+        reset_limit=3,
+        cooldown_range_seconds=(5.0, 50.0),
+        ssh_port=2222,
+    )
+    discovered = request_of("-np", "2", "--host-discovery-script", "./hosts.sh", "--slots-per-host", "4").elastic
+    assert discovered == Elastic(min_workers=2, discovery_script="./hosts.sh", slots_per_host=4)
+    assert request_of("-np", "2", "--max-np", "4").elastic is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--min-np 0", "--min-np from 1 up"),
+        ("--min-np 3", "-np of at least --min-np 3"),
+        ("--min-np 1 --max-np 1", "at most --max-np 1"),
+        ("--min-np 1 --blacklist-cooldown-range 9 3", "0 < MIN <= MAX"),
+        ("--min-np 1 -H a:1", "than there are available slots"),
+    ],
+)
+def test_elastic_options_that_cannot_be_meant_are_refused(words: str, said: str, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(PlanError, match=said):
+        make_run_plan(Program(kind="script", target=str(script)), request_of("-np", "2", *words.split()))
 
 
 def test_ranks_draw_their_own_random_numbers_though_a_program_names_rankless(tmp_path: Path):

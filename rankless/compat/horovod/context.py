@@ -13,6 +13,7 @@ from rankless.compat.horovod.negotiated.negotiator import Negotiator
 from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.plan import environment
 from rankless.runtime import current as runtime
+from rankless.runtime.elastic_round import membership
 from rankless.runtime.rendezvous import Place
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
@@ -56,9 +57,20 @@ def init(comm: Any = None) -> None:
     if is_initialized():
         return
     settings = read_settings(environment.horovod_variables())
-    place, name = _among(runtime.place(), comm)
-    _times += 1
-    store = dist.PrefixStore(f"horovod/{_times}/{name}", place.store)  # type: ignore[attr-defined]  # not in the stubs
+    member = membership()
+    if member is not None:
+        # Each round has a store of its own, and a worker that has just come knows of no round before.
+        _context = member.meet(lambda met: _made(met.place, comm, "once", settings))
+        member.when_over(_context.negotiator.give_up)
+    else:
+        _times += 1
+        _context = _made(runtime.place(), comm, str(_times), settings)
+    atexit.register(shutdown)
+
+
+def _made(whole: Place, comm: Any, times: str, settings: Settings) -> Context:
+    place, name = _among(whole, comm)
+    store = dist.PrefixStore(f"horovod/{times}/{name}", place.store)  # type: ignore[attr-defined]  # not in the stubs
     met = meet(
         store,
         rank=place.rank,
@@ -70,8 +82,7 @@ def init(comm: Any = None) -> None:
     world = _world(place, met)
     if world.rank == 0 and settings.timeline not in ("", "DYNAMIC"):
         negotiator.timeline.start(settings.timeline, mark_cycles=settings.marks_cycles)
-    _context = Context(world=world, negotiator=negotiator, settings=settings, process_id=os.getpid())
-    atexit.register(shutdown)
+    return Context(world=world, negotiator=negotiator, settings=settings, process_id=os.getpid())
 
 
 def shutdown() -> None:

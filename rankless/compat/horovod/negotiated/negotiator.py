@@ -11,6 +11,7 @@ import itertools
 import selectors
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ SHUT_DOWN = (
 SWITCH_SECONDS = 2e-4
 """Python's switch interval meanwhile: with its own 5 ms a main thread of pure Python would starve the other."""
 JOIN_SECONDS = 10.0
+LAST_SECONDS = 5.0
+"""After a rank has left: for how long the others may still execute what was decided before."""
 HAND_OVER_SECONDS = 1e-4
 """So long the thread leaves what is submitted to who will, as a rule, wait for it at once."""
 REST_SECONDS = 1e-3
@@ -60,7 +63,8 @@ class Negotiator:
         self._driving = threading.Lock()
         self._tickets = Tickets()
         self._queue: deque[Execute] = deque()
-        self._executes = False
+        self._executing: Execute | None = None
+        self._last_until = 0.0
         self._handles = itertools.count(1)
         self._unnamed: dict[int, int] = {}
         self._error: HorovodInternalError | None = None
@@ -152,6 +156,14 @@ class Negotiator:
             torch.cuda.current_stream().wait_event(ticket.event)
         return [ticket.results[place_of(one)[1]] for one in ticket.submissions]
 
+    def give_up(self, why: str) -> None:
+        """Let all that waits fail: this rank knows that others will not come."""
+        with self._lock:
+            if not self._closed:
+                self._last_until = 0.0
+                self._end(why)
+                self._alarm.set(0)
+
     def close(self) -> None:
         """Leave; what other ranks wait for will not come, and they are told."""
         with self._lock:
@@ -160,7 +172,7 @@ class Negotiator:
             self._closed = True
             if self._error is None:
                 self._desk.leave()
-                self._end("")
+                self._end("This rank has left.")
         self._alarm.set(0)
         self._execution.close()
         if threading.current_thread() is not self._thread:
@@ -240,7 +252,7 @@ class Negotiator:
             if not self._queue:
                 return False
             execute = self._queue.popleft()
-            self._executes = True
+            self._executing = execute
             found = [self._tickets.get((execute.set_id, item.key)) for item in execute.items]
         submissions = {one.submission.key: one.submission for one in found if one is not None}
         tickets = {id(one.ticket): one.ticket for one in found if one is not None}.values()
@@ -249,7 +261,7 @@ class Negotiator:
         except HorovodInternalError as error:
             results = {item.key: error for item in execute.items}
         with self._changed:
-            self._executes = False
+            self._executing = None
             for key, result in results.items():
                 self._tickets.finish((execute.set_id, key), result)
             self._changed.notify_all()
@@ -273,10 +285,10 @@ class Negotiator:
         if self._error is not None:
             return
         try:
-            for execute, values in self._desk.told(is_idle=not self._queue and not self._executes):
+            for execute, values in self._desk.told(is_idle=not self._queue and self._executing is None):
                 self._deliver(execute, values)
         except Ended as ended:
-            self._end(str(ended))
+            self._end(str(ended)) if str(ended) else self._end_in_order()
 
     def _deliver(self, execute: Execute, values: bytes) -> None:
         """Give the results that are there already, and queue what is to be executed."""
@@ -313,16 +325,25 @@ class Negotiator:
 
     def _end(self, why: str) -> None:
         """Nothing more will be executed. The lock is held."""
-        self._error = HorovodInternalError(f"{SHUT_DOWN} {why}".rstrip())
+        self._error = HorovodInternalError(f"{SHUT_DOWN} {why}")
         self._queue.clear()
         self._tickets.fail_all(self._error)
+        self._changed.notify_all()
+
+    def _end_in_order(self) -> None:
+        """Some rank has left, and had its last results: what was decided before is executed. The lock is held."""
+        self._error = HorovodInternalError(SHUT_DOWN)
+        self._last_until = time.monotonic() + LAST_SECONDS
+        batches = [*self._queue, *([self._executing] if self._executing is not None else [])]
+        decided = {(batch.set_id, item.key) for batch in batches for item in batch.items}
+        self._tickets.fail_all(self._error, but=decided)
         self._changed.notify_all()
 
     def _check(self) -> None:
         """Called while a batch is executed and waits for others. Raises HorovodInternalError after the end."""
         with self._lock:
             self._take()
-            if self._error is not None:
+            if self._error is not None and time.monotonic() > self._last_until:
                 raise HorovodInternalError(*self._error.args)
 
 
