@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready
 SOURCES := rankless tests examples bench
+# Each run is several interpreters: without compiled files each of them would compile Rankless anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test check lint bench soak clean
 .DEFAULT_GOAL := help
@@ -29,9 +31,11 @@ demo: $(READY)
 	$(BIN)/rankless run -n 4 examples/lenet.py --at-least 0.97
 	$(BIN)/rankless verify -n 4 examples/lenet.py --epochs 2
 
-# Two to four test processes, each with worker pools of its own: most of a test's time is one process waiting for another.
+# One test process more than cores, up to four, each with worker pools of its own: most of a test's time is one process
+# waiting for another.
+TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 3))')
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -45,6 +45,28 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown option {given}" + (f"; did you mean --{nearest[0]}?" if nearest else "")
         super().error(message)
 
+    def with_program_apart(self, given: Sequence[str]) -> list[str]:
+        """The same line with `--` before the program: argparse looks for abbreviations in the program's own options,
+        too, and would refuse one that might be short for two of ours.
+        """
+        place = 0
+        while place < len(given) and given[place].startswith("-") and given[place] not in ("-", "--"):
+            place += 1 + self._value_count(given[place])
+        program = list(given[place:])
+        return [*given[:place], "--", *program] if program and program[0] != "--" else list(given)
+
+    def _value_count(self, word: str) -> int:
+        """How many of the words after an option are its values."""
+        known = self._option_string_actions
+        exact = [known[word]] if word in known else []
+        actions = exact or [
+            action for option, action in known.items() if word.startswith("--") and option.startswith(word)
+        ]
+        if not actions:
+            return 0
+        count = actions[0].nargs
+        return count if isinstance(count, int) else 1
+
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 """What a shell shows of a tool whose reader has gone, as in `rankless verify train.py | head -1`."""
@@ -116,6 +138,8 @@ def _run_command(name: str, given: Sequence[str]) -> int:
     abbreviates = getattr(command, "ABBREVIATES", False)
     parser = Parser(prog=f"rankless {name}", description=command.HELP, allow_abbrev=abbreviates)
     command.add_arguments(parser)
+    if abbreviates:
+        given = parser.with_program_apart(given)
     try:
         return int(command.run(parser.parse_args(given)))
     except RanklessError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from rankless.launch import agent
+from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.observe.first_value import FirstValue, first_value
 from rankless.observe.recordings import Recording, read_recordings
 from rankless.observe.twins import Twin
@@ -50,6 +51,8 @@ class Trial:
     """A job call of which all runs write down every value."""
     against: str | None = None
     """A plain script that takes the same arguments, or None."""
+    fork_server: ForkServerProcess | None = None
+    """What imports torch for all its runs."""
 
     def on_one(self) -> Recording:
         """The run on one worker. Raises `TrialFailed`, as all runs do."""
@@ -127,7 +130,7 @@ class Trial:
         )
         what = _what(plan)
         _remove_old(folder)
-        silent_run(plan, what, show=self.show)
+        silent_run(plan, what, show=self.show, fork_server=self.fork_server)
         return _whole(read_recordings(folder, workers), what, single=workers == 1)
 
 
@@ -143,13 +146,15 @@ def _what(plan: RunPlan) -> str:
     return ", ".join(words)
 
 
-def silent_run(plan: RunPlan, what: str, *, show: bool) -> None:
+def silent_run(plan: RunPlan, what: str, *, show: bool, fork_server: ForkServerProcess | None = None) -> None:
     """Make one run, its output not shown unless asked for, and print how long it took. Raises `TrialFailed`."""
     started = time.monotonic()
     with ExitStack() as stack:
         words = io.StringIO()
         out = sys.stdout if show else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        exit_code = agent.run(plan, on_record=lambda _record: None, out=out, err=sys.stderr if show else words)
+        err = sys.stderr if show else words
+        outside = agent.Outside(fork_server=fork_server)
+        exit_code = agent.run(plan, on_record=lambda _record: None, out=out, err=err, outside=outside)
     if exit_code != 0:
         print(words.getvalue(), file=sys.stderr, end="")
         raise TrialFailed(f"the run on {what} failed with exit code {exit_code}", exit_code)

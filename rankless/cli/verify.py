@@ -14,6 +14,7 @@ from rankless.cli.hosts import add_hosts_arguments, company_of
 from rankless.cli.program import add_program_arguments, take_program
 from rankless.cli.trial_runs import INTERRUPTED, Trial, TrialFailed
 from rankless.errors import PlanError
+from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.observe.comparison import Comparison, compare
 from rankless.observe.coverage import not_covered
 from rankless.observe.first_value import render_first_value
@@ -91,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             steps=arguments.steps,
             against=arguments.against,
+            fork_server=stack.enter_context(ForkServerProcess()),
         )
         question = Question(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
         try:

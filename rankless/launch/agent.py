@@ -11,12 +11,14 @@ from typing import TextIO
 from rankless.launch.account import Account, conclude
 from rankless.launch.assembly import Assembled, assembled
 from rankless.launch.company import Leading, Led
+from rankless.launch.elastic.driver import Surroundings, run_elastic
+from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.launch.hangs.hang_watch import HangWatch, Scene, open_pages
 from rankless.launch.hosts.gathering import Interrupted
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import signal_name
 from rankless.launch.logs import make_run_folder, shown_streams
-from rankless.launch.parent_process import ParentProcess
+from rankless.launch.parent_process import Handed, ParentProcess
 from rankless.launch.ports import require_own_address
 from rankless.launch.shared_files import SharedFiles
 from rankless.launch.terminal import Terminal, Write, writer_to
@@ -29,10 +31,12 @@ from rankless.records.events import AnyRecord, FileOpened, Said
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """What an agent is given by the host that has started it."""
+    """What an agent is given by who has started it."""
 
     token: bytes | None = None
     on_joined: Callable[[], None] = lambda: None
+    fork_server: ForkServerProcess | None = None
+    """Where runs that follow each other get their warm parents; None for a run that is alone."""
 
 
 def run(
@@ -48,8 +52,8 @@ def run(
 
     Rank 0's output (every rank's with `show="all"`) goes to `out`, what the agent has to say to `err`, a foreign
     program's two streams to both, every record to `on_record`. `making_room` is entered around each writing, for an
-    observer that draws on the same terminal. `outside` is what an agent has that another host has started. Nothing that
-    the job started is alive afterwards.
+    observer that draws on the same terminal. `outside` is what an agent has of who has started it. Nothing that the job
+    started is alive afterwards.
     """
     if plan.company is None:
         require_own_address(plan.hosts.master_address)
@@ -61,11 +65,19 @@ def run(
             _tell(err, f"rankless: {text}\n")
 
     with Interrupts(signals) as interrupts:
+        if plan.elastic is not None:
+            around = Surroundings(
+                interrupts=interrupts,
+                on_record=on_record,
+                tell=tell,
+                writes={"out": writer_to(out, making_room), "err": writer_to(err, making_room)},
+            )
+            return run_elastic(plan, plan.elastic, around)
         try:
             with assembled(plan, interrupts=interrupts, tell=tell, token=outside.token) as job:
                 outside.on_joined()
                 run = Run(plan, job, interrupts=interrupts, out=out, err=err, making_room=making_room)
-                outcome = run.to_end(on_record, tell)
+                outcome = run.to_end(on_record, tell, fork_server=outside.fork_server)
                 with making_room():
                     return conclude(outcome, run.account, tell_text=lambda text: _tell(err, text))
         except Interrupted as interrupted:
@@ -115,16 +127,16 @@ class Run:
         if isinstance(job.others, Led):
             job.others.hand_output_to(self._terminal.show)
 
-    def to_end(self, on_record: Callable[[AnyRecord], None], tell: Callable[[str], None]) -> Outcome:
+    def to_end(
+        self,
+        on_record: Callable[[AnyRecord], None],
+        tell: Callable[[str], None],
+        *,
+        fork_server: ForkServerProcess | None = None,
+    ) -> Outcome:
         """Start the workers, watch them, and end what is left of them."""
         plan, job = self._plan, self._job
-        parent = ParentProcess(
-            plan,
-            self._workers,
-            store=job.store,
-            log_path=self.account.parent_log,
-            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
-        )
+        parent = self._start(fork_server)
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()
@@ -143,10 +155,10 @@ class Run:
             on_record(record)
 
         def look() -> list[AnyRecord]:
-            if parent.poll() is None:
-                self._terminal.pump()
-            else:
+            if parent.poll() is not None:
                 self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
+            elif not (isinstance(job.others, Leading) and job.others.is_behind):
+                self._terminal.pump()  # what a slow line cannot take yet stays in the files
             return self._hangs.turn(time.monotonic())
 
         try:
@@ -163,6 +175,19 @@ class Run:
             parent.close(patience_seconds=1.0)
             self._terminal.close()
             self._hangs.close()
+
+    def _start(self, fork_server: ForkServerProcess | None) -> ParentProcess:
+        plan, job = self._plan, self._job
+        if fork_server is not None and not fork_server.is_ready(plan, until=self._interrupts):
+            fork_server = None
+        return ParentProcess(
+            plan,
+            self._workers,
+            log_path=self.account.parent_log,
+            handed=Handed(store=job.store),
+            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
+            fork_server=fork_server,
+        )
 
 
 def _tell(err: TextIO, text: str) -> None:

@@ -244,6 +244,11 @@ class Leading:
         if records:
             self._uplink.tell(Happened(records=tuple(records)))
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether host 0 has not taken all that it was sent."""
+        return self._uplink.is_behind
+
     def show(self, source: Source, data: bytes) -> None:
         """Have host 0 show what a worker has written here."""
         for start in range(0, len(data), PIECE_BYTES):

@@ -7,14 +7,27 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
 
 import msgspec
 
+from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.plan.environment import parent_environment
 from rankless.plan.run_plan import HostPlan, RunPlan, WorkerLaunch
 from rankless.records.channel import open_channel
 from rankless.runtime.bootstrap import python_command
 from rankless.runtime.processes import adopt_orphans, descendants, end_descendants
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """Sockets that the parent inherits."""
+
+    store: socket.socket | None = None
+    """On which rank 0 will serve."""
+    orders: socket.socket | None = None
+    """On which further workers are ordered."""
 
 
 class ParentProcess:
@@ -28,9 +41,10 @@ class ParentProcess:
         plan: RunPlan,
         workers: Sequence[WorkerLaunch],
         *,
-        store: socket.socket | None,
         log_path: str,
+        handed: Handed,
         other_hosts: Sequence[str] = (),
+        fork_server: ForkServerProcess | None = None,
     ) -> None:
         self._spared = descendants()
         self._lifeline, lifeline_end = socket.socketpair()
@@ -43,24 +57,13 @@ class ParentProcess:
             other_hosts=tuple(other_hosts),
             lifeline_descriptor=lifeline_end.fileno(),
             records_descriptor=records_end.fileno(),
-            store_descriptor=None if store is None else store.fileno(),
+            store_descriptor=None if handed.store is None else handed.store.fileno(),
+            orders_descriptor=None if handed.orders is None else handed.orders.fileno(),
         )
-        pages = [launch.plan.whereabouts_descriptor for launch in workers]
-        kept = [lifeline_end.fileno(), records_end.fileno(), host_plan.store_descriptor, *pages]
         adopt_orphans()  # if the parent itself is killed, its workers' children come to the agent
         with open(log_path, "wb") as log, lifeline_end, records_end:
-            self._process = subprocess.Popen(
-                python_command("rankless.runtime.warm_parent"),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=parent_environment(plan),
-                pass_fds=[descriptor for descriptor in kept if descriptor is not None],
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(msgspec.json.encode(host_plan))
+            forked = None if fork_server is None else fork_server.fork(host_plan, log)
+            self._process = forked or _started(plan, host_plan, log)
 
     @property
     def process_id(self) -> int:
@@ -95,3 +98,20 @@ class ParentProcess:
         end_descendants(deadline_seconds=5, spare=self._spared)
         adopt_orphans(False)
         self.records.close()
+
+
+def _started(plan: RunPlan, host_plan: HostPlan, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """A warm parent that imports for itself."""
+    process = subprocess.Popen(
+        python_command("rankless.runtime.warm_parent"),
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        env=parent_environment(plan),
+        pass_fds=host_plan.descriptors(),
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(msgspec.json.encode(host_plan))
+    return process

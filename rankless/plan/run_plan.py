@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from rankless.plan.elastic import Elastic
 from rankless.plan.fleet import Fleet
 from rankless.plan.foreign import Foreign, Hosts
 from rankless.plan.horovod import Horovod
@@ -132,6 +133,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
+    elastic: Elastic | None = None
+    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
     hang_timeout_seconds: float | None = None
     """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
 
@@ -167,6 +170,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
+    elastic: Elastic | None = None
+    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
     hang_timeout_seconds: float | None = None
     """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
     request: RunRequest
@@ -211,6 +216,8 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int | None = None
     whereabouts_descriptor: int | None = None
     """The inherited memory in which it writes its steps, and, asked, its stacks; None where nobody looks."""
+    rounds_descriptor: int | None = None
+    """The inherited socket to the driver of an elastic job."""
     process_id: int | None = None
     """The worker's own; a child of it inherits the environment but is not the worker."""
 
@@ -234,3 +241,19 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     lifeline_descriptor: int
     records_descriptor: int
     store_descriptor: int | None
+    orders_descriptor: int | None = None
+    """The socket on which further workers are ordered, in an elastic job."""
+
+    def descriptors(self) -> list[int]:
+        """Those that the parent is to inherit, under these numbers."""
+        pages = (launch.plan.whereabouts_descriptor for launch in self.workers)
+        sockets = (self.lifeline_descriptor, self.records_descriptor, self.store_descriptor, self.orders_descriptor)
+        return [descriptor for descriptor in (*sockets, *pages) if descriptor is not None]
+
+
+class ForkServerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a fork server is told at its start, as `HostPlan` is."""
+
+    connection_descriptor: int
+    with_jobs: bool
+    """Whether the programs of its runs call jobs."""

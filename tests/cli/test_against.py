@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from rankless.cli.trial_runs import Trial, TrialFailed
+from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.observe.comparison import Comparison, compare
 from rankless.observe.recordings import Recording
 from rankless.observe.twins import Twin, with_twin
@@ -91,21 +93,23 @@ class Baseline:
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
     folder = tmp_path_factory.mktemp("against")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "plain.py").write_text(TWIN)
-    trial = Trial(
-        program=Program(kind="script", target=str(folder / "train.py")),
-        folder=str(folder / "recordings"),
-        seed=1,
-        devices="cpu",
-        log_folder=str(folder / "log"),
-        against=str(folder / "plain.py"),
-        dtype="float64",
-    )
-    many = [*trial.on_many(2), *trial.on_many(3)]
-    return Baseline(trial=trial, one=trial.on_one(), many=many, noise=trial.disturbed(1))
+    with ForkServerProcess() as fork_server:
+        trial = Trial(
+            program=Program(kind="script", target=str(folder / "train.py")),
+            folder=str(folder / "recordings"),
+            seed=1,
+            devices="cpu",
+            log_folder=str(folder / "log"),
+            against=str(folder / "plain.py"),
+            dtype="float64",
+            fork_server=fork_server,
+        )
+        many = [*trial.on_many(2), *trial.on_many(3)]
+        yield Baseline(trial=trial, one=trial.on_one(), many=many, noise=trial.disturbed(1))
 
 
 def verify(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from rankless.cli.trial_runs import Trial, TrialFailed
+from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.observe.comparison import compare
 from rankless.observe.first_value import first_value
 from rankless.observe.recordings import Recording
@@ -79,9 +81,13 @@ class Baseline:
     folder: Path
     one: Recording
     noise: list[Recording]
+    fork_server: ForkServerProcess
+
+    def trial(self, sabotage: str) -> Trial:
+        return trial(self.folder, sabotage, self.fork_server)
 
     def verdict(self, sabotage: str, workers: int) -> Report:
-        looking = trial(self.folder, sabotage)
+        looking = self.trial(sabotage)
         comparison = compare(self.one, looking.on_many(workers), self.noise)
         (one,), many, (noise,) = looking.values("one"), looking.values("many", workers), looking.values("noise0")
         first = first_value(one, many, noise, call=THIRD_CALL)
@@ -94,18 +100,27 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def trial(folder: Path, sabotage: str) -> Trial:
+def trial(folder: Path, sabotage: str, fork_server: ForkServerProcess) -> Trial:
     """All runs write down every value of the third step's call, too, so that none is needed to look for the first."""
     program = Program(kind="script", target=str(folder / "train.py"), arguments=(sabotage, "sgd"))
     recordings, logs = str(folder / "recordings"), str(folder / "log")
-    return Trial(program=program, folder=recordings, seed=1, devices="cpu", log_folder=logs, inspected=THIRD_CALL)
+    return Trial(
+        program=program,
+        folder=recordings,
+        seed=1,
+        devices="cpu",
+        log_folder=logs,
+        inspected=THIRD_CALL,
+        fork_server=fork_server,
+    )
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
     folder = prepared(tmp_path_factory.mktemp("sabotages"))
-    right = trial(folder, "nothing")
-    return Baseline(folder=folder, one=right.on_one(), noise=right.disturbed(1))
+    with ForkServerProcess() as fork_server:
+        right = trial(folder, "nothing", fork_server)
+        yield Baseline(folder=folder, one=right.on_one(), noise=right.disturbed(1), fork_server=fork_server)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -140,7 +155,7 @@ def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
     baseline: Baseline, sabotage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(TrialFailed):
-        trial(baseline.folder, sabotage).on_many(2)
+        baseline.trial(sabotage).on_many(2)
     said = capsys.readouterr().err
     assert "RanksParted" in said
     assert STOPPED[sabotage] in said

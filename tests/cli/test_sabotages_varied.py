@@ -4,6 +4,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cli.test_sabotages import STOPPED as PARTED
 from jobs import rankless
 
 from rankless.cli.trial_runs import Trial, TrialFailed
+from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.observe.comparison import compare
 from rankless.observe.recordings import Recording
 from rankless.observe.verdict import Report, make_report, render_verdict
@@ -86,21 +88,25 @@ class Baseline:
     folder: Path
     one: Recording
     noise: list[Recording]
+    fork_server: ForkServerProcess
 
     def verdict(self, sabotage: str, workers: int) -> Report:
-        many = trial(sabotage).on_many(workers)
+        many = trial(sabotage, self.fork_server).on_many(workers)
         return make_report(compare(self.one, many, self.noise), workers=workers)
 
 
-def trial(sabotage: str) -> Trial:
+def trial(sabotage: str, fork_server: ForkServerProcess) -> Trial:
     program = Program(kind="script", target="train.py", arguments=(sabotage, "goes-on"))
-    return Trial(program=program, folder="recordings", seed=1, devices="cpu", log_folder="log")
+    return Trial(program=program, folder="recordings", seed=1, devices="cpu", log_folder="log", fork_server=fork_server)
 
 
 @pytest.fixture(scope="module")
-def folders() -> dict[str, Baseline]:
+def folders() -> Iterator[dict[str, Baseline]]:
     """Filled by `baseline` as kinds are asked for."""
-    return {}
+    found: dict[str, Baseline] = {}
+    yield found
+    for baseline in found.values():
+        baseline.fork_server.close()
 
 
 @pytest.fixture
@@ -115,8 +121,10 @@ def baseline(
         if kind == "resumed":
             begun = rankless("run", "-n", "1", "--devices", "cpu", "train.py", "nothing", "begins", folder=folder)
             assert begun.returncode == 0, begun.stderr
-        right = trial("nothing")
-        folders[kind] = Baseline(folder=folder, one=right.on_one(), noise=right.disturbed(1))
+        fork_server = ForkServerProcess()
+        right = trial("nothing", fork_server)
+        one, noise = right.on_one(), right.disturbed(1)
+        folders[kind] = Baseline(folder=folder, one=one, noise=noise, fork_server=fork_server)
     monkeypatch.chdir(folders[kind].folder)
     return folders[kind]
 
@@ -165,7 +173,7 @@ def test_ranks_that_cannot_go_on_together_say_why(
     baseline: Baseline, sabotage: str, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(TrialFailed, match=f"{workers} workers failed with exit code 1"):
-        trial(sabotage).on_many(workers)
+        trial(sabotage, baseline.fork_server).on_many(workers)
     assert "RanksParted" in capsys.readouterr().err
     assert baseline.one.finished
 

@@ -24,6 +24,23 @@ RUN_ELSEWHERE = {
 }
 
 
+# Commands that only `make soak` runs: in CI other tests run the same script, or another of the same kind.
+IN_SOAK = {
+    "python examples/plain_lenet.py --epochs 1": "tests/examples/test_twins.py",
+    "rankless run -n 2 examples/lenet.py --epochs 1": "tests/examples/test_twins.py, and the demo",
+    "rankless plan -n 2 examples/lenet.py --epochs 1": "the same command with train.py is run here",
+    "rankless verify -n 2 after_torch.py": "tests/docs/test_from_torch.py compares it with what torchrun prints",
+    "rankless verify -n 2 after_accelerate.py": "tests/docs/test_from_torch.py, likewise",
+    "rankless fleetrun --nproc_per_node=2 examples/foreign/fleet_digits.py --epochs 1": "tests/cli/test_fleetrun.py",
+    "rankless launch --nproc_per_node 2 --master_addr 127.0.0.1 examples/plain_lenet.py --epochs 1": (
+        "tests/cli/test_launch.py"
+    ),
+    "rankless torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --tee 3 examples/plain_lenet.py --epochs 1": (
+        "tests/cli/test_torchrun.py"
+    ),
+}
+
+
 def blocks(page: Path, language: str) -> list[str]:
     return [body for found, body in BLOCK.findall(page.read_text()) if found == language]
 
@@ -36,6 +53,9 @@ def commands(page: Path) -> list[str]:
 
 ALL_COMMANDS = [command for page in PAGES for command in commands(page)]
 HERE = [command for command in dict.fromkeys(ALL_COMMANDS) if command not in RUN_ELSEWHERE]
+CASES = [
+    pytest.param(command, id=command, marks=[pytest.mark.exhaustive] if command in IN_SOAK else []) for command in HERE
+]
 
 
 # A block that begins with a file's name is a script that commands of the same page may run.
@@ -62,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", HERE)
+@pytest.mark.parametrize("command", CASES)
 def test_a_command_of_the_docs_works(command: str, folder: Path):
     done = run(command, folder)
     good = (0, 1) if command.startswith("diff ") else (0,)
@@ -94,7 +114,7 @@ def test_no_two_scripts_of_the_pages_have_one_name():
 
 
 def test_no_exception_outlives_its_command():
-    assert set(RUN_ELSEWHERE) <= set(ALL_COMMANDS)
+    assert set(RUN_ELSEWHERE) | set(IN_SOAK) <= set(ALL_COMMANDS)
 
 
 def test_every_link_between_pages_leads_somewhere():

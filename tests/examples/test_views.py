@@ -30,6 +30,11 @@ def test_both_views_print_the_same_losses_without_dropout(model: str, tmp_path: 
     alike = 1 if model == "lenet" else 2
     for found in (losses("mirrored", tmp_path, model), losses("mirrored", tmp_path, model, *two)):
         assert found[:alike] == pytest.approx(wanted[:alike], rel=1e-4)
-    if model == "mlp":  # started as OneFlow's users do, by plain `python`
-        assert losses("consistent", tmp_path, model, devices=2) == pytest.approx(wanted, rel=1e-4)
-        assert losses("mirrored", tmp_path, model, devices=2) == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/docs/test_from_oneflow.py has smaller scripts
+def test_started_as_oneflows_users_do_by_plain_python_they_print_the_same_losses(tmp_path: Path):
+    wanted = losses("consistent", tmp_path, "mlp")
+    for view in ("consistent", "mirrored"):
+        assert losses(view, tmp_path, "mlp", devices=2) == pytest.approx(wanted, rel=1e-4)

@@ -2,12 +2,16 @@
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import run_script
+from runs_in_a_row import RunsInARow, runs_in_a_row
 
 pytestmark = pytest.mark.slow
+runs = pytest.fixture(scope="module")(runs_in_a_row)
 
 GROUP = """
 import os, sys, time, signal
@@ -43,12 +47,26 @@ CULPRITS = {
 }
 
 
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "plain"])
-@pytest.mark.parametrize("kind", CULPRITS)
-def test_the_culprit_is_named_though_its_victims_fail_too(kind: str, warm: bool, tmp_path: Path) -> None:
+PLAIN_IN_CI = {"raises", "is killed"}
+
+
+def cases() -> Iterator[Any]:
+    for kind in CULPRITS:
+        yield pytest.param(kind, True, id=f"{kind}-warm")
+        marks = [] if kind in PLAIN_IN_CI else [pytest.mark.exhaustive]
+        yield pytest.param(kind, False, id=f"{kind}-plain", marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "warm"), list(cases()))
+def test_the_culprit_is_named_though_its_victims_fail_too(
+    kind: str, warm: bool, tmp_path: Path, runs: RunsInARow
+) -> None:
     action, code, words = CULPRITS[kind]
     script = GROUP + f"if rank == 1:\n    time.sleep(0.1)\n    {action}\ntrain()\n"
-    job = run_script(script, "-n", "2", *([] if warm else ["--no-warm"]), folder=tmp_path)
+    if warm:
+        job = runs.run(script, workers=2, folder=tmp_path)
+    else:
+        job = run_script(script, "-n", "2", "--no-warm", folder=tmp_path)
     assert f"rank 1 {words}" in job.stderr
     assert job.returncode == code
     assert "rank1.log" in job.stderr.partition("rank 1 ")[2]
@@ -72,7 +90,7 @@ deep(30)
 
 
 @pytest.mark.parametrize("state", ["busy", "stopped", "ignoring SIGTERM"])
-def test_the_others_are_ended_within_two_seconds(state: str, tmp_path: Path) -> None:
+def test_the_others_are_ended_soon(state: str, tmp_path: Path) -> None:
     prepare = {
         "busy": "",
         "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -92,7 +110,8 @@ open("failed", "w").write(str(time.time()))
 1 / 0
 """
     job = run_script(script, "-n", "2", folder=tmp_path)
-    assert time.time() - float((tmp_path / "failed").read_text()) < 2.0
+    # 2 s on a machine that does nothing else (docs/faults.md); nobody waits for them to end by themselves.
+    assert time.time() - float((tmp_path / "failed").read_text()) < 10
     assert job.returncode == 1
     assert "rank 1 raised ZeroDivisionError" in job.stderr
 

@@ -47,7 +47,12 @@ WORKERS = {
 }
 
 
-@pytest.mark.parametrize("kind", WORKERS)
+# The others are met in other tests here, and in the fault matrix.
+IN_CI = {"holding the interpreter lock", "stopped", "ignoring signals", "with a daemon in a session of its own"}
+KINDS = [each if each in IN_CI else pytest.param(each, marks=pytest.mark.exhaustive) for each in WORKERS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_when_the_agent_is_killed_nobody_is_alive_two_seconds_later(kind: str, tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS[kind], "-n", "2", folder=tmp_path)
     try:

@@ -127,7 +127,10 @@ def test_what_is_printed_and_the_exit_code_are_plain_pythons(program: str, tmp_p
         assert (tmp_path / "kept").read_text() == "buffered"
 
 
-def test_a_main_class_pickles_and_multiprocessing_children_find_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [pytest.param((), id="warm"), pytest.param(("--no-warm",), id="plain", marks=pytest.mark.exhaustive)]
+)
+def test_a_main_class_pickles_and_multiprocessing_children_find_it(options: tuple[str, ...], tmp_path: Path) -> None:
     script = """
 import multiprocessing, pickle, torch
 class Point:
@@ -145,10 +148,9 @@ if __name__ == "__main__":
         loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context=method)
         print([int(x) for x in loader])
 """
-    for options in ((), ("--no-warm",)):
-        job = run_script(script, "-n", "1", *options, folder=tmp_path)
-        expected = "3\nfork 8\nspawn 8\nforkserver 8\n[0, 1, 2, 3]\n[0, 1, 2, 3]\n"
-        assert (job.stdout, job.returncode) == (expected, 0)
+    job = run_script(script, "-n", "1", *options, folder=tmp_path)
+    expected = "3\nfork 8\nspawn 8\nforkserver 8\n[0, 1, 2, 3]\n[0, 1, 2, 3]\n"
+    assert (job.stdout, job.returncode) == (expected, 0)
 
 
 def test_a_module_beside_the_script_wins_over_what_the_parent_has_imported(tmp_path: Path) -> None:

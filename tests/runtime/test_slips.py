@@ -25,6 +25,17 @@ dist.destroy_process_group()
 """
 
 
+SPAWNING = """
+import torch.multiprocessing as mp
+
+def work(rank):
+    print("work", flush=True)
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=1)
+"""
+
+
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What is said of this process's samplers."""
@@ -47,6 +58,14 @@ def test_a_forgotten_set_epoch_is_said_once_with_the_line(options: tuple[str, ..
     said = [line for line in job.stderr.splitlines() if "set_epoch" in line]
     assert len(said) == 1, job.stderr
     assert "script.py:8: every epoch has the same order, because sampler.set_epoch(epoch) is missing" in said[0]
+
+
+@pytest.mark.slow
+def test_a_script_that_spawns_under_several_workers_is_named_with_its_line(tmp_path: Path):
+    job = run_script(SPAWNING, "-n", "2", folder=tmp_path)
+    assert (job.returncode, job.stdout.count("work")) == (0, 1), job.stderr  # rank 0's is shown
+    said = "the script starts processes itself, and each of the 2 workers does so; start such a script with `python`"
+    assert job.stderr.count(f"script.py:8: {said}") == 1
 
 
 def test_it_is_said_at_the_second_pass_and_never_again(said: list[str]):

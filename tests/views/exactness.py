@@ -331,17 +331,17 @@ def largest_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     return max(difference(found[name], tensor) for name, tensor in wanted.items())
 
 
-def sampled(scenarios: Sequence[Scenario], *workers: int, every_size: bool = False) -> list[Any]:
+def sampled(scenarios: Sequence[Scenario], *workers: int) -> list[Any]:
     """Parameters (scenario, workers, dtype) for a test: a few combinations, and the others marked `exhaustive`.
 
-    Each scenario gets one combination, neighbours others; with `every_size` one for each number of workers.
+    Each scenario gets one combination, neighbours others.
     """
     sizes = workers or (2, 3, 4)
     parameters = []
     for place, scenario in enumerate(scenarios):
         for turn, size in enumerate(sizes):
             for number, dtype in enumerate(scenario.dtypes):
-                always = (every_size or turn == place % len(sizes)) and number == (place + turn) % len(scenario.dtypes)
+                always = turn == place % len(sizes) and number == (place + turn) % len(scenario.dtypes)
                 label = f"{scenario}, {size} workers, {str(dtype).removeprefix('torch.')}"
                 marks = [] if always else [pytest.mark.exhaustive]
                 parameters.append(pytest.param(scenario, size, dtype, marks=marks, id=label))

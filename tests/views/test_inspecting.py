@@ -86,7 +86,7 @@ def found(tmp_path: Path, workers: int, fault: str) -> FirstValue | None:
     return first_value(list(read_values(one, 0)), everyone, list(read_values(noise, 0)), call=CALL)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_a_right_call_has_the_same_values_everywhere_and_is_the_same_training_as_one_not_inspected(
     tmp_path: Path, workers: int
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_right_call_has_the_same_values_everywhere_and_is_the_same_training_as
     assert "gradient of model.convolution.weight" in names
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_batch_that_differs_is_the_first_difference_with_the_line_of_the_call(tmp_path: Path, workers: int) -> None:
     first = found(tmp_path, workers, "batch")
     assert first is not None

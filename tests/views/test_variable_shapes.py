@@ -198,7 +198,7 @@ def counted_captures(mesh, build, batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_200_lengths_are_captured_three_times(workers):
     batches = [text(6, length) for length in range(202, 2, -1)]
     for found, said in on_mesh(workers, counted_captures, language_model, batches):
