@@ -34,6 +34,10 @@ class Others(Protocol):
         """What to select on; None if there is nothing."""
         ...
 
+    def host_of(self, rank: int) -> int:
+        """The place of a rank's host."""
+        ...
+
     def turn(self, now: float) -> Turn:
         """What is new."""
         ...
@@ -76,6 +80,10 @@ class Nobody:
     def fileno(self) -> int | None:
         """Nothing."""
         return None
+
+    def host_of(self, rank: int) -> int:  # noqa: ARG002  # the protocol's
+        """There is one."""
+        return 0
 
     def turn(self, now: float) -> Turn:  # noqa: ARG002  # the protocol's
         """Nothing."""
@@ -120,6 +128,10 @@ class Led:
     def hand_output_to(self, show: Callable[[Source, bytes], None]) -> None:
         """Give what workers of other hosts write to `show`."""
         self._show = show
+
+    def host_of(self, rank: int) -> int:
+        """The place of a rank's host."""
+        return self._start.host_of(rank)
 
     def fileno(self) -> int | None:
         """The hub's."""
@@ -200,6 +212,10 @@ class Leading:
         self.lost: str | None = None
         self.over: Over | None = None
         self._is_asked_where = False
+
+    def host_of(self, rank: int) -> int:
+        """The place of a rank's host."""
+        return self._start.host_of(rank)
 
     def fileno(self) -> int | None:
         """The connection's."""

@@ -9,7 +9,7 @@ or that it left its groups before the others lost it.
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -49,8 +49,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     settling_seconds: float = SURE_SETTLING_SECONDS
 
 
-def judge(records: Sequence[AnyRecord]) -> Verdict | None:
-    """The verdict as far as `records` go, or None while nothing has failed."""
+def judge(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _rank: 0) -> Verdict | None:
+    """The verdict as far as `records` go, or None while nothing has failed. `host_of` tells a rank's host."""
     own = [verdict for index in range(len(records)) if (verdict := _own_failure(records, index)) is not None]
     if own and own[0].cause == "left":
         # Perhaps it caught a lost connection and gave up politely. A death by signal, which another process
@@ -62,7 +62,7 @@ def judge(records: Sequence[AnyRecord]) -> Verdict | None:
     if not victims:
         return None
     return (
-        _who_left(records, victims[0])
+        _who_left(records, victims[0], host_of)
         or _timed_out(records, victims)
         or Verdict(
             culprit=victims[0].rank,
@@ -132,9 +132,10 @@ def _judge_exit(record: Exited) -> Verdict:
     return Verdict(culprit=record.rank, cause="exit", exit_code=record.exit_code, headline=headline)
 
 
-def _who_left(records: Sequence[AnyRecord], victim: Raised) -> Verdict | None:
+def _who_left(records: Sequence[AnyRecord], victim: Raised, host_of: Callable[[int], int]) -> Verdict | None:
     at = records.index(victim)
-    for record in [*records[:at], *_silent_ends(records, after=at)]:
+    far = [record for record in records[at:] if host_of(record.rank) != host_of(victim.rank)]
+    for record in [*records[:at], *_silent_ends(records, after=at), *_good_ends(far)]:
         if record.rank == victim.rank:
             continue
         if isinstance(record, Leaving) and record.traceback and not is_victim(record):
@@ -156,6 +157,20 @@ def _who_left(records: Sequence[AnyRecord], victim: Raised) -> Verdict | None:
                 settling_seconds=SETTLING_SECONDS,
             )
     return None
+
+
+def _good_ends(records: Sequence[AnyRecord]) -> list[AnyRecord]:
+    """Who left without having lost a peer: from another host this may arrive after its victim's word has."""
+    raised = {record.rank for record in records if isinstance(record, Raised)}
+    return [
+        record
+        for record in records
+        if record.rank not in raised
+        and (
+            (isinstance(record, Leaving) and not is_victim(record))
+            or (isinstance(record, Left) and record.exit_code == 0)
+        )
+    ]
 
 
 def _timed_out(records: Sequence[AnyRecord], victims: Sequence[Raised]) -> Verdict | None:

@@ -147,7 +147,7 @@ class Watch:
                 self._judge()
 
     def _judge(self) -> None:
-        before, self._verdict = self._verdict, judge(self._records)
+        before, self._verdict = self._verdict, judge(self._records, self._others.host_of)
         if self._verdict is not None and self._verdict != before:
             self._deadline = min(self._deadline, time.monotonic() + self._verdict.settling_seconds)
 

@@ -77,6 +77,20 @@ def test_one_who_left_after_the_connection_was_lost_is_not_blamed() -> None:
     assert (verdict.culprit, verdict.cause) == (0, "lost")
 
 
+def test_one_on_another_host_who_left_is_blamed_though_its_word_came_later_than_its_victims() -> None:
+    records = [raised(0, LOST), leaving(1), left(2, 0)]
+    verdict = judge(records, host_of=lambda rank: rank)
+    assert verdict is not None
+    assert (verdict.culprit, verdict.headline) == (1, "destroyed its process group while other ranks still needed it")
+
+
+def test_a_victim_on_another_host_that_cleans_up_is_not_blamed() -> None:
+    records = [raised(0, LOST), leaving(1, LOST), raised(1, LOST), left(1, 1), exited(1, 1)]
+    verdict = judge(records, host_of=lambda rank: rank)
+    assert verdict is not None
+    assert (verdict.culprit, verdict.cause) == (0, "lost")
+
+
 def test_one_who_ended_without_a_word_is_blamed_though_its_end_is_known_after_its_victims_failure() -> None:
     verdict = verdict_on(raised(0, LOST), exited(1, 0))
     assert (verdict.culprit, verdict.cause) == (1, "left")
