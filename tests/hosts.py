@@ -5,6 +5,7 @@ side by side. What runs on them sees the machine's files, but its own /etc/hosts
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NAMES = ("a", "b")
 SSH_SECONDS = 10.0
+_NUMBERS = itertools.count()
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Hosts:
     before: Mapping[str, str] = field(default_factory=dict)
     logins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     started: list[subprocess.Popen[Any]] = field(default_factory=list)
+    number: int = field(default_factory=_NUMBERS.__next__)
+    """Of this pair in this process: a test may make one of its own beside that of its file."""
 
     def run(
         self,
@@ -103,7 +107,7 @@ class Hosts:
 
     def namespace(self, name: str) -> str:
         """The network namespace of `a`, `b`, or `n`, the network between them."""
-        return f"rd-{os.getpid()}-{name}"
+        return f"rd-{os.getpid()}-{self.number}{name}"
 
     def start_sshd(self, name: str) -> subprocess.Popen[bytes]:
         """An sshd on a host, once it answers."""

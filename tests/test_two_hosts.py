@@ -1,6 +1,5 @@
 """The two hosts that tests are given are two: apart in network, names and limits, and gone afterwards."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +43,7 @@ def test_hosts_of_a_test_that_was_killed_are_taken_away_by_the_next(tmp_path: Pa
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     namespace = f"rd-{gone.stdout.strip()}-a"
     subprocess.run(["ip", "netns", "add", namespace], check=False, capture_output=True)
-    with two_hosts(tmp_path, sshd=()):
+    with two_hosts(tmp_path, sshd=()) as hosts:
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert namespace not in listed
-    assert f"rd-{os.getpid()}-a" in listed
+    assert hosts.namespace("a") in listed

@@ -8,9 +8,12 @@ options may be cut short, as another launcher's may.
 import argparse
 import difflib
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from rankless.errors import RanklessError
 from rankless.version import VERSION
@@ -42,9 +45,78 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown option {given}" + (f"; did you mean --{nearest[0]}?" if nearest else "")
         super().error(message)
 
+    def with_program_apart(self, given: Sequence[str]) -> list[str]:
+        """The same line with `--` before the program: argparse looks for abbreviations in the program's own options,
+        too, and would refuse one that might be short for two of ours.
+        """
+        place = 0
+        while place < len(given) and given[place].startswith("-") and given[place] not in ("-", "--"):
+            place += 1 + self._value_count(given[place])
+        program = list(given[place:])
+        return [*given[:place], "--", *program] if program and program[0] != "--" else list(given)
+
+    def _value_count(self, word: str) -> int:
+        """How many of the words after an option are its values."""
+        known = self._option_string_actions
+        exact = [known[word]] if word in known else []
+        actions = exact or [
+            action for option, action in known.items() if word.startswith("--") and option.startswith(word)
+        ]
+        if not actions:
+            return 0
+        count = actions[0].nargs
+        return count if isinstance(count, int) else 1
+
+
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""What a shell shows of a tool whose reader has gone, as in `rankless verify train.py | head -1`."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run one command and return its exit code; quietly, if nobody reads its output any more."""
+    try:
+        code = _run(arguments)
+    except BrokenPipeError:
+        if _are_read(sys.stdout, sys.stderr):
+            raise
+        _let_go(sys.stdout, sys.stderr)
+        return BROKEN_PIPE
+    except SystemExit:  # argparse's, after its help
+        if _flush():
+            raise
+        return BROKEN_PIPE
+    return code if _flush() else code or BROKEN_PIPE
+
+
+def _flush() -> bool:
+    """Write now what is left in buffers, and whether somebody reads it: later a broken pipe would be a traceback."""
+    is_read = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            _let_go(stream)
+            is_read = False
+    return is_read
+
+
+def _are_read(*streams: TextIO) -> bool:
+    """Whether none of them is a pipe whose reader has gone."""
+    poll = select.poll()
+    for stream in streams:
+        poll.register(stream, 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _let_go(*streams: TextIO) -> None:
+    """Let what would still be written go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         return _run_command(given[0], given[1:])
@@ -66,6 +138,8 @@ def _run_command(name: str, given: Sequence[str]) -> int:
     abbreviates = getattr(command, "ABBREVIATES", False)
     parser = Parser(prog=f"rankless {name}", description=command.HELP, allow_abbrev=abbreviates)
     command.add_arguments(parser)
+    if abbreviates:
+        given = parser.with_program_apart(given)
     try:
         return int(command.run(parser.parse_args(given)))
     except RanklessError as error:

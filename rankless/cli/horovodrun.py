@@ -35,10 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     if flags.check_build:
         print(build_table(horovod_version))
         return 0
+    real = installed_horovod()
     program = horovodrun_program(flags)
     plan = make_run_plan(program, horovodrun_request(flags, program))
     said += notes(flags)
-    real = installed_horovod()
     if real is not None:
         said.append(f"`import horovod` is the one installed, {real}; RANKLESS_HOROVOD=1 takes Rankless's")
     said += given_to_workers(plan) if flags.verbose else []

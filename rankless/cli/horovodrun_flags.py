@@ -12,7 +12,6 @@ from rankless.plan.horovodrun_flags import HorovodrunFlags
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 _NO_MPI = "accepted and not heeded: there is no mpirun"
 _ACCEPTED = "accepted and not heeded"
-_ELASTIC = "elastic: not there yet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ OPTIONS: tuple[Value | Switch, ...] = (
     Value(names=("--ssh-port", "-p"), kind=int, metavar="PORT", help="of ssh on the other hosts"),
     Value(names=("--ssh-identity-file", "-i"), metavar="FILE", help="the private key for ssh"),
     Value(names=("--fusion-threshold-mb",), kind=int, help="tensors are put together up to so many MiB; 0: never"),
-    Value(names=("--cycle-time-ms",), kind=float, help="not needed: operations never wait for a cycle's end"),
+    Value(names=("--cycle-time-ms",), kind=float, help="how long tensors wait for more to go with them (0)"),
     Value(names=("--cache-capacity",), kind=int, help="how many operations are remembered once agreed (1024)"),
     *(
         Switch(on=(f"--{name}",), off=(f"--no-{name}",), group=name, help=_ACCEPTED)
@@ -62,12 +61,28 @@ OPTIONS: tuple[Value | Switch, ...] = (
     Value(names=("--autotune-steps-per-sample",), kind=int, help=_ACCEPTED),
     Value(names=("--autotune-bayes-opt-max-samples",), kind=int, help=_ACCEPTED),
     Value(names=("--autotune-gaussian-process-noise",), kind=float, help=_ACCEPTED),
-    Value(names=("--min-num-proc", "--min-np"), kind=int, help=_ELASTIC),
-    Value(names=("--max-num-proc", "--max-np"), kind=int, help=_ELASTIC),
-    Value(names=("--slots-per-host",), kind=int, help=_ELASTIC),
-    Value(names=("--elastic-timeout",), kind=int, metavar="S", help=_ELASTIC),
-    Value(names=("--reset-limit",), kind=int, help=_ELASTIC),
-    Value(names=("--blacklist-cooldown-range",), kind=int, metavar="S", count=2, help=_ELASTIC),
+    Value(
+        names=("--min-num-proc", "--min-np"),
+        kind=int,
+        help="elastic: with fewer workers the job waits for others (-np)",
+    ),
+    Value(
+        names=("--max-num-proc", "--max-np"),
+        kind=int,
+        help="elastic: it takes no more workers than so many (all slots)",
+    ),
+    Value(names=("--slots-per-host",), kind=int, help="elastic: for discovered hosts that come without a number (1)"),
+    Value(
+        names=("--elastic-timeout",), kind=int, metavar="S", help="elastic: how long there may be too few workers (600)"
+    ),
+    Value(names=("--reset-limit",), kind=int, help="elastic: how often workers may come together again (no limit)"),
+    Value(
+        names=("--blacklist-cooldown-range",),
+        kind=int,
+        metavar="S",
+        count=2,
+        help="elastic: how long a host whose workers keep failing gets no new ones, at first and at most (for good)",
+    ),
     Value(names=("--timeline-filename",), metavar="FILE", help="write a timeline for chrome://tracing"),
     Switch(
         on=("--timeline-mark-cycles",),
@@ -109,7 +124,12 @@ OPTIONS: tuple[Value | Switch, ...] = (
     ),
     Value(names=("--hosts", "-H"), metavar="A:2,B:4", group="hosts", help="the hosts, with their slots; A is this one"),
     Value(names=("--hostfile", "-hostfile"), metavar="FILE", group="hosts", help="a host a line: `10.0.0.1 slots=4`"),
-    Value(names=("--host-discovery-script",), metavar="FILE", group="hosts", help=_ELASTIC),
+    Value(
+        names=("--host-discovery-script",),
+        metavar="FILE",
+        group="hosts",
+        help="elastic: a command that prints the hosts of the moment, as host:slots",
+    ),
     Switch(on=("--gloo",), group="controller", help="as is always done"),
     Switch(on=("--mpi",), group="controller", help="accepted: Rankless starts the processes itself"),
     Switch(on=("--jsrun",), group="controller", help="accepted: Rankless starts the processes itself"),

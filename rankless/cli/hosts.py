@@ -3,6 +3,8 @@
 import argparse
 
 from rankless.errors import PlanError
+from rankless.plan import environment
+from rankless.plan.chosen_variables import chosen_variables
 from rankless.plan.hosts import DEFAULT_PORT, Host, numbered_hosts, own_place, parse_hosts, read_hostfile
 from rankless.plan.run_plan import Company
 
@@ -22,6 +24,13 @@ def add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--join-timeout", type=float, default=60.0, metavar="S", help="how long to wait for hosts (60)")
     group.add_argument("--copy", action="store_true", help="send the script to hosts that have another one")
+    group.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="by ssh: a variable that all hosts' workers get, host 0's or VALUE; repeat it for more",
+    )
     group.add_argument("--insecure", action="store_true", help="no token: whoever reaches the port may join")
 
 
@@ -41,6 +50,13 @@ def company_of(arguments: argparse.Namespace) -> Company | None:
                 if is_given
             ),
             fix="keep one of them",
+        )
+    if arguments.env and (arguments.no_ssh or given or not any(ways)):
+        raise PlanError(
+            expected="--env with hosts that are started by ssh: --hosts or --hostfile, without --no-ssh",
+            found=" ".join(f"--env {item}" for item in arguments.env)
+            + (" where each host is started by hand" if any(ways) else " on this host alone"),
+            fix="set it in the shell in which you type the command" + (", on each host" if any(ways) else ""),
         )
     if not any(ways):
         return None
@@ -102,6 +118,7 @@ def _company(
         insecure=arguments.insecure,
         join_timeout_seconds=arguments.join_timeout,
         copies=arguments.copy,
+        variables=chosen_variables(arguments.env, environment.snapshot()),
     )
 
 

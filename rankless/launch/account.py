@@ -57,9 +57,24 @@ class Account:
 
     def failure(self, verdict: Verdict) -> str:
         """Who failed, in at most 15 lines; under horovodrun its own sentence after them."""
-        text = failure(verdict, log_file=self.log_file(verdict.culprit), host=self.host_name(verdict.culprit))
-        has_ended_itself = verdict.cause not in ("host", "stuck")
+        host = self.job.start.host_of(verdict.culprit)
+        text = failure(
+            verdict,
+            log_file=self.log_file(verdict.culprit),
+            host=self.host_name(verdict.culprit),
+            report=self.report_file(host) if host > 0 else "",
+        )
+        has_ended_itself = verdict.cause not in ("host", "told", "stuck")
         return text + horovod_sentence(verdict) if self.plan.horovod is not None and has_ended_itself else text
+
+    def report_file(self, host: int) -> str:
+        """Where another host than host 0 keeps what is said at the end: started by ssh, it has no terminal."""
+        return os.path.relpath(os.path.join(run_folder(self.plan, self.job.start.run_id, host), f"report{host}.txt"))
+
+    def keep(self, text: str) -> None:
+        """Write what is said at the end on this host, which is not host 0, to its file."""
+        with suppress(OSError), open(self.report_file(self.job.place), "w", encoding="utf-8") as file:
+            file.write(text)
 
     def parents_last_words(self) -> str:
         """What the workers' parent has written; the file goes if that is nothing."""
@@ -113,15 +128,19 @@ def _text_for(host: int, outcome: Outcome, account: Account, text: str) -> str:
 
 
 def _conclude_led(outcome: Outcome, account: Account, leading: Leading, *, tell_text: Callable[[str], None]) -> int:
+    code, text = _verdict_led(outcome, account, leading)
+    if text:
+        account.keep(text)
+        tell_text(text)
+    return code
+
+
+def _verdict_led(outcome: Outcome, account: Account, leading: Leading) -> tuple[int, str]:
     words = account.parents_last_words()
     if leading.over is not None:
-        tell_text(leading.over.text)
-        return leading.over.exit_code
+        return leading.over.exit_code, leading.over.text
     if outcome.interrupted_by is not None:
-        tell_text(f"rankless: ended by {signal_name(outcome.interrupted_by)}\n")
-        return 128 + outcome.interrupted_by
-    if words:
-        tell_text(f"rankless: the process that starts the workers wrote: {words}\n")
+        return 128 + outcome.interrupted_by, f"rankless: ended by {signal_name(outcome.interrupted_by)}\n"
+    text = f"rankless: the process that starts the workers wrote: {words}\n" if words else ""
     ended = counted(account.job.start.workers[account.job.place], "worker")
-    tell_text(f"rankless: host 0, {account.job.names[0]}, was lost: {leading.lost}; {ended} here ended\n")
-    return 1
+    return 1, f"{text}rankless: host 0, {account.job.names[0]}, was lost: {leading.lost}; {ended} here ended\n"

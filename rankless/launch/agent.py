@@ -1,6 +1,7 @@
 """The agent: starts a run's workers on this host, watches them, ends them together, and says how it went."""
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,13 +11,14 @@ from typing import TextIO
 from rankless.launch.account import Account, conclude
 from rankless.launch.assembly import Assembled, assembled
 from rankless.launch.company import Leading, Led
+from rankless.launch.elastic.driver import Surroundings, run_elastic
 from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.launch.hangs.hang_watch import HangWatch, Scene, open_pages
 from rankless.launch.hosts.gathering import Interrupted
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import signal_name
 from rankless.launch.logs import make_run_folder, shown_streams
-from rankless.launch.parent_process import ParentProcess
+from rankless.launch.parent_process import Handed, ParentProcess
 from rankless.launch.ports import require_own_address
 from rankless.launch.shared_files import SharedFiles
 from rankless.launch.terminal import Terminal, Write, writer_to
@@ -63,6 +65,14 @@ def run(
             _tell(err, f"rankless: {text}\n")
 
     with Interrupts(signals) as interrupts:
+        if plan.elastic is not None:
+            around = Surroundings(
+                interrupts=interrupts,
+                on_record=on_record,
+                tell=tell,
+                writes={"out": writer_to(out, making_room), "err": writer_to(err, making_room)},
+            )
+            return run_elastic(plan, plan.elastic, around)
         try:
             with assembled(plan, interrupts=interrupts, tell=tell, token=outside.token) as job:
                 outside.on_joined()
@@ -100,8 +110,8 @@ class Run:
                 plans=[worker.plan for worker in self._workers],
                 pages=pages,
                 timeout_seconds=plan.hang_timeout_seconds,
-                judges=job.others.judges,
-                folder=folder,
+                others=job.others,
+                stacks_file=os.path.join(folder, f"stacks{job.place or ''}.txt"),
                 host_name=self.account.host_name,
             )
         )
@@ -126,10 +136,7 @@ class Run:
     ) -> Outcome:
         """Start the workers, watch them, and end what is left of them."""
         plan, job = self._plan, self._job
-        if fork_server is not None and not fork_server.is_ready(plan, until=self._interrupts):
-            fork_server = None
-        log_path = self.account.parent_log
-        parent = ParentProcess(plan, self._workers, store=job.store, log_path=log_path, fork_server=fork_server)
+        parent = self._start(fork_server)
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()
@@ -148,10 +155,10 @@ class Run:
             on_record(record)
 
         def look() -> list[AnyRecord]:
-            if parent.poll() is None:
-                self._terminal.pump()
-            else:
+            if parent.poll() is not None:
                 self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
+            elif not (isinstance(job.others, Leading) and job.others.is_behind):
+                self._terminal.pump()  # what a slow line cannot take yet stays in the files
             return self._hangs.turn(time.monotonic())
 
         try:
@@ -168,6 +175,19 @@ class Run:
             parent.close(patience_seconds=1.0)
             self._terminal.close()
             self._hangs.close()
+
+    def _start(self, fork_server: ForkServerProcess | None) -> ParentProcess:
+        plan, job = self._plan, self._job
+        if fork_server is not None and not fork_server.is_ready(plan, until=self._interrupts):
+            fork_server = None
+        return ParentProcess(
+            plan,
+            self._workers,
+            log_path=self.account.parent_log,
+            handed=Handed(store=job.store),
+            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
+            fork_server=fork_server,
+        )
 
 
 def _tell(err: TextIO, text: str) -> None:

@@ -21,8 +21,8 @@ from rankless.launch.hosts.tokens import Known, must_be_brought, token_of_host_0
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.logs import run_name
 from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
+from rankless.plan import environment
 from rankless.plan.check import choose_backend
-from rankless.plan.environment import carried_variables, exported_variables
 from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.plan.run_plan import Company, JobStart, RunPlan
 
@@ -70,6 +70,7 @@ def _as_host_0(
     plan: RunPlan, company: Company, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
 ) -> Iterator[Assembled]:
     require_own_name(company)
+    environment.apply(company.variables)
     token = token_of_host_0(company) if token is None else token
     interface, address = own_address(company)
     own = _facts(plan, company, address)
@@ -90,6 +91,7 @@ def _as_host_0(
         addresses = [_address(company, place, facts, own=address) for place in range(len(company.hosts))]
         endpoints = endpoints_of(plan, addresses, [len(some) for some in devices])
         start = _start(plan, devices, endpoints, store=store, reserved=reserved)
+        start = msgspec.structs.replace(start, addresses=(address, *(facts[place].address for place in sorted(facts))))
         let_start(hub, start)
         names = [company.hosts[0].address, *(_name(company, place, facts) for place in sorted(facts))]
         others = Led(hub, start, names)
@@ -171,11 +173,12 @@ def _started(plan: RunPlan, company: Company, place: int, token: bytes, tell: Ca
     if company.copies and plan.program.kind == "script":
         with open(plan.program.target, "rb") as file:
             script = file.read()
+    carried = environment.carried_variables() if plan.horovod is None else environment.exported_variables()
     task = RemoteTask(
         program=plan.program,
         request=msgspec.structs.replace(plan.request, company=there, seed=plan.seed),
         token=token,
-        environment=carried_variables() if plan.horovod is None else exported_variables(),
+        environment=carried | dict(company.variables),
         script=script,
     )
     return RemoteAgent(task, tell=tell)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rankless.launch.control.frames import Ended, Happened, How, Over, Recorded, Shown, Stop
+from rankless.launch.control.frames import Ended, Happened, How, Over, Recorded, Shown, Stop, WhereAreYou
 from rankless.launch.control.hub import Hub, Lost, Reported, Stranger
 from rankless.launch.control.session import BrokenOff
 from rankless.launch.control.uplink import Uplink
@@ -34,6 +34,10 @@ class Others(Protocol):
         """What to select on; None if there is nothing."""
         ...
 
+    def host_of(self, rank: int) -> int:
+        """The place of a rank's host."""
+        ...
+
     def turn(self, now: float) -> Turn:
         """What is new."""
         ...
@@ -44,6 +48,14 @@ class Others(Protocol):
 
     def stop(self, how: How) -> None:
         """Tell the others to end their workers."""
+        ...
+
+    def ask_where(self) -> None:
+        """Ask the others where their ranks are: they tell it by records."""
+        ...
+
+    def is_asked_where(self) -> bool:
+        """Whether host 0 has asked that since the last call."""
         ...
 
     def told_to_end(self, number: int) -> None:
@@ -69,6 +81,10 @@ class Nobody:
         """Nothing."""
         return None
 
+    def host_of(self, rank: int) -> int:  # noqa: ARG002  # the protocol's
+        """There is one."""
+        return 0
+
     def turn(self, now: float) -> Turn:  # noqa: ARG002  # the protocol's
         """Nothing."""
         return Turn()
@@ -78,6 +94,13 @@ class Nobody:
 
     def stop(self, how: How) -> None:
         """Nobody hears it."""
+
+    def ask_where(self) -> None:
+        """Nobody hears it."""
+
+    def is_asked_where(self) -> bool:
+        """Never."""
+        return False
 
     def told_to_end(self, number: int) -> None:
         """Nobody hears it."""
@@ -105,6 +128,10 @@ class Led:
     def hand_output_to(self, show: Callable[[Source, bytes], None]) -> None:
         """Give what workers of other hosts write to `show`."""
         self._show = show
+
+    def host_of(self, rank: int) -> int:
+        """The place of a rank's host."""
+        return self._start.host_of(rank)
 
     def fileno(self) -> int | None:
         """The hub's."""
@@ -136,6 +163,14 @@ class Led:
     def stop(self, how: How) -> None:
         """Tell all of them."""
         self._hub.tell_all(Stop(how=how))
+
+    def ask_where(self) -> None:
+        """Ask all of them."""
+        self._hub.tell_all(WhereAreYou())
+
+    def is_asked_where(self) -> bool:
+        """Never: this host asks."""
+        return False
 
     def told_to_end(self, number: int) -> None:
         """They are stopped; why is said at the end."""
@@ -176,6 +211,11 @@ class Leading:
         self._name = name
         self.lost: str | None = None
         self.over: Over | None = None
+        self._is_asked_where = False
+
+    def host_of(self, rank: int) -> int:
+        """The place of a rank's host."""
+        return self._start.host_of(rank)
 
     def fileno(self) -> int | None:
         """The connection's."""
@@ -190,17 +230,24 @@ class Leading:
             for frame in self._uplink.turn(now):
                 if isinstance(frame, Stop):
                     stop = frame.how
+                elif isinstance(frame, WhereAreYou):
+                    self._is_asked_where = True
                 elif isinstance(frame, Over):
                     self.over = frame
         except BrokenOff as broken:
             self.lost = str(broken)
-            stop = None if self.over is not None else "stop"
+            stop = None if self.over is not None else "lost"
         return Turn(stop=stop)
 
     def report(self, records: Sequence[AnyRecord]) -> None:
         """Tell host 0."""
         if records:
             self._uplink.tell(Happened(records=tuple(records)))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether host 0 has not taken all that it was sent."""
+        return self._uplink.is_behind
 
     def show(self, source: Source, data: bytes) -> None:
         """Have host 0 show what a worker has written here."""
@@ -209,6 +256,14 @@ class Leading:
 
     def stop(self, how: How) -> None:
         """Not this host's to say."""
+
+    def ask_where(self) -> None:
+        """Not this host's to ask."""
+
+    def is_asked_where(self) -> bool:
+        """Whether host 0 has asked."""
+        asked, self._is_asked_where = self._is_asked_where, False
+        return asked
 
     def told_to_end(self, number: int) -> None:
         """Tell host 0 that this host's agent was, by a signal."""

@@ -42,7 +42,7 @@ def make_run_folder(plan: RunPlan, start: JobStart, place: int) -> str:
         os.makedirs(folder, exist_ok=plan.company is not None)  # hosts may share a disk
         if plan.foreign is not None or plan.horovod is not None:
             for local_rank in range(plan.worker_count):
-                _make_pair(log_files(plan, folder, first + local_rank, local_rank))
+                make_pair(log_files(plan, folder, first + local_rank, local_rank))
         link = os.path.join(plan.log_folder, f".latest-{name}-{secrets.token_hex(3)}")
         os.symlink(os.path.basename(folder), link)
         os.replace(link, os.path.join(plan.log_folder, "latest"))
@@ -57,7 +57,7 @@ def make_run_folder(plan: RunPlan, start: JobStart, place: int) -> str:
     return folder
 
 
-def _make_pair(paths: tuple[str, str | None]) -> None:
+def make_pair(paths: tuple[str, str | None]) -> None:
     """A folder for a worker's two files, which are empty at first, as those of a run before may not be."""
     os.makedirs(os.path.dirname(paths[0]), exist_ok=True)
     for path in filter(None, paths):

@@ -48,9 +48,12 @@ def hosts_table(plan: RunPlan, *, folder: str, rows: Sequence[tuple[str, str]], 
     return "\n".join(lines) + "\n"
 
 
-def failure(verdict: Verdict, *, log_file: str, host: str = "") -> str:
-    """At most 15 lines: who, on which host, what, the last lines of its traceback, its log file."""
-    if verdict.cause == "host":
+def failure(verdict: Verdict, *, log_file: str, host: str = "", report: str = "") -> str:
+    """At most 15 lines: who, on which host, what, the last lines of its traceback, its log file, and the file with the
+    same words there.
+    """
+    there = f", this report {report} there" if report else ""
+    if verdict.cause in ("host", "told"):
         return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
     on_host = f" on {host}" if host else ""
     lines = [f"rankless: rank {verdict.culprit}{on_host} {verdict.headline}"]
@@ -58,7 +61,9 @@ def failure(verdict: Verdict, *, log_file: str, host: str = "") -> str:
     if len(trace) > _TRACEBACK_LINES:
         lines.append("    ...")
     lines += [f"    {line[:_LONGEST_LINE]}" for line in trace[-_TRACEBACK_LINES:]]
-    lines.append(f"rankless: its log file is {log_file}{on_host}; the job was ended, exit code {verdict.exit_code}")
+    lines.append(
+        f"rankless: its log file is {log_file}{on_host}{there}; the job was ended, exit code {verdict.exit_code}"
+    )
     return "\n".join(lines) + "\n"
 
 

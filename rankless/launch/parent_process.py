@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import msgspec
@@ -17,6 +18,16 @@ from rankless.plan.run_plan import HostPlan, RunPlan, WorkerLaunch
 from rankless.records.channel import open_channel
 from rankless.runtime.bootstrap import python_command
 from rankless.runtime.processes import adopt_orphans, descendants, end_descendants
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """Sockets that the parent inherits."""
+
+    store: socket.socket | None = None
+    """On which rank 0 will serve."""
+    orders: socket.socket | None = None
+    """On which further workers are ordered."""
 
 
 class ParentProcess:
@@ -30,8 +41,9 @@ class ParentProcess:
         plan: RunPlan,
         workers: Sequence[WorkerLaunch],
         *,
-        store: socket.socket | None,
         log_path: str,
+        handed: Handed,
+        other_hosts: Sequence[str] = (),
         fork_server: ForkServerProcess | None = None,
     ) -> None:
         self._spared = descendants()
@@ -42,9 +54,11 @@ class ParentProcess:
             program=plan.program,
             warm=plan.warm,
             workers=tuple(workers),
+            other_hosts=tuple(other_hosts),
             lifeline_descriptor=lifeline_end.fileno(),
             records_descriptor=records_end.fileno(),
-            store_descriptor=None if store is None else store.fileno(),
+            store_descriptor=None if handed.store is None else handed.store.fileno(),
+            orders_descriptor=None if handed.orders is None else handed.orders.fileno(),
         )
         adopt_orphans()  # if the parent itself is killed, its workers' children come to the agent
         with open(log_path, "wb") as log, lifeline_end, records_end:

@@ -159,11 +159,15 @@ class Terminal:
         self._tails: list[Tail] = []
         self._copies = contextlib.ExitStack()
         for stream in streams:
-            self._tails.append(Tail(stream.path, _lines_of(stream, writes[stream.sink])))
-            if stream.copy is not None:
-                copy = self._copies.enter_context(io.FileIO(stream.copy, "ab"))
-                lines = PrefixedLines(stream.prefix or "", _writer(copy), needles=stream.needles)
-                self._tails.append(Tail(stream.path, lines))
+            self.add(stream)
+
+    def add(self, stream: Stream) -> None:
+        """Show one more stream from now on."""
+        self._tails.append(Tail(stream.path, _lines_of(stream, self._writes[stream.sink])))
+        if stream.copy is not None:
+            copy = self._copies.enter_context(io.FileIO(stream.copy, "ab"))
+            lines = PrefixedLines(stream.prefix or "", _writer(copy), needles=stream.needles)
+            self._tails.append(Tail(stream.path, lines))
 
     def pump(self) -> None:
         """Show what is new."""

@@ -1,4 +1,11 @@
-"""Watching a run: records in, phases on, until nothing is left to watch, here and on other hosts."""
+"""Watching a run: records in, phases on, until nothing is left to watch, here and on other hosts.
+
+Note [asking and cutting]: workers that are to end are asked by a signal. Who waits in a collective for a rank that does
+not answer cannot heed it: so half of the grace later the connections between ranks are cut (runtime.connections), and
+handlers and `finally` have the other half. If a host is lost it is the other way round: its ranks' connections would be
+silent for minutes, so they are cut first, and scripts see what they see when a rank dies on their own host:
+RuntimeError. Only half a second later comes the signal, by which a script without a handler ends at once.
+"""
 
 import contextlib
 import os
@@ -13,12 +20,12 @@ import msgspec
 from rankless.launch.company import Others
 from rankless.launch.control.frames import Ended, How
 from rankless.launch.interrupts import Interrupts
-from rankless.launch.judge import Verdict, judge
+from rankless.launch.judge import JUDGED, Verdict, judge
 from rankless.launch.parent_process import ParentProcess
 from rankless.plan.foreign import Foreign
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord
-from rankless.runtime.lifeline import KILL, signalling
+from rankless.runtime.lifeline import CUT, KILL, signalling
 
 POLL_SECONDS = 0.05
 STOP_GRACE_SECONDS = 1.0
@@ -35,7 +42,7 @@ class Phase(Enum):
 
 
 HOWS: dict[int, How] = {signal.SIGINT: "interrupt"}
-SIGNALS: dict[How, int] = {"interrupt": signal.SIGINT, "stop": signal.SIGTERM}
+SIGNALS: dict[How, int] = {"interrupt": signal.SIGINT, "stop": signal.SIGTERM, "lost": signal.SIGTERM}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +75,8 @@ class Watch:
         self._records: list[AnyRecord] = []
         self._phase = Phase.RUNNING
         self._deadline = float("inf")
+        self._second_word = b""
+        self._second_word_at = float("inf")
         self._verdict: Verdict | None = None
         self._interrupted_by: int | None = None
         self._told_end = False
@@ -115,7 +124,8 @@ class Watch:
 
     def _take_found(self, records: Sequence[AnyRecord]) -> None:
         """What this agent has found itself; nothing of it counts once the run is to end."""
-        if records and self._phase is Phase.RUNNING and self._verdict is None:
+        is_open = self._verdict is None or self._verdict.cause == "timeout"
+        if records and self._phase is Phase.RUNNING and is_open:
             self._others.report(records)
             self._take(records)
 
@@ -125,18 +135,21 @@ class Watch:
         if turn.stop == "kill" and self._phase is not Phase.KILLING:
             self._end_at_once(now)
         elif turn.stop is not None and self._phase is Phase.RUNNING:
-            self._ask_to_end(SIGNALS[turn.stop], now)
+            self._ask_to_end(SIGNALS[turn.stop], now, is_lost=turn.stop == "lost")
 
     def _take(self, records: Sequence[AnyRecord]) -> None:
+        judged = [record for record in records if isinstance(record, JUDGED)]
         for record in records:
-            if self._phase is Phase.RUNNING:
-                self._records.append(record)
             self._on_record(record)
-        if records and self._phase is Phase.RUNNING and self._others.judges:
-            known = self._verdict is not None
-            self._verdict = judge(self._records)
-            if self._verdict is not None and not known:
-                self._deadline = time.monotonic() + self._verdict.settling_seconds
+        if judged and self._phase is Phase.RUNNING:
+            self._records += judged
+            if self._others.judges:
+                self._judge()
+
+    def _judge(self) -> None:
+        before, self._verdict = self._verdict, judge(self._records, self._others.host_of)
+        if self._verdict is not None and self._verdict != before:
+            self._deadline = min(self._deadline, time.monotonic() + self._verdict.settling_seconds)
 
     def _move_on(self, number: int | None, now: float) -> bool:
         """Pass to the next phase if it is time, or a signal has come; False when there is none left."""
@@ -145,9 +158,13 @@ class Watch:
             self._others.told_to_end(number)
             self._ask_to_end(number, now)
         elif self._phase is Phase.RUNNING and now >= self._deadline:
-            self._ask_to_end(signal.SIGTERM, now)
+            is_lost = self._verdict is not None and self._verdict.cause == "host"
+            self._ask_to_end(signal.SIGTERM, now, is_lost=is_lost)
         elif self._phase is Phase.STOPPING and (number is not None or now >= self._deadline):
             self._end_at_once(now)
+        elif self._phase is Phase.STOPPING and now >= self._second_word_at:
+            self._second_word_at = float("inf")
+            self._parent.tell(self._second_word)
         elif self._phase is Phase.KILLING:
             # With nothing left here, another host than host 0 waits for its word: it comes, or the connection ends.
             awaits_word = self._told_end and not self._others.judges
@@ -159,14 +176,21 @@ class Watch:
         self._others.stop("kill")
         self._enter(Phase.KILLING, KILL, now + KILL_GRACE_SECONDS)
 
-    def _ask_to_end(self, number: int, now: float) -> None:
-        self._others.stop(HOWS.get(number, "stop"))
+    def _ask_to_end(self, number: int, now: float, *, is_lost: bool = False) -> None:
+        """Ask the workers to end, and cut their connections: see the note at the top."""
+        self._others.stop("lost" if is_lost else HOWS.get(number, "stop"))
+        grace = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
         if self._foreign is not None:
-            self._enter(Phase.STOPPING, signalling(number), now + self._foreign.shutdown_seconds)
-        elif number == signal.SIGINT:
-            self._enter(Phase.STOPPING, signalling(number), now + INTERRUPT_GRACE_SECONDS)
-        else:
-            self._enter(Phase.STOPPING, signalling(signal.SIGTERM), now + STOP_GRACE_SECONDS)
+            grace = self._foreign.shutdown_seconds
+        elif number != signal.SIGINT:
+            number = signal.SIGTERM
+        words = (signalling(number), CUT)
+        self._second_word_at = now + grace / 2
+        if is_lost:
+            words = (CUT, signalling(number))
+            self._second_word_at = now + min(grace, STOP_GRACE_SECONDS) / 2
+        self._second_word = words[1]
+        self._enter(Phase.STOPPING, words[0], now + grace)
 
     def _enter(self, phase: Phase, word: bytes, deadline: float) -> None:
         self._phase, self._deadline = phase, deadline

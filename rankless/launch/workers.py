@@ -13,7 +13,7 @@ from rankless.plan.environment import (
     worker_environment,
 )
 from rankless.plan.fleet import Place, endpoint, fleet_variables
-from rankless.plan.horovod import horovod_variables
+from rankless.plan.horovod import slot_variables
 from rankless.plan.run_plan import JobStart, RunPlan, WorkerLaunch, WorkerPlan
 from rankless.runtime.import_names import AT_START
 
@@ -57,13 +57,14 @@ def plan_workers(plan: RunPlan, job: Assembled, *, folder: str, pages: Sequence[
             store_port=start.store_port,
         )
         environment = worker_environment(worker, cuda_devices=cuda_devices)
-        environment["PYTHONPATH"] = python_path_from(AT_START)
-        if foreign is not None:
+        if foreign is None:  # torchrun's environment is its users' own, to the letter
+            environment["PYTHONPATH"] = python_path_from(AT_START)
+        else:
             environment |= foreign_environment(foreign, local_rank, folder=os.path.dirname(log_file))
         if plan.fleet is not None:
             environment |= fleet_variables(plan.fleet, _place(worker, start))
         if plan.horovod is not None:
-            environment |= horovod_variables(plan.horovod, rank, interface=job.interface or loopback_name())
+            environment |= slot_variables(plan.horovod, rank, interface=job.interface or loopback_name())
         launches.append(WorkerLaunch(plan=worker, environment=environment))
     return launches
 

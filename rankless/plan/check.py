@@ -8,6 +8,7 @@ import shutil
 from typing import Literal
 
 from rankless.errors import PlanError
+from rankless.plan.elastic import check_elastic
 from rankless.plan.environment import user_hang_timeout, user_threads, user_visible_devices
 from rankless.plan.run_plan import Program, RunPlan, RunRequest
 from rankless.plan.script_source import names_rankless
@@ -17,6 +18,10 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
     """A plan that can be run; raises `PlanError` for one that cannot."""
     threads, seed, company = request.threads, request.seed, request.company
     count = request.worker_count if company is None else company.hosts[company.place].workers
+    if request.elastic is not None:
+        # Its hosts come and go: the driver makes what is for one host, as it starts workers there.
+        check_elastic(request.elastic, request.worker_count)
+        count, company = request.worker_count, None
     if company is not None and len(company.hosts) == 1:
         company = None
     if count < 1:
@@ -50,6 +55,7 @@ def make_run_plan(program: Program, request: RunRequest) -> RunPlan:
         fleet=request.fleet,
         horovod=request.horovod,
         company=company,
+        elastic=request.elastic,
         hang_timeout_seconds=hang_timeout(request),
         request=request,
     )

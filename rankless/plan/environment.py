@@ -33,23 +33,8 @@ _CARRIED = (
     "HF_",
     "HOROVOD_",
 )
-_A_HOSTS_OWN = (
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "PWD",
-    "OLDPWD",
-    "HOSTNAME",
-    "TMPDIR",
-    "DISPLAY",
-    "SSH_",
-    "XDG_",
-    "DBUS_",
-    "BASH_FUNC",
-    "_",
-)
-"""Variables that say something of the host on which they are set, by their beginnings."""
+_A_HOSTS_OWN = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME", "TMPDIR", "DISPLAY", "_")
+_A_LOGINS_OWN = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot
@@ -215,7 +200,7 @@ def exported_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_A_HOSTS_OWN) and name not in (TOKEN_FILE, WORKER_PLAN)
+        if not name.startswith(_A_LOGINS_OWN) and name not in (*_A_HOSTS_OWN, TOKEN_FILE, WORKER_PLAN)
     }
 
 
@@ -223,11 +208,6 @@ def horovod_choice() -> Literal["never", "missing", "always"]:
     """When the import name `horovod` is ours: where no Horovod is installed, unless RANKLESS_HOROVOD says 0 or 1."""
     choices: dict[str, Literal["never", "always"]] = {"0": "never", "1": "always"}
     return choices.get(os.environ.get(HOROVOD, ""), "missing")
-
-
-def user_start_timeout() -> str | None:
-    """How long horovodrun is to wait for hosts, if HOROVOD_START_TIMEOUT says so."""
-    return os.environ.get("HOROVOD_START_TIMEOUT") or None
 
 
 def with_function_key(key: bytes) -> dict[str, str]:
@@ -238,11 +218,6 @@ def with_function_key(key: bytes) -> dict[str, str]:
 def take_function_key() -> bytes:
     """The key that `with_function_key` has given; what this process starts does not get it."""
     return bytes.fromhex(os.environ.pop(FUNCTION_KEY, ""))
-
-
-def horovod_rank() -> int:
-    """This process's rank under horovodrun; 0 elsewhere."""
-    return _whole_number("HOROVOD_RANK") or 0
 
 
 def python_path_from(folder: str) -> str:
@@ -268,6 +243,12 @@ def user_interfaces() -> dict[str, str]:
     return {name: value for name in names if (value := os.environ.get(name))}
 
 
+def ssh_addresses() -> tuple[str, str]:
+    """For what ssh has started: this host's address, as whoever logged in reached it, and theirs."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return (words[2], words[0]) if len(words) == 4 else ("127.0.0.1", "127.0.0.1")
+
+
 def user_python() -> str | None:
     """The interpreter that PYTHON_EXEC names for the workers, if it does."""
     return os.environ.get("PYTHON_EXEC") or None
@@ -286,11 +267,6 @@ def user_line_prefix() -> str | None:
 def horovod_variables() -> dict[str, str]:
     """Horovod's variables, without `HOROVOD_` before their names."""
     return {name.removeprefix("HOROVOD_"): value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
-
-
-def allow_dynamic_process_sets() -> None:
-    """Let `hvd.add_process_set` work, as `hvd.init(process_sets="dynamic")` asks: Horovod sets this variable, too."""
-    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 
 def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:

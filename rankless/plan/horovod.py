@@ -64,7 +64,7 @@ def slot_of(horovod: Horovod, rank: int) -> Slot:
     raise ValueError(f"rank {rank} of {horovod.size}")
 
 
-def horovod_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping[str, str | None]:
+def slot_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping[str, str | None]:
     """Horovod's variables for one worker; `interface` is the network card by which all of them talk."""
     slot = slot_of(horovod, rank)
     own = {
@@ -75,6 +75,20 @@ def horovod_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping
         "HOROVOD_LOCAL_SIZE": str(slot.local_size),
         "HOROVOD_CROSS_RANK": str(slot.cross_rank),
         "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": interface,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**own, **dict(horovod.variables)}
+
+
+def elastic_variables(horovod: Horovod, *, host: str, local_rank: int, interface: str) -> Mapping[str, str | None]:
+    """Horovod's variables for a worker of an elastic job, whose rank and number of peers change: it asks `hvd`."""
+    own = {
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_LOCAL_RANK": str(local_rank),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_IFACE": interface,

@@ -10,7 +10,8 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.errors import PlanError
 from rankless.plan.check import count_gpus
-from rankless.plan.horovod import Horovod
+from rankless.plan.horovod import Horovod, NamedHost
+from rankless.plan.horovodrun_elastic import elastic_of
 from rankless.plan.horovodrun_flags import HorovodrunFlags
 from rankless.plan.horovodrun_hosts import company_of, named_hosts, names_of
 from rankless.plan.run_plan import Program, RunRequest
@@ -70,16 +71,16 @@ def horovodrun_program(flags: HorovodrunFlags) -> Program:
 
 
 def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
-    """What the flags ask for. Raises PlanError for what cannot be meant, and for what is not there yet."""
-    _require_static(flags)
+    """What the flags ask for. Raises PlanError for what cannot be meant."""
     _require_range(flags)
     count = flags.num_proc
     if count is None or count < 1:
         raise PlanError(
             expected="-np as a number of processes, from 1 up", found=count, fix="as in `rankless horovodrun -np 2 …`"
         )
-    hosts = named_hosts(flags, count)
-    company = company_of(flags, hosts)
+    elastic = elastic_of(flags, count) if flags.is_elastic else None
+    hosts = named_hosts(flags, count) if elastic is None else ()
+    company = company_of(flags, hosts) if elastic is None else None
     variables = dict(worker_variables(flags))
     return RunRequest(
         worker_count=count,
@@ -87,12 +88,13 @@ def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
         show="all",
         warm=program.kind != "command",
         horovod=Horovod(
-            hosts=names_of(hosts),
+            hosts=names_of(hosts) or (NamedHost(name="localhost", slots=count),),
             variables=tuple(variables.items()),
             output_folder=flags.output_filename,
             timestamps=flags.prefix_output_with_timestamp,
         ),
         company=company,
+        elastic=elastic,
     )
 
 
@@ -129,7 +131,6 @@ def notes(flags: HorovodrunFlags) -> list[str]:
         "--mpi-threads-disable": flags.mpi_threads_disable is not None and "not heeded, there is no MPI",
         "--num-nccl-streams": flags.num_nccl_streams is not None and "not heeded, NCCL has one stream",
         "--thread-affinity": flags.thread_affinity is not None and "not heeded, threads may use every core",
-        "--cycle-time-ms": flags.cycle_time_ms is not None and "not needed, operations never wait for a cycle's end",
         "--hierarchical-…, --torus-allreduce": is_hierarchical
         and "not heeded, ranks of one host share memory without it",
         "--autotune": bool(flags.autotune) and "not heeded, nothing is tuned",
@@ -141,7 +142,12 @@ def notes(flags: HorovodrunFlags) -> list[str]:
 
 
 def _is_this_python(target: str) -> bool:
-    """Whether a command is the interpreter that runs Rankless, by any of its names."""
+    """Whether a command is the interpreter that runs Rankless, by any of its names.
+
+    `python` alone always is: where its environment is not activated, another one would be found, without Horovod's API.
+    """
+    if target in ("python", "python3"):
+        return True
     found = shutil.which(target)
     if found is None or not os.path.basename(target).startswith("python"):
         return False
@@ -191,15 +197,6 @@ def _require_interfaces(names: tuple[str, ...]) -> None:
     if absent:
         raise PlanError(
             expected=f"a network interface {absent[0]} on this host", found=", ".join(sorted(there)), fix="name another"
-        )
-
-
-def _require_static(flags: HorovodrunFlags) -> None:
-    if flags.is_elastic:
-        raise PlanError(
-            expected="a job whose processes stay: none can come or go while it runs",
-            found="--host-discovery-script" if flags.host_discovery_script is not None else "--min-np",
-            fix="leave it away, and name the hosts: -H a:4,b:4",
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rankless.errors import PlanError
-from rankless.plan.environment import user_start_timeout
+from rankless.plan.environment import horovod_variables
 from rankless.plan.horovod import NamedHost
 from rankless.plan.horovodrun_flags import HorovodrunFlags
 from rankless.plan.hosts import (
@@ -76,7 +76,7 @@ def company_of(flags: HorovodrunFlags, hosts: Sequence[Host]) -> Company | None:
 
 def start_seconds(flags: HorovodrunFlags) -> float:
     """How long to wait for the hosts. Raises PlanError."""
-    given = flags.start_timeout if flags.start_timeout is not None else user_start_timeout()
+    given = flags.start_timeout if flags.start_timeout is not None else horovod_variables().get("START_TIMEOUT")
     try:
         seconds = START_SECONDS if given is None else float(given)
     except ValueError:

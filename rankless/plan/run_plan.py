@@ -1,9 +1,11 @@
 """The two plans: one for a whole run, one for each of its workers."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
+from rankless.plan.elastic import Elastic
 from rankless.plan.fleet import Fleet
 from rankless.plan.foreign import Foreign, Hosts
 from rankless.plan.horovod import Horovod
@@ -65,6 +67,8 @@ class Company(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_seconds: float = 60.0
     copies: bool = False
     """Send the script to hosts that have another one."""
+    variables: Mapping[str, str] = {}
+    """Of the environment, on every host; by ssh only."""
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     """None leaves both to ssh."""
@@ -82,6 +86,8 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int
     store_address: str
     store_port: int
+    addresses: tuple[str, ...] = ()
+    """Of each host, the numeric one by which its way to host 0 leads; none if there is only one host."""
     endpoints: tuple[str, ...] = ()
     """HOST:PORT of every rank, for a program that was written for Paddle's launcher."""
     recording: str | None = None
@@ -127,6 +133,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
+    elastic: Elastic | None = None
+    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
     hang_timeout_seconds: float | None = None
     """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
 
@@ -162,6 +170,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     horovod: Horovod | None = None
     company: Company | None = None
     """None: this host alone."""
+    elastic: Elastic | None = None
+    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
     hang_timeout_seconds: float | None = None
     """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
     request: RunRequest
@@ -206,6 +216,8 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int | None = None
     whereabouts_descriptor: int | None = None
     """The inherited memory in which it writes its steps, and, asked, its stacks; None where nobody looks."""
+    rounds_descriptor: int | None = None
+    """The inherited socket to the driver of an elastic job."""
     process_id: int | None = None
     """The worker's own; a child of it inherits the environment but is not the worker."""
 
@@ -224,15 +236,19 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     program: Program
     warm: bool
     workers: tuple[WorkerLaunch, ...]
+    other_hosts: tuple[str, ...] = ()
+    """The addresses of the job's other hosts, where they are known."""
     lifeline_descriptor: int
     records_descriptor: int
     store_descriptor: int | None
+    orders_descriptor: int | None = None
+    """The socket on which further workers are ordered, in an elastic job."""
 
     def descriptors(self) -> list[int]:
         """Those that the parent is to inherit, under these numbers."""
         pages = (launch.plan.whereabouts_descriptor for launch in self.workers)
-        named = (self.lifeline_descriptor, self.records_descriptor, self.store_descriptor, *pages)
-        return [descriptor for descriptor in named if descriptor is not None]
+        sockets = (self.lifeline_descriptor, self.records_descriptor, self.store_descriptor, self.orders_descriptor)
+        return [descriptor for descriptor in (*sockets, *pages) if descriptor is not None]
 
 
 class ForkServerPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,9 +20,18 @@ def program_file(program: Program) -> str | None:
 
 def names_rankless(program: Program) -> bool:
     """Whether the text of the program, or of what it imports from beside it, names Rankless."""
+    return _names(program, "rankless")
+
+
+def names_horovod(program: Program) -> bool:
+    """Whether it names Horovod."""
+    return _names(program, "horovod")
+
+
+def _names(program: Program, word: str) -> bool:
     if program.kind == "code":
-        return "rankless" in program.target
-    return any(b"rankless" in text for text, _ in _own_files(program))
+        return word in program.target
+    return any(word.encode() in text for text, _ in _own_files(program))
 
 
 def own_syntax(program: Program) -> Iterator[ast.Module]:

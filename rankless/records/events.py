@@ -104,7 +104,7 @@ or held by a debugger. `moves`: what was told of it before is over.
 
 
 class Where(Record, frozen=True, tag="where"):
-    """Where a rank is, told by its host's agent when some rank there has stood still for long."""
+    """Where a rank is, told by its host's agent when some rank there has stood still for long, or host 0 asks."""
 
     state: RankState
     still_seconds: float = 0.0
@@ -120,6 +120,8 @@ class Where(Record, frozen=True, tag="where"):
     """Where that is, in words, as "load() at data.py:12, called from train.py:20"."""
     stack: tuple[str, ...] = ()
     """The script's frames, outermost first."""
+    asked: bool = False
+    """Told because host 0 has asked: no news of its own."""
 
 
 class Stuck(Record, frozen=True, tag="stuck"):

@@ -37,7 +37,7 @@ class ImportNames(MetaPathFinder):
 
         Raises ModuleNotFoundError, which says what there is, for a part of Horovod that is not here.
         """
-        if (fullname != FOREIGN and not fullname.startswith(FOREIGN + ".")) or self._asking or self._is_to_yield():
+        if (fullname != FOREIGN and not fullname.startswith(FOREIGN + ".")) or self._asking or self.is_to_yield():
             return None
         own = OWN + fullname.removeprefix(FOREIGN)
         found = _found(own)
@@ -49,13 +49,14 @@ class ImportNames(MetaPathFinder):
             spec.submodule_search_locations = found.submodule_search_locations
         return spec
 
-    def _is_to_yield(self) -> bool:
+    def is_to_yield(self) -> bool:
+        """Whether the names are somebody else's."""
         if self._yields is None:
             choice = importlib.import_module("rankless.plan.environment").horovod_choice()
-            self._yields = choice == "never" or (choice == "missing" and self._installed() is not None)
+            self._yields = choice == "never" or (choice == "missing" and self.installed() is not None)
         return self._yields
 
-    def _installed(self) -> str | None:
+    def installed(self) -> str | None:
         """Where a real Horovod is; a folder that happens to have the name is none."""
         self._asking = True
         try:
@@ -99,8 +100,8 @@ def install() -> ImportNames:
 
 def installed_horovod() -> str | None:
     """The file of a real Horovod to which the names are left in this interpreter; None where they are ours."""
-    finder = ImportNames()
-    return finder._installed() if finder._is_to_yield() else None
+    finder = install()
+    return finder.installed() if finder.is_to_yield() else None
 
 
 def _found(own: str) -> ModuleSpec | None:

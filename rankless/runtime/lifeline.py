@@ -5,6 +5,9 @@ from collections.abc import Iterator
 KILL = b"K"
 """End everything at once, as when the lifeline ends."""
 
+CUT = b"C"
+"""Shut down the workers' connections to other ranks: who waits in one raises."""
+
 _SIGNAL = 0x80
 
 

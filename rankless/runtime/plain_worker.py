@@ -15,7 +15,7 @@ def main(ending: Ending) -> Callable[[], None]:
     """Read the plan from standard input, and return what runs the user's program."""
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=HostPlan)
     (launch,) = plan.workers
-    for descriptor in (plan.records_descriptor, launch.plan.store_descriptor):
+    for descriptor in (plan.records_descriptor, launch.plan.store_descriptor, launch.plan.rounds_descriptor):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
     worker = enter(launch, plan, ending, hide_torch=False)

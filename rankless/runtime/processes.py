@@ -34,9 +34,11 @@ def send_signal(process_id: int, number: int) -> None:
             os.kill(process_id, each)
 
 
-def descendants() -> frozenset[int]:
-    """The pids of this process's children, their children, and so on."""
-    return frozenset(child.pid for child in psutil.Process().children(recursive=True))
+def descendants(process_id: int | None = None) -> frozenset[int]:
+    """The pids of this process's children, or another's, their children, and so on."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return frozenset(child.pid for child in psutil.Process(process_id).children(recursive=True))
+    return frozenset()
 
 
 def end_descendants(*, deadline_seconds: float, spare: frozenset[int] = frozenset()) -> list[tuple[int, int]]:

@@ -25,12 +25,15 @@ from collections.abc import Callable
 import msgspec
 
 from rankless.plan.run_plan import HostPlan, WorkerLaunch
-from rankless.plan.script_source import names_rankless
+from rankless.plan.script_source import names_horovod, names_rankless
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Said, Started
 from rankless.runtime.bootstrap import python_command
+from rankless.runtime.connections import cut_connections
 from rankless.runtime.ending import Ending
-from rankless.runtime.lifeline import KILL, signals_in
+from rankless.runtime.import_names import ImportNames
+from rankless.runtime.lifeline import CUT, KILL, signals_in
+from rankless.runtime.orders import receive_order
 from rankless.runtime.processes import (
     adopt_orphans,
     end_descendants,
@@ -55,6 +58,8 @@ JOB_MODULES = (
     "rankless.views.loading.loader",
 )
 """What the first job call needs besides; imported only for programs that use Rankless."""
+HOROVOD_MODULES = ("rankless.compat.horovod.torch",)
+"""For programs that name Horovod: a second and more of each worker, also of one that replaces another."""
 
 Cores = set[int] | None
 
@@ -63,7 +68,8 @@ def main(ending: Ending) -> Callable[[], None] | None:
     """Serve until no worker is left; in a forked worker, return at once with what the worker is to run."""
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=HostPlan)
     cores = withdraw()
-    warm = plan.warm and import_torch(with_jobs=names_rankless(plan.program))
+    with_horovod = names_horovod(plan.program) and not ImportNames().is_to_yield()
+    warm = plan.warm and import_torch(with_jobs=names_rankless(plan.program), with_horovod=with_horovod)
     if plan.warm and not warm:
         _say(plan, "the workers start as plain processes, because torch is not there or has started threads")
     return lead(plan, ending=ending, warm=warm, cores=cores)
@@ -79,9 +85,9 @@ def withdraw() -> Cores:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
-def import_torch(*, with_jobs: bool) -> bool:
+def import_torch(*, with_jobs: bool, with_horovod: bool = False) -> bool:
     """Import what the workers will need; False if they cannot be forked from here afterwards."""
-    for name in TORCH_MODULES + (JOB_MODULES if with_jobs else ()):
+    for name in TORCH_MODULES + JOB_MODULES * with_jobs + HOROVOD_MODULES * with_horovod:
         try:
             importlib.import_module(name)
         except ImportError:
@@ -99,13 +105,12 @@ def lead(plan: HostPlan, *, ending: Ending, warm: bool, cores: Cores) -> Callabl
     set_parent_death_signal(signal.SIGCONT)
     gc.freeze()
     gc.enable()
-    for launch in plan.workers:
-        worker = guard.start(launch, ending=ending if warm else None)
-        if worker is not None:
-            if cores is not None:
-                os.sched_setaffinity(0, cores)  # OpenMP's runtime may have bound the importing thread to one core
-            return worker.run
-    guard.serve()
+    started = (guard.start(launch, ending=ending if warm else None) for launch in plan.workers)
+    worker = next(filter(None, started), None) or guard.serve(ending=ending if warm else None)
+    if worker is not None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)  # OpenMP's runtime may have bound the importing thread to one core
+        return worker.run
     ending.arm()  # taking torch apart would cost the parent too a quarter of a second, while the agent waits
     return None
 
@@ -119,8 +124,10 @@ class Guard:
         self._lifeline = socket.socket(fileno=plan.lifeline_descriptor)
         self._lifeline.setblocking(False)
         self._wakeup, self._wakeup_end = socket.socketpair()
-        for end in (self._wakeup, self._wakeup_end):
-            end.setblocking(False)
+        self._orders = None if plan.orders_descriptor is None else socket.socket(fileno=plan.orders_descriptor)
+        for end in (self._wakeup, self._wakeup_end, self._orders):
+            if end is not None:
+                end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
 
@@ -132,29 +139,55 @@ class Guard:
             process_id = os.fork()
             if process_id == 0:
                 signal.set_wakeup_fd(-1)
-                for end in (self._lifeline, self._wakeup, self._wakeup_end):
-                    end.close()
+                for end in (self._lifeline, self._wakeup, self._wakeup_end, self._orders):
+                    if end is not None:
+                        end.close()
                 return enter_forked(launch, self._plan, ending)
         rank = launch.plan.rank
         self._workers[process_id] = rank
         self._report(Started(rank=rank, time_ns=time.monotonic_ns(), pid=process_id, log_file=launch.plan.log_file))
         return None
 
-    def serve(self) -> None:
-        """Report how workers end, do what the agent says, and return once no descendant is left."""
+    def serve(self, *, ending: Ending | None) -> WorkerProcess | None:
+        """Report how workers end, do what the agent says, and return once no descendant is left; in a worker that was
+        ordered meanwhile, return what it is.
+        """
         if self._plan.store_descriptor is not None:
             os.close(self._plan.store_descriptor)
         with selectors.DefaultSelector() as selector:
             selector.register(self._lifeline, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
+            if self._orders is not None:
+                selector.register(self._orders, selectors.EVENT_READ)
             self._reap()
-            while self._workers:
+            while self._workers or self._orders is not None:
                 selector.select()
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup.recv(4096)
                 self._obey()
+                worker = self._take_order(ending)
+                if worker is not None:
+                    return worker
                 self._reap()
         self._end_all()
+        return None
+
+    def _take_order(self, ending: Ending | None) -> WorkerProcess | None:
+        """Start the next worker that was ordered, if any; returns something only in a forked worker."""
+        if self._orders is None:
+            return None
+        try:
+            order = receive_order(self._orders)
+        except BlockingIOError:
+            return None
+        if order is None:
+            self._orders = None  # the selector lets go of it with the loop, which ends with the last worker
+            return None
+        worker = self.start(order, ending=ending)
+        assert order.plan.rounds_descriptor is not None
+        if worker is None:
+            os.close(order.plan.rounds_descriptor)
+        return worker
 
     def agent_is_gone(self) -> bool:
         """Whether the lifeline has ended."""
@@ -175,6 +208,8 @@ class Guard:
         if not words or KILL in words:
             self._end_all()
             return
+        if CUT in words:
+            cut_connections(self._workers, hosts=self._plan.other_hosts)
         for number in signals_in(words):
             for process_id in list(self._workers):
                 send_signal(process_id, number)
@@ -201,7 +236,12 @@ class Guard:
 
     def _start_plain(self, launch: WorkerLaunch) -> int:
         plan = launch.plan
-        kept = [self._plan.records_descriptor, plan.store_descriptor, plan.whereabouts_descriptor]
+        kept = [
+            self._plan.records_descriptor,
+            plan.store_descriptor,
+            plan.whereabouts_descriptor,
+            plan.rounds_descriptor,
+        ]
         process = subprocess.Popen(
             python_command("rankless.runtime.plain_worker"),
             stdin=subprocess.PIPE,

@@ -16,9 +16,28 @@ FOREIGN_NAMES = {
     "rankless/compat/horovod/common": "scripts import horovod.common.…",
     "rankless/compat/horovod/common/util.py": "scripts import horovod.common.util",
 }
+FOREIGN_CLASSES = {
+    "rankless/compat/horovod/torch/elastic/state.py": "users derive from Horovod's StateHandler and its kin",
+    "tests/compat/test_hvd_elastic_state.py": "derives from it as they do",
+}
 AS_USERS_WRITE = PACKAGE.parent / "tests/scripts/training"
 """Scripts in the shape that their authors give them: a long `main`, say."""
+HOROVODS = {
+    "torch/operations/allreduce.py": (
+        *("allreduce", "allreduce_async", "allreduce_", "allreduce_async_"),
+        *("grouped_allreduce", "grouped_allreduce_async", "grouped_allreduce_", "grouped_allreduce_async_"),
+    ),
+    "torch/operations/reducescatter.py": ("reducescatter", "grouped_reducescatter"),
+    "torch/optimizer.py": ("DistributedOptimizer",),
+}
+"""Functions that scripts call by Horovod's signatures."""
 MANY_PARAMETERS = {
+    **{
+        f"rankless/compat/horovod/{file}:{name}": "takes what Horovod's function takes, under its names"
+        for file, names in HOROVODS.items()
+        for name in names
+    },
+    "rankless/compat/horovod/runner/__init__.py:run": "is horovod.run",
     "rankless/collectives/sampling.py:__init__": "takes what torch's DistributedSampler takes, and padding=",
     "rankless/script.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
     "rankless/script.py:loader": "takes what torch's DataLoader takes, under its names",
@@ -77,7 +96,7 @@ def test_no_file_folder_or_class_has_a_name_that_says_nothing():
         assert path.stem not in FORBIDDEN_NAMES or short(path) in FOREIGN_NAMES, path
     for file in python_files("rankless", "tests", "bench"):
         for node in ast.walk(parsed(file)):
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and short(file) not in FOREIGN_CLASSES:
                 assert not node.name.endswith(FORBIDDEN_ENDINGS), f"{short(file)}: {node.name}"
 
 

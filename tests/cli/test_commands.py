@@ -1,5 +1,6 @@
 """The command line itself."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,33 @@ def test_on_windows_importing_refuses_in_one_sentence(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert "not on Windows" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("--version", 0),  # what argparse prints itself it lets go of in silence
+        ("run --help", 0),
+        pytest.param("verify -n 2 train.py", 141, marks=pytest.mark.slow),
+        pytest.param("plan -n 2 train.py", 141, marks=pytest.mark.slow),
+        pytest.param("run -n 1 train.py", 0, marks=pytest.mark.slow),  # training goes on without its terminal
+    ],
+)
+def test_a_command_whose_reader_is_gone_ends_quietly_as_other_tools_do(line: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch, rankless\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "@rankless.job(model=model, optimizer=optimizer)\n"
+        "def train(x):\n"
+        "    return model(x).square().mean()\n"
+        "for x in torch.ones(2, 4, 2): print(train(x).item(), flush=True)\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rankless", *line.split()]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    assert done.returncode == code, done.stderr

@@ -233,3 +233,21 @@ def test_it_is_python_m_rankless_too(tmp_path: Path) -> None:
         pytest.skip("the command is not installed beside this interpreter")
     job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (job.stdout, job.returncode) == ("ran\n", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "fix"),
+    [
+        (["--env", "A=1"], "--env A=1 on this host alone", "set it in the shell in which you type the command"),
+        (["--hosts", "h1,h2", "--no-ssh", "--env", "A"], "where each host is started by hand", "on each host"),
+        (["--hosts", "127.0.0.1,h2", "--env", "NOT_SET_9"], "no such variable", "write --env NOT_SET_9=VALUE"),
+        (["--hosts", "127.0.0.1,h2", "--env", "A B=1"], "--env A B=1", "WANDB_MODE=offline"),
+        (["--hosts", "127.0.0.1,h2", "--env", "RANK=3"], "each worker or host gets for itself", "leave it away"),
+    ],
+)
+def test_a_variable_that_cannot_be_carried_is_refused_with_the_fix(options, found, fix, tmp_path):
+    (tmp_path / "script.py").write_text("")
+    done = rankless("run", *options, "script.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert found in done.stderr
+    assert fix in done.stderr

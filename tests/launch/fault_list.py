@@ -42,6 +42,8 @@ def _interrupt_twice(job: Job) -> None:
     os.kill(agent.pid, signal.SIGINT)
 
 
+HANG_TIMEOUT = 4.0
+"""Before it is over nothing is ended; the goal counts from then on."""
 HOLDING_THE_LOCK = "ctypes.PyDLL(None).sleep(600)"
 IGNORING = "for each in (signal.SIGINT, signal.SIGTERM): signal.signal(each, signal.SIG_IGN)"
 RAISED = "rank {rank}{host} raised ValueError: tired"
@@ -144,6 +146,24 @@ FAULTS = [
         action="os.kill(os.getpid(), signal.SIGBUS)",
         told="rank {rank}{host} was killed by signal 7",
         code=135,
+    ),
+    Fault(
+        name="is stopped (SIGSTOP), and the others wait for it (--hang-timeout 4)",
+        action="os.kill(os.getpid(), signal.SIGSTOP)",
+        told="rank {rank}{host} did not come: it is stopped",
+        code=1,
+        least_workers=2,
+        hang_timeout_seconds=HANG_TIMEOUT,
+        limit_seconds=HANG_TIMEOUT + 2,
+    ),
+    Fault(
+        name="holds the interpreter lock, and the others wait for it (--hang-timeout 4)",
+        action="end, _ = os.pipe(); ctypes.PyDLL(None).read(end, ctypes.create_string_buffer(1), 1)",
+        told="rank {rank}{host} did not come: it is at",
+        code=1,
+        least_workers=2,
+        hang_timeout_seconds=HANG_TIMEOUT,
+        limit_seconds=HANG_TIMEOUT + 2,
     ),
     Fault(name="agent killed", outside=_signal("a", signal.SIGKILL), told="", code=-9, hosts=(1,)),
     Fault(name="agent terminated", outside=_signal("a", signal.SIGTERM), told="ended by SIGTERM", code=143),

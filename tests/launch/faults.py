@@ -64,6 +64,8 @@ class Fault:
     least_workers: int = 1
     limit_seconds: float = 2.0
     """The goal; what is measured is published."""
+    hang_timeout_seconds: float | None = None
+    """Of the job, where it is the hang watch that ends it."""
 
 
 class Job:
@@ -82,6 +84,8 @@ class Job:
         role = {"culprit": self.world - 1 if fault.outside is None else -1}
         role |= {"action": fault.action, "others": fault.others, "everywhere": fault.everywhere}
         words = ["run", "-n", str(self.workers), "--no-progress", "faulty.py", json.dumps(role)]
+        if fault.hang_timeout_seconds is not None:
+            words[3:3] = ["--hang-timeout", str(fault.hang_timeout_seconds)]
         if self.hosts is None:
             self.processes["a"] = start_rankless(*words, folder=self.folder)
         else:

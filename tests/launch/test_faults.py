@@ -24,6 +24,7 @@ SAMPLE = {
     ("raises while others ignore signals", 1, 2),
     ("raises, and a daemon in a session of its own is left", 1, 2),
     ("is killed", 2, 2),
+    ("is stopped (SIGSTOP), and the others wait for it (--hang-timeout 4)", 1, 2),
     ("host 0 loses its power", 1, 2),
 }
 CASES = [

@@ -141,7 +141,7 @@ FAULTS = [
         name="a port that is taken",
         prepare=_port_taken,
         options=(*BY_HAND, "--port", "9944"),
-        told="port 9944: taken by process [0-9]+: .*create_server",
+        told="port 9944 of {a} to be free.*\n.*taken by process [0-9]+: .*create_server",
     ),
     StartFault(
         name="a link that is down before the start",

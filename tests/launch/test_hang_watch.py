@@ -4,11 +4,16 @@ import contextlib
 import subprocess
 import time
 
+import msgspec
+import psutil
 import pytest
+from jobs import wait_until
 
+from rankless.launch.company import Nobody
 from rankless.launch.hangs.hang_watch import HangWatch, Scene, open_pages
 from rankless.launch.hangs.pace import FIRST_SECONDS
 from rankless.launch.hangs.stacks import Question
+from rankless.launch.hangs.vitals import vitals_of
 from rankless.launch.judge import judge
 from rankless.plan.run_plan import WorkerPlan
 from rankless.records.events import Exited, Left, Said, Started, Stuck, Where
@@ -34,21 +39,43 @@ def plan_of(rank, world_size):
 @pytest.fixture
 def sleeper():
     process = subprocess.Popen(["sleep", "600"])
+    # These tests' seconds pass in no time: by then it must have come to its sleep.
+    wait_until(lambda: psutil.Process(process.pid).name() == "sleep" and vitals_of(process.pid).state == "S")
     yield process.pid
     process.kill()
     process.wait()
 
 
+class Another(Nobody):
+    """Host 0, seen from another one."""
+
+    judges = False
+    asks = False
+
+    def is_asked_where(self):
+        asks, self.asks = self.asks, False
+        return asks
+
+
+class Asked(Nobody):
+    """The other hosts, seen from host 0."""
+
+    count = 0
+
+    def ask_where(self):
+        self.count += 1
+
+
 @contextlib.contextmanager
-def watching(process_id, folder, *, judges=True, timeout_seconds=None):
+def watching(process_id, folder, *, others=None, timeout_seconds=None):
     """The watch of the host of rank 0, of two hosts with a worker each."""
     pages = open_pages(1, timeout_seconds=timeout_seconds)
     scene = Scene(
         plans=[plan_of(0, 2)],
         pages=pages,
         timeout_seconds=timeout_seconds,
-        judges=judges,
-        folder=str(folder),
+        others=others or Nobody(),
+        stacks_file=str(folder / "stacks.txt"),
         host_name=lambda rank: "ab"[rank],
     )
     watch = HangWatch(scene)
@@ -91,7 +118,7 @@ def test_it_is_ended_after_the_users_timeout_and_that_is_the_verdict(sleeper, tm
 
 
 def test_a_host_that_does_not_judge_tells_where_its_ranks_are(sleeper, tmp_path):
-    with watching(sleeper, tmp_path, judges=False) as watch:
+    with watching(sleeper, tmp_path, others=Another()) as watch:
         records = told(watch, int(FIRST_SECONDS) + 5)
     assert [(record.rank, record.state) for record in records] == [(0, "blocked")]
 
@@ -122,3 +149,30 @@ def test_a_process_without_our_handler_is_never_sent_the_signal(sleeper):
     assert question.answers == {}
     with pytest.raises(subprocess.TimeoutExpired):
         subprocess.run(["tail", f"--pid={sleeper}", "-f", "/dev/null"], timeout=0.2)
+
+
+def test_a_host_that_is_asked_tells_at_once_where_its_ranks_are_and_then_that_all_is_well(sleeper, tmp_path):
+    host_0 = Another()
+    with watching(sleeper, tmp_path, others=host_0) as watch:
+        start = time.monotonic()
+        assert told(watch, 3, start) == []
+        host_0.asks = True
+        (answer, later) = told(watch, 4, start + 3)
+    assert (answer.rank, answer.asked) == (0, True)
+    assert answer.state != "moves"
+    assert later.state == "moves"
+
+
+def test_host_0_asks_the_others_and_waits_for_their_answer(sleeper, tmp_path):
+    others = Asked()
+    with watching(sleeper, tmp_path, others=others) as watch:
+        watch.take(waits(still=40.0))
+        start = time.monotonic()
+        watch.turn(start)
+        assert others.count == 1
+        assert watch.turn(start + 1) == []
+        watch.take(msgspec.structs.replace(waits(still=41.0), doing="barrier", asked=True))
+        said = [record.text for record in told(watch, 1, start + 1) if isinstance(record, Said)]
+        assert told(watch, 20, start + 2) == []  # an answer is no news: it does not look again before long
+    assert "rank 1 waits in barrier" in said[0]
+    assert others.count == 1

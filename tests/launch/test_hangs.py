@@ -188,6 +188,33 @@ for step in range(9):
     assert f"ranks 1, 2 wait in rankless.collectives.all_reduce at script.py:{line_of(script, 'here')}" in said
 
 
+TIMED_OUT = """
+import datetime, time, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+dist.barrier()
+if dist.get_rank() == 1:
+    time.sleep(600)  # there
+dist.all_reduce(torch.ones(3))  # here
+"""
+
+
+def test_when_the_scripts_own_timeout_is_over_first_the_rank_that_did_not_come_is_named(tmp_path):
+    done = run_script(TIMED_OUT, "-n", "3", folder=tmp_path)
+    said = verdict_in(done)
+    assert f"rank 1 did not come: it is at script.py:{line_of(TIMED_OUT, 'there')} (sleeps" in said
+    assert f"wait in all_reduce at script.py:{line_of(TIMED_OUT, 'here')} for 3.0 s" in said
+    assert "PyTorch's timeout was over" in said
+    assert "RuntimeError" not in said
+
+
+@pytest.mark.exhaustive
+def test_where_nothing_is_watched_it_is_said_who_waited_until_the_timeout_and_who_was_not_there(tmp_path):
+    done = run_script(TIMED_OUT, "-n", "2", folder=tmp_path, RANKLESS_HANG_TIMEOUT="0")
+    said = verdict_in(done)
+    here = f"script.py:{line_of(TIMED_OUT, 'here')}"
+    assert f"rank 0 waited in all_reduce at {here} until its timeout of 3 s; not heard to wait there: rank 1" in said
+
+
 HEALTHY = {
     "one long step of all ranks": "time.sleep(5)",
     "a step in which all compute": "[sum(range(10**6)) for _ in range(150)]",

@@ -97,6 +97,20 @@ def test_one_command_starts_the_other_host_by_ssh(hosts: Hosts, folder: Path):
     assert len(list((folder / "log" / "latest").glob("rank*.log"))) == 4
 
 
+def test_chosen_variables_are_carried_and_others_are_not(hosts: Hosts, folder: Path):
+    (folder / "show.py").write_text(
+        "import os\n"
+        "names = ('COLOUR', 'SHAPE', 'OTHER')\n"
+        "with open(f'seen{os.environ[\"RANK\"]}', 'w') as file:\n"
+        "    print(*[os.environ.get(name) for name in names], file=file)\n"
+    )
+    words = command("run", "--hosts", listed(hosts, 1), "--env", "COLOUR", "--env", "SHAPE=a=b c", "show.py")
+    done = hosts.run("a", words, cwd=folder, env={"COLOUR": "light blue", "SHAPE": "round", "OTHER": "here"})
+    assert done.returncode == 0, done.stderr
+    assert (folder / "seen0").read_text() == "light blue a=b c here\n"
+    assert (folder / "seen1").read_text() == "light blue a=b c None\n"
+
+
 def test_the_hosts_of_a_file_are_known_by_name_and_a_token_file_is_enough_by_hand(hosts: Hosts, folder: Path):
     (folder / "hostfile").write_text("a slots=2\nb slots=2\n")
     words = command("run", "--hostfile", "hostfile", "--no-ssh", "train.py")
@@ -161,6 +175,22 @@ def test_who_fails_is_named_with_its_host_and_everything_ends(name: str, hosts: 
     assert err.count(words.format(a=a, b=b)) == 1
     assert len(err[err.index("rankless: rank") :].splitlines()) <= 15
     assert nobody_is_left(folder)
+
+
+def test_a_host_that_ssh_has_started_keeps_its_report_in_its_log_folder(tmp_path: Path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "faulty.py").write_text(FAULTY)
+    with two_hosts(tmp_path, before={"b": f"mount --bind {there} {here}"}) as apart:  # a folder of its own
+        words = command("run", "--hosts", listed(apart, 1), "faulty.py", "1", "raise ValueError('tired')")
+        done = apart.run("a", words, cwd=here)
+        assert done.returncode == 1, done.stderr
+        kept = there / "log" / "latest" / "report1.txt"
+        report = done.stderr[done.stderr.index(f"rankless: rank 1 on {apart.addresses[1]} raised ValueError: tired") :]
+        assert kept.read_text() == report
+        assert f"this report {kept.resolve().relative_to(there)} there" in report
+        assert not list(here.glob("log/*/report*"))
 
 
 def nobody_is_left(folder: Path, seconds: float = 2.0) -> bool:

@@ -1,9 +1,17 @@
 """Who is blamed, from records in the order in which they arrived."""
 
 from rankless.launch.judge import Verdict, judge
-from rankless.records.events import AnyRecord, Exited, Leaving, Left, Raised, Started
+from rankless.records.events import AnyRecord, Exited, Leaving, Left, Raised, Started, Stuck
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4411"
+
+TIMED_OUT = """Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in <module>
+    dist.all_reduce(loss)
+  File "/lib/python3/site-packages/torch/distributed/distributed_c10d.py", line 3252, in all_reduce
+    work.wait()
+RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete
+"""
 
 
 def raised(rank: int, message: str = "x is wrong") -> Raised:
@@ -69,6 +77,20 @@ def test_one_who_left_after_the_connection_was_lost_is_not_blamed() -> None:
     assert (verdict.culprit, verdict.cause) == (0, "lost")
 
 
+def test_one_on_another_host_who_left_is_blamed_though_its_word_came_later_than_its_victims() -> None:
+    records = [raised(0, LOST), leaving(1), left(2, 0)]
+    verdict = judge(records, host_of=lambda rank: rank)
+    assert verdict is not None
+    assert (verdict.culprit, verdict.headline) == (1, "destroyed its process group while other ranks still needed it")
+
+
+def test_a_victim_on_another_host_that_cleans_up_is_not_blamed() -> None:
+    records = [raised(0, LOST), leaving(1, LOST), raised(1, LOST), left(1, 1), exited(1, 1)]
+    verdict = judge(records, host_of=lambda rank: rank)
+    assert verdict is not None
+    assert (verdict.culprit, verdict.cause) == (0, "lost")
+
+
 def test_one_who_ended_without_a_word_is_blamed_though_its_end_is_known_after_its_victims_failure() -> None:
     verdict = verdict_on(raised(0, LOST), exited(1, 0))
     assert (verdict.culprit, verdict.cause) == (1, "left")
@@ -90,5 +112,36 @@ def test_a_crash_after_a_good_end_counts() -> None:
 
 
 def test_victims_get_time_for_the_culprit_and_culprits_hardly_any() -> None:
-    assert verdict_on(raised(0, LOST)).settling_seconds == 0.3
+    assert verdict_on(raised(0, LOST)).settling_seconds == 0.6
+    assert verdict_on(left(1, 0), raised(0, LOST)).settling_seconds == 0.3
     assert verdict_on(raised(0)).settling_seconds <= 0.05
+
+
+def timed_out(rank: int) -> Raised:
+    return Raised(rank=rank, time_ns=0, error_type="RuntimeError", message="Timed out", traceback=TIMED_OUT)
+
+
+def test_who_waited_until_a_timeout_is_not_blamed_before_anyone_who_failed() -> None:
+    assert verdict_on(timed_out(0), raised(1)).culprit == 1
+    assert verdict_on(timed_out(0), left(0, 1), exited(0, 1), exited(1, -9)).culprit == 1
+    assert verdict_on(left(1, 0), timed_out(0)).culprit == 1
+
+
+def test_the_rank_that_the_hang_watch_finds_missing_is_blamed_for_a_timeout() -> None:
+    stuck = Stuck(rank=1, time_ns=0, headline="did not come: it is at train.py:8", traceback="")
+    assert verdict_on(timed_out(0), left(0, 1), stuck) == verdict_on(stuck)
+
+
+def test_if_none_is_found_it_is_said_where_a_rank_waited_and_who_was_not_heard() -> None:
+    started = [Started(rank=rank, time_ns=0, pid=1, log_file="") for rank in range(3)]
+    verdict = verdict_on(*started, timed_out(0), timed_out(2))
+    assert verdict.cause == "timeout"
+    assert "waited in all_reduce at" in verdict.headline
+    assert "train.py:12 until its timeout of 3 s; not heard to wait there: rank 1" in verdict.headline
+
+
+def test_a_timeout_of_something_else_is_an_error_like_any_other() -> None:
+    text = "Timed out waiting 9ms for x"
+    trace = f'Traceback (most recent call last):\n  File "/home/me/a.py", line 1, in <module>\nE: {text}'
+    record = Raised(rank=1, time_ns=0, error_type="E", message=text, traceback=trace)
+    assert (verdict_on(record).cause, verdict_on(record).culprit) == ("raised", 1)

@@ -52,7 +52,10 @@ def site(tmp_path: Path) -> Path:
     """The packages' folder of an environment that has Rankless and what it needs, by links to ours."""
     venv.create(tmp_path / "empty", with_pip=True)
     place = printed(
-        tmp_path / "empty/bin/python", "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", folder=tmp_path
+        tmp_path / "empty/bin/python",
+        "-c",
+        "import sysconfig; print(sysconfig.get_paths()['purelib'])",
+        folder=tmp_path,
     )
     found = Path(place.strip())
     lent = Path(subprocess.__file__).parent / "site-packages"
@@ -90,7 +93,8 @@ def test_plain_python_has_the_name_a_real_one_wins_and_nothing_is_left(wheel: Pa
         '[project]\nname = "horovod"\nversion = "0.28.1"\n[tool.setuptools]\npackages = ["horovod"]\n'
     )
     printed(
-        *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, real.parent), folder=tmp_path
+        *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, real.parent),
+        folder=tmp_path,
     )
     (theirs,) = tmp_path.glob("horovod-*.whl")
     printed(*install, theirs, folder=tmp_path)

@@ -93,8 +93,8 @@ def test_so_do_code_modules_and_what_a_script_spawns(how: tuple[str, ...], tmp_p
 
 def test_a_command_and_the_python_below_a_shell_of_it_have_them_too(tmp_path: Path):
     (tmp_path / "same.py").write_text(SAME + "print('same')")
-    words = ("--no-python", "sh", "-c", f"cd / && exec {sys.executable} {tmp_path}/same.py")
-    assert "same" in printed(rankless("torchrun", *words, folder=tmp_path))
+    words = ("-np", "1", "sh", "-c", f"cd / && exec {sys.executable} {tmp_path}/same.py")
+    assert "same" in printed(rankless("horovodrun", *words, folder=tmp_path))
 
 
 @pytest.mark.parametrize(("choice", "wins"), [("", "the real one"), ("0", "the real one"), ("1", "ours")])
@@ -120,7 +120,9 @@ def test_a_part_that_is_not_there_is_named_with_what_is(tmp_path: Path):
         done = rankless("run", "-c", f"import {name}", folder=tmp_path)
         assert done.returncode == 1
         missing = name if name.count(".") == 1 or "torch" in name else "horovod.spark"
-        assert f"ModuleNotFoundError: No module named '{missing}': Rankless has Horovod's API for PyTorch" in done.stderr
+        assert (
+            f"ModuleNotFoundError: No module named '{missing}': Rankless has Horovod's API for PyTorch" in done.stderr
+        )
     asked = "import importlib.util as u; print(u.find_spec('horovod.torch') is not None, end='')"
     assert printed(rankless("run", "-c", asked, folder=tmp_path)) == "True"
 

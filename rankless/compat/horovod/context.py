@@ -13,6 +13,7 @@ from rankless.compat.horovod.negotiated.negotiator import Negotiator
 from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.plan import environment
 from rankless.runtime import current as runtime
+from rankless.runtime.elastic_round import membership
 from rankless.runtime.rendezvous import Place
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
@@ -56,9 +57,20 @@ def init(comm: Any = None) -> None:
     if is_initialized():
         return
     settings = read_settings(environment.horovod_variables())
-    place, name = _among(runtime.place(), comm)
-    _times += 1
-    store = dist.PrefixStore(f"horovod/{_times}/{name}", place.store)  # type: ignore[attr-defined]  # not in the stubs
+    member = membership()
+    if member is not None:
+        # Each round has a store of its own, and a worker that has just come knows of no round before.
+        _context = member.meet(lambda met: _made(met.place, comm, "once", settings))
+        member.when_over(_context.negotiator.give_up)
+    else:
+        _times += 1
+        _context = _made(runtime.place(), comm, str(_times), settings)
+    atexit.register(shutdown)
+
+
+def _made(whole: Place, comm: Any, times: str, settings: Settings) -> Context:
+    place, name = _among(whole, comm)
+    store = dist.PrefixStore(f"horovod/{times}/{name}", place.store)  # type: ignore[attr-defined]  # not in the stubs
     met = meet(
         store,
         rank=place.rank,
@@ -70,8 +82,7 @@ def init(comm: Any = None) -> None:
     world = _world(place, met)
     if world.rank == 0 and settings.timeline not in ("", "DYNAMIC"):
         negotiator.timeline.start(settings.timeline, mark_cycles=settings.marks_cycles)
-    _context = Context(world=world, negotiator=negotiator, settings=settings, process_id=os.getpid())
-    atexit.register(shutdown)
+    return Context(world=world, negotiator=negotiator, settings=settings, process_id=os.getpid())
 
 
 def shutdown() -> None:
@@ -115,6 +126,9 @@ def _among(place: Place, comm: Any) -> tuple[Place, str]:
 
 def _world(place: Place, met: Met) -> World:
     sizes = [met.hosts.count(host) for host in dict.fromkeys(met.hosts)]
+    told = _told(place)
+    if told is not None:
+        return World(rank=place.rank, size=place.size, **told, is_homogeneous=len(set(sizes)) == 1)
     if place.local_rank is not None and place.local_size is not None:
         host, count = place.host or 0, place.host_count or 1
         return World(
@@ -138,3 +152,16 @@ def _world(place: Place, met: Met) -> World:
         cross_size=len(hosts),
         is_homogeneous=len(set(sizes)) == 1,
     )
+
+
+def _told(place: Place) -> dict[str, int] | None:
+    """Where this process is by Horovod's variables, if a launcher has set them for this place: two names of hosts may
+    mean one machine.
+    """
+    told = environment.horovod_variables()
+    is_this_place = (told.get("RANK"), told.get("SIZE")) == (str(place.rank), str(place.size))
+    names = ("local_rank", "local_size", "cross_rank", "cross_size")
+    found = {name: told.get(name.upper(), "") for name in names}
+    if not is_this_place or told.get("ELASTIC") == "1" or not all(value.isdigit() for value in found.values()):
+        return None
+    return {name: int(value) for name, value in found.items()}

@@ -11,7 +11,7 @@ from rankless.records.events import AnyRecord
 
 PROTOCOL = 1
 
-How = Literal["stop", "interrupt", "kill"]
+How = Literal["stop", "interrupt", "lost", "kill"]
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True, tag="greeting"):
@@ -68,8 +68,12 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """A sign of life."""
 
 
+class WhereAreYou(msgspec.Struct, frozen=True, kw_only=True, tag="where_are_you"):
+    """Some rank of the job has stood still for long: tell where each of yours is, by `Where` records."""
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """End the workers: politely, as Ctrl-C does, or at once."""
+    """End the workers: politely, as Ctrl-C does, because a host is lost, or at once."""
 
     how: How
 
@@ -106,5 +110,18 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
 
 
 Frame = (
-    Greeting | Challenge | Here | Refused | Start | Waiting | Happened | Beat | Stop | Recorded | Shown | Ended | Over
+    Greeting
+    | Challenge
+    | Here
+    | Refused
+    | Start
+    | Waiting
+    | Happened
+    | Beat
+    | WhereAreYou
+    | Stop
+    | Recorded
+    | Shown
+    | Ended
+    | Over
 )

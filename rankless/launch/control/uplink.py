@@ -29,6 +29,11 @@ class Uplink:
         """What to select on."""
         return self._session.fileno()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to send than the connection has taken."""
+        return self._session.is_behind
+
     def turn(self, now: float) -> list[Frame]:
         """What host 0 has said since the last call; sends signs of life. Raises BrokenOff if it is lost."""
         try:

@@ -29,12 +29,6 @@ class Finding:
     seconds: float
     """For how long it has stood still."""
 
-    @property
-    def signature(self) -> tuple[tuple[int, str, str], ...]:
-        """What makes it another finding than the one before."""
-        ranks = sorted((*self.waiting, *self.culprits), key=lambda where: where.rank)
-        return tuple((where.rank, where.state, where.line if where.state != "computes" else "") for where in ranks)
-
     def end_after(self, *, timeout: float | None, limit: float) -> float:
         """After how many seconds the job is to be ended; endless if never. `limit`: what is unusual for this job."""
         if timeout == 0 or any(culprit.state == "debugged" for culprit in self.culprits):

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from rankless.launch.hangs.places import Place, place_of, reader_place
@@ -13,6 +13,8 @@ from rankless.records.events import RankState, Where
 from rankless.records.whereabouts import Steps, read_page
 
 MOST_READERS = 8
+REST_SECONDS = 1.5
+"""Longer than the time between two looks."""
 
 
 class Worker:
@@ -83,6 +85,8 @@ class Worker:
             doing = waits_for(pulse.process_id)
         elif state == "computes" and now - pulse.still_since > limit / 2:
             doing = "waits for processes of its own that run"
+        elif state == "computes" and now - pulse.tree_still_since > REST_SECONDS:
+            doing = waits_for(pulse.process_id)  # not for long enough to be sure that it goes on doing nothing
         reader = self._reader() if place.reads else None
         if reader is not None:
             process_id, inside = reader
@@ -128,8 +132,10 @@ class Worker:
         return None
 
 
-def write_stacks(path: str, workers: Sequence[Worker]) -> str:
-    """Append all that the workers have answered to a file, and return its name as a user would write it."""
+def write_stacks(path: str, workers: Sequence[Worker], elsewhere: Collection[Where] = ()) -> str:
+    """Append all that the workers have answered to a file, and of ranks elsewhere what was told of them; returns its
+    name as a user would write it.
+    """
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(time.strftime("== %Y-%m-%d %H:%M:%S\n"))
@@ -137,6 +143,9 @@ def write_stacks(path: str, workers: Sequence[Worker]) -> str:
                 answers = {} if worker.question is None else worker.question.answers
                 for process_id, text in answers.items():
                     file.write(f"-- rank {worker.plan.rank}, process {process_id}\n{text}\n")
+            for where in elsewhere:
+                frames = "".join(f"  {frame}\n" for frame in where.stack)
+                file.write(f"-- rank {where.rank}, on another host: {where.text}\n{frames}\n")
     except OSError:
         return ""
     return os.path.relpath(path)

@@ -78,8 +78,8 @@ def where_text(where: Where) -> str:
     if where.state == "debugged":
         return f"it is in a debugger{', ' + place if where.text else ''}"
     cpu = f"{where.cpu_percent:.0f} % CPU"
-    how = f"computes, {cpu}" if where.state == "computes" else f"{where.doing or 'stands still'}, {cpu}"
-    return f"{place} ({how})"
+    how = where.doing or ("computes" if where.state == "computes" else "stands still")
+    return f"{place} ({how}, {cpu})"
 
 
 def rank_text(where: Where, host_name: HostName) -> str:

@@ -40,7 +40,7 @@ class Desk(Protocol):
     """One rank's way to the coordinator."""
 
     def submit(self, place: Place, request: Request, values: bytes) -> None:
-        """Something is ready. Raises Ended."""
+        """Something is ready; it goes with the next `told`, together with what else is ready until then."""
         ...
 
     def told(self, *, is_idle: bool) -> Iterator[Told]:
@@ -68,16 +68,18 @@ class Spoke:
         selector.register(link, EVENT_READ)
 
     def submit(self, place: Place, request: Request, values: bytes) -> None:
-        """Something is ready. Raises Ended."""
+        """Something is ready."""
         number, described = self._numbers.get(place, (-1, None))
         self._described[place] = (request, values)
         message = Again(number) if described == request else Submit(request)
-        self._send(encode(message), values)
+        self._link.keep(encode(message), (values,))
 
     def told(self, *, is_idle: bool) -> Iterator[Told]:  # noqa: ARG002  # the protocol's
         """What has been decided since the last time. Raises Ended once there is nothing more."""
-        try:
+        # If it has closed, what came before is still there to be read, and may say why.
+        with suppress(Closed):
             self._link.flush()
+        try:
             for said, values in self._link.receive():
                 message = decode_from_coordinator(said)
                 if isinstance(message, Execute):
@@ -99,13 +101,6 @@ class Spoke:
         with suppress(Closed):
             self._link.send(encode(Leave()))
         self._link.close()
-
-    def _send(self, said: bytes, values: bytes) -> None:
-        try:
-            self._link.send(said, (values,))
-        except Closed:
-            # What came before it closed is still there to be read, and may say why.
-            return
 
     def _take_numbers(self, message: Execute) -> None:
         for item in message.items:
@@ -130,7 +125,8 @@ class Spoke:
             raise Ended(f"Rank 0 asks for number {number}, which is not known here.")
         self._drop(place)
         request, values = self._described[place]
-        self._send(encode(Submit(request)), values)
+        with suppress(Closed):
+            self._link.send(encode(Submit(request)), (values,))
 
 
 class Hub:

@@ -9,11 +9,14 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 
 HEAD = struct.Struct("<II")
 MOST_SAID = 16 << 20
 MOST_VALUES = 64 << 20
 BUFFER_BYTES = 1 << 20
+MOST_AT_ONCE = 256
+"""Messages in one call of the operating system's; it takes 1024."""
 
 
 class Closed(Exception):
@@ -46,21 +49,25 @@ class Link:
 
     def send(self, said: bytes, values: Sequence[bytes] = ()) -> None:
         """Send a message. Raises Closed."""
+        self.keep(said, values)
+        self.flush()
+
+    def keep(self, said: bytes, values: Sequence[bytes] = ()) -> None:
+        """Let a message go with the next `flush`, together with others."""
         count = sum(map(len, values))
         data = b"".join((HEAD.pack(len(said), count), said, *values))
         self._outgoing.append(memoryview(data))
-        self.flush()
 
     def flush(self) -> None:
         """Send what is kept, as far as the other side takes it. Raises Closed."""
         try:
             while self._outgoing:
-                data = self._outgoing[0]
-                sent = self._socket.send(data)
-                if sent < len(data):
-                    self._outgoing[0] = data[sent:]
-                else:
-                    self._outgoing.popleft()
+                sent = self._socket.sendmsg(list(islice(self._outgoing, MOST_AT_ONCE)))
+                while sent:
+                    data = self._outgoing.popleft()
+                    if sent < len(data):
+                        self._outgoing.appendleft(data[sent:])
+                    sent -= min(sent, len(data))
         except BlockingIOError:
             return
         except OSError as error:

@@ -83,6 +83,7 @@ class _Patience:
         if now - self._told > TELL_AFTER_SECONDS:
             self._told = now
             print(f"rankless: hvd.init: waiting for {whom}, {now - self._start:.0f} s", file=sys.stderr, flush=True)
+        self._store.check(["host/0"])  # raises once the round of an elastic job is over, and its store closed
         time.sleep(self._nap)
         self._nap = min(self._nap * 1.5, LONGEST_NAP_SECONDS)
 
@@ -121,7 +122,8 @@ def _receive(store: Any, hosts: tuple[str, ...], address: str, patience: _Patien
         each.close()
     welcome = encode(Welcome(hosts, tuple(process_ids)))
     for link in links.values():
-        link.send(welcome)
+        with suppress(Closed):  # who has gone by now is missed at the first operation
+            link.send(welcome)
     return Met(links, hosts)
 
 
@@ -141,9 +143,12 @@ def _hello(link: Link, token: str) -> Hello | None:
 
 def _visit(place: dict[str, Any], rank: int, host: str, patience: _Patience) -> Met:
     link = Link(_connected(place, patience))
-    link.send(encode(Hello(rank=rank, token=place["token"], host=host, process_id=os.getpid())))
+    hello: bytes | None = encode(Hello(rank=rank, token=place["token"], host=host, process_id=os.getpid()))
     while True:
         try:
+            if hello is not None:
+                link.send(hello)
+            hello = None
             for said, _ in link.receive():
                 welcome = decode_from_coordinator(said)
                 if isinstance(welcome, Welcome):

@@ -2,22 +2,26 @@
 
 Note [who drives]: messages are taken, and batches executed, by one thread at a time, the one that holds `_driving`.
 That is a thread of its own, unless somebody waits in `synchronize`, who then does it himself: nothing is handed over.
-The thread waits on `_all`, in which `_links` lies with all connections; who drives himself takes `_links` out.
+The thread waits on `_all`, in which `_links` lies with all connections while it listens. Who drives himself takes
+`_links` out, and sets the alarm when he is done: were the thread awake at once, it would wake at every message of a
+script that calls one operation after the other, and only be in its way.
 """
 
-import os
+import itertools
 import selectors
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.negotiated.alarm import Alarm
 from rankless.compat.horovod.negotiated.coordinator import ALL_RANKS, Coordinator
 from rankless.compat.horovod.negotiated.desks import Desk, Ended, Hub, Spoke
 from rankless.compat.horovod.negotiated.execution import Execution, Surroundings
@@ -38,6 +42,12 @@ SHUT_DOWN = (
 SWITCH_SECONDS = 2e-4
 """Python's switch interval meanwhile: with its own 5 ms a main thread of pure Python would starve the other."""
 JOIN_SECONDS = 10.0
+LAST_SECONDS = 5.0
+"""After a rank has left: for how long the others may still execute what was decided before."""
+HAND_OVER_SECONDS = 1e-4
+"""So long the thread leaves what is submitted to who will, as a rule, wait for it at once."""
+REST_SECONDS = 1e-3
+"""After somebody has driven himself, he may come again."""
 
 
 class Negotiator:
@@ -53,16 +63,17 @@ class Negotiator:
         self._driving = threading.Lock()
         self._tickets = Tickets()
         self._queue: deque[Execute] = deque()
-        self._executes = False
-        self._last_handle = 0
+        self._executing: Execute | None = None
+        self._last_until = 0.0
+        self._handles = itertools.count(1)
         self._unnamed: dict[int, int] = {}
         self._error: HorovodInternalError | None = None
         self._closed = False
         self._links = selectors.EpollSelector()
         self._all = selectors.EpollSelector()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
-        self._all.register(self._bell, selectors.EVENT_READ)
-        self._all.register(self._links.fileno(), selectors.EVENT_READ)
+        self._alarm = Alarm()
+        self._all.register(self._alarm, selectors.EVENT_READ)
+        self._listens = False
         self._desk = self._desk_of(met, rank, settings)
         self._execution = Execution(
             Surroundings(
@@ -81,9 +92,7 @@ class Negotiator:
 
     def new_handle(self) -> int:
         """The number of the next call on this rank."""
-        with self._lock:
-            self._last_handle += 1
-            return self._last_handle
+        return next(self._handles)
 
     def new_name(self, set_id: int) -> str:
         """The name of the next operation of a process set that the script does not name: the same on all its ranks, if
@@ -110,8 +119,12 @@ class Negotiator:
                 values = bytes_of(one.tensor) if ride and one.tensor is not None else b""
                 self._desk.submit(place, _request(one, place[1], ride), values)
             self._take()
-        if self._queue and not self._executes:
-            os.eventfd_write(self._bell, 1)
+            if not ticket.is_done and (self._queue or not self._listens):
+                self._alarm.set(HAND_OVER_SECONDS)
+
+    def knows(self, handle: int) -> bool:
+        """Whether a handle has been submitted, and its results not been given."""
+        return handle in self._tickets
 
     def poll(self, handle: int) -> bool:
         """Whether an operation has its result, or its error. Raises KeyError if there is none of this handle."""
@@ -119,8 +132,8 @@ class Negotiator:
         if not ticket.is_done:
             with self._lock:
                 self._take()
-            if self._queue:
-                os.eventfd_write(self._bell, 1)
+                if self._queue:
+                    self._alarm.set(0)
         return ticket.is_done
 
     def synchronize(self, handle: int) -> list[Any]:
@@ -143,6 +156,14 @@ class Negotiator:
             torch.cuda.current_stream().wait_event(ticket.event)
         return [ticket.results[place_of(one)[1]] for one in ticket.submissions]
 
+    def give_up(self, why: str) -> None:
+        """Let all that waits fail: this rank knows that others will not come."""
+        with self._lock:
+            if not self._closed:
+                self._last_until = 0.0
+                self._end(why)
+                self._alarm.set(0)
+
     def close(self) -> None:
         """Leave; what other ranks wait for will not come, and they are told."""
         with self._lock:
@@ -151,8 +172,8 @@ class Negotiator:
             self._closed = True
             if self._error is None:
                 self._desk.leave()
-                self._end("")
-        os.eventfd_write(self._bell, 1)
+                self._end("This rank has left.")
+        self._alarm.set(0)
         self._execution.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_SECONDS)
@@ -161,7 +182,7 @@ class Negotiator:
         self.timeline.stop()
         self._all.close()
         self._links.close()
-        os.close(self._bell)
+        self._alarm.close()
 
     def _desk_of(self, met: Met, rank: int, settings: Settings) -> Desk:
         if rank:
@@ -187,10 +208,10 @@ class Negotiator:
         """The thread's own loop."""
         while not self._closed:
             self._all.select(self._desk.poll_seconds())
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+            self._alarm.clear()
             if not self._closed and self._driving.acquire(blocking=False):
                 try:
+                    self._listen()
                     while self._step():
                         pass
                 finally:
@@ -198,20 +219,26 @@ class Negotiator:
                     with self._changed:
                         self._changed.notify_all()
 
+    def _listen(self) -> None:
+        """The thread wakes for messages from now on. `_driving` is held."""
+        if not self._listens:
+            self._listens = True
+            self._all.register(self._links.fileno(), selectors.EVENT_READ)
+
     @contextmanager
     def _by_myself(self) -> Iterator[None]:
-        """Within, the thread does not listen; `_driving` is held, and let go at the end."""
-        self._all.unregister(self._links.fileno())
+        """Within, the thread does not listen, and not for a while after; `_driving` is held, and let go at the end."""
+        if self._listens:
+            self._listens = False
+            self._all.unregister(self._links.fileno())
         try:
             yield
         finally:
             self._driving.release()
-            with suppress(ValueError, OSError):  # it has been closed
-                self._all.register(self._links.fileno(), selectors.EVENT_READ)
-                if self._queue:
-                    os.eventfd_write(self._bell, 1)
             with self._changed:
                 self._changed.notify_all()
+                if not self._closed:
+                    self._alarm.set(0 if self._queue or self._tickets else REST_SECONDS)
 
     def _drive(self, *, until: Ticket) -> None:
         while not until.is_done:
@@ -225,7 +252,7 @@ class Negotiator:
             if not self._queue:
                 return False
             execute = self._queue.popleft()
-            self._executes = True
+            self._executing = execute
             found = [self._tickets.get((execute.set_id, item.key)) for item in execute.items]
         submissions = {one.submission.key: one.submission for one in found if one is not None}
         tickets = {id(one.ticket): one.ticket for one in found if one is not None}.values()
@@ -234,7 +261,7 @@ class Negotiator:
         except HorovodInternalError as error:
             results = {item.key: error for item in execute.items}
         with self._changed:
-            self._executes = False
+            self._executing = None
             for key, result in results.items():
                 self._tickets.finish((execute.set_id, key), result)
             self._changed.notify_all()
@@ -258,10 +285,10 @@ class Negotiator:
         if self._error is not None:
             return
         try:
-            for execute, values in self._desk.told(is_idle=not self._queue and not self._executes):
+            for execute, values in self._desk.told(is_idle=not self._queue and self._executing is None):
                 self._deliver(execute, values)
         except Ended as ended:
-            self._end(str(ended))
+            self._end(str(ended)) if str(ended) else self._end_in_order()
 
     def _deliver(self, execute: Execute, values: bytes) -> None:
         """Give the results that are there already, and queue what is to be executed."""
@@ -298,16 +325,25 @@ class Negotiator:
 
     def _end(self, why: str) -> None:
         """Nothing more will be executed. The lock is held."""
-        self._error = HorovodInternalError(f"{SHUT_DOWN} {why}".rstrip())
+        self._error = HorovodInternalError(f"{SHUT_DOWN} {why}")
         self._queue.clear()
         self._tickets.fail_all(self._error)
+        self._changed.notify_all()
+
+    def _end_in_order(self) -> None:
+        """Some rank has left, and had its last results: what was decided before is executed. The lock is held."""
+        self._error = HorovodInternalError(SHUT_DOWN)
+        self._last_until = time.monotonic() + LAST_SECONDS
+        batches = [*self._queue, *([self._executing] if self._executing is not None else [])]
+        decided = {(batch.set_id, item.key) for batch in batches for item in batch.items}
+        self._tickets.fail_all(self._error, but=decided)
         self._changed.notify_all()
 
     def _check(self) -> None:
         """Called while a batch is executed and waits for others. Raises HorovodInternalError after the end."""
         with self._lock:
             self._take()
-            if self._error is not None:
+            if self._error is not None and time.monotonic() > self._last_until:
                 raise HorovodInternalError(*self._error.args)
 
 

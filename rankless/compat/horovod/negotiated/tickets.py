@@ -1,6 +1,6 @@
 """What has been submitted and not yet been asked for: by handle, and by key."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,9 @@ class Tickets:
     def __getitem__(self, handle: int) -> Ticket:
         return self._tickets[handle]
 
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._tickets
+
     def __bool__(self) -> bool:
         return bool(self._outstanding)
 
@@ -78,9 +81,9 @@ class Tickets:
             found.ticket.error = result
         found.ticket.results[place[1]] = result
 
-    def fail_all(self, error: Exception) -> None:
-        """Nothing that is outstanding will have a result."""
-        for place in list(self._outstanding):
+    def fail_all(self, error: Exception, *, but: Collection[Place] = ()) -> None:
+        """Nothing that is outstanding will have a result, but what is at these places."""
+        for place in [place for place in self._outstanding if place not in but]:
             self.finish(place, error)
 
     def forget(self, handle: int) -> Ticket:

@@ -6,7 +6,7 @@ from multiprocessing.connection import Client
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from rankless.plan.environment import horovod_rank, take_function_key
+from rankless.plan.environment import horovod_variables, take_function_key
 
 
 def main(host: str, port: int) -> None:
@@ -16,7 +16,7 @@ def main(host: str, port: int) -> None:
         path, call = cloudpickle.loads(connection.recv_bytes())
         sys.path[:] = [*path, *(folder for folder in sys.path if folder not in path)]
         function, args, kwargs = cloudpickle.loads(call)
-        rank = horovod_rank()
+        rank = int(horovod_variables()["RANK"])
         try:
             data = cloudpickle.dumps(("result", rank, function(*args, **kwargs)))
         except BaseException:

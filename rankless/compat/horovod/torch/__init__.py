@@ -1,6 +1,7 @@
 """Horovod's API for PyTorch: `import horovod.torch as hvd`."""
 
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.torch import elastic
 from rankless.compat.horovod.torch.compression import Compression
 from rankless.compat.horovod.torch.functions import (
     allgather_object,
@@ -108,6 +109,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

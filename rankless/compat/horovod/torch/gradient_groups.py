@@ -17,7 +17,7 @@ class GradientGroup:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = tuple(parameters)
         self.missing = len(self.parameters)
-        """How many gradients are not complete; -1 once they have gone."""
+        """How many gradients are not complete."""
 
     def restart(self) -> None:
         """None is complete, as after a step."""

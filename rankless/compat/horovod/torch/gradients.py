@@ -3,10 +3,13 @@
 Note [few values]: what is small travels with the negotiation itself: faster for one tensor, slower for many.
 So gradients do so only if those of the whole model are small; it is the same on all ranks, whatever they batch.
 
-Note [batches]: a gradient that is complete waits for others until they are 1 MiB together, or until backward ends; then
-they are submitted at once. The operations keep their names, each on its own: ranks may batch them differently.
+Note [batches]: a gradient that is complete waits for others until they are 4 MiB together, or until backward ends; then
+they are submitted at once. The operations keep their names, each on its own: ranks may batch them differently. Smaller
+batches cost more than they hide (MLP of 8 MiB, two ranks on two busy cores: 34 ms of processor time for a step in
+batches of 1 MiB, 30 ms in batches of 4 MiB).
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +28,7 @@ from rankless.compat.horovod.torch.operations.reductions import Combining
 from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
 from rankless.compat.horovod.torch.operations.submitting import named_group
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 4 << 20
 SMALL_BYTES = 1 << 16
 
 
@@ -60,13 +63,15 @@ class GradientReduction:
         groups: Mapping[torch.Tensor, GradientGroup],
     ) -> None:
         self.passes = BackwardPasses(names, passes, self._complete)
+        self._lock = threading.RLock()
+        """Backward has a thread for each device of a model."""
         self._names = names
         self._rule = rule
         self._groups = groups
         self._sizes = {parameter: parameter.numel() * parameter.element_size() for parameter in names}
         self._is_small = sum(self._sizes.values()) <= SMALL_BYTES
-        self._sparse: set[torch.Tensor] = set()
-        """Parameters that have had sparse gradients."""
+        self._sparse_dims: dict[torch.Tensor, int] = {}
+        """Of parameters that have had sparse gradients."""
         self._forget()
 
     def synchronize(self) -> None:
@@ -97,22 +102,27 @@ class GradientReduction:
 
     def _complete(self, parameter: torch.Tensor) -> None:
         """The parameter's gradient is complete."""
-        if self._groups and (group := self._groups.get(parameter)) is not None:
-            group.missing -= 1
-            if group.missing == 0:
-                self._send_group(group)
-            return
-        self._batch.append(parameter)
-        self._batch_bytes += self._sizes[parameter]
-        if self._batch_bytes >= BATCH_BYTES:
-            self._send_batch()
-        elif not self._is_flush_queued:
-            self._is_flush_queued = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+        with self._lock:
+            if self._groups and (group := self._groups.get(parameter)) is not None:
+                self._complete_in(group)
+                return
+            self._batch.append(parameter)
+            self._batch_bytes += self._sizes[parameter]
+            if self._batch_bytes >= BATCH_BYTES:
+                self._send_batch()
+            elif not self._is_flush_queued:
+                self._is_flush_queued = True
+                Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _complete_in(self, group: GradientGroup) -> None:
+        group.missing -= 1
+        if group.missing == 0:
+            self._send_group(group)
 
     def _end_backward(self) -> None:
-        self._is_flush_queued = False
-        self._send_batch()
+        with self._lock:
+            self._is_flush_queued = False
+            self._send_batch()
 
     def _complete_all(self) -> None:
         """Let also those gradients go that backward has not completed."""
@@ -122,15 +132,16 @@ class GradientReduction:
             group = self._groups.get(parameter)
             if group is None:
                 self._batch.append(parameter)
-            elif group.missing > 0:
-                group.missing -= 1
-                if group.missing == 0:
-                    self._send_group(group)
+            else:
+                self._complete_in(group)
 
     def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter in self._sparse:
-            return torch.zeros_like(parameter, layout=torch.sparse_coo, requires_grad=False)
-        return torch.zeros_like(parameter, requires_grad=False)
+        dims = self._sparse_dims.get(parameter)
+        if dims is None:
+            return torch.zeros_like(parameter, requires_grad=False)
+        values = parameter.new_empty((0, *parameter.shape[dims:]), requires_grad=False)
+        places = torch.empty((dims, 0), dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
 
     def _send_batch(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, [], 0
@@ -141,7 +152,7 @@ class GradientReduction:
         submissions: list[Submission] = []
         for parameter in batch:
             if parameter.grad is not None and parameter.grad.is_sparse:
-                self._sparse.add(parameter)
+                self._sparse_dims[parameter] = parameter.grad.sparse_dim()
                 if not self._rule.sparse_as_dense:
                     self._send_sparse(parameter, parameter.grad)
                     continue
@@ -180,7 +191,12 @@ class GradientReduction:
     def _submit(self, submissions: list[Submission], sent: list[Sent]) -> None:
         negotiator = context.current().negotiator
         handle = negotiator.new_handle()
-        negotiator.submit(handle, submissions)
+        try:
+            negotiator.submit(handle, submissions)
+        except HorovodInternalError:
+            # Backward ends here: elastic training begins anew, with the same optimizer.
+            self.restart()
+            raise
         self._sent.append((handle, sent))
 
     def _receive(self) -> None:

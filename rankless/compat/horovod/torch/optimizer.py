@@ -62,7 +62,18 @@ class Counting(torch.optim.Optimizer):
     def load_state_dict(self, *arguments: Any, **keywords: Any) -> None:
         """As the plain optimizer; gradients on their way are forgotten."""
         self._reduction.restart()
+        groups, state = self.param_groups, self.state
         self._plain.load_state_dict(self, *arguments, **keywords)
+        # PyTorch makes new ones; the plain optimizer, and who holds it, keeps what was there.
+        for old, new in zip(groups, self.param_groups, strict=True):
+            if old is not new:
+                old.clear()
+                old.update(new)
+        self.param_groups = groups
+        if self.state is not state:
+            state.clear()
+            state.update(self.state)
+            self.state = state
 
 
 class Reducing(Counting):

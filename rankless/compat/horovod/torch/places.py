@@ -18,7 +18,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(f'process_sets is a list of hvd.ProcessSet, or "dynamic"; found {process_sets!r}.')
-        environment.allow_dynamic_process_sets()
+        environment.apply({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
         process_sets = None
     asked = list(process_sets or ())
     _check_once(asked)

@@ -27,7 +27,11 @@ def allreduce(
     """A new tensor, combined over the ranks; gradients flow through. Its gradient is combined in the same way."""
     rule = combining(op_of(op, average), prescale_factor, postscale_factor, process_set)
     small, context = compression.compress(tensor)
-    return compression.decompress(applied(Allreduce, small, name, rule), context)
+    if small.requires_grad and torch.is_grad_enabled():
+        result = applied(Allreduce, small, name, rule)
+    else:
+        result = synchronize(start(small, torch.empty_like(small), name, rule))
+    return compression.decompress(result, context)
 
 
 def allreduce_async(

@@ -69,9 +69,7 @@ def synchronize(handle: int | Callable[[], torch.Tensor]) -> Any:
     if not context.is_initialized():
         return None
     negotiator = context.current().negotiator
-    try:
-        negotiator.poll(handle)
-    except KeyError:
+    if not negotiator.knows(handle):
         return None
     results = negotiator.synchronize(handle)
     return results if isinstance(handle, GroupHandle) else _received(results[0])

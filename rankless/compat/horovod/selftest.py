@@ -1,0 +1,235 @@
+"""Whether distributed training works here: `rankless horovodrun -np 2 python -m rankless.compat.horovod.selftest -v`.
+
+Every rank makes every check, by the public API alone, and all tell what they found; rank 0 prints a line for each.
+"""
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import rankless.compat.horovod.torch as hvd
+from rankless.compat.horovod.common.exceptions import HorovodInternalError
+
+DTYPES = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+SAMPLES = 24
+"""For each rank."""
+BATCH = 6
+EPOCHS = 6
+FEATURES = 10
+CLASSES = 3
+
+Faults = Iterator[str]
+"""What a rank finds wrong; nothing if all is well."""
+
+
+def rank_and_size() -> Faults:
+    """Each rank is there once, and all agree on how many there are."""
+    places = hvd.allgather_object((hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank()))
+    if [place[0] for place in places] != list(range(hvd.size())):
+        yield f"ranks {[place[0] for place in places]} of {hvd.size()}"
+    if len({place[1] for place in places}) != 1:
+        yield f"sizes {[place[1] for place in places]}"
+    if not 0 <= hvd.local_rank() < hvd.local_size() <= hvd.size() or not 0 <= hvd.cross_rank() < hvd.cross_size():
+        yield f"local rank {hvd.local_rank()} of {hvd.local_size()}, cross rank {hvd.cross_rank()}/{hvd.cross_size()}"
+    if len({(local, cross) for _, _, local, cross in places}) != hvd.size():
+        yield f"two ranks have one place: {places}"
+
+
+def sums_of_every_dtype() -> Faults:
+    """Sums are right to the last digit, and averages; small and large tensors go different ways."""
+    total = sum(range(1, hvd.size() + 1))
+    largest = hvd.size() * max(hvd.size() - 1, total)
+    for dtype in DTYPES:
+        if not dtype.is_floating_point and torch.iinfo(dtype).max < largest:
+            continue
+        for length in (3, 100_000):
+            ones = torch.ones(length, dtype=dtype)
+            found = hvd.allreduce(ones * (hvd.rank() + 1), op=hvd.Sum, name=f"sum.{dtype}.{length}")
+            if found.dtype is not dtype or not torch.equal(found, ones * total):
+                yield f"the sum of {length} {dtype} is {found[:3].tolist()}, expected {total}"
+            mean = hvd.allreduce(ones * (2 * hvd.rank()), op=hvd.Average, name=f"average.{dtype}.{length}")
+            if not torch.equal(mean, ones * (hvd.size() - 1)):
+                yield f"the average of {length} {dtype} is {mean[:3].tolist()}, expected {hvd.size() - 1}"
+
+
+def gathering_and_sending() -> Faults:
+    """Allgather of as many rows as the rank says, broadcast from each rank, alltoall with splits."""
+    rank, size = hvd.rank(), hvd.size()
+    rows = torch.full((rank + 1, 2), rank)
+    wanted = torch.cat([torch.full((other + 1, 2), other) for other in range(size)])
+    if not torch.equal(hvd.allgather(rows, name="rows"), wanted):
+        yield "allgather of uneven rows"
+    for root in range(size):
+        if hvd.broadcast(torch.tensor([rank * 7]), root, name=f"from.{root}").item() != root * 7:
+            yield f"broadcast from rank {root}"
+    splits = torch.arange(1, size + 1, dtype=torch.int32)
+    received, counts = hvd.alltoall(torch.full((int(splits.sum()),), rank), splits=splits, name="all to all")
+    if counts.tolist() != [rank + 1] * size or received.tolist() != [o for o in range(size) for _ in range(rank + 1)]:
+        yield f"alltoall gave {received.tolist()}, in {counts.tolist()}"
+
+
+def mismatches_are_errors() -> Faults:
+    """Tensors that do not fit together raise on every rank, and what comes after works."""
+    if hvd.size() > 1:
+        try:
+            hvd.allreduce(torch.ones(3 + (hvd.rank() == 1)), name="does not fit")
+            yield "shapes that do not fit were reduced"
+        except HorovodInternalError as error:
+            if "Mismatched ALLREDUCE tensor shapes" not in str(error):
+                yield f"another error than the documented one: {error}"
+    if hvd.allreduce(torch.ones(1), op=hvd.Sum, name="afterwards").item() != hvd.size():
+        yield "nothing works after an error"
+
+
+def broadcast_makes_all_equal() -> Faults:
+    """Models and optimizers that began apart are rank 0's everywhere after the broadcasts."""
+    model, optimizer = _apart()
+    cross_entropy(model(torch.randn(4, FEATURES).double()), torch.randint(CLASSES, (4,))).backward()
+    optimizer.step()
+    before = hvd.allgather_object(_bytes_of(model))
+    if hvd.size() > 1 and len(set(before)) == 1:
+        yield "the models were equal before the broadcast: nothing is shown"
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    if set(hvd.allgather_object(_bytes_of(model))) != {before[0]}:
+        yield "parameters differ after broadcast_parameters"
+    momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    states = hvd.allgather_object((_bytes(momenta), [group["lr"] for group in optimizer.param_groups]))
+    if any(state != states[0] for state in states):
+        yield "optimizer states differ after broadcast_optimizer_state"
+
+
+def every_rank_sees_other_data() -> Faults:
+    """A DistributedSampler gives each sample to one rank, in another order each epoch that set_epoch names."""
+    sampler = _sampler(SAMPLES * hvd.size())
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        shares = hvd.allgather_object(list(sampler))
+        if sorted(index for share in shares for index in share) != list(range(SAMPLES * hvd.size())):
+            yield f"epoch {epoch}: the ranks' shares are not each sample once"
+        orders.append(shares)
+    if orders[0] == orders[1]:
+        yield "both epochs have one order"
+
+
+def training_stays_together() -> Faults:
+    """After each step of a DistributedOptimizer all parameters are equal, and the training is that of one process."""
+    data = _data()
+    sampler = _sampler(len(data))
+    model, optimizer = _apart()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    alone = copy.deepcopy(model)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    losses = []
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        seen = 0.0
+        for inputs, labels in DataLoader(data, batch_size=BATCH, sampler=sampler):
+            loss = _step(model, optimizer, inputs, labels)
+            _step(alone, reference, hvd.allgather(inputs, name="inputs"), hvd.allgather(labels, name="labels"))
+            if len(set(hvd.allgather_object(_bytes_of(model)))) != 1:
+                yield f"parameters differ between ranks after a step of epoch {epoch}"
+                return
+            seen += loss
+        losses.append(hvd.allreduce(torch.tensor(seen), name="loss").item() / (SAMPLES // BATCH))
+    for own, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        if not torch.allclose(own, wanted, rtol=1e-9, atol=1e-12):
+            yield f"parameters are {(own - wanted).abs().max():.1e} away from those of one process"
+    yield from _unsteady(losses)
+
+
+def _unsteady(losses: Sequence[float]) -> Faults:
+    """What is wrong with the mean losses of the epochs, which are known on all ranks."""
+    if hvd.allgather_object(losses) != [losses] * hvd.size():
+        yield "the ranks have different mean losses"
+    text = ", ".join(f"{loss:.3f}" for loss in losses)
+    if not all(loss == loss and loss < 2 * losses[0] for loss in losses) or losses[-1] > 0.5 * losses[0]:
+        yield f"the mean losses of the epochs do not fall steadily: {text}"
+
+
+def _step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor
+) -> float:
+    optimizer.zero_grad()
+    loss = cross_entropy(model(inputs), labels)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _apart() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that are different on each rank."""
+    torch.manual_seed(1 + hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1 if hvd.rank() == 0 else 0.2, momentum=0.9)
+
+
+def _data() -> TensorDataset:
+    """Samples that a small model can tell apart, the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    labels = torch.arange(SAMPLES * hvd.size()) % CLASSES
+    centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator, dtype=torch.float64)
+    noise = torch.randn(len(labels), FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(centres[labels] + noise, labels)
+
+
+def _sampler(length: int) -> "DistributedSampler[int]":
+    return DistributedSampler(range(length), num_replicas=hvd.size(), rank=hvd.rank())  # type: ignore[arg-type]  # it has a length, which is all that is asked of it
+
+
+def _bytes_of(model: torch.nn.Module) -> bytes:
+    return _bytes(list(model.parameters()))
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> bytes:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).numpy().tobytes()
+
+
+CHECKS: tuple[Callable[[], Faults], ...] = (
+    rank_and_size,
+    sums_of_every_dtype,
+    gathering_and_sending,
+    mismatches_are_errors,
+    broadcast_makes_all_equal,
+    every_rank_sees_other_data,
+    training_stays_together,
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make all checks, and return the exit code: 0 if all is well on every rank."""
+    parser = argparse.ArgumentParser(prog="selftest", description="Check that distributed training works here.")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="a line for each check, not only for those that fail"
+    )
+    verbose = parser.parse_args(arguments).verbose
+    hvd.init()
+    failed = 0
+    for check in CHECKS:
+        found = hvd.allgather_object(list(check()))
+        faults = [f"rank {rank}: {fault}" for rank, some in enumerate(found) for fault in some]
+        failed += bool(faults)
+        if hvd.rank() == 0 and (verbose or faults):
+            name = check.__name__.replace("_", " ")
+            print("\n    ".join([f"{'FAIL' if faults else 'PASS'}  {name}", *faults]), flush=True)
+    if hvd.rank() == 0:
+        processes = "1 process" if hvd.size() == 1 else f"{hvd.size()} processes"
+        print(f"{len(CHECKS) - failed} of {len(CHECKS)} checks passed on {processes}", flush=True)
+    hvd.shutdown()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

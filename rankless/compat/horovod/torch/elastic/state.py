@@ -1,0 +1,165 @@
+"""The state of a PyTorch training: models, optimizers, schedulers, samplers, each by a handler, and plain objects."""
+
+import copy
+from typing import Any
+
+import torch
+
+from rankless.compat.horovod import context
+from rankless.compat.horovod.common.elastic import ObjectState
+from rankless.compat.horovod.torch.elastic.sampler import ElasticSampler
+from rankless.compat.horovod.torch.functions import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+
+class StateHandler:
+    """How one value of a state is saved, restored and sent around. Users derive their own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Keep the value's state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Take another value, and save it."""
+        self.value = value
+        self.save()
+
+
+class _ByStateDict(StateHandler):
+    """For what has `state_dict` and `load_state_dict`."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        """Keep a copy."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Load the copy."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's, and keep that: a failure before the next commit comes back to it."""
+        self.send()
+        self.save()
+
+    def send(self) -> None:
+        """Give all ranks rank 0's."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
+class ModelStateHandler(_ByStateDict):
+    """A model."""
+
+    def send(self) -> None:
+        """Tensor by tensor."""
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(_ByStateDict):
+    """An optimizer."""
+
+    def send(self) -> None:
+        """Tensor by tensor."""
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class LRSchedulerStateHandler(_ByStateDict):
+    """A scheduler of learning rates."""
+
+
+class SamplerStateHandler(_ByStateDict):
+    """An `ElasticSampler`."""
+
+
+class TorchState(ObjectState):
+    """What a PyTorch training goes on from.
+
+    `model`, `optimizer` and any other value under its keyword become attributes. A value for whose type there is a
+    handler is saved, restored and sent by that, all others as plain Python objects.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        values = {**kwargs, "model": model, "optimizer": optimizer}
+        handlers = {name: handler for name, value in values.items() if (handler := _handler_of(value)) is not None}
+        self._handlers: dict[str, StateHandler] = handlers
+        for name, handler in handlers.items():
+            object.__setattr__(self, name, handler.value)
+        plain = {name: value for name, value in values.items() if name not in handlers}
+        super().__init__(bcast_object=broadcast_object, get_rank=_rank, **plain)
+
+    def save(self) -> None:
+        """Keep all values of now."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's values."""
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """Let samplers share out among the ranks of now."""
+        for handler in self._handlers.values():
+            if isinstance(handler.value, ElasticSampler):
+                handler.value.reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_handlers", ()):
+            self._handlers[name].set_value(value)
+        super().__setattr__(name, value)
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """The types that have handlers, in the order in which they are asked, and their handlers."""
+    return _handler_registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Have these handlers from now on."""
+    global _handler_registry  # Horovod's API has one registry
+    _handler_registry = registry
+
+
+_handler_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, LRSchedulerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def _handler_of(value: Any) -> StateHandler | None:
+    kinds = (handler for kind, handler in _handler_registry if isinstance(value, kind))
+    found = next(kinds, None)
+    return None if found is None else found(value)
+
+
+def _rank() -> int:
+    return context.current().world.rank

@@ -1,0 +1,239 @@
+"""The driver of an elastic job: asks for hosts, starts workers, makes rounds of them, and says how it went."""
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rankless.launch.elastic.crews import HERE, Crews, Orders
+from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
+from rankless.launch.elastic.roll import Action, Roll, Start, Trouble
+from rankless.launch.interrupts import Interrupts
+from rankless.launch.judge import Verdict, is_victim, judge, signal_name
+from rankless.launch.logs import log_files, make_run_folder, run_name
+from rankless.launch.notices import counted, failure, horovod_sentence
+from rankless.launch.terminal import Write
+from rankless.launch.watch import INTERRUPT_GRACE_SECONDS, KILL_GRACE_SECONDS, POLL_SECONDS, STOP_GRACE_SECONDS
+from rankless.plan.check import choose_backend
+from rankless.plan.elastic import Elastic
+from rankless.plan.foreign import Source
+from rankless.plan.run_plan import JobStart, RunPlan
+from rankless.records.events import AnyRecord, Exited, Left, Raised, Said
+from rankless.records.rounds import Begin, Ready, Serving, WordUp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a driver has of who has called it."""
+
+    interrupts: Interrupts
+    on_record: Callable[[AnyRecord], None]
+    tell: Callable[[str], None]
+    writes: Mapping[Source, Write]
+    """What the terminal's two streams are written by."""
+
+
+def run_elastic(plan: RunPlan, elastic: Elastic, around: Surroundings) -> int:
+    """Run an elastic job to its end and return its exit code. Nothing that it has started is alive afterwards."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(around.interrupts, selectors.EVENT_READ)
+        driver = Driver(plan, elastic, around, selector)
+        try:
+            return driver.to_end()
+        finally:
+            driver.close()
+
+
+class Driver:
+    """One elastic job."""
+
+    def __init__(self, plan: RunPlan, elastic: Elastic, around: Surroundings, selector: selectors.BaseSelector) -> None:
+        self._plan = plan
+        self._around = around
+        self._selector = selector
+        self._start = _job_start(plan)
+        self._folder = make_run_folder(plan, self._start, 0)
+        self._hosts = _hosts(plan, elastic)
+        self._roll = Roll(elastic, first_workers=plan.worker_count)
+        self._records: dict[int, list[AnyRecord]] = {}
+        self._said: set[str] = set()
+        orders = Orders(
+            plan=plan,
+            elastic=elastic,
+            start=self._start,
+            folder=self._folder,
+            tell=around.tell,
+            writes=around.writes,
+        )
+        self._crews = Crews(orders, selector)
+        most = elastic.max_workers
+        upper = f" to {most}" if most is not None else " or more"
+        around.tell(f"elastic job of {elastic.min_workers}{upper} workers, logs in {self._folder}")
+
+    def to_end(self) -> int:
+        """Go on until the job is over."""
+        while True:
+            now = time.monotonic()
+            is_broken = self._crews.is_broken()  # before reading: what it sent before it ended is there now
+            self._hear(now)
+            for number in self._around.interrupts.read():
+                self._end(number)
+                self._around.tell(f"ended by {signal_name(number)}")
+                return 128 + number
+            if self._roll.is_finishing and not self._roll.workers:
+                self._end(signal.SIGTERM)
+                return 0
+            if is_broken:
+                self._roll.trouble = Trouble(headline="the process that starts the workers has ended")
+            self._decide(now)
+            if self._roll.trouble is not None:
+                return self._fail(self._roll.trouble)
+            self._selector.select(POLL_SECONDS)
+
+    def close(self) -> None:
+        """See to it that nothing is left."""
+        self._crews.close()
+        self._hosts.close()
+
+    def _decide(self, now: float) -> None:
+        slots = self._hosts.turn(now)
+        trouble = self._hosts.trouble()
+        if trouble is not None:
+            self._say_once(f"the host discovery script does not answer as it should: {trouble}")
+        if slots is not None:
+            self._roll.hosts_are(slots, may_change=self._hosts.may_change)
+        for action in self._roll.turn(now):
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        worker = action.worker
+        if isinstance(action, Start):
+            self._crews.start(worker)
+            return
+        if isinstance(action.word, Begin) and action.word.seat.rank == 0:
+            self._tell_of_round(action.word)
+        self._crews.tell(worker.number, action.word, self._roll.seating)
+
+    def _tell_of_round(self, begin: Begin) -> None:
+        seating = self._roll.seating
+        assert seating is not None
+        ranks = sorted(seating.seats, key=lambda number: seating.seats[number].rank)
+        names = ", ".join(f"{number} ({self._roll.workers[number].host})" for number in ranks)
+        self._around.tell(f"round {begin.round}: {counted(len(ranks), 'worker')}, by rank: {names}")
+
+    def _hear(self, now: float) -> None:
+        for news in self._crews.turn():
+            if isinstance(news, tuple):
+                self._take_word(*news, now)
+            else:
+                self._take_record(news, now)
+
+    def _take_word(self, number: int, word: WordUp, now: float) -> None:
+        if number not in self._roll.workers:
+            return
+        if isinstance(word, Ready):
+            self._roll.ready(number, word, now)
+        elif isinstance(word, Serving):
+            self._roll.serving(number, word.round, word.port)
+        else:
+            self._roll.synced(number, word.round)
+
+    def _take_record(self, record: AnyRecord, now: float) -> None:
+        self._around.on_record(record)
+        if isinstance(record, Said):
+            self._say_once(record.text)
+        self._records.setdefault(record.rank, []).append(record)
+        if record.rank not in self._roll.workers:
+            return
+        if isinstance(record, Left) and record.exit_code == 0:
+            self._roll.finishes(record.rank)
+        elif isinstance(record, Exited):
+            self._take_end(record, now)
+
+    def _take_end(self, record: Exited, now: float) -> None:
+        number = record.rank
+        if record.exit_code == 0:
+            self._roll.finished(number)
+            return
+        named, host = self._name(number), self._roll.workers[number].host
+        lost = any(isinstance(each, Raised) and is_victim(each) for each in self._records[number])
+        listed = self._roll.failed(number, now, is_own=record.exit_code > 0 and not lost)
+        self._around.tell(f"{named} {self._verdict(number).headline}")
+        if listed is not None:
+            again = "for good" if listed == float("inf") else f"for {listed:g} s"
+            self._around.tell(f"{host} gets no new workers {again}: they fail there again and again")
+
+    def _name(self, number: int) -> str:
+        worker = self._roll.workers[number]
+        rank = f"rank {worker.last_rank} of round {worker.last_round}, " if worker.last_round else ""
+        return f"worker {number} ({rank}{worker.host})"
+
+    def _verdict(self, number: int) -> Verdict:
+        """How a worker has failed."""
+        found = judge(self._records.get(number, []))
+        return found or Verdict(culprit=number, cause="lost", exit_code=1, headline="failed")
+
+    def _fail(self, trouble: Trouble) -> int:
+        """End the job; returns its exit code."""
+        self._end(signal.SIGTERM)
+        if trouble.culprit is None:
+            self._around.tell(f"the job was ended: {trouble.headline}")
+            return 1
+        verdict = self._verdict(trouble.culprit)
+        out, error = log_files(self._plan, self._folder, trouble.culprit, 0)
+        self._around.tell(f"the job was ended: {trouble.headline}; worker {trouble.culprit} failed last")
+        text = failure(verdict, log_file=os.path.relpath(error or out))
+        text += horovod_sentence(verdict) if self._plan.horovod is not None else ""
+        self._around.writes["err"](text.encode())
+        return verdict.exit_code
+
+    def _end(self, number: int) -> None:
+        """End the workers: politely, then at once."""
+        grace = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
+        self._crews.signal(number)
+        if not self._await_end(grace):
+            self._crews.kill()
+            self._await_end(KILL_GRACE_SECONDS)
+
+    def _await_end(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            has_ended = self._crews.have_ended()
+            for news in self._crews.turn():
+                if not isinstance(news, tuple):
+                    self._records.setdefault(news.rank, []).append(news)
+                    self._around.on_record(news)
+            if has_ended:
+                return True
+            if self._around.interrupts.read():
+                return False
+            self._selector.select(POLL_SECONDS / 5)
+        return False
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._around.tell(text)
+
+
+def _hosts(plan: RunPlan, elastic: Elastic) -> DiscoveredHosts | FixedHosts:
+    if elastic.discovery_script is not None:
+        return DiscoveredHosts(elastic.discovery_script, slots_per_host=elastic.slots_per_host)
+    slots: Mapping[str, int] = dict(elastic.hosts) or {"localhost": plan.worker_count}
+    return FixedHosts(slots)
+
+
+def _job_start(plan: RunPlan) -> JobStart:
+    # Where the workers meet, each round says anew.
+    return JobStart(
+        run_id=run_name(plan),
+        seed=plan.seed,
+        workers=(plan.worker_count,),
+        backend=choose_backend(plan.devices),
+        master_address=HERE,
+        master_port=0,
+        store_address=HERE,
+        store_port=0,
+    )

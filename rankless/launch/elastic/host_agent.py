@@ -1,0 +1,126 @@
+"""The agent of another host in an elastic job, started by ssh: does what the driver says through standard input.
+
+When that ends, or the driver is silent, nothing of the job is left alive here.
+"""
+
+import functools
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+
+from rankless.launch.elastic.crew import Crew
+from rankless.launch.elastic.launches import launch_of
+from rankless.launch.elastic.pipes import (
+    BEAT_SECONDS,
+    SILENT_SECONDS,
+    Beat,
+    FrameDown,
+    Happened,
+    Heard,
+    Here,
+    Kill,
+    Order,
+    Pipe,
+    Say,
+    Shown,
+    Signal,
+    Task,
+)
+from rankless.launch.elastic.roll import Worker
+from rankless.launch.logs import shown_streams
+from rankless.launch.terminal import Terminal
+from rankless.launch.watch import POLL_SECONDS
+from rankless.plan import environment
+from rankless.plan.check import make_run_plan
+from rankless.plan.foreign import SOURCES
+from rankless.plan.hosts import interface_of
+from rankless.runtime.ending import Ending
+
+
+def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+    """Return what serves the driver."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    return _serve
+
+
+def _serve() -> None:
+    pipe = Pipe(0, os.dup(1))
+    os.dup2(2, 1)  # what somebody prints is no frame
+    agent: HostAgent | None = None
+    heard = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        try:
+            while not pipe.is_over and time.monotonic() - heard < SILENT_SECONDS:
+                for frame in pipe.receive(FrameDown):
+                    heard = time.monotonic()
+                    if isinstance(frame, Task):
+                        agent = HostAgent(frame, pipe, selector)
+                    elif agent is not None:
+                        agent.obey(frame)
+                if agent is not None and not agent.turn():
+                    break
+                selector.select(POLL_SECONDS)
+        finally:
+            if agent is not None:
+                agent.close()
+            pipe.flush()
+
+
+class HostAgent:
+    """The workers of this host, as the driver's hand."""
+
+    def __init__(self, task: Task, pipe: Pipe, selector: selectors.BaseSelector) -> None:
+        environment.apply(task.environment)
+        self._task = task
+        self._pipe = pipe
+        self._plan = make_run_plan(task.program, task.request)
+        os.makedirs(task.folder, exist_ok=True)
+        address, driver_address = environment.ssh_addresses()
+        self._interface = interface_of(address)
+        pipe.send(Here(address=address, interface=self._interface, driver_address=driver_address))
+        self._terminal = Terminal([], writes={source: functools.partial(self._show, source) for source in SOURCES})
+        log_path = os.path.join(task.folder, f"parent-{address}.log")
+        self._crew = Crew(self._plan, log_path=log_path, selector=selector)
+        self._beaten = 0.0
+
+    def obey(self, frame: FrameDown) -> None:
+        """Do what the driver says."""
+        if isinstance(frame, Order):
+            worker = Worker(number=frame.number, host=frame.host, slot=frame.slot)
+            task = self._task
+            launch = launch_of(worker, self._plan, task.start, folder=task.folder, interface=self._interface)
+            for stream in shown_streams(self._plan, task.folder, [launch.plan]):
+                self._terminal.add(stream)
+            self._crew.start(launch)
+        elif isinstance(frame, Say):
+            self._crew.tell(frame.number, frame.word)
+        elif isinstance(frame, Signal):
+            self._crew.signal(frame.number)
+        elif isinstance(frame, Kill):
+            self._crew.kill()
+
+    def turn(self) -> bool:
+        """Tell the driver what is new; False once the workers' parent has ended."""
+        has_ended = self._crew.has_ended()
+        self._terminal.pump()
+        for news in self._crew.turn():
+            if isinstance(news, tuple):
+                self._pipe.send(Heard(number=news[0], word=news[1]))
+            else:
+                self._pipe.send(Happened(record=news))
+        if time.monotonic() - self._beaten >= BEAT_SECONDS:
+            self._beaten = time.monotonic()
+            self._pipe.send(Beat())
+        return not has_ended
+
+    def close(self) -> None:
+        """See to it that nothing is left."""
+        self._crew.close()
+        self._terminal.close()
+
+    def _show(self, source: str, data: bytes) -> None:
+        self._pipe.send(Shown(source=source, data=data))  # type: ignore[arg-type]  # one of SOURCES

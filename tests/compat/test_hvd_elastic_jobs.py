@@ -1,0 +1,262 @@
+"""Elastic jobs as users start them: workers are killed, hosts come and go, and the training goes on."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from jobs import end, is_alive, rankless, start_rankless, wait_until
+
+SCRIPT = Path(__file__).with_name("elastic_digits.py")
+EXAMPLE = SCRIPT.parents[2] / "examples" / "horovod" / "elastic.py"
+SAMPLES = set(range(600))
+SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """A batch that was saved."""
+
+    steps: int
+    epoch: int
+    size: int
+    samples: tuple[int, ...]
+    process_id: int
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    return tmp_path
+
+
+def lines(folder: Path, name: str) -> Iterator[tuple[int, list[str]]]:
+    """What every process has written down under a name, whole lines only."""
+    for path in folder.glob(f"{name}.*"):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield int(path.suffix[1:]), line.split()
+
+
+def done(folder: Path) -> list[Done]:
+    return [
+        Done(int(words[0]), int(words[1]), int(words[2]), tuple(map(int, words[3].split(","))), process_id)
+        for process_id, words in lines(folder, "done")
+    ]
+
+
+def steps_by_process(folder: Path) -> dict[int, int]:
+    """How far each living worker has come."""
+    found: dict[int, int] = {}
+    for each in done(folder):
+        if is_alive(each.process_id):
+            found[each.process_id] = max(each.steps, found.get(each.process_id, 0))
+    return found
+
+
+def wait_for_size(folder: Path, size: int) -> int:
+    """Wait until a batch is saved in a world of this size; the number of its step."""
+    wait_until(lambda: any(each.size == size for each in done(folder)), seconds=SECONDS)
+    return max(each.steps for each in done(folder) if each.size == size)
+
+
+def wait_until_three_are_past(folder: Path, steps: int) -> None:
+    wait_until(lambda: sum(own > steps for own in steps_by_process(folder).values()) == 3, seconds=SECONDS)
+
+
+def command(*options: str, epochs: int, pause: float = 0.02) -> list[str]:
+    return ["horovodrun", *options, sys.executable, "train.py", str(epochs), str(pause)]
+
+
+def results(text: str) -> set[tuple[str, ...]]:
+    """What each rank that came to the end has got."""
+    return set(re.findall(r"<stdout>:end (\d+) (\S+) (\S+)", text))
+
+
+def assert_every_sample_was_seen(folder: Path, *, epochs: int) -> None:
+    """In each epoch; and a step that was done twice, for a worker was killed in it, was done on the same samples."""
+    batches: dict[int, set[tuple[int, tuple[int, ...]]]] = {}
+    seen: dict[int, set[int]] = {}
+    for each in done(folder):
+        batches.setdefault(each.steps, set()).add((each.epoch, tuple(sorted(each.samples))))
+        seen.setdefault(each.epoch, set()).update(each.samples)
+    assert sorted(batches) == list(range(1, len(batches) + 1))
+    assert seen == dict.fromkeys(range(epochs), SAMPLES)
+
+
+@pytest.mark.slow
+def test_a_job_whose_workers_are_killed_again_and_again_ends_as_one_that_was_left_alone(folder: Path, tmp_path: Path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(SCRIPT, alone / "train.py")
+    epochs, kills = 10, 5
+    undisturbed = start_rankless(*command("-np", "3", epochs=epochs, pause=0.0), folder=alone)
+    expected, said = undisturbed.communicate(timeout=SECONDS)
+    assert undisturbed.returncode == 0, said
+    job = start_rankless(*command("-np", "3", "--min-np", "2", epochs=epochs, pause=0.1), folder=folder)
+    killed: list[int] = []
+    try:
+        for number in range(kills):
+            # All three, a replacement too, have got further: now one of them is killed, rank 0 too.
+            wait_until_three_are_past(folder, max(steps_by_process(folder).values(), default=0))
+            victim = sorted(steps_by_process(folder))[number % 3]
+            os.kill(victim, signal.SIGKILL)
+            killed.append(victim)
+        out, err = job.communicate(timeout=SECONDS)
+    finally:
+        end(job)
+    assert job.returncode == 0, out + err
+    assert results(out) == results(expected)
+    (steps, accuracy, _) = results(out).pop()
+    assert int(steps) == epochs * 8
+    assert float(accuracy) > 0.9
+    assert_every_sample_was_seen(folder, epochs=epochs)
+    processes = {process_id for process_id, _ in lines(folder, "began")}
+    assert len(processes) == 3 + kills, "who was not killed kept its process, and who was got one replacement"
+    assert len(re.findall(r"was killed by signal 9", err)) == kills
+
+
+@pytest.mark.slow
+def test_hosts_that_come_and_go_while_the_job_runs(folder: Path):
+    discovery = folder / "discover.sh"
+    discovery.write_text("#!/bin/sh\ncat hosts\n")
+    discovery.chmod(0o755)
+
+    def hosts_are(*hosts: str) -> None:
+        (folder / "hosts.new").write_text("\n".join(hosts) + "\n")
+        (folder / "hosts.new").rename(folder / "hosts")
+
+    hosts_are("localhost:1", "127.0.0.1:1")
+    epochs = 30
+    options = ("-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", "./discover.sh")
+    job = start_rankless(*command(*options, epochs=epochs, pause=0.1), folder=folder)
+    try:
+        wait_for_size(folder, 2)
+        first = set(steps_by_process(folder))
+        hosts_are("localhost:1", "127.0.0.1:1", "127.0.0.2:4")
+        wait_for_size(folder, 3)  # not more than --max-np
+        assert first < set(steps_by_process(folder))
+        hosts_are("127.0.0.2:1")
+        wait_for_size(folder, 1)
+        wait_until(lambda: not any(map(is_alive, first)), seconds=SECONDS)
+        hosts_are("127.0.0.2:2")
+        wait_until(lambda: max(done(folder), key=lambda each: each.steps).size == 2, seconds=SECONDS)
+        out, err = job.communicate(timeout=SECONDS)
+    finally:
+        end(job)
+    assert job.returncode == 0, out + err
+    assert "failed" not in err
+    assert len(results(out)) == 1
+    assert_every_sample_was_seen(folder, epochs=epochs)
+    assert len({process_id for process_id, _ in lines(folder, "began")}) == 4
+
+
+@pytest.mark.slow
+def test_too_few_workers_for_too_long_end_the_job_and_leave_nothing(folder: Path):
+    discovery = folder / "discover.sh"
+    discovery.write_text("#!/bin/sh\ncat hosts\n")
+    discovery.chmod(0o755)
+    (folder / "hosts").write_text("localhost:1\n127.0.0.1:1\n")
+    options = ("-np", "2", "--min-np", "2", "--elastic-timeout", "2", "--host-discovery-script", "./discover.sh")
+    job = start_rankless(*command(*options, epochs=1000), folder=folder)
+    try:
+        wait_for_size(folder, 2)
+        processes = set(steps_by_process(folder))
+        (folder / "hosts").write_text("localhost:1\n")
+        out, err = job.communicate(timeout=SECONDS)
+    finally:
+        end(job)
+    assert job.returncode == 1, out + err
+    assert "there are 1 workers, and 2 are needed (--min-np); none came in 2 s (--elastic-timeout)" in err
+    assert not any(map(is_alive, processes))
+
+
+@pytest.mark.slow
+def test_the_reset_limit_ends_the_job_with_the_worker_that_failed_last(folder: Path):
+    job = start_rankless(*command("-np", "2", "--min-np", "1", "--reset-limit", "0", epochs=1000), folder=folder)
+    try:
+        wait_for_size(folder, 2)
+        processes = set(steps_by_process(folder))
+        os.kill(max(processes), signal.SIGKILL)
+        out, err = job.communicate(timeout=SECONDS)
+    finally:
+        end(job)
+    assert job.returncode == 128 + signal.SIGKILL, out + err
+    assert "the reset limit of 0 has been reached" in err
+    assert "was killed by signal 9 (SIGKILL)" in err
+    assert not any(map(is_alive, processes))
+
+
+@pytest.mark.slow
+def test_a_script_with_a_fault_of_its_own_is_not_started_for_ever(folder: Path):
+    (folder / "train.py").write_text("import horovod.torch as hvd\nhvd.init()\nraise KeyError('mine')\n")
+    ended = rankless(*command("-np", "2", "--min-np", "1", epochs=1), folder=folder)
+    assert ended.returncode == 1
+    assert "localhost gets no new workers for good" in ended.stderr
+    assert "raised KeyError: 'mine'" in ended.stderr
+
+
+@pytest.mark.slow
+def test_an_elastic_job_heeds_ctrl_c_and_leaves_nothing(folder: Path):
+    job = start_rankless(*command("-np", "2", "--min-np", "1", epochs=1000), folder=folder)
+    try:
+        wait_for_size(folder, 2)
+        processes = set(steps_by_process(folder))
+        os.kill(job.pid, signal.SIGINT)
+        _, err = job.communicate(timeout=SECONDS)
+    finally:
+        end(job)
+    assert job.returncode == 128 + signal.SIGINT
+    assert "ended by SIGINT" in err
+    assert not any(map(is_alive, processes))
+
+
+@pytest.mark.slow
+def test_a_host_that_comes_while_the_others_wait_for_it_gets_the_state_from_them(folder: Path):
+    # Horovod's issue 3494: who had seen a host go did not send the state, who came waited for it, both for ever.
+    discovery = folder / "discover.sh"
+    discovery.write_text("#!/bin/sh\ncat hosts\n")
+    discovery.chmod(0o755)
+    (folder / "hosts").write_text("localhost:1\n127.0.0.1:1\n")
+    options = ("-np", "2", "--min-np", "2", "--host-discovery-script", "./discover.sh")
+    job = start_rankless(*command(*options, epochs=12, pause=0.1), folder=folder)
+    try:
+        wait_for_size(folder, 2)
+        first = set(steps_by_process(folder))
+        (folder / "hosts").write_text("localhost:1\n")
+        wait_until(lambda: sum(map(is_alive, first)) == 1, seconds=SECONDS)
+        steps = max(each.steps for each in done(folder))
+        (folder / "hosts").write_text("localhost:1\n127.0.0.2:1\n")
+        out, err = job.communicate(timeout=SECONDS)
+    finally:
+        end(job)
+    assert job.returncode == 0, out + err
+    assert len(results(out)) == 1
+    assert {words[2] for process_id, words in lines(folder, "began") if process_id not in first} == {str(steps)}
+    assert_every_sample_was_seen(folder, epochs=12)
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_when_a_worker_is_killed(tmp_path: Path):
+    options = ("horovodrun", "-np", "2", "--min-np", "1", sys.executable, str(EXAMPLE), "--epochs", "8")
+    job = start_rankless(*options, folder=tmp_path, OMP_NUM_THREADS="1")
+    try:
+        assert job.stdout is not None
+        seen = [next(line for line in job.stdout if "epoch 1" in line)]
+        tree = psutil.Process(job.pid).children(recursive=True)
+        parents = {process.ppid() for process in tree}
+        os.kill(max(process.pid for process in tree if process.pid not in parents), signal.SIGKILL)
+        out, err = job.communicate(timeout=SECONDS)
+    finally:
+        end(job)
+    assert job.returncode == 0, "".join(seen) + out + err
+    assert "was killed by signal 9" in err
+    assert "training with 2 workers from epoch" in out
+    (accuracy,) = re.findall(r"accuracy ([\d.]+) on 2 workers", out)
+    assert float(accuracy) > 0.85
