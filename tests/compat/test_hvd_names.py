@@ -11,6 +11,7 @@ from rankless.compat.horovod.common.exceptions import HorovodInternalError, Host
 from rankless.compat.horovod.torch import compression, functions, mpi_ops, optimizer
 
 PUBLIC = {
+    "elastic",
     "init",
     "shutdown",
     "is_initialized",
