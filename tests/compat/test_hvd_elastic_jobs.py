@@ -141,7 +141,7 @@ def test_hosts_that_come_and_go_while_the_job_runs(folder: Path):
         first = set(steps_by_process(folder))
         hosts_are("localhost:1", "127.0.0.1:1", "127.0.0.2:4")
         wait_for_size(folder, 3)  # not more than --max-np
-        assert first < set(steps_by_process(folder))
+        wait_until(lambda: first < set(steps_by_process(folder)), seconds=SECONDS)
         hosts_are("127.0.0.2:1")
         wait_for_size(folder, 1)
         wait_until(lambda: not any(map(is_alive, first)), seconds=SECONDS)

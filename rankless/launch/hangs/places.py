@@ -22,13 +22,23 @@ _WAITING_CALLS = (".wait(", "wait_tensor(")
 """In a line of the script that calls C: a work, a future or a store of PyTorch's that it waits for."""
 _GPU_CALLS = (".item(", ".tolist(", ".cpu(", ".numpy(", "synchronize(", ".to(")
 """In a line of the script: where the CPU waits for the GPU, and so for whom the GPU waits."""
-_OWN_WAITS = ("collectives/", "program/", "runtime/meeting.py", "runtime/joined.py", "runtime/shared_file.py")
+_OWN_WAITS = (
+    "collectives/",
+    "program/",
+    "compat/horovod/negotiated/",
+    "runtime/meeting.py",
+    "runtime/joined.py",
+    "runtime/shared_file.py",
+)
 _OWN_NAMES = {
     "views/job.py": "a job's call",
     "views/loading/loader.py": "a loader",
     "views/logical.py": "an operation on a whole batch",
     "runtime/current.py": "the start, where all ranks join",
     "runtime/worker.py": "the end of the script",
+    "compat/horovod/context.py": "hvd.init",
+    "compat/horovod/torch/places.py": "hvd.init",
+    "compat/horovod/torch/optimizer.py": "the step of hvd.DistributedOptimizer",
 }
 _MOST_FRAMES = 6
 
@@ -156,6 +166,8 @@ def _own_name(inner: Sequence[Frame], files: Sequence[str]) -> str:
             return _OWN_NAMES[file]
         if file == "script.py" and not frame.function.startswith("_"):
             return f"rankless.{frame.function}"
+        if file.startswith("compat/horovod/torch/") and not frame.function.startswith("_"):
+            return f"hvd.{frame.function}"
         if file.startswith("collectives/") and not frame.function.startswith("_"):
             return f"rankless.collectives.{frame.function}"
     return "a call of Rankless"

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from rankless.compat.horovod.negotiated.coordinator import Coordinator, Decision
-from rankless.compat.horovod.negotiated.links import Closed, Link
+from rankless.compat.horovod.negotiated.links import Closed, Link, see_off
 from rankless.compat.horovod.negotiated.messages import (
     Again,
     Down,
@@ -65,6 +65,8 @@ class Spoke:
         self._numbers: dict[Place, tuple[int, Request]] = {}
         self._described: dict[Place, tuple[Request, bytes]] = {}
         self._places: dict[int, Place] = {}
+        self._selector = selector
+        self._is_closed = False
         selector.register(link, EVENT_READ)
 
     def submit(self, place: Place, request: Request, values: bytes) -> None:
@@ -88,6 +90,7 @@ class Spoke:
                 elif isinstance(message, Resend):
                     self._describe(message.number)
                 elif isinstance(message, Down):
+                    self._close()  # rank 0 waits for that, so that its last word is not lost
                     raise Ended(message.why)
         except Closed:
             raise Ended("Rank 0 is gone.") from None
@@ -100,7 +103,13 @@ class Spoke:
         """Tell that this rank shuts down, and close."""
         with suppress(Closed):
             self._link.send(encode(Leave()))
-        self._link.close()
+        self._close()
+
+    def _close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._selector.unregister(self._link)
+            see_off([self._link])
 
     def _take_numbers(self, message: Execute) -> None:
         for item in message.items:
@@ -143,6 +152,8 @@ class Hub:
         cycle_seconds: float,
     ) -> None:
         self._links = dict(links)
+        self._told_all: list[Link] = []
+        """Those whose other sides know that all is over, and have perhaps not read it yet."""
         self._coordinator = coordinator
         self._timeline = timeline
         self._stalls = stalls
@@ -182,6 +193,8 @@ class Hub:
     def leave(self) -> None:
         """Tell that this rank shuts down, and close."""
         self._say_down("")
+        see_off(self._told_all)
+        self._told_all = []
 
     def _hear(self, rank: int) -> None:
         link = self._links[rank]
@@ -238,7 +251,11 @@ class Hub:
             if rank != but:
                 with suppress(Closed):
                     link.send(encode(Down(why)))
-        for link in self._links.values():
+        for rank, link in self._links.items():
             self._selector.unregister(link)
-            link.close()
+            if rank == but:
+                link.close()
+            else:
+                link.say_no_more()
+                self._told_all.append(link)
         self._links = {}

@@ -58,9 +58,9 @@ class Execution:
             self._around.check()
             raise HorovodInternalError(f"{keys[0]}: {error}") from error
 
-    def close(self) -> None:
-        """Let go of what was opened."""
-        for group in self._groups.values():
+    def close(self, *, is_stuck: bool = False) -> None:
+        """Let go of what was opened. If a thread is stuck in it, that thread gets an error, and perhaps others do."""
+        for group in self._groups.values() if is_stuck else ():
             group.close()
         self._groups.clear()
         self._memories.clear()
@@ -69,7 +69,7 @@ class Execution:
         """A process set is no more."""
         self._memories.pop(set_id, None)
         for place in [place for place in self._groups if place[0] == set_id]:
-            self._groups.pop(place).close()
+            del self._groups[place]  # others may still be at its last operation
 
     def _zeros(self, item: Item) -> Submission:
         """What a rank that has joined takes part with."""

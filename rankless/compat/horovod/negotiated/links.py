@@ -3,11 +3,12 @@
 A message is a length of what is said, a length of the values behind it, what is said, and the values.
 """
 
-import selectors
+import select
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -15,6 +16,7 @@ HEAD = struct.Struct("<II")
 MOST_SAID = 16 << 20
 MOST_VALUES = 64 << 20
 BUFFER_BYTES = 1 << 20
+LEAVING_SECONDS = 1.0
 MOST_AT_ONCE = 256
 """Messages in one call of the operating system's; it takes 1024."""
 
@@ -91,6 +93,24 @@ class Link:
         if self.is_closed:
             raise Closed("the connection was closed")
 
+    def say_no_more(self) -> None:
+        """Send what is kept, as far as it goes, and let the other side know that it was the last."""
+        with suppress(Closed):
+            self.flush()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def is_over(self) -> bool:
+        """Drop what has come; whether nothing will come any more."""
+        try:
+            while data := self._socket.recv(BUFFER_BYTES):
+                del data
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
     def close(self) -> None:
         """Close it, with what can still be sent at once."""
         with suppress(Closed):
@@ -114,6 +134,19 @@ class Link:
             del data[:start]
 
 
-def readable(selector: selectors.BaseSelector, timeout_seconds: float | None) -> bool:
-    """Whether something has come within the time, to what is registered."""
-    return bool(selector.select(timeout_seconds))
+def see_off(links: Collection[Link]) -> None:
+    """Close links once their other sides have closed theirs, too, or do not in time.
+
+    Closing a connection in which something is unread would reset it, and the last words to the other side be lost.
+    """
+    deadline = time.monotonic() + LEAVING_SECONDS
+    open_links = list(links)
+    for link in open_links:
+        link.say_no_more()
+    while (left := deadline - time.monotonic()) > 0:
+        open_links = [link for link in open_links if not link.is_over()]
+        if not open_links:
+            break
+        select.select(open_links, [], [], left)
+    for link in links:
+        link.close()

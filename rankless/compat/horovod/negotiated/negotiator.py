@@ -170,11 +170,11 @@ class Negotiator:
             if self._closed:
                 return
             self._closed = True
+            self._desk.leave()
             if self._error is None:
-                self._desk.leave()
                 self._end("This rank has left.")
         self._alarm.set(0)
-        self._execution.close()
+        self._execution.close(is_stuck=self._executing is not None)
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_SECONDS)
         if sys.getswitchinterval() == min(self._switch_seconds, SWITCH_SECONDS):
