@@ -189,8 +189,13 @@ def test_the_time_stands_before_each_line_if_it_is_asked_for(tmp_path: Path):
     ("how", "code", "said"),
     [
         ("sys.exit(7)", 7, "left with exit code 7"),
-        ("os.kill(os.getpid(), signal.SIGABRT)", 128 + signal.SIGABRT, "was killed by signal 6 (SIGABRT)"),
-        ("raise KeyError('mine')", 1, "raised KeyError: 'mine'"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGABRT)",
+            128 + signal.SIGABRT,
+            "was killed by signal 6 (SIGABRT)",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("raise KeyError('mine')", 1, "raised KeyError: 'mine'", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_culprit_is_named_by_both_and_its_code_is_the_commands(how: str, code: int, said: str, tmp_path: Path):
@@ -227,6 +232,7 @@ def test_the_build_is_told_as_it_is(tmp_path: Path):
     assert horovodrun("-v", folder=tmp_path).stdout == "0.28.1\n"
 
 
+@pytest.mark.exhaustive
 def test_an_installed_horovod_is_pointed_out(tmp_path: Path):
     (tmp_path / "site/horovod").mkdir(parents=True)
     (tmp_path / "site/horovod/__init__.py").write_text("print('the real one')")
@@ -250,7 +256,7 @@ def on_two(hosts: Hosts, *words: str, folder: Path, **environment: str) -> subpr
     return hosts.run("a", command, cwd=folder, env=environment)
 
 
-@pytest.mark.parametrize("listed", ["a:1,b:1", "localhost:1,b:3"])
+@pytest.mark.parametrize("listed", ["a:1,b:1", pytest.param("localhost:1,b:3", marks=pytest.mark.exhaustive)])
 def test_one_line_on_one_host_starts_both_and_shows_all_their_output(listed: str, hosts: Hosts, tmp_path: Path):
     code = SIZE + "; import os, sys; print(os.environ['MINE'], end='', file=sys.stderr)"
     done = on_two(hosts, "-H", listed, sys.executable, "-c", code, folder=tmp_path, MINE="carried along")
@@ -278,6 +284,7 @@ def test_a_hostfile_a_port_and_a_key_of_ssh(hosts: Hosts, tmp_path: Path):
     assert "no key" in refused.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_failure_on_the_other_host_is_the_jobs(hosts: Hosts, tmp_path: Path):
     (tmp_path / "fails.py").write_text(
         "import os, sys, time\nsys.exit(9) if os.environ['RANK'] == '1' else time.sleep(600)"

@@ -11,6 +11,7 @@ from jobs import is_alive, wait_until
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_machine_comes_by_ssh_and_is_lost_and_the_training_goes_on(tmp_path: Path):
     folder = tmp_path / "work"
     folder.mkdir()

@@ -123,6 +123,7 @@ def test_a_job_whose_workers_are_killed_again_and_again_ends_as_one_that_was_lef
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hosts_that_come_and_go_while_the_job_runs(folder: Path):
     discovery = folder / "discover.sh"
     discovery.write_text("#!/bin/sh\ncat hosts\n")
@@ -178,6 +179,7 @@ def test_too_few_workers_for_too_long_end_the_job_and_leave_nothing(folder: Path
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_reset_limit_ends_the_job_with_the_worker_that_failed_last(folder: Path):
     job = start_rankless(*command("-np", "2", "--min-np", "1", "--reset-limit", "0", epochs=1000), folder=folder)
     try:
@@ -203,6 +205,7 @@ def test_a_script_with_a_fault_of_its_own_is_not_started_for_ever(folder: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_elastic_job_heeds_ctrl_c_and_leaves_nothing(folder: Path):
     job = start_rankless(*command("-np", "2", "--min-np", "1", epochs=1000), folder=folder)
     try:
@@ -218,6 +221,7 @@ def test_an_elastic_job_heeds_ctrl_c_and_leaves_nothing(folder: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_host_that_comes_while_the_others_wait_for_it_gets_the_state_from_them(folder: Path):
     # Horovod's issue 3494: who had seen a host go did not send the state, who came waited for it, both for ever.
     discovery = folder / "discover.sh"

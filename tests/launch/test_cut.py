@@ -88,7 +88,7 @@ def ended_by(number: int, peer: str, folder: Path) -> int:
         end(job)
 
 
-@pytest.mark.parametrize("peer", ["deaf", "stopped"])
+@pytest.mark.parametrize("peer", ["deaf", pytest.param("stopped", marks=pytest.mark.exhaustive)])
 def test_ctrl_c_lets_those_clean_up_who_wait_for_a_rank_that_does_not_answer(peer: str, tmp_path: Path):
     assert ended_by(signal.SIGINT, peer, tmp_path) == 130
     assert notes(tmp_path) >= {"cleaned0", "cleaned1"}

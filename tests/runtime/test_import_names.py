@@ -77,13 +77,16 @@ def real_horovod(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["run", "torchrun", "launch", "fleetrun"])
+@pytest.mark.parametrize(
+    "command",
+    ["torchrun", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("run", "launch", "fleetrun"))],
+)
 def test_a_script_gets_the_same_objects_under_every_command(command: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(SAME + "print('same')")
     assert "same" in printed(rankless(command, "script.py", folder=tmp_path))
 
 
-@pytest.mark.parametrize("how", [(), ("--no-warm",)])
+@pytest.mark.parametrize("how", [(), pytest.param(("--no-warm",), marks=pytest.mark.exhaustive)])
 def test_so_do_code_modules_and_what_a_script_spawns(how: tuple[str, ...], tmp_path: Path):
     assert printed(rankless("run", *how, "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
     (tmp_path / "mine.py").write_text(SAME + "print('same')")
