@@ -103,7 +103,11 @@ def check_a_timeline_is_a_chrome_trace():
         if hvd.rank() == 0:
             events = [event for event in json.loads(path.read_text()) if event]
             names = {event.get("name") for event in events}
-            assert {"NEGOTIATE_ALLREDUCE", "CYCLE_START"} <= names, names
+            assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE", "SHARED_MEMORY_ALLREDUCE", "CYCLE_START"} <= names, (
+                names
+            )
+            phases = [event["ph"] for event in events]
+            assert phases.count("B") == phases.count("E")
             rows = [
                 event["args"]["name"]
                 for event in events

@@ -21,6 +21,9 @@ Activity = Callable[[Sequence[str], str], AbstractContextManager[None]]
 """What the timeline is told: keys, and what is done to them."""
 
 
+FAILURES = (AssertionError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """What execution needs to know of this rank and its peers."""
@@ -54,7 +57,7 @@ class Execution:
             return {item.key: self._one(execute.set_id, members, item, one) for item, one in pairs}
         except HorovodInternalError:
             raise
-        except RuntimeError as error:
+        except FAILURES as error:  # whatever it is: who waits for the result is to have it, in whichever thread
             self._around.check()
             raise HorovodInternalError(f"{keys[0]}: {error}") from error
 

@@ -22,7 +22,7 @@ import torch
 
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.negotiated.alarm import Alarm
-from rankless.compat.horovod.negotiated.coordinator import ALL_RANKS, Coordinator
+from rankless.compat.horovod.negotiated.coordinator import ALL_RANKS, MOVING, Coordinator
 from rankless.compat.horovod.negotiated.desks import Desk, Ended, Hub, Spoke
 from rankless.compat.horovod.negotiated.execution import Execution, Surroundings
 from rankless.compat.horovod.negotiated.meeting import Met
@@ -42,6 +42,7 @@ SHUT_DOWN = (
 SWITCH_SECONDS = 2e-4
 """Python's switch interval meanwhile: with its own 5 ms a main thread of pure Python would starve the other."""
 JOIN_SECONDS = 10.0
+MOVING_KINDS = tuple(map(Kind, MOVING))
 LAST_SECONDS = 5.0
 """After a rank has left: for how long the others may still execute what was decided before."""
 HAND_OVER_SECONDS = 1e-4
@@ -256,10 +257,13 @@ class Negotiator:
             found = [self._tickets.get((execute.set_id, item.key)) for item in execute.items]
         submissions = {one.submission.key: one.submission for one in found if one is not None}
         tickets = {id(one.ticket): one.ticket for one in found if one is not None}.values()
+        keys = [item.key for item in execute.items]
+        self.timeline.started(keys)
         try:
             results: Mapping[str, Any] = self._execute(execute, submissions, list(tickets))
         except HorovodInternalError as error:
-            results = {item.key: error for item in execute.items}
+            results = dict.fromkeys(keys, error)
+        self.timeline.finished(keys)
         with self._changed:
             self._executing = None
             for key, result in results.items():
@@ -298,6 +302,9 @@ class Negotiator:
             place = (execute.set_id, item.key)
             found = self._tickets.get(place)
             kind = Kind(item.key.partition(".")[0])
+            if not item.error:
+                is_queued = not item.rides and kind in MOVING_KINDS
+                self.timeline.decided(item.key, kind.value, is_queued=is_queued)
             if item.error:
                 self._tickets.finish(place, HorovodInternalError(item.error))
             elif item.rides:
@@ -307,7 +314,7 @@ class Negotiator:
                     put(memoryview(values)[at : at + count], output)
                     at += count
                 self._tickets.finish(place, output)
-            elif kind in (Kind.JOIN, Kind.BARRIER, Kind.ADD_SET, Kind.REMOVE_SET):
+            elif kind not in MOVING_KINDS:
                 self._agree(kind, item.details, item.request)
                 self._tickets.finish(place, item.details[0] if item.details else None)
             else:

@@ -58,6 +58,28 @@ class Timeline:
             self._open.discard(key)
             self._write(key, "E")
 
+    def decided(self, key: str, kind: str, *, is_queued: bool) -> None:
+        """It is to be executed, or (unless `is_queued`) its result is there already."""
+        if self._file is not None:
+            self._write(key, "B", name=kind.upper())
+            if is_queued:
+                self._write(key, "B", name="QUEUE")
+            else:
+                self._write(key, "E")
+
+    def started(self, keys: Sequence[str]) -> None:
+        """Their turn has come."""
+        self._end(keys)
+
+    def finished(self, keys: Sequence[str]) -> None:
+        """Their results are there."""
+        self._end(keys)
+
+    def _end(self, keys: Sequence[str]) -> None:
+        if self._file is not None:
+            for key in keys:
+                self._write(key, "E")
+
     def cycle(self) -> None:
         """Something is decided."""
         if self._file is not None and self.marks_cycles:
