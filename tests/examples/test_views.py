@@ -21,7 +21,8 @@ def losses(view: str, folder: Path, model: str, *launcher: str, devices: int = 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mlp", pytest.param("lenet", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # tests/docs/test_from_oneflow.py has smaller scripts
+@pytest.mark.parametrize("model", ["mlp", "lenet"])
 def test_both_views_print_the_same_losses_without_dropout(model: str, tmp_path: Path):
     two = ("-m", "rankless", "run", "-n", "2")
     wanted = losses("consistent", tmp_path, model)
