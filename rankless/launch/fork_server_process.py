@@ -17,6 +17,8 @@ from rankless.plan.script_source import names_rankless
 from rankless.runtime.bootstrap import python_command
 from rankless.runtime.fork_orders import MOST_DESCRIPTORS, READY, receive_number, send_order
 
+IMPORT_SECONDS = 120.0
+"""Whoever has not imported by then is stopped, and the run imports for itself."""
 FORK_SECONDS = 10.0
 """Two forks take 20 ms: who has not answered by then is stopped."""
 
@@ -87,7 +89,9 @@ class ForkServerProcess:
         return None if self._process is None else self._process.pid
 
     def is_ready(self, plan: RunPlan, *, until: Readable) -> bool:
-        """Whether it can fork the parent of this run's workers: waits for its imports, till `until` is readable."""
+        """Whether it can fork the parent of this run's workers: waits for its imports, but not for ever, and only till
+        `until` is readable.
+        """
         if not plan.warm or not hasattr(os, "pidfd_open"):
             return False
         environment, with_jobs = parent_environment(plan), names_rankless(plan.program)
@@ -98,7 +102,7 @@ class ForkServerProcess:
         if self._connection is None or self._environment != environment or with_jobs > self._has_jobs:
             return False
         if not self._is_ready:
-            readable, _, _ = select.select([self._connection, until], [], [])
+            readable, _, _ = select.select([self._connection, until], [], [], IMPORT_SECONDS)
             self._is_ready = self._connection in readable and _is_said(self._connection)
         if not self._is_ready:
             self.close()

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from rankless.plan.seats import seats_of
+from rankless.records.rounds import Seat
+
 
 class NamedHost(msgspec.Struct, frozen=True, kw_only=True):
     """A host by the name that the user gave it; two names may mean one machine."""
@@ -31,50 +34,23 @@ class Horovod(msgspec.Struct, frozen=True, kw_only=True):
         return sum(host.slots for host in self.hosts)
 
 
-class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker stands, in Horovod's terms."""
-
-    host: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    """Its host's place among those that have a worker of its local rank."""
-    cross_size: int
-
-
-def slot_of(horovod: Horovod, rank: int) -> Slot:
-    """The slot of one of the job's ranks."""
-    first = 0
-    for place, host in enumerate(horovod.hosts):
-        local_rank = rank - first
-        if local_rank < host.slots:
-            peers = [number for number, other in enumerate(horovod.hosts) if other.slots > local_rank]
-            return Slot(
-                host=host.name,
-                rank=rank,
-                size=horovod.size,
-                local_rank=local_rank,
-                local_size=host.slots,
-                cross_rank=peers.index(place),
-                cross_size=len(peers),
-            )
-        first += host.slots
-    raise ValueError(f"rank {rank} of {horovod.size}")
+def seat_of(horovod: Horovod, rank: int) -> tuple[str, Seat]:
+    """The host of one of the job's ranks, as the user named it, and its seat."""
+    places = [place for place, host in enumerate(horovod.hosts) for _ in range(host.slots)]
+    return horovod.hosts[places[rank]].name, seats_of(places)[rank]
 
 
 def slot_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping[str, str | None]:
     """Horovod's variables for one worker; `interface` is the network card by which all of them talk."""
-    slot = slot_of(horovod, rank)
+    host, seat = seat_of(horovod, rank)
     own = {
-        "HOROVOD_HOSTNAME": slot.host,
-        "HOROVOD_RANK": str(slot.rank),
-        "HOROVOD_SIZE": str(slot.size),
-        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
-        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_RANK": str(seat.rank),
+        "HOROVOD_SIZE": str(seat.size),
+        "HOROVOD_LOCAL_RANK": str(seat.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(seat.local_size),
+        "HOROVOD_CROSS_RANK": str(seat.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(seat.cross_size),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_IFACE": interface,

@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
@@ -17,7 +17,6 @@ from rankless.plan.horovodrun_hosts import company_of, named_hosts, names_of
 from rankless.plan.run_plan import Program, RunRequest
 
 _MIB = 1 << 20
-_KINDS: Mapping[str, str] = {"-c": "code", "-m": "module"}
 _NOT_NEGATIVE = (
     *("fusion_threshold_mb", "cycle_time_ms", "cache_capacity", "autotune_warmup_samples"),
     *("autotune_steps_per_sample", "autotune_bayes_opt_max_samples", "stall_check_warning_time_seconds"),

@@ -1,12 +1,9 @@
 """horovodrun's elastic flags as a plan."""
 
-from collections.abc import Iterator
-
-from rankless.errors import PlanError
 from rankless.plan.elastic import Elastic
 from rankless.plan.environment import horovod_variables
 from rankless.plan.horovodrun_flags import HorovodrunFlags
-from rankless.plan.hosts import parse_hosts, read_hostfile
+from rankless.plan.horovodrun_hosts import listed_hosts
 
 ELASTIC_SECONDS = 600.0
 """horovodrun's own, where neither `--elastic-timeout` nor HOROVOD_ELASTIC_TIMEOUT says otherwise."""
@@ -19,7 +16,7 @@ def elastic_of(flags: HorovodrunFlags, count: int) -> Elastic:
         min_workers=count if flags.min_num_proc is None else flags.min_num_proc,
         max_workers=flags.max_num_proc,
         discovery_script=flags.host_discovery_script,
-        hosts=() if flags.host_discovery_script is not None else tuple(_fixed_hosts(flags, count)),
+        hosts=() if flags.host_discovery_script is not None else _fixed_hosts(flags, count),
         slots_per_host=flags.slots_per_host,
         elastic_timeout_seconds=_timeout(flags),
         reset_limit=flags.reset_limit,
@@ -29,25 +26,12 @@ def elastic_of(flags: HorovodrunFlags, count: int) -> Elastic:
     )
 
 
-def _fixed_hosts(flags: HorovodrunFlags, count: int) -> Iterator[tuple[str, int]]:
-    if flags.hosts is not None:
-        listed = parse_hosts(flags.hosts, workers_per_host=None)
-    elif flags.hostfile is not None:
-        listed = read_hostfile(flags.hostfile, workers_per_host=None)
-    else:
-        listed = parse_hosts(f"localhost:{count}", workers_per_host=None)
-    slots = sum(host.workers for host in listed)
-    if slots < count:
-        raise PlanError(
-            expected=f"slots for {count} processes",
-            found=f"Requested more processes ({count}) than there are available slots ({slots})",
-            fix=f"-np {slots}, or more slots: as in -H {listed[0]}:{listed[0].workers + count - slots}",
-        )
-    return ((host.address, host.workers) for host in listed)
-
-
 def _timeout(flags: HorovodrunFlags) -> float:
     if flags.elastic_timeout is not None:
         return float(flags.elastic_timeout)
     given = horovod_variables().get("ELASTIC_TIMEOUT", "")
     return float(given) if given.replace(".", "", 1).isdigit() else ELASTIC_SECONDS
+
+
+def _fixed_hosts(flags: HorovodrunFlags, count: int) -> tuple[tuple[str, int], ...]:
+    return tuple((host.address, host.workers) for host in listed_hosts(flags, count))

@@ -13,8 +13,8 @@ from rankless.plan.hosts import (
     addresses_of,
     checked,
     interface_towards,
+    is_here,
     is_loopback,
-    own_addresses,
     own_place,
     parse_hosts,
     read_hostfile,
@@ -27,24 +27,29 @@ START_SECONDS = 30.0
 
 def named_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
     """The hosts that get workers, the first ones filled first. Raises PlanError for fewer slots than processes."""
+    found, left = [], count
+    for host in listed_hosts(flags, count):
+        found.append(msgspec.structs.replace(host, workers=min(host.workers, left)))
+        left -= found[-1].workers
+    return tuple(host for host in found if host.workers)
+
+
+def listed_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
+    """The hosts of the command line, with all their slots. Raises PlanError for fewer slots than processes."""
     if flags.hosts is not None:
         listed = parse_hosts(flags.hosts, workers_per_host=None)
     elif flags.hostfile is not None:
         listed = read_hostfile(flags.hostfile, workers_per_host=None)
     else:
         listed = (Host(address="localhost", workers=count),)
-    found, left = [], count
-    for host in listed:
-        found.append(msgspec.structs.replace(host, workers=min(host.workers, left)))
-        left -= found[-1].workers
-    if left:
-        slots = count - left
+    slots = sum(host.workers for host in listed)
+    if slots < count:
         raise PlanError(
             expected=f"slots for {count} processes",
             found=f"Requested more processes ({count}) than there are available slots ({slots})",
-            fix=f"-np {slots}, or more slots: as in -H {listed[0]}:{listed[0].workers + left}",
+            fix=f"-np {slots}, or more slots: as in -H {listed[0]}:{listed[0].workers + count - slots}",
         )
-    return tuple(host for host in found if host.workers)
+    return tuple(listed)
 
 
 def names_of(hosts: Sequence[Host]) -> tuple[NamedHost, ...]:
@@ -55,7 +60,7 @@ def names_of(hosts: Sequence[Host]) -> tuple[NamedHost, ...]:
 def company_of(flags: HorovodrunFlags, hosts: Sequence[Host]) -> Company | None:
     """The machines, started by ssh from this one, which is the first; None for this one alone. Raises PlanError."""
     machines = _machines(hosts)
-    if len(machines) == 1 and _is_here(machines[0]):
+    if len(machines) == 1 and is_here(machines[0].address):
         return None
     machines = checked(machines)
     place = own_place(machines)
@@ -90,12 +95,12 @@ def _machines(hosts: Sequence[Host]) -> tuple[Host, ...]:
     """Neighbours that are both this machine are one, under an address that the others reach."""
     found: list[Host] = []
     for host in hosts:
-        if found and _is_here(found[-1]) and _is_here(host):
+        if found and is_here(found[-1].address) and is_here(host.address):
             found[-1] = msgspec.structs.replace(found[-1], workers=found[-1].workers + host.workers)
         else:
             found.append(host)
-    others = [host.address for host in found if not _is_here(host)]
-    if others and found and all(map(is_loopback, addresses_of(found[0].address))) and _is_here(found[0]):
+    others = [host.address for host in found if not is_here(host.address)]
+    if others and found and all(map(is_loopback, addresses_of(found[0].address))) and is_here(found[0].address):
         try:
             _, address = interface_towards(others[0])
         except OSError as error:
@@ -104,7 +109,3 @@ def _machines(hosts: Sequence[Host]) -> tuple[Host, ...]:
             ) from None
         found[0] = msgspec.structs.replace(found[0], address=address)
     return tuple(found)
-
-
-def _is_here(host: Host) -> bool:
-    return bool(addresses_of(host.address) & own_addresses())

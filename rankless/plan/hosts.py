@@ -148,6 +148,12 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
+def is_here(name: str) -> bool:
+    """Whether a host's name, perhaps with a user before it, means this machine."""
+    found = addresses_of(name.rpartition("@")[2])
+    return bool(found & own_addresses()) or (bool(found) and all(map(is_loopback, found)))
+
+
 def interface_towards(address: str) -> tuple[str, str]:
     """The name of the network interface whose way leads to `address`, and this host's own address on it.
 

@@ -12,7 +12,7 @@ import msgspec
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker stands in a round."""
+    """Where a rank stands in its job, or in a round of it: among all, on its host, and its host among others."""
 
     rank: int
     size: int

@@ -75,10 +75,7 @@ class Round:
             size=self.seat.size,
             store=self.store,
             address=self.address,
-            local_rank=self.seat.local_rank,
-            local_size=self.seat.local_size,
-            host=self.seat.cross_rank,
-            host_count=self.seat.cross_size,
+            seat=self.seat,
         )
 
     def serve(self, address: str) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rankless.plan import environment
 from rankless.plan.run_plan import WorkerPlan
+from rankless.records.rounds import Seat
 from rankless.runtime.invitation import Invitation
 from rankless.runtime.meeting import meet
 
@@ -29,11 +30,8 @@ class Place:
     """A `torch.distributed.Store` of all ranks."""
     address: str = LOOPBACK
     """At which rank 0's host is reached by all."""
-    local_rank: int | None = None
-    """Among the ranks of its host; None where the launcher has not told."""
-    local_size: int | None = None
-    host: int | None = None
-    host_count: int | None = None
+    seat: Seat | None = None
+    """Also on its host, and its host among the others; None where the launcher has not told."""
 
 
 def find_place() -> Place:
@@ -71,10 +69,14 @@ def _place_of_worker(plan: WorkerPlan) -> Place:
         size=plan.world_size,
         store=_store_of(plan) if plan.world_size > 1 else dist.HashStore(),  # type: ignore[attr-defined]  # as above
         address=plan.store_address,
-        local_rank=plan.local_rank,
-        local_size=plan.local_world_size,
-        host=plan.host,
-        host_count=plan.host_count,
+        seat=Seat(
+            rank=plan.rank,
+            size=plan.world_size,
+            local_rank=plan.local_rank,
+            local_size=plan.local_world_size,
+            cross_rank=plan.host,
+            cross_size=plan.host_count,
+        ),
     )
 
 

@@ -165,14 +165,14 @@ class Guard:
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup.recv(4096)
                 self._obey()
-                worker = self._take_order(ending)
+                worker = self._take_order(ending, selector)
                 if worker is not None:
                     return worker
                 self._reap()
         self._end_all()
         return None
 
-    def _take_order(self, ending: Ending | None) -> WorkerProcess | None:
+    def _take_order(self, ending: Ending | None, selector: selectors.BaseSelector) -> WorkerProcess | None:
         """Start the next worker that was ordered, if any; returns something only in a forked worker."""
         if self._orders is None:
             return None
@@ -181,7 +181,9 @@ class Guard:
         except BlockingIOError:
             return None
         if order is None:
-            self._orders = None  # the selector lets go of it with the loop, which ends with the last worker
+            selector.unregister(self._orders)  # or it would be readable for as long as workers live
+            self._orders.close()
+            self._orders = None
             return None
         worker = self.start(order, ending=ending)
         assert order.plan.rounds_descriptor is not None

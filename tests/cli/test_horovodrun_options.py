@@ -11,10 +11,10 @@ from cli.horovodrun_spellings import SPELLINGS
 from rankless.cli import Parser, horovodrun, main
 from rankless.cli.horovodrun_flags import take_flags
 from rankless.errors import PlanError
-from rankless.plan import environment, horovodrun_hosts
+from rankless.plan import environment, horovodrun_hosts, hosts
 from rankless.plan.check import make_run_plan
 from rankless.plan.elastic import Elastic
-from rankless.plan.horovod import Horovod, NamedHost, padded_rank, slot_of, slot_variables
+from rankless.plan.horovod import Horovod, NamedHost, padded_rank, seat_of, slot_variables
 from rankless.plan.horovodrun import horovodrun_program, horovodrun_request, notes, worker_variables
 from rankless.plan.horovodrun_flags import HorovodrunFlags
 from rankless.plan.run_plan import Company, Program, RunRequest
@@ -26,8 +26,9 @@ HERE = "10.7.0.1"
 @pytest.fixture(autouse=True)
 def _addresses(monkeypatch: pytest.MonkeyPatch):
     known = {"localhost": "127.0.0.1", "mine": HERE, "other": "10.7.0.2"}
-    monkeypatch.setattr(horovodrun_hosts, "addresses_of", lambda name: frozenset({known.get(name, name)}))
-    monkeypatch.setattr(horovodrun_hosts, "own_addresses", lambda: frozenset({HERE, "127.0.0.1"}))
+    for module in (hosts, horovodrun_hosts):
+        monkeypatch.setattr(module, "addresses_of", lambda name: frozenset({known.get(name, name)}))
+    monkeypatch.setattr(hosts, "own_addresses", lambda: frozenset({HERE, "127.0.0.1"}))
     monkeypatch.setattr(horovodrun_hosts, "interface_towards", lambda _: ("eth0", HERE))
     monkeypatch.setattr(
         horovodrun_hosts, "own_place", lambda hosts: next(n for n, h in enumerate(hosts) if h.address in (HERE, "mine"))
@@ -239,22 +240,22 @@ def test_every_name_of_this_machine_means_it_and_others_get_an_address_of_it():
 
 
 def test_the_start_timeout_is_the_options_or_the_environments_or_30_s(monkeypatch: pytest.MonkeyPatch):
-    hosts = ("-np", "2", "-H", "mine:1,other:1")
-    assert company_of(*hosts).join_timeout_seconds == 30
+    words = ("-np", "2", "-H", "mine:1,other:1")
+    assert company_of(*words).join_timeout_seconds == 30
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "70")
-    assert company_of(*hosts).join_timeout_seconds == 70
-    assert company_of(*hosts, "--start-timeout", "5").join_timeout_seconds == 5
+    assert company_of(*words).join_timeout_seconds == 70
+    assert company_of(*words, "--start-timeout", "5").join_timeout_seconds == 5
     with pytest.raises(PlanError, match="--start-timeout"):
-        company_of(*hosts, "--start-timeout", "0")
+        company_of(*words, "--start-timeout", "0")
 
 
 def test_slots_on_hosts_of_different_sizes():
     job = Horovod(hosts=(NamedHost(name="a", slots=2), NamedHost(name="b", slots=1), NamedHost(name="c", slots=2)))
-    slots = [slot_of(job, rank) for rank in range(5)]
-    assert [(slot.host, slot.local_rank, slot.local_size) for slot in slots] == [
+    seats = [seat_of(job, rank) for rank in range(5)]
+    assert [(host, seat.local_rank, seat.local_size) for host, seat in seats] == [
         *(("a", 0, 2), ("a", 1, 2), ("b", 0, 1), ("c", 0, 2), ("c", 1, 2))
     ]
-    assert [(slot.cross_rank, slot.cross_size) for slot in slots] == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
+    assert [(seat.cross_rank, seat.cross_size) for _, seat in seats] == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
     found = slot_variables(msgspec.structs.replace(job, variables=(("HOROVOD_CYCLE_TIME", "1"),)), 4, interface="eth0")
     assert found["HOROVOD_HOSTNAME"] == "c"
     assert [found[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")] == ["4", "5", "1", "2"]

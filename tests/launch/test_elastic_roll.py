@@ -59,6 +59,26 @@ def ranks(begins: dict[int, Begin]) -> list[int]:
     return sorted(begins, key=lambda number: begins[number].seat.rank)
 
 
+def test_who_does_not_come_to_the_first_round_is_told_and_ends_the_job():
+    roll = made({"a": 2})
+    assert started(roll.turn(0.0)) == [0, 1]
+    ready(roll, 0)
+    assert roll.turn(599.0) == []
+    assert roll.awaited() == (0.0, "round 1 waits for worker 1 (a) to call hvd.init")
+    assert roll.trouble is None
+    roll.turn(601.0)
+    assert roll.trouble is not None
+    assert roll.trouble.headline == "round 1 did not begin in time; awaited: worker 1 (a) to call hvd.init"
+
+
+def test_hosts_that_are_missing_are_told():
+    roll = made({"a": 1}, first=3)
+    roll.turn(0.0)
+    ready(roll, 0)
+    assert roll.awaited() == (0.0, "round 1 waits for hosts with slots for 2 more workers")
+    assert running({"a": 2}).awaited() is None
+
+
 def test_a_round_begins_when_all_are_ready_and_rank_0_serves_before_the_others_are_told():
     roll = made({"a": 2, "b": 1})
     assert started(roll.turn(0.0)) == [0, 1, 2]

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from rankless.compat.horovod.negotiated.meeting import Met, meet
 from rankless.compat.horovod.negotiated.negotiator import Negotiator
 from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.plan import environment
+from rankless.plan.seats import seats_of
+from rankless.records.rounds import Seat
 from rankless.runtime import current as runtime
 from rankless.runtime.elastic_round import membership
 from rankless.runtime.rendezvous import Place
@@ -19,16 +22,9 @@ from rankless.runtime.rendezvous import Place
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
+class World(Seat, frozen=True, kw_only=True):
     """Where this process is among all; `local` is on its host, `cross` among the processes of its local rank."""
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
     is_homogeneous: bool
     """Whether every host has as many processes."""
 
@@ -125,43 +121,18 @@ def _among(place: Place, comm: Any) -> tuple[Place, str]:
 
 
 def _world(place: Place, met: Met) -> World:
-    sizes = [met.hosts.count(host) for host in dict.fromkeys(met.hosts)]
-    told = _told(place)
-    if told is not None:
-        return World(rank=place.rank, size=place.size, **told, is_homogeneous=len(set(sizes)) == 1)
-    if place.local_rank is not None and place.local_size is not None:
-        host, count = place.host or 0, place.host_count or 1
-        return World(
-            rank=place.rank,
-            size=place.size,
-            local_rank=place.local_rank,
-            local_size=place.local_size,
-            cross_rank=host,
-            cross_size=count,
-            is_homogeneous=len(set(sizes)) == 1,
-        )
-    own = met.hosts[place.rank]
-    local_rank = met.hosts[: place.rank].count(own)
-    hosts = [host for host in dict.fromkeys(met.hosts) if met.hosts.count(host) > local_rank]
-    return World(
-        rank=place.rank,
-        size=place.size,
-        local_rank=local_rank,
-        local_size=met.hosts.count(own),
-        cross_rank=hosts.index(own),
-        cross_size=len(hosts),
-        is_homogeneous=len(set(sizes)) == 1,
-    )
+    seat = _told(place) or place.seat or seats_of(met.hosts)[place.rank]
+    sizes = {met.hosts.count(host) for host in met.hosts}
+    return World(**msgspec.structs.asdict(seat), is_homogeneous=len(sizes) == 1)
 
 
-def _told(place: Place) -> dict[str, int] | None:
+def _told(place: Place) -> Seat | None:
     """Where this process is by Horovod's variables, if a launcher has set them for this place: two names of hosts may
     mean one machine.
     """
     told = environment.horovod_variables()
-    is_this_place = (told.get("RANK"), told.get("SIZE")) == (str(place.rank), str(place.size))
-    names = ("local_rank", "local_size", "cross_rank", "cross_size")
-    found = {name: told.get(name.upper(), "") for name in names}
+    found = {name: told.get(name.upper(), "") for name in Seat.__struct_fields__}
+    is_this_place = (found["rank"], found["size"]) == (str(place.rank), str(place.size))
     if not is_this_place or told.get("ELASTIC") == "1" or not all(value.isdigit() for value in found.values()):
         return None
-    return {name: int(value) for name, value in found.items()}
+    return Seat(**{name: int(value) for name, value in found.items()})

@@ -17,7 +17,7 @@ from rankless.launch.terminal import Terminal, Write
 from rankless.plan.elastic import Elastic
 from rankless.plan.environment import exported_variables, loopback_name, user_interfaces
 from rankless.plan.foreign import Source
-from rankless.plan.hosts import addresses_of, interface_of, is_loopback, own_addresses
+from rankless.plan.hosts import interface_of, is_here
 from rankless.plan.run_plan import JobStart, RunPlan
 from rankless.records.events import AnyRecord
 from rankless.records.rounds import Begin, WordDown, WordUp
@@ -143,9 +143,3 @@ class Crews:
         horovod = self._orders.plan.horovod
         chosen = dict(horovod.variables) if horovod is not None else {}
         return "GLOO_SOCKET_IFNAME" in {*user_interfaces(), *chosen}
-
-
-def is_here(host: str) -> bool:
-    """Whether a name means this machine."""
-    found = addresses_of(host.rpartition("@")[2])
-    return bool(found & own_addresses()) or (bool(found) and all(map(is_loopback, found)))

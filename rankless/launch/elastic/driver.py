@@ -23,6 +23,9 @@ from rankless.plan.run_plan import JobStart, RunPlan
 from rankless.records.events import AnyRecord, Exited, Left, Raised, Said
 from rankless.records.rounds import Begin, Ready, Serving, WordUp
 
+TELL_AFTER_SECONDS = 5.0
+"""So often it is said for whom a round waits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
@@ -59,6 +62,7 @@ class Driver:
         self._roll = Roll(elastic, first_workers=plan.worker_count)
         self._records: dict[int, list[AnyRecord]] = {}
         self._said: set[str] = set()
+        self._told_awaited = 0.0
         orders = Orders(
             plan=plan,
             elastic=elastic,
@@ -106,6 +110,16 @@ class Driver:
             self._roll.hosts_are(slots, may_change=self._hosts.may_change)
         for action in self._roll.turn(now):
             self._perform(action)
+        self._tell_what_is_awaited(now)
+
+    def _tell_what_is_awaited(self, now: float) -> None:
+        awaited = self._roll.awaited()
+        if awaited is None:
+            return
+        since, what = awaited
+        if now - max(since, self._told_awaited) >= TELL_AFTER_SECONDS:
+            self._told_awaited = now
+            self._around.tell(f"{what}, {now - since:.0f} s")
 
     def _perform(self, action: Action) -> None:
         worker = action.worker

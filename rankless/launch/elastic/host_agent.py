@@ -29,6 +29,7 @@ from rankless.launch.elastic.pipes import (
     Task,
 )
 from rankless.launch.elastic.roll import Worker
+from rankless.launch.hosts.host_facts import own_versions
 from rankless.launch.logs import shown_streams
 from rankless.launch.terminal import Terminal
 from rankless.launch.watch import POLL_SECONDS
@@ -81,7 +82,8 @@ class HostAgent:
         os.makedirs(task.folder, exist_ok=True)
         address, driver_address = environment.ssh_addresses()
         self._interface = interface_of(address)
-        pipe.send(Here(address=address, interface=self._interface, driver_address=driver_address))
+        here = Here(address=address, interface=self._interface, driver_address=driver_address, versions=own_versions())
+        pipe.send(here)
         self._terminal = Terminal([], writes={source: functools.partial(self._show, source) for source in SOURCES})
         log_path = os.path.join(task.folder, f"parent-{address}.log")
         self._crew = Crew(self._plan, log_path=log_path, selector=selector)

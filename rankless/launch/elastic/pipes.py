@@ -5,6 +5,7 @@ the first one is passed over.
 """
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -70,6 +71,8 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
     """Its host's, by which the driver's host reaches it."""
     interface: str
     driver_address: str
+    versions: Mapping[str, str]
+    """Of Python, torch, NCCL and Rankless."""
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):

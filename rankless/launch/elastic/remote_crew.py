@@ -27,6 +27,7 @@ from rankless.launch.elastic.pipes import (
     Task,
 )
 from rankless.launch.elastic.roll import Worker
+from rankless.launch.hosts.host_facts import own_versions, version_differences
 from rankless.launch.hosts.ssh import OPTIONS
 from rankless.launch.terminal import Write
 from rankless.plan.elastic import Elastic
@@ -75,6 +76,8 @@ class RemoteCrew:
         self._heard = time.monotonic() + STARTING_SECONDS
         self._beaten = 0.0
         self._is_selected = True
+        self._refused = ""
+        """Why the host cannot take part, once that is known."""
         selector.register(self._pipe, selectors.EVENT_READ)
         self.here: Here | None = None
         """Once the agent is there."""
@@ -98,6 +101,7 @@ class RemoteCrew:
             self._heard = max(self._heard, now) if self.here is None else now
             if isinstance(frame, Here):
                 self.here, self._heard = frame, now
+                self._refuse_other_versions(frame)
             elif isinstance(frame, Heard):
                 yield frame.number, frame.word
             elif isinstance(frame, Happened):
@@ -115,7 +119,7 @@ class RemoteCrew:
     def why_lost(self) -> str:
         """In words, once it has ended."""
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip()[-300:]
+        said = self._refused or self._errors.read().decode(errors="replace").strip()[-300:]
         return said or ("no sign of life" if self._process.poll() is None else f"ssh ended with {self._process.poll()}")
 
     def signal(self, number: int) -> None:
@@ -128,7 +132,7 @@ class RemoteCrew:
 
     def has_ended(self) -> bool:
         """Whether nothing comes from there any more."""
-        return self._pipe.is_over or time.monotonic() - self._heard > SILENT_SECONDS
+        return bool(self._refused) or self._pipe.is_over or time.monotonic() - self._heard > SILENT_SECONDS
 
     def close(self) -> None:
         """Let go of the host: its agent ends what is left there."""
@@ -144,6 +148,12 @@ class RemoteCrew:
             self._process.wait()
         self._process.stdout.close()
         self._errors.close()
+
+    def _refuse_other_versions(self, here: Here) -> None:
+        differences = version_differences(own_versions(), here.versions)
+        self._refused = "; ".join(
+            f"{each.what} is {each.there}, expected {each.here}: {each.fix}" for each in differences
+        )
 
     def _leave_selector(self) -> None:
         if self._is_selected:

@@ -6,7 +6,8 @@ It starts nothing and sends nothing: it is told what has happened, and `turn` an
 Note [who is waited for]: once a round is over, the next begins when all workers that are wanted are ready. A
 replacement that is on its way is waited for, or everybody would have to meet again a moment later; but who is not there
 after PATIENCE_SECONDS is left for a round after it, if there are enough without it and one of them has the state.
-Before the first round everybody is waited for, for as long as there may be too few.
+Before the first round everybody is waited for, and given FIRST_ROUND_SECONDS to import what the script imports, however
+short the time is for which there may be too few workers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from rankless.plan.elastic import Elastic
 from rankless.records.rounds import Begin, Dismissed, HostsChanged, Over, Ready, Seat, WordDown
 
 PATIENCE_SECONDS = 30.0
+FIRST_ROUND_SECONDS = 600.0
 
 
 class Status(Enum):
@@ -258,8 +260,7 @@ class Roll:
         ready = [worker for worker in candidates if worker.status is Status.READY]
         if not ready or sum(worker.is_wanted for worker in ready) < self._needed():
             return
-        patience = PATIENCE_SECONDS if self.round else self._elastic.elastic_timeout_seconds
-        is_patient = now - self._phase.since < patience
+        is_patient = now - self._phase.since < PATIENCE_SECONDS
         has_state = any(worker.synced_round for worker in ready)
         if len(ready) < len(candidates) and (is_patient or not has_state):
             return
@@ -321,13 +322,15 @@ class Roll:
         """Whether there have been too few workers for too long."""
         wanted = sum(worker.is_wanted for worker in self._living())
         is_short = wanted < self._needed() and not self.is_finishing
-        waits = self.round > 0 and isinstance(self._phase, Gathering) and not self.is_finishing
+        waits = isinstance(self._phase, Gathering) and not self.is_finishing
         if not is_short and not waits:
             self._short_since = None
             return
         if self._short_since is None:
             self._short_since = now
         limit = self._elastic.elastic_timeout_seconds
+        if self.round == 0 and not is_short:
+            limit = max(limit, FIRST_ROUND_SECONDS)
         if self.trouble is None and (now - self._short_since > limit or (is_short and not self._may_get_more(now))):
             self.trouble = Trouble(headline=self._shortage(wanted, is_short, now), culprit=self._last_failed)
 
@@ -347,6 +350,20 @@ class Roll:
                 if self._may_get_more(now)
                 else f"there are {wanted} workers, and {least} are needed (--min-np); no host has a slot for another"
             )
-        late = [worker.number for worker in self._living() if worker.status is not Status.READY]
-        names = ", ".join(map(str, late)) or "none"
-        return f"round {self.round + 1} did not begin in time (--elastic-timeout); workers awaited: {names}"
+        option = " (--elastic-timeout)" if self.round else ""
+        return f"round {self.round + 1} did not begin in time{option}; awaited: {self._late() or 'nobody'}"
+
+    def awaited(self) -> tuple[float, str] | None:
+        """Since when, and for what, the next round waits; None while a round lasts, and at the end of the job."""
+        if not isinstance(self._phase, Gathering) or self.is_finishing:
+            return None
+        wanted, least = sum(worker.is_wanted for worker in self._living()), self._needed()
+        what = self._late()
+        if wanted < least:
+            what = f"hosts with slots for {least - wanted} more workers" + (f", and {what}" if what else "")
+        return (self._phase.since, f"round {self.round + 1} waits for {what}") if what else None
+
+    def _late(self) -> str:
+        late = [worker for worker in self._living() if worker.status is not Status.READY]
+        names = ", ".join(f"{worker.number} ({worker.host})" for worker in late)
+        return f"worker{'s' if len(late) > 1 else ''} {names} to call hvd.init" if late else ""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rankless.plan.seats import seats_of
 from rankless.records.rounds import Seat
 
 
@@ -33,17 +34,6 @@ def seats(members: Iterable[Member]) -> dict[int, Seat]:
     hosts: dict[str, list[Member]] = {}
     for member in sorted(members, key=lambda member: member.seniority):
         hosts.setdefault(member.host, []).append(member)
-    found: dict[int, Seat] = {}
-    size = sum(map(len, hosts.values()))
-    for own in hosts.values():
-        for local_rank, member in enumerate(own):
-            peers = [host for host, theirs in hosts.items() if len(theirs) > local_rank]
-            found[member.number] = Seat(
-                rank=len(found),
-                size=size,
-                local_rank=local_rank,
-                local_size=len(own),
-                cross_rank=peers.index(member.host),
-                cross_size=len(peers),
-            )
-    return found
+    seated = [member for own in hosts.values() for member in own]
+    found = seats_of([member.host for member in seated])
+    return {member.number: seat for member, seat in zip(seated, found, strict=True)}

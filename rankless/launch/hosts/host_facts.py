@@ -52,12 +52,7 @@ def own_facts(program: Program, *, hosts: Sequence[str], devices: Sequence[str],
     """This host's own."""
     return HostFacts(
         name=socket.gethostname(),
-        versions={
-            "Python": platform.python_version(),
-            "torch": _version("torch"),
-            "NCCL": next((found for name in NCCL_PACKAGES if (found := _version(name)) != NOT_THERE), NOT_THERE),
-            "Rankless": VERSION,
-        },
+        versions=own_versions(),
         program=f"{program.kind} {program.target}" if program.kind != "code" else "code",
         program_digest=digest_of(program),
         arguments=program.arguments,
@@ -68,18 +63,33 @@ def own_facts(program: Program, *, hosts: Sequence[str], devices: Sequence[str],
     )
 
 
-def differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -> list[Difference]:
-    """In what another host's facts differ from host 0's; `received_seconds` is host 0's clock as they came."""
-    found = [
+def own_versions() -> dict[str, str]:
+    """What all hosts of a job must have alike."""
+    return {
+        "Python": platform.python_version(),
+        "torch": _version("torch"),
+        "NCCL": next((found for name in NCCL_PACKAGES if (found := _version(name)) != NOT_THERE), NOT_THERE),
+        "Rankless": VERSION,
+    }
+
+
+def version_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[Difference]:
+    """Where another host has other versions."""
+    return [
         Difference(
             what=f"the version of {name}",
-            there=there.versions.get(name, NOT_THERE),
+            there=there.get(name, NOT_THERE),
             here=version,
             fix=f"install {name} {version} there",
         )
-        for name, version in here.versions.items()
-        if there.versions.get(name, NOT_THERE) != version
+        for name, version in here.items()
+        if there.get(name, NOT_THERE) != version
     ]
+
+
+def differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -> list[Difference]:
+    """In what another host's facts differ from host 0's; `received_seconds` is host 0's clock as they came."""
+    found = version_differences(here.versions, there.versions)
     if there.program_digest != here.program_digest:
         found.append(
             Difference(

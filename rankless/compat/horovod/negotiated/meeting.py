@@ -29,6 +29,7 @@ from rankless.compat.horovod.negotiated.messages import (
     decode_from_rank,
     encode,
 )
+from rankless.errors import JoinError
 
 TELL_AFTER_SECONDS = 5.0
 HELLO_SECONDS = 10.0
@@ -77,9 +78,12 @@ class _Patience:
         """Nap. Raises HorovodInternalError when the time is over."""
         now = time.monotonic()
         if now - self._start > self._seconds:
-            raise HorovodInternalError(
-                f"hvd.init: {whom} did not come within {self._seconds:.0f} s. Does every process call hvd.init()?"
+            error = JoinError(
+                expected="every process of the job to call hvd.init()",
+                found=f"{whom} did not come within {self._seconds:.0f} s",
+                fix="look at what it does instead: its log, or py-spy dump --pid; HOROVOD_START_TIMEOUT waits longer",
             )
+            raise HorovodInternalError(f"hvd.init: {error}")
         if now - self._told > TELL_AFTER_SECONDS:
             self._told = now
             print(f"rankless: hvd.init: waiting for {whom}, {now - self._start:.0f} s", file=sys.stderr, flush=True)
@@ -154,7 +158,12 @@ def _visit(place: dict[str, Any], rank: int, host: str, patience: _Patience) -> 
                 if isinstance(welcome, Welcome):
                     return Met({0: link}, welcome.hosts)
         except Closed:
-            raise HorovodInternalError("hvd.init: rank 0 closed the connection before all ranks were there") from None
+            error = JoinError(
+                expected="rank 0 to stay until all ranks have come",
+                found="it closed the connection",
+                fix="look at rank 0's log: it has failed, or been told to end",
+            )
+            raise HorovodInternalError(f"hvd.init: {error}") from None
         patience.wait("the other ranks")
 
 

@@ -23,6 +23,7 @@ from rankless.collectives.calls import ranks_text
 from rankless.collectives.shared_memory import shared_file
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.negotiated.scaling import Reducing
+from rankless.errors import CollectiveError
 
 HALF_BYTES = 2 << 20
 COUNTER_BYTES = 64
@@ -106,10 +107,12 @@ class SharedMemoryPlane:
                 looked = now
                 self._check()
             if now - start > self._timeout_seconds and (missing := [at // step for at in waiting if words[at] < phase]):
-                raise HorovodInternalError(
-                    f"{ranks_text(missing)} of the process set did not come to a reduction that all had submitted, "
-                    f"for {self._timeout_seconds:g} s (HOROVOD_GLOO_TIMEOUT_SECONDS)."
+                error = CollectiveError(
+                    expected="all ranks of the process set to come to a reduction that all have submitted",
+                    found=f"no sign of {ranks_text(missing)} of the set for {self._timeout_seconds:g} s",
+                    fix="see whether its process is stopped or starved; HOROVOD_GLOO_TIMEOUT_SECONDS waits longer",
                 )
+                raise HorovodInternalError(str(error))
 
 
 def open_slots(store: Any, *, place: int, size: int) -> Slots | None:

@@ -1,0 +1,23 @@
+"""A rank that does not call hvd.init: the others say so, and end."""
+
+from pathlib import Path
+
+import pytest
+from jobs import run_script
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, time
+import horovod.torch as hvd
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+hvd.init()
+"""
+
+
+def test_who_does_not_come_to_init_is_named_with_what_to_do(tmp_path: Path):
+    done = run_script(SCRIPT, "-n", "2", "--show", "all", folder=tmp_path, HOROVOD_START_TIMEOUT="1")
+    assert done.returncode == 1
+    for text in ("expected: every process of the job to call hvd.init()", "rank 1 did not come within 1 s", "fix:"):
+        assert text in done.stderr
