@@ -1,7 +1,7 @@
-"""Two hosts for tests: network namespaces with addresses, names and an sshd of their own.
+"""Hosts for tests, two or more: network namespaces with addresses, names and an sshd of their own.
 
-`a` and `b` hang on a bridge in a third namespace, so nothing that they send leaves this machine, and tests may run
-side by side. What runs on them sees the machine's files, but its own /etc/hosts and host name.
+`a`, `b` and so on hang on a bridge in a namespace of its own, so nothing that they send leaves this machine, and tests
+may run side by side. What runs on them sees the machine's files, but its own /etc/hosts and host name.
 """
 
 import contextlib
@@ -28,16 +28,22 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Hosts:
-    """Both hosts, while `two_hosts` is entered."""
+    """All hosts, while `some_hosts` is entered."""
 
     folder: Path
     """For keys, settings and the `ssh` that uses them."""
-    addresses: tuple[str, str] = ("10.77.0.1", "10.77.0.2")
+    known: Sequence[str] = NAMES
+    """Their names."""
     before: Mapping[str, str] = field(default_factory=dict)
     logins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     started: list[subprocess.Popen[Any]] = field(default_factory=list)
     number: int = field(default_factory=_NUMBERS.__next__)
-    """Of this pair in this process: a test may make one of its own beside that of its file."""
+    """Of this network in this process: a test may make one of its own beside that of its file."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """In the order of their names."""
+        return tuple(f"10.77.0.{number}" for number in range(1, len(self.known) + 1))
 
     def run(
         self,
@@ -106,8 +112,13 @@ class Hosts:
         (folder / "hosts").write_text(text)  # the same file: it is mounted in processes that run already
 
     def namespace(self, name: str) -> str:
-        """The network namespace of `a`, `b`, or `n`, the network between them."""
+        """The network namespace of a host, or `n`, the network between them."""
         return f"rd-{os.getpid()}-{self.number}{name}"
+
+    def processes(self, name: str) -> set[int]:
+        """The ids of all processes that run on a host."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace(name)], capture_output=True, text=True)
+        return set(map(int, listed.stdout.split()))
 
     def start_sshd(self, name: str) -> subprocess.Popen[bytes]:
         """An sshd on a host, once it answers."""
@@ -136,43 +147,55 @@ class Hosts:
         return own | {"PATH": path, "PYTHONPATH": str(ROOT), **changes}
 
 
-@contextlib.contextmanager
 def two_hosts(
     folder: Path,
     *,
     sshd: Sequence[str] = NAMES,
     before: Mapping[str, str] | None = None,
     logins: Mapping[str, Mapping[str, str]] | None = None,
-) -> Iterator[Hosts]:
-    """Hosts `a` and `b`, 10.77.0.1 and 10.77.0.2, which know each other by name and reach each other by ssh.
+) -> contextlib.AbstractContextManager[Hosts]:
+    """Hosts `a` and `b`, 10.77.0.1 and 10.77.0.2; as `some_hosts`."""
+    return some_hosts(folder, NAMES, sshd=sshd, before=before, logins=logins)
 
-    `sshd` are those that run one; `before` is shell text that runs ahead of all that runs on a host, as
+
+@contextlib.contextmanager
+def some_hosts(
+    folder: Path,
+    names: Sequence[str],
+    *,
+    sshd: Sequence[str] | None = None,
+    before: Mapping[str, str] | None = None,
+    logins: Mapping[str, Mapping[str, str]] | None = None,
+) -> Iterator[Hosts]:
+    """Hosts of these names, 10.77.0.1 and on, which know each other by name and reach each other by ssh.
+
+    `sshd` are those that run one, all by default; `before` is shell text that runs ahead of all that runs on a host, as
     `{"b": "ulimit -n 64"}`; `logins` are variables that whoever comes by ssh finds. Skips the test where namespaces or
     sshd cannot be had.
     """
     _require_tools()
     _remove_leftovers()
-    hosts = Hosts(folder / "hosts", before=before or {}, logins=logins or {})
+    hosts = Hosts(folder / "hosts", known=names, before=before or {}, logins=logins or {})
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, hosts)
         _make_network(hosts)
-        _make_keys(hosts.folder, hosts.addresses)
-        for name in NAMES:
-            own = "\n".join(f"{address} {known}" for address, known in zip(hosts.addresses, NAMES, strict=True))
+        _make_keys(hosts.folder, (*hosts.addresses, *names))
+        own = "\n".join(f"{address} {name}" for address, name in zip(hosts.addresses, names, strict=True))
+        for name in names:
             hosts.names(name, f"127.0.0.1 localhost\n{own}\n")
-        for name in sshd:
+        for name in names if sshd is None else sshd:
             hosts.start_sshd(name)
         yield hosts
 
 
 def _make_network(hosts: Hosts) -> None:
     network = hosts.namespace("n")
-    for name in ("n", *NAMES):
+    for name in ("n", *hosts.known):
         _ip("netns", "add", hosts.namespace(name))
         _ip("-n", hosts.namespace(name), "link", "set", "lo", "up")
     _ip("-n", network, "link", "add", "bridge", "type", "bridge")
     _ip("-n", network, "link", "set", "bridge", "up")
-    for name, address in zip(NAMES, hosts.addresses, strict=True):
+    for name, address in zip(hosts.known, hosts.addresses, strict=True):
         namespace = hosts.namespace(name)
         # Both ends are made where they stay: names of cards in tests that run side by side never meet.
         _ip("-n", network, "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
@@ -181,13 +204,12 @@ def _make_network(hosts: Hosts) -> None:
         _ip("-n", namespace, "link", "set", "eth0", "up")
 
 
-def _make_keys(folder: Path, addresses: Sequence[str]) -> None:
+def _make_keys(folder: Path, known: Sequence[str]) -> None:
     (folder / "bin").mkdir(parents=True)
     Path("/run/sshd").mkdir(parents=True, exist_ok=True)
     for name in ("user", "host"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    known = ",".join((*addresses, *NAMES))
-    (folder / "known").write_text(f"{known} {(folder / 'host.pub').read_text()}")
+    (folder / "known").write_text(f"{','.join(known)} {(folder / 'host.pub').read_text()}")
     shutil.copy(folder / "user.pub", folder / "authorized")
     (folder / "sshd.conf").write_text(
         f"HostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'authorized'}\nPidFile none\nStrictModes no\n"
@@ -203,7 +225,7 @@ def _make_keys(folder: Path, addresses: Sequence[str]) -> None:
 
 
 def _remove(hosts: Hosts) -> None:
-    for name in (*NAMES, "n"):
+    for name in (*hosts.known, "n"):
         _remove_namespace(hosts.namespace(name))
     for process in hosts.started:
         process.wait()

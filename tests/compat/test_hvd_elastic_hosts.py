@@ -1,35 +1,65 @@
-"""An elastic job on two machines: one of them comes while it runs, and is lost while it runs."""
+"""Elastic jobs on several machines, which come, are taken away and are lost while they run."""
 
+import os
 import re
+import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from compat.test_hvd_elastic_jobs import SCRIPT, assert_every_sample_was_seen, done, lines, results, wait_for_size
-from hosts import two_hosts
-from jobs import is_alive, wait_until
+from hosts import Hosts, some_hosts, two_hosts
+from jobs import is_alive, rankless, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_machine_comes_by_ssh_and_is_lost_and_the_training_goes_on(tmp_path: Path):
-    folder = tmp_path / "work"
-    folder.mkdir()
-    (folder / "train.py").write_text(SCRIPT.read_text())
-    (folder / "discover.sh").write_text("#!/bin/sh\ncat hosts\n")
-    (folder / "discover.sh").chmod(0o755)
-    (folder / "hosts").write_text("a:1\n")
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "work"
+    made.mkdir()
+    (made / "train.py").write_text(SCRIPT.read_text())
+    (made / "discover.sh").write_text("#!/bin/sh\ncat hosts\n")
+    (made / "discover.sh").chmod(0o755)
+    return made
+
+
+def hosts_are(folder: Path, *found: str) -> None:
+    (folder / "hosts.new").write_text("\n".join(found) + "\n")
+    (folder / "hosts.new").rename(folder / "hosts")
+
+
+def start(hosts: Hosts, folder: Path, options: Sequence[str], *, epochs: int) -> subprocess.Popen[str]:
+    every = (*options, "--host-discovery-script", "./discover.sh")
+    program = (sys.executable, "train.py", str(epochs), "0.1")
+    return hosts.start("a", [sys.executable, "-m", "rankless", "horovodrun", *every, *program], cwd=folder)
+
+
+def workers_on(hosts: Hosts, name: str, folder: Path) -> set[int]:
+    """The living workers of a host."""
+    return {each for each, _ in lines(folder, "began")} & hosts.processes(name)
+
+
+def wait_for_steps(folder: Path, more: int) -> None:
+    """Wait until so many further steps are done."""
+    before = max(each.steps for each in done(folder))
+    wait_until(lambda: max(each.steps for each in done(folder)) >= before + more)
+
+
+def test_a_machine_comes_by_ssh_and_is_lost_and_the_training_goes_on(folder: Path, tmp_path: Path):
+    hosts_are(folder, "a:1")
     epochs = 12
     with two_hosts(tmp_path, sshd=("b",)) as hosts:
-        options = ("-np", "1", "--min-np", "1", "--host-discovery-script", "./discover.sh")
-        program = (sys.executable, "train.py", str(epochs), "0.1")
-        job = hosts.start("a", [sys.executable, "-m", "rankless", "horovodrun", *options, *program], cwd=folder)
+        job = start(hosts, folder, ("-np", "1", "--min-np", "1"), epochs=epochs)
         wait_for_size(folder, 1)
-        (folder / "hosts").write_text("a:1\nb:2\n")
-        start = wait_for_size(folder, 3)
-        there = {process_id for process_id, words in lines(folder, "began") if words[1] == "3" and words[0] != "0"}
-        wait_until(lambda: max(each.steps for each in done(folder)) > start + 2, seconds=60)
-        (folder / "hosts").write_text("a:1\n")
+        hosts_are(folder, "a:1", "b:2")
+        wait_for_size(folder, 3)
+        there = workers_on(hosts, "b", folder)
+        wait_for_steps(folder, 3)
+        hosts_are(folder, "a:1")
         hosts.link("b", up=False)  # nothing tells its peers that it is gone
         out, err = job.communicate(timeout=120)
         wait_until(lambda: not any(map(is_alive, there)), seconds=30)
@@ -38,3 +68,86 @@ def test_a_machine_comes_by_ssh_and_is_lost_and_the_training_goes_on(tmp_path: P
     assert_every_sample_was_seen(folder, epochs=epochs)
     assert re.search(r"round 2: 3 workers, by rank: 0 \(a\), 1 \(b\), 2 \(b\)", err)
     assert "host b is lost" in err
+
+
+def test_of_three_machines_one_comes_late_one_is_taken_away_and_one_is_lost(folder: Path, tmp_path: Path):
+    hosts_are(folder, "a:1", "b:1")
+    epochs = 25
+    with some_hosts(tmp_path, "abc", sshd="bc") as hosts:
+        idle = {name: hosts.processes(name) for name in "abc"}
+        job = start(hosts, folder, ("-np", "2", "--min-np", "1"), epochs=epochs)
+        wait_for_size(folder, 2)
+        first = workers_on(hosts, "a", folder)
+        second = workers_on(hosts, "b", folder)
+        hosts_are(folder, "a:1", "b:1", "c:2")
+        wait_for_size(folder, 4)
+        third = workers_on(hosts, "c", folder)
+        assert (len(first), len(second), len(third)) == (1, 1, 2)
+        assert workers_on(hosts, "b", folder) == second
+        hosts_are(folder, "a:1", "c:2")  # b is taken away
+        wait_for_size(folder, 3)
+        wait_until(lambda: not any(map(is_alive, second)), seconds=30)
+        wait_for_steps(folder, 2)
+        assert workers_on(hosts, "c", folder) == third
+        hosts.link("c", up=False)  # c is lost
+        wait_for_steps(folder, 4)
+        hosts_are(folder, "a:1", "b:2")  # b comes again
+        wait_until(lambda: max(done(folder), key=lambda each: each.steps).size == 3)
+        assert workers_on(hosts, "a", folder) == first
+        out, err = job.communicate(timeout=120)
+        wait_until(lambda: all(hosts.processes(name) <= idle[name] for name in "abc"), seconds=30)
+    assert job.returncode == 0, out + err
+    assert len(results(out)) == 1, out + err
+    assert_every_sample_was_seen(folder, epochs=epochs)
+    assert "host c is lost: no sign of life" in err
+
+
+def test_three_machines_that_change_give_the_result_of_three_that_do_not(folder: Path, tmp_path: Path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "train.py").write_text(SCRIPT.read_text())
+    epochs = 20
+    expected = rankless("horovodrun", "-np", "3", sys.executable, "train.py", str(epochs), "0", folder=alone)
+    assert expected.returncode == 0, expected.stderr
+    hosts_are(folder, "a:1", "b:1", "c:1")
+    with some_hosts(tmp_path, "abc", sshd="bc") as hosts:
+        idle = {name: hosts.processes(name) for name in "abc"}
+        job = start(hosts, folder, ("-np", "3", "--min-np", "3"), epochs=epochs)
+        wait_for_steps_of_three(folder)
+        (first,) = workers_on(hosts, "a", folder)
+        (there,) = workers_on(hosts, "c", folder)
+        hosts_are(folder, "a:2", "c:1")  # b is taken away, and a has room for one more
+        wait_until(lambda: not workers_on(hosts, "b", folder), seconds=60)
+        wait_for_steps_of_three(folder)
+        assert workers_on(hosts, "c", folder) == {there}
+        cut_all_ssh(hosts, "c")  # c is lost, and comes again
+        wait_until(lambda: not is_alive(there), seconds=60)
+        wait_for_steps_of_three(folder)
+        (other,) = workers_on(hosts, "c", folder)
+        os.kill(other, signal.SIGKILL)
+        wait_for_steps_of_three(folder)
+        assert is_alive(first)
+        out, err = job.communicate(timeout=120)
+        wait_until(lambda: all(hosts.processes(name) <= idle[name] for name in "abc"), seconds=30)
+    assert job.returncode == 0, out + err
+    assert results(out) == results(expected.stdout), out + err
+    assert_every_sample_was_seen(folder, epochs=epochs)
+    assert {each.size for each in done(folder)} == {3}
+
+
+def wait_for_steps_of_three(folder: Path) -> None:
+    """Wait until three living workers have got further than any has now."""
+    latest = max((each.steps for each in done(folder)), default=0)
+
+    def ahead() -> int:
+        return len({each.process_id for each in done(folder) if each.steps > latest and is_alive(each.process_id)})
+
+    wait_until(lambda: ahead() == 3)
+
+
+def cut_all_ssh(hosts: Hosts, name: str) -> None:
+    """Kill the sessions of a host's sshd; the sshd itself goes on."""
+    for number in hosts.processes(name):
+        process = psutil.Process(number)
+        if process.name().startswith("sshd") and "[listener]" not in " ".join(process.cmdline()):
+            process.kill()

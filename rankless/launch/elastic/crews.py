@@ -11,7 +11,8 @@ from rankless.launch.elastic.crew import Crew
 from rankless.launch.elastic.launches import launch_of
 from rankless.launch.elastic.pipes import Task
 from rankless.launch.elastic.remote_crew import RemoteCrew
-from rankless.launch.elastic.roll import Seating, Worker
+from rankless.launch.elastic.roll import Seating
+from rankless.launch.elastic.workers import Worker
 from rankless.launch.logs import shown_streams
 from rankless.launch.terminal import Terminal, Write
 from rankless.plan.elastic import Elastic

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from rankless.launch.elastic.crews import HERE, Crews, Orders
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
-from rankless.launch.elastic.roll import Action, Roll, Start, Trouble
+from rankless.launch.elastic.roll import Roll, Trouble
+from rankless.launch.elastic.workers import Action, Start
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import Verdict, is_victim, judge, signal_name
 from rankless.launch.logs import log_files, make_run_folder, run_name

@@ -28,7 +28,7 @@ from rankless.launch.elastic.pipes import (
     Signal,
     Task,
 )
-from rankless.launch.elastic.roll import Worker
+from rankless.launch.elastic.workers import Worker
 from rankless.launch.hosts.host_facts import own_versions
 from rankless.launch.logs import shown_streams
 from rankless.launch.terminal import Terminal

@@ -2,7 +2,7 @@
 
 import os
 
-from rankless.launch.elastic.roll import Worker
+from rankless.launch.elastic.workers import Worker
 from rankless.launch.logs import log_files, make_pair
 from rankless.plan.environment import loopback_name, python_path_from, worker_environment
 from rankless.plan.horovod import elastic_variables

@@ -26,7 +26,7 @@ from rankless.launch.elastic.pipes import (
     Signal,
     Task,
 )
-from rankless.launch.elastic.roll import Worker
+from rankless.launch.elastic.workers import Worker
 from rankless.launch.hosts.host_facts import own_versions, version_differences
 from rankless.launch.hosts.ssh import OPTIONS
 from rankless.launch.terminal import Write

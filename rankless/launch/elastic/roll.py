@@ -8,78 +8,23 @@ replacement that is on its way is waited for, or everybody would have to meet ag
 after PATIENCE_SECONDS is left for a round after it, if there are enough without it and one of them has the state.
 Before the first round everybody is waited for, and given FIRST_ROUND_SECONDS to import what the script imports, however
 short the time is for which there may be too few workers.
+
+Note [who is ended]: a survivor that has not come PATIENCE_SECONDS after the first other one that has the state, a
+dismissed worker that has not ended in that time, and a replacement that has not come after FIRST_ROUND_SECONDS. Its
+crew ends it if it stands still; one that computes, or writes a checkpoint, is left alone, and is late.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from rankless.launch.elastic.blacklist import Blacklist
-from rankless.launch.elastic.seating import Member, seats
+from rankless.launch.elastic.seating import seats
+from rankless.launch.elastic.workers import Action, End, Start, Status, Tell, Worker
 from rankless.plan.elastic import Elastic
-from rankless.records.rounds import Begin, Dismissed, HostsChanged, Over, Ready, Seat, WordDown
+from rankless.records.rounds import Begin, Dismissed, HostsChanged, Over, Ready, Seat
 
 PATIENCE_SECONDS = 30.0
 FIRST_ROUND_SECONDS = 600.0
-
-
-class Status(Enum):
-    """Where a worker is."""
-
-    STARTING = "starting"
-    READY = "ready"
-    IN_ROUND = "in a round"
-    DISMISSED = "dismissed"
-
-
-@dataclass(kw_only=True, eq=False)
-class Worker:
-    """One living worker."""
-
-    number: int
-    host: str
-    slot: int
-    """The lowest number that no other living worker of its host had when it was started."""
-    status: Status = Status.STARTING
-    synced_round: int = 0
-    last_round: int = 0
-    last_rank: int = -1
-    has_state: bool = False
-    ready_since: float = 0.0
-    is_wanted: bool = True
-    keeps_state: bool = False
-    """There is no slot for it any more, but nobody else who has the state."""
-
-    @property
-    def member(self) -> Member:
-        """What counts of it for its rank."""
-        return Member(
-            number=self.number,
-            host=self.host,
-            synced_round=self.synced_round,
-            last_round=self.last_round,
-            last_rank=self.last_rank,
-        )
-
-    @property
-    def may_join(self) -> bool:
-        """Whether it may be in the next round."""
-        return self.is_wanted or self.keeps_state
-
-
-@dataclass(frozen=True)
-class Start:
-    """A worker is to be started."""
-
-    worker: Worker
-
-
-@dataclass(frozen=True)
-class Tell:
-    """A worker is to be told something."""
-
-    worker: Worker
-    word: WordDown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +55,6 @@ class Seating:
     """Members that wait for rank 0's store."""
     noticed: tuple[bool, bool] = (False, False)
     """What the members have been told of changes: removed, added."""
-
-
-Action = Start | Tell
 
 
 class Roll:
@@ -147,7 +89,7 @@ class Roll:
         """A worker waits for the next round."""
         worker = self.workers[number]
         self._leave(worker, now)
-        worker.status, worker.ready_since = Status.READY, now
+        worker.status, worker.ready_since, worker.owes_since = Status.READY, now, float("inf")
         worker.has_state = word.has_state and word.last_round == worker.last_round == worker.synced_round > 0
 
     def serving(self, number: int, round: int, port: int) -> None:
@@ -200,7 +142,7 @@ class Roll:
         self._choose_wanted()
         actions = [*self._outbox, *self._starts(now)]
         self._outbox = []
-        actions += self._dismissals()
+        actions += self._dismissals(now)
         seating = self.seating
         if seating is None:
             self._begin(now)
@@ -209,7 +151,7 @@ class Roll:
         else:
             actions += self._notices(seating, now)
         self._look_for_trouble(now)
-        return actions
+        return [*actions, *self._ends(now)]
 
     def _choose_wanted(self) -> None:
         """Of the living workers, those for which there is a slot, seniors first."""
@@ -240,17 +182,17 @@ class Roll:
             while wanted < slots and room > 0 and not self.is_finishing and not self.blacklist.has(host, now):
                 taken = {worker.slot for worker in self.workers.values() if worker.host == host}
                 slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-                worker = Worker(number=self._number, host=host, slot=slot)
+                worker = Worker(number=self._number, host=host, slot=slot, owes_since=now)
                 self.workers[worker.number] = worker
                 self._number += 1
                 wanted, room = wanted + 1, room - 1
                 yield Start(worker)
 
-    def _dismissals(self) -> Iterator[Action]:
+    def _dismissals(self, now: float) -> Iterator[Action]:
         seated = () if self.seating is None else self.seating.untold
         for worker in self._living():
             if worker.status is Status.READY and not worker.may_join and worker not in seated:
-                worker.status = Status.DISMISSED
+                worker.status, worker.owes_since = Status.DISMISSED, now
                 yield Tell(worker, Dismissed())
 
     def _begin(self, now: float) -> None:
@@ -300,6 +242,7 @@ class Roll:
         for worker in self._living():
             told = worker.status is Status.IN_ROUND and worker.last_round == seating.number
             if told and worker is not leaver:
+                worker.owes_since = now
                 self._outbox.append(Tell(worker, Over(round=seating.number)))
 
     def _notices(self, seating: Seating, now: float) -> Iterator[Action]:
@@ -317,6 +260,27 @@ class Roll:
             seating.noticed = (removed, added)
             for worker in members:
                 yield Tell(worker, HostsChanged(round=seating.number, removed=removed, added=added))
+
+    def _ends(self, now: float) -> Iterator[Action]:
+        """See Note [who is ended]."""
+        seated = () if self.seating is None else self.seating.seats
+        came = [
+            worker.ready_since
+            for worker in self._living()
+            if worker.synced_round and (worker.status is Status.READY or worker.number in seated)
+        ]
+        for worker in self.workers.values():
+            since, patience = worker.owes_since, PATIENCE_SECONDS
+            owes = "did not come to hvd.init again"
+            if worker.status is Status.STARTING:
+                patience, owes = FIRST_ROUND_SECONDS, "did not come to hvd.init"
+            elif worker.status is Status.DISMISSED:
+                owes = "did not end"
+            else:
+                since = max(since, min(came, default=float("inf")))
+            if self.round and not worker.is_to_end and now - since > patience:
+                worker.is_to_end = True
+                yield End(worker, f"{owes} for {now - since:.0f} s")
 
     def _look_for_trouble(self, now: float) -> None:
         """Whether there have been too few workers for too long."""
