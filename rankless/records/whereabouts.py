@@ -12,9 +12,11 @@ import msgspec
 
 PAGE_BYTES = 4096
 """Stacks follow from here on."""
-MAIN_THREAD, STEPS, LAST_STEP = range(3)
-"""The page's words: the main thread's identity, training steps made, and when the last one was (`monotonic_ns`)."""
-_WORDS = struct.Struct("=3Q")
+MAIN_THREAD, STEPS, LAST_STEP, DESCRIPTOR = range(4)
+"""The page's words: the main thread's identity, training steps made, when the last one was (`monotonic_ns`), and under
+which descriptor the worker writes, which may be another than its agent's.
+"""
+_WORDS = struct.Struct("=4Q")
 NAME = "rankless-whereabouts"
 
 
@@ -25,6 +27,8 @@ class Steps(msgspec.Struct, frozen=True):
     count: int
     last: float | None
     """When the last one was made, in seconds of `time.monotonic`; None before the first."""
+    descriptor: int = 0
+    """The page's own, in the worker."""
 
 
 def open_page() -> int:
@@ -41,8 +45,8 @@ def open_page() -> int:
 
 def read_page(descriptor: int) -> Steps:
     """What the worker has written so far."""
-    main_thread, count, last = _WORDS.unpack(os.pread(descriptor, _WORDS.size, 0))
-    return Steps(main_thread, count, last / 1e9 if count else None)
+    main_thread, count, last, own = _WORDS.unpack(os.pread(descriptor, _WORDS.size, 0))
+    return Steps(main_thread, count, last / 1e9 if count else None, own)
 
 
 def asking_signal() -> int | None:

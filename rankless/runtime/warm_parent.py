@@ -186,9 +186,10 @@ class Guard:
             self._orders = None
             return None
         worker = self.start(order, ending=ending)
-        assert order.plan.rounds_descriptor is not None
         if worker is None:
-            os.close(order.plan.rounds_descriptor)
+            for descriptor in (order.plan.rounds_descriptor, order.plan.whereabouts_descriptor):
+                if descriptor is not None:
+                    os.close(descriptor)
         return worker
 
     def agent_is_gone(self) -> bool:

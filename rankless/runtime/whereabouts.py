@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rankless.records.whereabouts import LAST_STEP, MAIN_THREAD, PAGE_BYTES, STEPS, asking_signal
+from rankless.records.whereabouts import DESCRIPTOR, LAST_STEP, MAIN_THREAD, PAGE_BYTES, STEPS, asking_signal
 
 
 def be_found(descriptor: int, *, main_thread: int) -> Callable[..., None]:
@@ -23,7 +23,7 @@ def be_found(descriptor: int, *, main_thread: int) -> Callable[..., None]:
     """
     os.set_inheritable(descriptor, False)
     words = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
-    words[MAIN_THREAD] = main_thread
+    words[MAIN_THREAD], words[DESCRIPTOR] = main_thread, descriptor
     number, clock = asking_signal(), time.monotonic_ns
     if number is not None:
         faulthandler.register(number, file=descriptor, all_threads=True)

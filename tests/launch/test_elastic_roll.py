@@ -444,3 +444,19 @@ def test_a_dismissed_worker_that_does_not_end_is_ended():
     ready(roll, 0, 1, now=6.0, has_state=True)
     assert set(told(roll.turn(6.0), Dismissed)) == {1}
     assert ended(roll.turn(7.0 + PATIENCE_SECONDS)) == {1: "did not end for 31 s"}
+
+
+def test_a_host_that_is_lost_counts_once_and_is_left_alone_for_a_while():
+    roll = running({"a": 1, "b": 2})
+    for number in (1, 2):
+        roll.failed(number, 5.0, is_own=False, is_lost=True)
+    assert started(roll.turn(6.0)) == []
+    assert roll.trouble is None
+    assert started(roll.turn(15.0)) == [3, 4]
+    for number in (3, 4):
+        roll.failed(number, 16.0, is_own=False, is_lost=True)
+    assert started(roll.turn(35.0)) == []
+    assert started(roll.turn(36.0)) == [5, 6]
+    assert roll.failed(5, 37.0, is_own=False, is_lost=True) is None
+    assert roll.failed(6, 37.0, is_own=False, is_lost=True) == float("inf")
+    assert started(roll.turn(900.0)) == []

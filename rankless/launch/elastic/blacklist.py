@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 FAILURES = 3
 """So many, and the host is listed."""
+LOST_SECONDS = 10.0
+"""After it was lost for the first time, or could not be reached: it may be about to start. Then twice that."""
 
 
 @dataclass
@@ -41,6 +43,14 @@ class Blacklist:
             least, most = self._cooldown
             seconds = min(most, least * 2 ** (standing.times_listed - 1))
         standing.until = now + seconds
+        return seconds
+
+    def lost(self, host: str, now: float) -> float | None:
+        """The host went, or was not there: it is left alone for a while. If that lists it, for how many seconds."""
+        seconds = self.failed(host, now, is_own=False)
+        if seconds is None:
+            standing = self._standings[host]
+            standing.until = now + LOST_SECONDS * standing.early
         return seconds
 
     def succeeded(self, host: str) -> None:

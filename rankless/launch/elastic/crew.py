@@ -2,10 +2,12 @@
 
 import selectors
 import socket
+import time
 from collections.abc import Iterator
 
 import msgspec
 
+from rankless.launch.elastic.watched import Watched
 from rankless.launch.parent_process import Handed, ParentProcess
 from rankless.plan.run_plan import RunPlan, WorkerLaunch
 from rankless.records.channel import receive_records
@@ -24,6 +26,7 @@ class Crew:
         with orders_end:
             self._parent = ParentProcess(plan, [], log_path=log_path, handed=Handed(orders=orders_end))
         self._ends: dict[int, socket.socket] = {}
+        self._watched = Watched(timeout_seconds=plan.hang_timeout_seconds)
         selector.register(self._parent.records, selectors.EVENT_READ)
 
     def start(self, launch: WorkerLaunch) -> None:
@@ -34,7 +37,7 @@ class Crew:
         self._selector.register(own, selectors.EVENT_READ)
         with its:
             try:
-                send_order(self._orders, launch, its)
+                send_order(self._orders, launch, its, page=self._watched.expect(launch.plan))
             except OSError:
                 return  # the parent is gone: `has_ended` says so
 
@@ -51,9 +54,15 @@ class Crew:
         for number in list(self._ends):
             yield from ((number, word) for word in self._words_of(number))
         for record in records:
+            self._watched.take(record)
             if isinstance(record, Exited):
                 self._close_end(record.rank)
             yield record
+        yield from self._watched.turn(time.monotonic())
+
+    def end(self, number: int, why: str) -> None:
+        """End one worker as soon as it stands still, unless it goes on."""
+        self._watched.end(number, why)
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and start no others."""
@@ -75,6 +84,7 @@ class Crew:
         self._orders.close()
         self._selector.unregister(self._parent.records)
         self._parent.close(patience_seconds=1.0)
+        self._watched.close()
         for number in list(self._ends):
             self._close_end(number)
 

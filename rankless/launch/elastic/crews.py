@@ -2,7 +2,7 @@
 
 import os
 import selectors
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -38,6 +38,10 @@ class Orders:
     writes: Mapping[Source, Write]
 
 
+def _named(numbers: Sequence[int]) -> str:
+    return f"worker{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 class Crews:
     """All workers by their numbers, wherever they are."""
 
@@ -48,6 +52,7 @@ class Crews:
         self._here = Crew(orders.plan, log_path=os.path.join(orders.folder, "parent.log"), selector=selector)
         self._there: dict[str, RemoteCrew] = {}
         self._crew_of: dict[int, Crew | RemoteCrew] = {}
+        self._is_ending = False
 
     def start(self, worker: Worker) -> None:
         """Start a worker."""
@@ -70,6 +75,10 @@ class Crews:
             word = self._addressed(word, number, seating)
         crew.tell(number, word)
 
+    def end(self, number: int, why: str) -> None:
+        """End one worker as soon as it stands still; one that computes is left alone."""
+        self._crew_of[number].end(number, why)
+
     def turn(self) -> Iterator[tuple[int, WordUp] | AnyRecord]:
         """What is new."""
         self._terminal.pump()
@@ -77,12 +86,15 @@ class Crews:
         for host, crew in list(self._there.items()):
             yield from crew.turn()
             if crew.has_ended():
-                self._orders.tell(f"host {host} is lost: {crew.why_lost()}")
+                if not self._is_ending:
+                    went = f", and with it {_named(crew.lost)}" if crew.lost else ""
+                    self._orders.tell(f"host {host} is lost{went}: {crew.why_lost()}")
                 crew.close()
                 del self._there[host]
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and start no others."""
+        self._is_ending = True
         for crew in self._all():
             crew.signal(number)
 

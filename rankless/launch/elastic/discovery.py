@@ -1,7 +1,9 @@
 """Which hosts an elastic job has: asked of a command every second, or as they were named at the start."""
 
+import errno
 import os
 import shlex
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +13,10 @@ from typing import IO
 from rankless.errors import PlanError
 
 ASK_EVERY_SECONDS = 1.0
+SLOW_SECONDS = 10.0
+"""Who has not answered by then is spoken of."""
+LONGEST_SECONDS = 60.0
+"""Then it is ended, and asked anew."""
 Slots = Mapping[str, int]
 
 
@@ -54,6 +60,10 @@ class DiscoveredHosts:
         if self._process is not None and self._process.poll() is not None:
             self._take_answer(self._process.returncode)
             self._process = None
+        elif self._process is not None and now - self._asked > SLOW_SECONDS:
+            self._trouble = f"{shlex.join(self._words)} has not answered for {SLOW_SECONDS:g} s"
+            if now - self._asked > LONGEST_SECONDS:
+                _kill(self._process)
         if self._process is None and now - self._asked >= ASK_EVERY_SECONDS:
             self._asked = now
             self._ask()
@@ -66,8 +76,7 @@ class DiscoveredHosts:
     def close(self) -> None:
         """End the command if it runs."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            _kill(self._process)
             self._process.wait()
         self._output.close()
         self._errors.close()
@@ -77,11 +86,21 @@ class DiscoveredHosts:
             file.seek(0)
             file.truncate()
         try:
-            self._process = subprocess.Popen(
-                self._words, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._errors
-            )
+            self._process = self._started()
         except OSError as error:
+            if error.errno == errno.ENOEXEC and self._words[0] != "/bin/sh":
+                self._words = ["/bin/sh", *self._words]  # a script without a first line, as shells take it
+                return
             self._trouble = f"{shlex.join(self._words)}: {error.strerror}"
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._words,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._errors,
+            start_new_session=True,  # so that what a script has started ends with it
+        )
 
     def _take_answer(self, exit_code: int) -> None:
         if exit_code != 0:
@@ -93,6 +112,11 @@ class DiscoveredHosts:
             self._trouble = None
         except PlanError as error:
             self._trouble = f"{shlex.join(self._words)} printed {error.found}, expected {error.expected}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def command_words(command: str) -> list[str]:

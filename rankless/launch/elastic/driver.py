@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from rankless.launch.elastic.crews import HERE, Crews, Orders
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.launch.elastic.roll import Roll, Trouble
-from rankless.launch.elastic.workers import Action, Start
+from rankless.launch.elastic.standstill import Standstill
+from rankless.launch.elastic.workers import Action, End, Start
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.judge import Verdict, is_victim, judge, signal_name
 from rankless.launch.logs import log_files, make_run_folder, run_name
@@ -19,9 +20,10 @@ from rankless.launch.terminal import Write
 from rankless.launch.watch import INTERRUPT_GRACE_SECONDS, KILL_GRACE_SECONDS, POLL_SECONDS, STOP_GRACE_SECONDS
 from rankless.plan.check import choose_backend
 from rankless.plan.elastic import Elastic
+from rankless.plan.environment import horovod_variables
 from rankless.plan.foreign import Source
 from rankless.plan.run_plan import JobStart, RunPlan
-from rankless.records.events import AnyRecord, Exited, Left, Raised, Said
+from rankless.records.events import AnyRecord, Exited, HostLost, Left, Raised, Said, Stuck, Where
 from rankless.records.rounds import Begin, Ready, Serving, WordUp
 
 TELL_AFTER_SECONDS = 5.0
@@ -64,6 +66,7 @@ class Driver:
         self._records: dict[int, list[AnyRecord]] = {}
         self._said: set[str] = set()
         self._told_awaited = 0.0
+        self._standstill = Standstill(plan.hang_timeout_seconds or _stall_seconds(plan))
         orders = Orders(
             plan=plan,
             elastic=elastic,
@@ -112,6 +115,18 @@ class Driver:
         for action in self._roll.turn(now):
             self._perform(action)
         self._tell_what_is_awaited(now)
+        self._look_for_standstill(now)
+
+    def _look_for_standstill(self, now: float) -> None:
+        seating = self._roll.seating
+        if seating is None or seating.untold or not seating.seats.keys() <= self._roll.workers.keys():
+            return  # some have come to their end: who has not yet may take its time
+        hosts = {number: self._roll.workers[number].host for number in seating.seats}
+        report = self._standstill.turn(seating.number, seating.seats, hosts, now)
+        if report is not None:
+            self._around.tell(report.text)
+            for number, why in report.culprits.items():
+                self._crews.end(number, why)
 
     def _tell_what_is_awaited(self, now: float) -> None:
         awaited = self._roll.awaited()
@@ -126,6 +141,9 @@ class Driver:
         worker = action.worker
         if isinstance(action, Start):
             self._crews.start(worker)
+            return
+        if isinstance(action, End):
+            self._crews.end(worker.number, action.why)
             return
         if isinstance(action.word, Begin) and action.word.seat.rank == 0:
             self._tell_of_round(action.word)
@@ -157,6 +175,9 @@ class Driver:
 
     def _take_record(self, record: AnyRecord, now: float) -> None:
         self._around.on_record(record)
+        if isinstance(record, Where):
+            self._standstill.take(record, now)
+            return
         if isinstance(record, Said):
             self._say_once(record.text)
         self._records.setdefault(record.rank, []).append(record)
@@ -169,13 +190,19 @@ class Driver:
 
     def _take_end(self, record: Exited, now: float) -> None:
         number = record.rank
+        self._standstill.forget(number)
         if record.exit_code == 0:
             self._roll.finished(number)
             return
         named, host = self._name(number), self._roll.workers[number].host
-        lost = any(isinstance(each, Raised) and is_victim(each) for each in self._records[number])
-        listed = self._roll.failed(number, now, is_own=record.exit_code > 0 and not lost)
-        self._around.tell(f"{named} {self._verdict(number).headline}")
+        records = self._records[number]
+        lost = any(isinstance(each, Raised) and is_victim(each) for each in records)
+        was_stuck = any(isinstance(each, Stuck) for each in records)
+        is_own = was_stuck or (record.exit_code > 0 and not lost)
+        is_lost = any(isinstance(each, HostLost) for each in records)
+        listed = self._roll.failed(number, now, is_own=is_own, is_lost=is_lost)
+        if not is_lost:  # that is said of the host
+            self._around.tell(f"{named} {self._verdict(number).headline}")
         if listed is not None:
             again = "for good" if listed == float("inf") else f"for {listed:g} s"
             self._around.tell(f"{host} gets no new workers {again}: they fail there again and again")
@@ -238,6 +265,16 @@ def _hosts(plan: RunPlan, elastic: Elastic) -> DiscoveredHosts | FixedHosts:
         return DiscoveredHosts(elastic.discovery_script, slots_per_host=elastic.slots_per_host)
     slots: Mapping[str, int] = dict(elastic.hosts) or {"localhost": plan.worker_count}
     return FixedHosts(slots)
+
+
+def _stall_seconds(plan: RunPlan) -> float | None:
+    """After how many seconds a round that stands still is to lose who holds it up, if the user says so."""
+    chosen = dict(plan.horovod.variables) if plan.horovod is not None else {}
+    name = "STALL_SHUTDOWN_TIME_SECONDS"
+    try:
+        return float(chosen.get(f"HOROVOD_{name}") or horovod_variables().get(name, "")) or None
+    except ValueError:
+        return None
 
 
 def _job_start(plan: RunPlan) -> JobStart:

@@ -16,6 +16,7 @@ from rankless.launch.elastic.pipes import (
     BEAT_SECONDS,
     SILENT_SECONDS,
     Beat,
+    End,
     FrameDown,
     Happened,
     Heard,
@@ -100,6 +101,8 @@ class HostAgent:
             self._crew.start(launch)
         elif isinstance(frame, Say):
             self._crew.tell(frame.number, frame.word)
+        elif isinstance(frame, End):
+            self._crew.end(frame.number, frame.why)
         elif isinstance(frame, Signal):
             self._crew.signal(frame.number)
         elif isinstance(frame, Kill):

@@ -50,6 +50,13 @@ class Say(msgspec.Struct, frozen=True, kw_only=True, tag="say"):
     word: WordDown
 
 
+class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """End one worker, unless it computes."""
+
+    number: int
+    why: str
+
+
 class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
     """Send all workers a signal; they are to end."""
 
@@ -95,7 +102,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, tag="shown"):
     data: bytes
 
 
-FrameDown = Task | Order | Say | Signal | Kill | Beat
+FrameDown = Task | Order | Say | End | Signal | Kill | Beat
 FrameUp = Here | Heard | Happened | Shown | Beat
 
 

@@ -14,6 +14,7 @@ from rankless.launch.elastic.pipes import (
     BEAT_SECONDS,
     SILENT_SECONDS,
     Beat,
+    End,
     FrameUp,
     Happened,
     Heard,
@@ -32,7 +33,7 @@ from rankless.launch.hosts.ssh import OPTIONS
 from rankless.launch.terminal import Write
 from rankless.plan.elastic import Elastic
 from rankless.plan.foreign import Source
-from rankless.records.events import AnyRecord, Exited
+from rankless.records.events import AnyRecord, Exited, HostLost
 from rankless.records.rounds import WordDown, WordUp
 from rankless.runtime.bootstrap import python_command
 
@@ -53,6 +54,7 @@ class RemoteCrew:
         selector: selectors.BaseSelector,
         writes: Mapping[Source, Write],
     ) -> None:
+        self._host = host
         self._selector = selector
         self._writes = writes
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # `close` does
@@ -79,6 +81,8 @@ class RemoteCrew:
         self._refused = ""
         """Why the host cannot take part, once that is known."""
         selector.register(self._pipe, selectors.EVENT_READ)
+        self.lost: list[int] = []
+        """The workers that went with the host."""
         self.here: Here | None = None
         """Once the agent is there."""
 
@@ -112,8 +116,11 @@ class RemoteCrew:
                 self._writes[frame.source](frame.data)
         if self.has_ended():
             self._leave_selector()
+            self.lost += sorted(self._numbers)
             for number in sorted(self._numbers):
-                yield Exited(rank=number, time_ns=time.monotonic_ns(), exit_code=-signal.SIGKILL)
+                now_ns = time.monotonic_ns()
+                yield HostLost(rank=number, time_ns=now_ns, host=self._host, how=f"was lost: {self.why_lost()}")
+                yield Exited(rank=number, time_ns=now_ns, exit_code=-signal.SIGKILL)
             self._numbers.clear()
 
     def why_lost(self) -> str:
@@ -121,6 +128,10 @@ class RemoteCrew:
         self._errors.seek(0)
         said = self._refused or self._errors.read().decode(errors="replace").strip()[-300:]
         return said or ("no sign of life" if self._process.poll() is None else f"ssh ended with {self._process.poll()}")
+
+    def end(self, number: int, why: str) -> None:
+        """End one worker as soon as it stands still."""
+        self._pipe.send(End(number=number, why=why))
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and start no others."""

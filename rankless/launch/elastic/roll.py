@@ -116,9 +116,9 @@ class Roll:
         self.finishes(number)
         del self.workers[number]
 
-    def failed(self, number: int, now: float, *, is_own: bool) -> float | None:
-        """A worker has ended otherwise; `is_own`: by an exception or an exit code of its own, not by a signal. If its
-        host gets no workers from now on, for how many seconds.
+    def failed(self, number: int, now: float, *, is_own: bool, is_lost: bool = False) -> float | None:
+        """A worker has ended otherwise; `is_own`: by an exception or an exit code of its own, not by a signal;
+        `is_lost`: with its host. If its host gets no workers from now on, for how many seconds.
         """
         worker = self.workers.pop(number)
         self._leave(worker, now)
@@ -131,6 +131,9 @@ class Roll:
             pass
         elif worker.synced_round:
             self.trouble = Trouble(headline="was the last that had the state of the training", culprit=number)
+        if is_lost:  # the host has failed once, with its last worker
+            is_last = all(other.host != worker.host for other in self.workers.values())
+            return self.blacklist.lost(worker.host, now) if is_last else None
         if is_own or not worker.synced_round:
             return self.blacklist.failed(worker.host, now, is_own=is_own)
         return None

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rankless.launch.hangs.vitals import vitals_of
-from rankless.records.whereabouts import NAME, PAGE_BYTES, asking_signal
+from rankless.records.whereabouts import NAME, PAGE_BYTES, asking_signal, read_page
 
 PATIENCE_SECONDS = 1.0
 """For one process's answer."""
@@ -76,7 +76,7 @@ class Question:
             process_id = self._waiting.popleft()
             os.ftruncate(self._descriptor, PAGE_BYTES)
             os.lseek(self._descriptor, PAGE_BYTES, os.SEEK_SET)
-            if _would_answer(process_id, self._descriptor):
+            if _would_answer(process_id, read_page(self._descriptor).descriptor):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process_id, asking_signal() or 0)
                     self._asked, self._asked_at = process_id, now

@@ -1,0 +1,90 @@
+"""A round that stands still: which of its members the others wait for, and whether that one is to be ended.
+
+Its members are on several hosts, whose crews tell where each worker is that stands still. As long as one of them moves,
+the round does. Which of them is to blame, and after how long, is judged as in any other job (`launch.hangs.jury`); here
+only that one is ended, and a replacement goes on from the last commit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from rankless.launch.hangs.jury import Finding, find
+from rankless.launch.hangs.pace import FIRST_SECONDS
+from rankless.launch.hangs.wording import seconds_text, waiting_text, where_text
+from rankless.records.events import Where
+from rankless.records.rounds import Seat
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is to be said of a round that stands still."""
+
+    text: str
+    culprits: Mapping[int, str]
+    """The workers that are to be ended, by their numbers, and why."""
+
+
+class Standstill:
+    """Told where workers are that stand still. Without a timeout of the user's only a round in which nothing at all
+    runs loses a worker, and after many minutes.
+    """
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._told: dict[int, tuple[Where, float]] = {}
+        self._round = 0
+        self._spoken_of = 0.0
+
+    def take(self, where: Where, now: float) -> None:
+        """What is told of a worker."""
+        if where.state == "moves":
+            self._told.pop(where.rank, None)
+        else:
+            self._told[where.rank] = where, now
+
+    def forget(self, number: int) -> None:
+        """A worker has ended."""
+        self._told.pop(number, None)
+
+    def turn(self, round: int, seats: Mapping[int, Seat], hosts: Mapping[int, str], now: float) -> Report | None:
+        """Whether to say something of the round, now: first after FIRST_SECONDS, and then after twice the time."""
+        if round != self._round:
+            self._round, self._spoken_of = round, 0.0
+        members = self._members(seats, now)
+        if len(members) < len(seats):
+            self._spoken_of = 0.0
+            return None
+        still = min(where.still_seconds for where in members.values())
+        timeout = self._timeout_seconds
+        least = FIRST_SECONDS if timeout is None else min(FIRST_SECONDS, timeout)
+        is_due = still >= max(least, 2 * self._spoken_of) or self._spoken_of < (timeout or 0.0) <= still
+        finding = find(members, seconds=still, steps=1, limit=least) if is_due else None
+        if finding is None:
+            return None
+        self._spoken_of = still
+        names = {seat.rank: (number, hosts[number]) for number, seat in seats.items()}
+        ends = still >= finding.end_after(timeout=timeout, limit=FIRST_SECONDS)
+        why = f"did not come while {waiting_text(finding)} for {seconds_text(still)}"
+        # Were all to blame, nobody would be left who has the state.
+        culprits = {names[where.rank][0]: why for where in finding.culprits} if ends and finding.waiting else {}
+        return Report(_text(round, finding, names), culprits)
+
+    def _members(self, seats: Mapping[int, Seat], now: float) -> dict[int, Where]:
+        """Those of the round that stand still, by rank."""
+        found = {}
+        for number, seat in seats.items():
+            if number in self._told:
+                where, told = self._told[number]
+                still = where.still_seconds + now - told
+                found[seat.rank] = msgspec.structs.replace(where, rank=seat.rank, still_seconds=still)
+        return found
+
+
+def _text(round: int, finding: Finding, names: Mapping[int, tuple[int, str]]) -> str:
+    lines = [f"round {round} has stood still for {seconds_text(finding.seconds)}: {waiting_text(finding)}"]
+    for where in finding.culprits:
+        number, host = names[where.rank]
+        lines.append(f"  rank {where.rank}, worker {number} on {host}: {where_text(where)}")
+    return "\n".join(lines)

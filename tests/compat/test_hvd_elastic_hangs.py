@@ -1,0 +1,76 @@
+"""A worker of an elastic job that hangs: it is named, ended and replaced, and the training goes on."""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from compat.test_hvd_elastic_jobs import (
+    SCRIPT,
+    assert_every_sample_was_seen,
+    lines,
+    results,
+    steps_by_process,
+    wait_for_size,
+)
+from jobs import end, start_rankless, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+
+HANGS = """
+        if len(sys.argv) > 3 and state.steps == 12 and hvd.rank() == int(sys.argv[3]) and not os.path.exists("hung"):
+            open("hung", "w").write(str(os.getpid()))
+            fetch()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    text = SCRIPT.read_text().replace(
+        "            state.save()\n", "            state.save()\n" + HANGS.replace("\n  ", "\n      ")
+    )
+    text = text.replace("@hvd.elastic.run", "def fetch():\n    time.sleep(10**6)\n\n\n@hvd.elastic.run")
+    (tmp_path / "train.py").write_text(text)
+    return tmp_path
+
+
+def command(*arguments: str, epochs: int) -> list[str]:
+    return ["horovodrun", "-np", "3", "--min-np", "2", sys.executable, "train.py", str(epochs), "0.02", *arguments]
+
+
+def test_a_worker_that_is_stopped_is_ended_after_the_stall_time_and_replaced(folder: Path):
+    job = start_rankless(*command(epochs=60), folder=folder, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="11")
+    try:
+        wait_for_size(folder, 3)
+        first = set(steps_by_process(folder))
+        lead = next(number for number, words in lines(folder, "began") if words[0] == "0")
+        os.kill(lead, signal.SIGSTOP)
+        wait_until(lambda: {number for number, words in lines(folder, "began") if words[1] == "3"} > first)
+        out, err = job.communicate(timeout=120)
+    finally:
+        end(job)
+    assert job.returncode == 0, out + err
+    assert_every_sample_was_seen(folder, epochs=60)
+    assert re.search(
+        r"worker 0 \(rank 0 of round 1, localhost\) did not come while ranks 1, 2 wait in .*: it is stopped", err
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_worker_that_hangs_in_its_own_code_is_left_behind_ended_and_replaced(rank: int, folder: Path):
+    stall = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+    job = start_rankless(*command(str(rank), epochs=200), folder=folder, **stall)
+    try:
+        out, err = job.communicate(timeout=120)
+    finally:
+        end(job)
+    assert job.returncode == 0, out + err
+    assert len(results(out)) == 1
+    assert_every_sample_was_seen(folder, epochs=200)
+    assert len({number for number, _ in lines(folder, "began")}) == 4
+    assert re.search(r"round 2 waits for worker \d \(localhost\) to call hvd.init, 5 s", err)
+    assert re.search(
+        r"did not come to hvd.init again for 3\d s: it is in fetch\(\) at train.py:\d+ .*; it was ended", err
+    )
