@@ -24,6 +24,7 @@ def turn(standstill: Standstill, now: float, *, round: int = 1) -> Report | None
 
 def with_a_sleeper(timeout: float | None) -> Standstill:
     standstill = Standstill(timeout)
+    assert turn(standstill, 0.0) is None
     standstill.take(where(3, "waits"), 10.0)
     standstill.take(where(8, "waits"), 10.0)
     standstill.take(where(5, "blocked"), 12.0)
@@ -68,6 +69,7 @@ def test_as_long_as_one_moves_the_round_does():
 
 def test_if_nobody_waits_for_another_nobody_is_ended():
     standstill = Standstill(20.0)
+    assert turn(standstill, 0.0) is None
     for number in SEATS:
         standstill.take(where(number, "blocked"), 10.0)
     report = turn(standstill, 400.0)
@@ -78,5 +80,8 @@ def test_if_nobody_waits_for_another_nobody_is_ended():
 def test_a_new_round_begins_anew():
     standstill = with_a_sleeper(20.0)
     assert turn(standstill, 40.0) is not None
-    standstill.forget(5)
     assert turn(standstill, 50.0, round=2) is None
+    assert turn(standstill, 500.0, round=2) is None  # all that is known is how they waited for it
+    for number in SEATS:
+        standstill.take(where(number, "waits"), 520.0)
+    assert turn(standstill, 530.0, round=2) is not None

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from rankless.errors import RanklessError
 from rankless.launch.elastic.crew import Crew
 from rankless.launch.elastic.launches import launch_of
 from rankless.launch.elastic.pipes import (
@@ -28,6 +29,7 @@ from rankless.launch.elastic.pipes import (
     Shown,
     Signal,
     Task,
+    Unable,
 )
 from rankless.launch.elastic.workers import Worker
 from rankless.launch.hosts.host_facts import own_versions
@@ -60,7 +62,11 @@ def _serve() -> None:
                 for frame in pipe.receive(FrameDown):
                     heard = time.monotonic()
                     if isinstance(frame, Task):
-                        agent = HostAgent(frame, pipe, selector)
+                        try:
+                            agent = HostAgent(frame, pipe, selector)
+                        except (RanklessError, OSError) as error:
+                            pipe.send(Unable(why="; ".join(str(error).split("\n")).strip("; ")))
+                            return
                     elif agent is not None:
                         agent.obey(frame)
                 if agent is not None and not agent.turn():

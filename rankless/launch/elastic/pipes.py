@@ -82,6 +82,12 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
     """Of Python, torch, NCCL and Rankless."""
 
 
+class Unable(msgspec.Struct, frozen=True, kw_only=True, tag="unable"):
+    """The host cannot take part."""
+
+    why: str
+
+
 class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
     """What a worker has said."""
 
@@ -103,7 +109,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, tag="shown"):
 
 
 FrameDown = Task | Order | Say | End | Signal | Kill | Beat
-FrameUp = Here | Heard | Happened | Shown | Beat
+FrameUp = Here | Unable | Heard | Happened | Shown | Beat
 
 
 class Pipe:

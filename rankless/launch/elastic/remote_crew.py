@@ -26,6 +26,7 @@ from rankless.launch.elastic.pipes import (
     Shown,
     Signal,
     Task,
+    Unable,
 )
 from rankless.launch.elastic.workers import Worker
 from rankless.launch.hosts.host_facts import own_versions, version_differences
@@ -106,6 +107,8 @@ class RemoteCrew:
             if isinstance(frame, Here):
                 self.here, self._heard = frame, now
                 self._refuse_other_versions(frame)
+            elif isinstance(frame, Unable):
+                self._refused = frame.why
             elif isinstance(frame, Heard):
                 yield frame.number, frame.word
             elif isinstance(frame, Happened):

@@ -34,7 +34,7 @@ class Standstill:
     def __init__(self, timeout_seconds: float | None) -> None:
         self._timeout_seconds = timeout_seconds
         self._told: dict[int, tuple[Where, float]] = {}
-        self._round = 0
+        self._round, self._began = 0, 0.0
         self._spoken_of = 0.0
 
     def take(self, where: Where, now: float) -> None:
@@ -51,7 +51,7 @@ class Standstill:
     def turn(self, round: int, seats: Mapping[int, Seat], hosts: Mapping[int, str], now: float) -> Report | None:
         """Whether to say something of the round, now: first after FIRST_SECONDS, and then after twice the time."""
         if round != self._round:
-            self._round, self._spoken_of = round, 0.0
+            self._round, self._began, self._spoken_of = round, now, 0.0
         members = self._members(seats, now)
         if len(members) < len(seats):
             self._spoken_of = 0.0
@@ -72,12 +72,12 @@ class Standstill:
         return Report(_text(round, finding, names), culprits)
 
     def _members(self, seats: Mapping[int, Seat], now: float) -> dict[int, Where]:
-        """Those of the round that stand still, by rank."""
+        """Those of the round that stand still, by rank; what was told before it began was of the wait for it."""
         found = {}
         for number, seat in seats.items():
-            if number in self._told:
-                where, told = self._told[number]
-                still = where.still_seconds + now - told
+            where, told = self._told.get(number, (None, 0.0))
+            if where is not None and told >= self._began:
+                still = min(where.still_seconds + now - told, now - self._began)
                 found[seat.rank] = msgspec.structs.replace(where, rank=seat.rank, still_seconds=still)
         return found
 

@@ -89,8 +89,10 @@ class Watched:
             headline = f"{self._to_end.pop(number)}: {where_text(where)}; it was ended"
             trace = "\n".join(shown(where.stack))
             yield Stuck(rank=number, time_ns=time.monotonic_ns(), headline=headline, traceback=trace)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pulse.process_id, signal.SIGKILL)
+            # A DataLoader's worker that hangs would not notice that this one is gone.
+            for process_id in (worker.pulse.process_id, *worker.pulse.children):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
 
     def _forget(self, number: int) -> None:
         for known in (self._workers, self._told, self._to_end):
