@@ -81,14 +81,14 @@ def test_a_worker_that_is_stopped_is_ended_after_the_stall_time_and_replaced(fol
 @pytest.mark.parametrize(("rank", "how"), [("0", "sleeps"), ("2", "reads")])
 def test_a_worker_that_hangs_in_its_own_code_is_left_behind_ended_and_replaced(rank: str, how: str, folder: Path):
     stall = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-    job = start_rankless(*command(rank, how, epochs=20), folder=folder, **stall)
+    job = start_rankless(*command(rank, how, epochs=40), folder=folder, **stall)
     try:
         out, err = job.communicate(timeout=120)
     finally:
         end(job)
     assert job.returncode == 0, out + err
     assert len(results(out)) == 1
-    assert_every_sample_was_seen(folder, epochs=20)
+    assert_every_sample_was_seen(folder, epochs=40)
     assert len({number for number, _ in lines(folder, "began")}) == 4
     assert re.search(r"round 2 waits for worker \d \(localhost\) to call hvd.init, 5 s", err)
     assert re.search(
