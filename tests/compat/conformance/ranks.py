@@ -1,9 +1,6 @@
-"""Who is who; initialising and shutting down; what is built; timelines."""
+"""Who is who; initialising and shutting down; what is built."""
 
-import json
 import os
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import horovod.torch as hvd
 import torch
@@ -79,41 +76,3 @@ def check_constants():
     """The operations' numbers, and the exceptions' bases."""
     assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
     assert issubclass(hvd.HorovodInternalError, RuntimeError)
-
-
-def check_a_timeline_only_by_leave():
-    """start_timeline() needs HOROVOD_TIMELINE=DYNAMIC."""
-    expected = "Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage."
-    assert raised(ValueError, lambda: hvd.start_timeline("/nowhere")) == expected
-
-
-def check_a_timeline_is_a_chrome_trace():
-    """With it, rank 0 writes what became of each operation as a Chrome trace."""
-    hvd.barrier()
-    hvd.shutdown()
-    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
-    hvd.init()
-    del os.environ["HOROVOD_TIMELINE"]
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "timeline.json"
-        hvd.start_timeline(str(path), mark_cycles=True)
-        hvd.allreduce(torch.ones(100_000), name="traced")
-        hvd.barrier()
-        hvd.stop_timeline()
-        if hvd.rank() == 0:
-            events = [event for event in json.loads(path.read_text()) if event]
-            names = {event.get("name") for event in events}
-            assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE", "SHARED_MEMORY_ALLREDUCE", "CYCLE_START"} <= names, (
-                names
-            )
-            phases = [event["ph"] for event in events]
-            assert phases.count("B") == phases.count("E")
-            rows = [
-                event["args"]["name"]
-                for event in events
-                if event["name" if "name" in event else "ph"] == "process_name"
-            ]
-            assert any("traced" in row for row in rows), rows
-    hvd.barrier()
-    hvd.shutdown()
-    hvd.init()

@@ -215,7 +215,6 @@ class Hub:
             self._end(f"Rank {rank} sent something that is no message: {error}.")
 
     def _take(self, rank: int, request: Request, values: bytes) -> None:
-        self._timeline.negotiating(request.key, request.kind, rank)
         self._coordinator.submit(rank, request, values, time.monotonic())
 
     def _tell(self, decision: Decision) -> Iterator[Told]:
@@ -224,8 +223,6 @@ class Hub:
         for rank in decision.members:
             if rank:
                 self._send(rank, said or encode(decision.message(rank)), values)
-        for one in decision.chosen:
-            self._timeline.negotiated(one.waiting.key)
         if 0 in decision.members:
             yield decision.message(0), values
 

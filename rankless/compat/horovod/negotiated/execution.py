@@ -1,7 +1,6 @@
 """Executing what has been decided: each operation of a batch on this rank's tensors, on the plane that suits it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,16 +9,13 @@ import torch
 import torch.distributed as dist
 
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.negotiated.fusion import Activity, FusionBuffer
 from rankless.compat.horovod.negotiated.messages import Execute, Item, Request
 from rankless.compat.horovod.negotiated.planes.adasum import adasum
 from rankless.compat.horovod.negotiated.planes.group import GroupPlane, open_group
 from rankless.compat.horovod.negotiated.planes.shared_memory import SharedMemoryPlane, is_ordered_here, open_slots
 from rankless.compat.horovod.negotiated.scaling import DTYPES, Reducing
 from rankless.compat.horovod.negotiated.submissions import Kind, Reduction, Submission
-
-Activity = Callable[[Sequence[str], str], AbstractContextManager[None]]
-"""What the timeline is told: keys, and what is done to them."""
-
 
 FAILURES = (AssertionError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 
@@ -45,6 +41,7 @@ class Execution:
         self._around = surroundings
         self._groups: dict[tuple[int, str], GroupPlane] = {}
         self._memories: dict[int, SharedMemoryPlane | None] = {}
+        self._fusion = FusionBuffer(surroundings.activity)
 
     def run(self, execute: Execute, members: Sequence[int], submissions: Mapping[str, Submission]) -> dict[str, Any]:
         """The results of a batch by key. Raises HorovodInternalError if it fails."""
@@ -100,7 +97,7 @@ class Execution:
         if not given:
             return results
         reducing = Reducing(first.reduction, first.prescale, first.postscale, len(members))
-        memory = self._memory(set_id, members) if given[0].device.type == "cpu" else None
+        memory = self._memory(set_id, members, keys) if given[0].device.type == "cpu" else None
         if first.reduction is Reduction.ADASUM:
             with self._around.activity(keys, "ADASUM_ALLREDUCE"):
                 self._adasum(set_id, members, given, taken, reducing)
@@ -128,16 +125,13 @@ class Execution:
             if taken[0].data_ptr() != given[0].data_ptr():
                 buffer.copy_(given[0].detach())
         else:
-            with self._around.activity(keys, "MEMCPY_IN_FUSION_BUFFER"):
-                buffer = torch.cat([tensor.detach().reshape(-1) for tensor in given])
+            buffer = self._fusion.fill(keys, given)
         reducing.before(buffer)
         with self._around.activity(keys, name):
             plane.allreduce(buffer, reducing.reduction)
         reducing.after(buffer)
         if len(given) > 1:
-            with self._around.activity(keys, "MEMCPY_OUT_FUSION_BUFFER"):
-                pieces = buffer.split([tensor.numel() for tensor in taken])
-                torch._foreach_copy_([tensor.detach().reshape(-1) for tensor in taken], list(pieces))
+            self._fusion.empty(keys, buffer, taken)
 
     def _adasum(
         self,
@@ -206,13 +200,14 @@ class Execution:
             )
         return self._groups[set_id, device.type]
 
-    def _memory(self, set_id: int, members: Sequence[int]) -> SharedMemoryPlane | None:
+    def _memory(self, set_id: int, members: Sequence[int], keys: Sequence[str]) -> SharedMemoryPlane | None:
         if set_id not in self._memories:
             around = self._around
             self._memories[set_id] = None
             if len(members) > 1 and is_ordered_here() and len({around.hosts[rank] for rank in members}) == 1:
                 store = dist.PrefixStore(f"set/{set_id}/memory", around.store)  # type: ignore[attr-defined]
-                slots = open_slots(store, place=members.index(around.rank), size=len(members))
+                with around.activity(keys, "INIT_FUSION_BUFFER"):
+                    slots = open_slots(store, place=members.index(around.rank), size=len(members))
                 seconds = around.timeout.total_seconds()
                 if slots is not None:
                     plane = SharedMemoryPlane(slots, check=around.check, timeout_seconds=seconds)

@@ -29,7 +29,7 @@ from rankless.compat.horovod.negotiated.meeting import Met
 from rankless.compat.horovod.negotiated.messages import Execute, Request
 from rankless.compat.horovod.negotiated.riding import bytes_of, combine, put, rides
 from rankless.compat.horovod.negotiated.stalling import Stalls
-from rankless.compat.horovod.negotiated.submissions import UNNAMED, Kind, Submission
+from rankless.compat.horovod.negotiated.submissions import UNNAMED, Kind, Submission, kind_of
 from rankless.compat.horovod.negotiated.tickets import Ticket, Tickets, place_of
 from rankless.compat.horovod.negotiated.timeline import Timeline
 from rankless.compat.horovod.settings import Settings
@@ -194,6 +194,7 @@ class Negotiator:
             capacity=settings.cache_capacity,
             fusion_bytes=settings.fusion_bytes,
             splits=settings.splits_groups,
+            timeline=self.timeline,
         )
         stalls = Stalls(warn_seconds=settings.stall_seconds, shutdown_seconds=settings.stall_shutdown_seconds)
         return Hub(
@@ -277,6 +278,8 @@ class Negotiator:
         events = [ticket.event for ticket in tickets if ticket.event is not None]
         for event in events:
             torch.cuda.current_stream().wait_event(event)
+        if events and self.timeline.is_on:
+            self.timeline.await_data(_ready(execute, tickets))
         results = self._execution.run(execute, self.sets[execute.set_id], submissions)
         if events:
             done = torch.cuda.current_stream().record_event()
@@ -301,7 +304,7 @@ class Negotiator:
         for item in execute.items:
             place = (execute.set_id, item.key)
             found = self._tickets.get(place)
-            kind = Kind(item.key.partition(".")[0])
+            kind = kind_of(item.key)
             if not item.error:
                 is_queued = not item.rides and kind in MOVING_KINDS
                 self.timeline.decided(item.key, kind.value, is_queued=is_queued)
@@ -373,6 +376,17 @@ def _request(one: Submission, key: str, ride: bool) -> Request:
         group_size=one.group_size,
         rides=ride,
     )
+
+
+def _ready(execute: Execute, tickets: Sequence[Ticket]) -> dict[str, torch.cuda.Event]:
+    """By key, when the tensors of a batch are ready on their device."""
+    keys = {item.key for item in execute.items}
+    return {
+        place_of(one)[1]: ticket.event
+        for ticket in tickets
+        for one in ticket.submissions
+        if ticket.event is not None and place_of(one)[1] in keys
+    }
 
 
 def _event_of(submissions: Sequence[Submission]) -> torch.cuda.Event | None:
