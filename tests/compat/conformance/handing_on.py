@@ -40,6 +40,7 @@ def check_optimizer_state_before_and_after_wrapping():
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
             assert optimizer.param_groups[0]["lr"] == 0.1, kind
             states = hvd.allgather_object(optimizer.state_dict())
+            assert len(states[-1]["state"]) == 2, kind  # of rank 0, the only one that has stepped
             for state in states:
                 assert state["param_groups"] == states[0]["param_groups"]
                 for number, values in state["state"].items():

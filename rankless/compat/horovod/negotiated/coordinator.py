@@ -318,6 +318,12 @@ class Coordinator:
             del self._known[number]
 
 
+def fusion_limit(threshold: int, local_size: int) -> int:
+    """How many bytes are fused at most: as Horovod, so many as can be dealt out evenly to the ranks of a host."""
+    unit = local_size * 8 * 64
+    return -(-threshold // unit) * unit
+
+
 def byte_count(request: Request) -> int:
     """How large a request's tensor is."""
     return prod(request.shape) * ITEM_BYTES.get(request.dtype, 4)

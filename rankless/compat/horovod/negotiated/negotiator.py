@@ -22,7 +22,7 @@ import torch
 
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.negotiated.alarm import Alarm
-from rankless.compat.horovod.negotiated.coordinator import ALL_RANKS, MOVING, Coordinator
+from rankless.compat.horovod.negotiated.coordinator import ALL_RANKS, MOVING, Coordinator, fusion_limit
 from rankless.compat.horovod.negotiated.desks import Desk, Ended, Hub, Spoke
 from rankless.compat.horovod.negotiated.execution import Execution, Surroundings
 from rankless.compat.horovod.negotiated.meeting import Met
@@ -192,7 +192,7 @@ class Negotiator:
             self._size,
             combine=combine,
             capacity=settings.cache_capacity,
-            fusion_bytes=settings.fusion_bytes,
+            fusion_bytes=fusion_limit(settings.fusion_bytes, met.hosts.count(met.hosts[0])),
             splits=settings.splits_groups,
             timeline=self.timeline,
         )
