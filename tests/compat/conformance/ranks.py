@@ -1,5 +1,6 @@
 """Who is who; initialising and shutting down; what is built."""
 
+import importlib
 import os
 
 import horovod.torch as hvd
@@ -70,6 +71,35 @@ def check_what_is_built():
     assert not hvd.rocm_built()
     expected = "Horovod MPI is not enabled; Please make sure it's installed and enabled."
     assert raised(ValueError, hvd.mpi_threads_supported) == expected
+
+
+def check_modules_that_scripts_import():
+    """Names are found where Horovod has them, and are the same objects there."""
+    for module, names in {
+        "horovod.torch.mpi_ops": ("allreduce", "synchronize", "rank", "Average", "ProcessSet"),
+        "horovod.torch.optimizer": ("DistributedOptimizer",),
+        "horovod.torch.compression": ("Compression",),
+        "horovod.torch.functions": ("broadcast_parameters", "broadcast_optimizer_state", "broadcast_object"),
+        "horovod.torch.sync_batch_norm": ("SyncBatchNorm",),
+        "horovod.common.process_sets": ("ProcessSet", "add_process_set", "global_process_set"),
+        "horovod.common.exceptions": ("HorovodInternalError",),
+    }.items():
+        for name in names:
+            assert getattr(importlib.import_module(module), name) is getattr(hvd, name), (module, name)
+    util = importlib.import_module("horovod.common.util")
+    assert (util.gloo_built(), util.mpi_built()) == (True, False)
+    assert (util.extension_available("torch"), util.extension_available("mxnet")) == (True, False)
+    with util.env(HOROVOD_OF_A_TEST="1"):
+        assert os.environ["HOROVOD_OF_A_TEST"] == "1"
+    assert "HOROVOD_OF_A_TEST" not in os.environ
+    assert importlib.import_module("horovod").__version__ == "0.28.1"
+    assert importlib.import_module("horovod").run is importlib.import_module("horovod.runner").run
+    assert callable(importlib.import_module("horovod.runner.launch").run_commandline)
+    states = importlib.import_module("horovod.torch.elastic.state")
+    assert torch.nn.Module in [kind for kind, _ in states.get_handler_registry()]
+    assert hvd.elastic.TorchState is states.TorchState
+    interrupt = importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt
+    assert (interrupt().skip_sync, interrupt(True).skip_sync) == (False, True)
 
 
 def check_constants():

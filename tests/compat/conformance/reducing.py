@@ -139,6 +139,19 @@ def check_groups():
         assert all(torch.equal(one, total) for one, total in zip(found, totals, strict=True))
 
 
+def check_groups_of_several_types():
+    """Each tensor of a group is reduced in its own type, whichever comes first."""
+    for count in (3, 30_000):
+        given = [
+            torch.full((count,), 0.5),
+            torch.full((count,), 2**40 + 1),
+            torch.full((count,), 1 / 3, dtype=torch.float64),
+        ]
+        for order in (given, given[::-1]):
+            for found, one in zip(hvd.grouped_allreduce(order, op=hvd.Max), order, strict=True):
+                assert torch.equal(found, one), one.dtype
+
+
 def check_gradients_of_allreduce():
     """The gradient of an allreduce is an allreduce by the same operation."""
     for op in (hvd.Sum, hvd.Average):

@@ -50,7 +50,10 @@ class Execution:
         kind = pairs[0][1].kind
         try:
             if kind is Kind.ALLREDUCE:
-                return self._allreduce(execute.set_id, members, keys, [pair[1] for pair in pairs])
+                parts = _alike(keys, [one for _, one in pairs])
+                return {
+                    key: one for part in parts for key, one in self._allreduce(execute.set_id, members, part).items()
+                }
             return {item.key: self._one(execute.set_id, members, item, one) for item, one in pairs}
         except HorovodInternalError:
             raise
@@ -86,12 +89,10 @@ class Execution:
             postscale=request.postscale,
         )
 
-    def _allreduce(
-        self, set_id: int, members: Sequence[int], keys: Sequence[str], batch: Sequence[Submission]
-    ) -> dict[str, Any]:
-        first = batch[0]
-        results = {key: one.output for key, one in zip(keys, batch, strict=True)}
-        pairs = [(one.tensor, one.output) for one in batch]
+    def _allreduce(self, set_id: int, members: Sequence[int], batch: Mapping[str, Submission]) -> dict[str, Any]:
+        keys, first = list(batch), next(iter(batch.values()))
+        results = {key: one.output for key, one in batch.items()}
+        pairs = [(one.tensor, one.output) for one in batch.values()]
         given = [tensor for tensor, _ in pairs if tensor is not None and tensor.numel()]
         taken = [output for _, output in pairs if output is not None and output.numel()]
         if not given:
@@ -186,7 +187,7 @@ class Execution:
             prescale=one.prescale,
             postscale=one.postscale,
         )
-        self._allreduce(set_id, members, [key], [whole])
+        self._allreduce(set_id, members, {key: whole})
         rows, more = divmod(total.shape[0], len(members))
         start = place * rows + min(place, more)
         return total[start : start + rows + (place < more)].clone()
@@ -213,6 +214,15 @@ class Execution:
                     plane = SharedMemoryPlane(slots, check=around.check, timeout_seconds=seconds)
                     self._memories[set_id] = plane
         return self._memories[set_id]
+
+
+def _alike(keys: Sequence[str], batch: Sequence[Submission]) -> list[dict[str, Submission]]:
+    """The parts of a batch that can stand in one buffer: a group may have tensors of several types."""
+    parts: dict[Any, dict[str, Submission]] = {}
+    for key, one in zip(keys, batch, strict=True):
+        kind = None if one.tensor is None else (one.tensor.dtype, one.tensor.device.type)
+        parts.setdefault(kind, {})[key] = one
+    return list(parts.values())
 
 
 def _alone(one: Submission, tensor: torch.Tensor) -> Any:
