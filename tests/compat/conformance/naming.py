@@ -23,7 +23,9 @@ class Trace:
         hvd.start_timeline(str(self._path), mark_cycles=True)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return  # the job ends
         hvd.barrier()
         hvd.stop_timeline()
         self.events = json.loads(self._path.read_text())[:-1] if hvd.rank() == 0 else []
