@@ -48,7 +48,7 @@ SIGNATURES = {
     "barrier": "process_set=global",
     "poll": "handle",
     "synchronize": "handle",
-    # From 0.28 on the set is its last parameter, in Horovod's main branch too.
+    # Two take a process set here, too, as their last parameter: this one, and broadcast_parameters.
     "allgather_object": "obj, name=None, process_set=global",
     "broadcast_object": "obj, root_rank=0, name=None, process_set=global",
     "broadcast_parameters": "params, root_rank, process_set=global",

@@ -13,6 +13,21 @@ def anew(**arguments: object) -> None:
     hvd.init(**arguments)
 
 
+def refused_by(outside: hvd.ProcessSet) -> None:
+    """What a rank is told that is not part of the set."""
+    ones = torch.ones(2)
+    for op, call in {
+        "Allreduce": lambda: hvd.grouped_allreduce([ones], process_set=outside),
+        "Allgather": lambda: hvd.allgather(ones, process_set=outside),
+        "Broadcast": lambda: hvd.broadcast(ones, outside.ranks[0], process_set=outside),
+        "Alltoall": lambda: hvd.alltoall(ones, process_set=outside),
+        "Reducescatter": lambda: hvd.reducescatter(ones, process_set=outside),
+        "Barrier": lambda: hvd.barrier(process_set=outside),
+    }.items():
+        text = raised((ValueError, hvd.HorovodInternalError), call)
+        assert text == f"{op}: Rank {hvd.rank()} is not a member of the provided process set."
+
+
 def check_static_sets():
     """init(process_sets=[…]) makes sets of ranks; operations are among their members, and a root is a rank of all."""
     size, rank = hvd.size(), hvd.rank()
@@ -31,20 +46,14 @@ def check_static_sets():
         assert hvd.alltoall(torch.tensor([rank, rank]), process_set=last).tolist() == [0, size - 1]
         hvd.barrier(process_set=last)
         assert hvd.broadcast_object({"from": rank}, 0, process_set=last) == {"from": 0}
-    else:
-        ones = torch.ones(2)
-        for op, call in {
-            "Allreduce": lambda: hvd.grouped_allreduce([ones], process_set=last),
-            "Allgather": lambda: hvd.allgather(ones, process_set=last),
-            "Broadcast": lambda: hvd.broadcast(ones, 0, process_set=last),
-            "Alltoall": lambda: hvd.alltoall(ones, process_set=last),
-            "Reducescatter": lambda: hvd.reducescatter(ones, process_set=last),
-            "Barrier": lambda: hvd.barrier(process_set=last),
-        }.items():
-            text = raised((ValueError, hvd.HorovodInternalError), call)
-            assert text == f"{op}: Rank {rank} is not a member of the provided process set."
+    outside = next((each for each in (last, one) if not each.included()), None)
+    if outside is not None:
+        refused_by(outside)
     if one.included():
         assert hvd.allreduce(torch.tensor([5.0]), process_set=one).item() == 5.0
+        assert hvd.broadcast(torch.tensor([5.0]), 1, process_set=one).item() == 5.0
+        text = raised(ValueError, lambda: hvd.broadcast(torch.tensor([5.0]), 0, process_set=one))
+        assert text == "broadcast received invalid root rank 0 for provided process set"
     anew()
 
 
