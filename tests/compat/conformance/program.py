@@ -15,8 +15,16 @@ import horovod.torch as hvd
 import torch
 
 MODULES = (
-    *("ranks", "leaving", "naming", "reducing", "moving", "disagreeing", "sets_and_joins"),
-    *("optimizing", "handing_on", "normalizing"),
+    "ranks",
+    "leaving",
+    "naming",
+    "reducing",
+    "moving",
+    "disagreeing",
+    "sets_and_joins",
+    "optimizing",
+    "handing_on",
+    "normalizing",
 )
 
 

@@ -54,6 +54,8 @@ def check_static_sets():
         assert hvd.broadcast(torch.tensor([5.0]), 1, process_set=one).item() == 5.0
         text = raised(ValueError, lambda: hvd.broadcast(torch.tensor([5.0]), 0, process_set=one))
         assert text == "broadcast received invalid root rank 0 for provided process set"
+    # Unnamed operations are counted for each set: those of one do not disturb another's.
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     anew()
 
 
