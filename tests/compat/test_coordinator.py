@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rankless.compat.horovod.negotiated.coordinator import Coordinator, Decision
+from rankless.compat.horovod.negotiated.coordinator import Coordinator, Decision, fusion_limit
 from rankless.compat.horovod.negotiated.messages import Request
 
 
@@ -82,6 +82,11 @@ def test_a_batch_is_no_larger_than_the_threshold_but_for_a_group():
         submit(made, rank, *(request(name) for name in "abc"))
         submit(made, rank, *(request(name, group="g", group_size=3) for name in "xyz"))
     assert all_decided(made) == [["a", "b"], ["c"], ["x", "y", "z"]]
+
+
+def test_the_threshold_is_rounded_up_to_what_a_hosts_ranks_share_evenly():
+    assert [fusion_limit(threshold, 2) for threshold in (0, 1, 1024, 1025)] == [0, 1024, 1024, 2048]
+    assert fusion_limit(128 << 20, 3) == 134_218_752
 
 
 def test_a_group_waits_for_all_its_members_unless_groups_may_be_split():

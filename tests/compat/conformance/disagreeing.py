@@ -83,6 +83,28 @@ def check_dims_to_be_gathered():
     agree_on(text)
 
 
+def check_the_error_comes_from_synchronize():
+    """Handing in works; poll() says that it is done; synchronize() raises, once."""
+    handle = hvd.allreduce_async(torch.ones(4 if is_odd() else 3), name="later")
+    while not hvd.poll(handle):
+        pass
+    text = raised(hvd.HorovodInternalError, lambda: hvd.synchronize(handle))
+    assert text.startswith("Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [3]")
+    assert hvd.synchronize(handle) is None
+    agree_on(text)
+
+
+def check_a_group_of_which_one_member_does_not_fit():
+    """The whole group fails, on every rank."""
+    given = [torch.ones(3), torch.ones(40_001 if is_odd() else 40_000)]
+    text = raised(hvd.HorovodInternalError, lambda: hvd.grouped_allreduce(given, name="group"))
+    assert text == (
+        "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [40000], "
+        "but another rank sent a tensor of shape [40001]."
+    )
+    agree_on(text)
+
+
 def check_an_error_before_and_a_result_after_under_the_same_name():
     """A name that has failed may be used again."""
     for number in range(3):

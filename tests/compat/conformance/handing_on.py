@@ -1,7 +1,10 @@
-"""Parameters, optimizer state and objects from one rank to all."""
+"""Parameters, optimizer state and objects from one rank to all, and what elastic training goes on from."""
+
+from itertools import chain
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from raised import raised
 from torch import nn
 
@@ -40,6 +43,7 @@ def check_optimizer_state_before_and_after_wrapping():
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
             assert optimizer.param_groups[0]["lr"] == 0.1, kind
             states = hvd.allgather_object(optimizer.state_dict())
+            assert len(states[-1]["state"]) == 2, kind  # of rank 0, the only one that has stepped
             for state in states:
                 assert state["param_groups"] == states[0]["param_groups"]
                 for number, values in state["state"].items():
@@ -73,3 +77,63 @@ def check_a_sampler():
         assert set().union(*everyones) == set(data)
         orders.append(everyones)
     assert orders[0] != orders[1]
+
+
+def skips_of(state: hvd.elastic.TorchState) -> bool | None:
+    """Whether the interrupt at a commit says that nothing need be sent; None without one."""
+    try:
+        state.commit()
+    except HostsUpdatedInterrupt as interrupt:
+        return interrupt.skip_sync
+    return None
+
+
+def check_news_of_hosts_are_rank_0s():
+    """check_host_updates() takes what rank 0 has been told: all ranks are interrupted, or none."""
+    for update, skips in ((1, True), (2, False)):  # gone, come
+        state = hvd.elastic.TorchState(batch=0)
+        if hvd.rank() != 0:
+            state.on_hosts_updated(1, update)
+        state.commit()
+        if hvd.rank() == 0:
+            state.on_hosts_updated(1, update)
+        assert skips_of(state) is skips
+        state.commit()  # said once
+
+
+def check_an_elastic_function_begins_with_rank_0s_state():
+    """hvd.elastic.run() sends the state around, calls the function, and calls it again from the last commit."""
+    made = nn.Linear(2, 1)
+    with torch.no_grad():
+        made.weight.fill_(float(hvd.rank() + 1))
+    state = hvd.elastic.TorchState(model=made, batch=10 * hvd.rank())
+    resets = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState, given: str) -> str:
+        assert state.model.weight.unique().tolist() == [1.0]
+        if not resets:
+            assert state.batch == 0
+            state.batch = 5
+            state.commit()
+            state.batch = 6
+            hvd.allreduce(torch.ones(2 + (hvd.rank() == 0)), name="interrupted")  # raises on all ranks
+        return f"{given} {state.batch}"
+
+    assert train(state, "at") == "at 5"
+    assert resets == [hvd.size()]
+
+
+def check_an_elastic_sampler():
+    """Ranks share out what is left of an epoch; a batch counts for all of them."""
+    sampler = hvd.elastic.ElasticSampler(list(range(10 * hvd.size())), shuffle=True, seed=1)
+    everyones = hvd.allgather_object(list(sampler))
+    assert sorted(chain(*everyones)) == list(range(10 * hvd.size()))
+    sampler.record_batch(0, 4)
+    sampler.reset()
+    rest = hvd.allgather_object(list(sampler))
+    assert set(chain(*rest)) == set(chain(*(one[4:] for one in everyones)))
+    sampler.set_epoch(1)
+    assert hvd.allgather_object(list(sampler)) != everyones
+    assert len(sampler) == 10

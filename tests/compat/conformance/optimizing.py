@@ -1,6 +1,7 @@
 """DistributedOptimizer against one process that sees all batches."""
 
 import copy
+import warnings
 
 import horovod.torch as hvd
 import torch
@@ -103,6 +104,9 @@ def check_several_passes_per_step():
     assert_same(made, twin(3, passes=2, lr=0.1, momentum=0.9))
     optimizer.set_backward_passes_per_step(1)
     train(optimizer, made, 1)
+    loss_of(made, batch(0, hvd.rank())).backward()
+    raised(AssertionError, lambda: loss_of(made, batch(0, hvd.rank())).backward())
+    optimizer.synchronize()
 
 
 def check_one_pass_too_many():
@@ -111,7 +115,10 @@ def check_one_pass_too_many():
     optimizer = wrapped(made)
     loss_of(made, batch(0, hvd.rank())).backward()
     text = raised(AssertionError, lambda: loss_of(made, batch(0, hvd.rank())).backward())
-    assert text.startswith("Gradients were computed more than backward_passes_per_step times before call to step().")
+    assert text == (
+        "Gradients were computed more than backward_passes_per_step times before call to step(). "
+        "Increase backward_passes_per_step to accumulate gradients locally."
+    )
     optimizer.synchronize()
 
 
@@ -121,7 +128,10 @@ def check_zero_grad_at_the_wrong_time():
     optimizer = wrapped(made)
     loss_of(made, batch(0, hvd.rank())).backward()
     text = raised(AssertionError, optimizer.zero_grad)
-    assert text.startswith("optimizer.zero_grad() was called after loss.backward() but before optimizer.step()")
+    assert text == (
+        "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+        "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+    )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     assert all(parameter.grad is None for parameter in made.parameters())
@@ -145,6 +155,38 @@ def check_clipping_between_synchronize_and_step():
     assert_same(made, expected)
 
 
+def check_a_step_after_synchronize():
+    """Without skip_synchronize() it warns, and reduces again."""
+    made = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([made], lr=1.0), op=hvd.Sum)
+    made.sum().backward()
+    optimizer.synchronize()
+    assert made.grad.tolist() == [float(hvd.size())] * 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert [str(one.message) for one in caught] == [
+        "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+        "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you "
+        "use optimizer.synchronize() in your code."
+    ]
+    assert made.tolist() == [-float(hvd.size() ** 2)] * 2
+
+
+def check_a_division_before_the_sum():
+    """gradient_predivide_factor f: each rank's gradient times 1/f, the sum times f/size; halves do not overflow."""
+    for count in (5, 50_000):
+        for factor, expected in ((1.0, float("inf")), (4.0, 40_000.0)):
+            made = nn.Parameter(torch.zeros(count, dtype=torch.float16))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([made], lr=0.0), gradient_predivide_factor=factor)
+            (made * torch.tensor(40_000.0, dtype=torch.float16)).sum().backward()
+            optimizer.synchronize()
+            assert made.grad.unique().tolist() == [expected]
+    plain = torch.optim.SGD([made], lr=0.0)
+    text = raised(ValueError, lambda: hvd.DistributedOptimizer(plain, gradient_predivide_factor=2.0, op=hvd.Sum))
+    assert text == "gradient_predivide_factor not supported with op != Average"
+
+
 def check_parameters_that_get_no_gradient():
     """On a rank whose graph leaves a parameter out, its gradient counts as zero."""
     made = nn.ModuleDict({"used": nn.Linear(3, 3), "rare": nn.Linear(3, 3)}).double()
@@ -156,7 +198,9 @@ def check_parameters_that_get_no_gradient():
     if hvd.rank() == 0:
         output = made["rare"](output)
     output.sum().backward()
+    assert (made["rare"].weight.grad is None) == (hvd.rank() != 0)
     optimizer.step()
+    assert made["rare"].weight.grad is not None
     everyones = hvd.allgather(made["rare"].weight.detach().reshape(1, -1))
     assert all(torch.equal(one, everyones[0]) for one in everyones)
     assert not torch.equal(before, made["rare"].weight)
@@ -164,6 +208,11 @@ def check_parameters_that_get_no_gradient():
 
 def check_compression_of_gradients():
     """With fp16 gradients travel as halves; parameters stay equal on all ranks."""
+    single = nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([single], lr=1.0), compression=hvd.Compression.fp16)
+    (single * (1.0 + 2**-12)).sum().backward()  # which no half is
+    optimizer.step()
+    assert single.item() == -1.0
     made = model().float()
     optimizer = wrapped(made, compression=hvd.Compression.fp16)
     for step in range(3):
@@ -229,4 +278,3 @@ def check_names():
     plain = torch.optim.SGD(made.parameters(), lr=0.1)
     raised(ValueError, lambda: hvd.DistributedOptimizer(plain, [("same", one) for one in parameters]))
     raised(ValueError, lambda: hvd.DistributedOptimizer(plain, [("only", parameters[0])]))
-    raised(ValueError, lambda: hvd.DistributedOptimizer(plain, gradient_predivide_factor=2.0, op=hvd.Sum))

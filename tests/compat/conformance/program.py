@@ -14,7 +14,18 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-MODULES = ("ranks", "reducing", "moving", "disagreeing", "sets_and_joins", "optimizing", "handing_on", "normalizing")
+MODULES = (
+    "ranks",
+    "leaving",
+    "naming",
+    "reducing",
+    "moving",
+    "disagreeing",
+    "sets_and_joins",
+    "optimizing",
+    "handing_on",
+    "normalizing",
+)
 
 
 def checks() -> dict[str, Callable[[], None]]:

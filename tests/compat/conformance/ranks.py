@@ -1,9 +1,7 @@
-"""Who is who; initialising and shutting down; what is built; timelines."""
+"""Who is who; initialising and shutting down; what is built."""
 
-import json
+import importlib
 import os
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import horovod.torch as hvd
 import torch
@@ -75,45 +73,36 @@ def check_what_is_built():
     assert raised(ValueError, hvd.mpi_threads_supported) == expected
 
 
+def check_modules_that_scripts_import():
+    """Names are found where Horovod has them, and are the same objects there."""
+    for module, names in {
+        "horovod.torch.mpi_ops": ("allreduce", "synchronize", "rank", "Average", "ProcessSet"),
+        "horovod.torch.optimizer": ("DistributedOptimizer",),
+        "horovod.torch.compression": ("Compression",),
+        "horovod.torch.functions": ("broadcast_parameters", "broadcast_optimizer_state", "broadcast_object"),
+        "horovod.torch.sync_batch_norm": ("SyncBatchNorm",),
+        "horovod.common.process_sets": ("ProcessSet", "add_process_set", "global_process_set"),
+        "horovod.common.exceptions": ("HorovodInternalError",),
+    }.items():
+        for name in names:
+            assert getattr(importlib.import_module(module), name) is getattr(hvd, name), (module, name)
+    util = importlib.import_module("horovod.common.util")
+    assert (util.gloo_built(), util.mpi_built()) == (True, False)
+    assert (util.extension_available("torch"), util.extension_available("mxnet")) == (True, False)
+    with util.env(HOROVOD_OF_A_TEST="1"):
+        assert os.environ["HOROVOD_OF_A_TEST"] == "1"
+    assert "HOROVOD_OF_A_TEST" not in os.environ
+    assert importlib.import_module("horovod").__version__ == "0.28.1"
+    assert importlib.import_module("horovod").run is importlib.import_module("horovod.runner").run
+    assert callable(importlib.import_module("horovod.runner.launch").run_commandline)
+    states = importlib.import_module("horovod.torch.elastic.state")
+    assert torch.nn.Module in [kind for kind, _ in states.get_handler_registry()]
+    assert hvd.elastic.TorchState is states.TorchState
+    interrupt = importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt
+    assert (interrupt().skip_sync, interrupt(True).skip_sync) == (False, True)
+
+
 def check_constants():
     """The operations' numbers, and the exceptions' bases."""
     assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
     assert issubclass(hvd.HorovodInternalError, RuntimeError)
-
-
-def check_a_timeline_only_by_leave():
-    """start_timeline() needs HOROVOD_TIMELINE=DYNAMIC."""
-    expected = "Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage."
-    assert raised(ValueError, lambda: hvd.start_timeline("/nowhere")) == expected
-
-
-def check_a_timeline_is_a_chrome_trace():
-    """With it, rank 0 writes what became of each operation as a Chrome trace."""
-    hvd.barrier()
-    hvd.shutdown()
-    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
-    hvd.init()
-    del os.environ["HOROVOD_TIMELINE"]
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "timeline.json"
-        hvd.start_timeline(str(path), mark_cycles=True)
-        hvd.allreduce(torch.ones(100_000), name="traced")
-        hvd.barrier()
-        hvd.stop_timeline()
-        if hvd.rank() == 0:
-            events = [event for event in json.loads(path.read_text()) if event]
-            names = {event.get("name") for event in events}
-            assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE", "SHARED_MEMORY_ALLREDUCE", "CYCLE_START"} <= names, (
-                names
-            )
-            phases = [event["ph"] for event in events]
-            assert phases.count("B") == phases.count("E")
-            rows = [
-                event["args"]["name"]
-                for event in events
-                if event["name" if "name" in event else "ph"] == "process_name"
-            ]
-            assert any("traced" in row for row in rows), rows
-    hvd.barrier()
-    hvd.shutdown()
-    hvd.init()

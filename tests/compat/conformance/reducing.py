@@ -2,6 +2,7 @@
 
 import horovod.torch as hvd
 import torch
+from horovod.torch.compression import Compressor
 from raised import raised
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -80,6 +81,9 @@ def check_in_place_and_asynchronous_forms():
         assert hvd.allreduce_(again, op=hvd.Sum) is again
         assert torch.equal(again, total)
         assert hvd.synchronize(handle) is None
+        expected = f"Handle {handle} was not created or has been cleared."
+        assert raised(ValueError, lambda handle=handle: hvd.poll(handle)) == expected
+    assert hvd.synchronize(10**9) is None
 
 
 def check_orders_of_named_tensors_may_differ():
@@ -109,7 +113,10 @@ def check_a_name_that_is_being_processed():
     if hvd.rank() == 0:
         handle = hvd.allreduce_async(tensors[0], name="twice", op=hvd.Sum)
         text = raised(ValueError, lambda: hvd.allreduce_async(tensors[1], name="twice", op=hvd.Sum))
-        assert text.startswith("Requested to allreduce, allgather, or broadcast a tensor with the same name as another")
+        assert text == (
+            "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
+            "currently being processed.  If you want to request another tensor, use a different tensor name."
+        )
     hvd.barrier()
     if handle is None:
         handle = hvd.allreduce_async(tensors[0], name="twice", op=hvd.Sum)
@@ -130,6 +137,19 @@ def check_groups():
         hvd.synchronize(hvd.grouped_allreduce_async_([one.clone() for one in given], op=hvd.Sum)),
     ):
         assert all(torch.equal(one, total) for one, total in zip(found, totals, strict=True))
+
+
+def check_groups_of_several_types():
+    """Each tensor of a group is reduced in its own type, whichever comes first."""
+    for count in (3, 30_000):
+        given = [
+            torch.full((count,), 0.5),
+            torch.full((count,), 2**40 + 1),
+            torch.full((count,), 1 / 3, dtype=torch.float64),
+        ]
+        for order in (given, given[::-1]):
+            for found, one in zip(hvd.grouped_allreduce(order, op=hvd.Max), order, strict=True):
+                assert torch.equal(found, one), one.dtype
 
 
 def check_gradients_of_allreduce():
@@ -154,6 +174,23 @@ def check_gradients_of_groups():
 
 def check_compression():
     """fp16 goes over the wire as halves and comes back as it was; none changes nothing; users may write their own."""
+    exact = torch.tensor([1.0 + 2**-12])  # which no half is
+    assert hvd.allreduce(exact).item() == exact.item()
+    assert hvd.allreduce(exact, compression=hvd.Compression.fp16).item() == 1.0
+    assert hvd.grouped_allreduce([exact], compression=hvd.Compression.fp16)[0].item() == 1.0
+
+    class Negated(Compressor):
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+            return -tensor, "negated"
+
+        @staticmethod
+        def decompress(tensor: torch.Tensor, ctx: str) -> torch.Tensor:
+            assert ctx == "negated"
+            return -tensor
+
+    highest = hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Max, compression=Negated)
+    assert highest.item() == 0.0  # the highest of those that have travelled
     given = own((40_000,), torch.float32, hvd.rank())
     found = hvd.allreduce(given, op=hvd.Sum, compression=hvd.Compression.fp16)
     assert found.dtype is torch.float32
@@ -167,6 +204,9 @@ def check_what_is_not_contiguous_is_refused():
     """And bfloat16 and bool, which Horovod refuses, are taken."""
     text = raised(ValueError, lambda: hvd.allreduce_(torch.ones(4, 4).t()))
     assert text == "Tensor is required to be contiguous."
+    assert hvd.allreduce(torch.full((3,), 1.5).bfloat16(), op=hvd.Sum).tolist() == [1.5 * hvd.size()] * 3
+    text = raised(ValueError, lambda: hvd.allreduce(torch.ones(2, dtype=torch.complex64)))
+    assert text == "Tensor type torch.ComplexFloatTensor is not supported."
     flags = torch.tensor([hvd.rank() == 0, False])
     assert hvd.allreduce(flags, op=hvd.Max).tolist() == [True, False]
 
@@ -186,7 +226,8 @@ def check_adaptive_summation():
     """Adasum averages what points the same way and adds what stands at right angles; ranks must be a power of 2."""
     size, rank = hvd.size(), hvd.rank()
     if size & (size - 1):
-        raised(NotImplementedError, lambda: hvd.allreduce(torch.ones(3), op=hvd.Adasum, name="adasum"))
+        text = raised(NotImplementedError, lambda: hvd.allreduce(torch.ones(3), op=hvd.Adasum, name="adasum"))
+        assert text == "Running Adasum with non-power of 2 ranks is not supported yet."
         return
     alike = hvd.allreduce(torch.full((3,), 2.0, dtype=torch.float64), op=hvd.Adasum)
     torch.testing.assert_close(alike, torch.full((3,), 2.0, dtype=torch.float64))

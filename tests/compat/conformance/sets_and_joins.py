@@ -13,6 +13,21 @@ def anew(**arguments: object) -> None:
     hvd.init(**arguments)
 
 
+def refused_by(outside: hvd.ProcessSet) -> None:
+    """What a rank is told that is not part of the set."""
+    ones = torch.ones(2)
+    for op, call in {
+        "Allreduce": lambda: hvd.grouped_allreduce([ones], process_set=outside),
+        "Allgather": lambda: hvd.allgather(ones, process_set=outside),
+        "Broadcast": lambda: hvd.broadcast(ones, outside.ranks[0], process_set=outside),
+        "Alltoall": lambda: hvd.alltoall(ones, process_set=outside),
+        "Reducescatter": lambda: hvd.reducescatter(ones, process_set=outside),
+        "Barrier": lambda: hvd.barrier(process_set=outside),
+    }.items():
+        text = raised((ValueError, hvd.HorovodInternalError), call)
+        assert text == f"{op}: Rank {hvd.rank()} is not a member of the provided process set."
+
+
 def check_static_sets():
     """init(process_sets=[…]) makes sets of ranks; operations are among their members, and a root is a rank of all."""
     size, rank = hvd.size(), hvd.rank()
@@ -31,11 +46,16 @@ def check_static_sets():
         assert hvd.alltoall(torch.tensor([rank, rank]), process_set=last).tolist() == [0, size - 1]
         hvd.barrier(process_set=last)
         assert hvd.broadcast_object({"from": rank}, 0, process_set=last) == {"from": 0}
-    else:
-        text = raised((ValueError, hvd.HorovodInternalError), lambda: hvd.allreduce(torch.ones(1), process_set=last))
-        assert f"Rank {rank} is not a member of the provided process set." in text
+    outside = next((each for each in (last, one) if not each.included()), None)
+    if outside is not None:
+        refused_by(outside)
     if one.included():
         assert hvd.allreduce(torch.tensor([5.0]), process_set=one).item() == 5.0
+        assert hvd.broadcast(torch.tensor([5.0]), 1, process_set=one).item() == 5.0
+        text = raised(ValueError, lambda: hvd.broadcast(torch.tensor([5.0]), 0, process_set=one))
+        assert text == "broadcast received invalid root rank 0 for provided process set"
+    # Unnamed operations are counted for each set: those of one do not disturb another's.
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     anew()
 
 
@@ -48,7 +68,8 @@ def check_the_set_of_all():
 
 def check_dynamic_sets_only_by_leave():
     """add_process_set needs HOROVOD_DYNAMIC_PROCESS_SETS."""
-    raised((ValueError, hvd.HorovodInternalError), lambda: hvd.add_process_set([0]))
+    text = raised(ValueError, lambda: hvd.add_process_set([0]))
+    assert text == "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow adding process sets after Horovod initialization."
 
 
 def check_dynamic_sets():
@@ -100,20 +121,36 @@ def check_joining():
                     found, torch.full((count,), (size - 1 - step) / size, dtype=torch.float64), rtol=1e-14, atol=0
                 )
         last = hvd.join()
-        assert set(hvd.allgather_object(last)) == {last}
-        assert last in range(size)
+        assert last == size - 1  # whose last step came when all others had joined
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+def check_reductions_and_groups_with_who_has_joined():
+    """Zeros of who has joined count in every reduction, and in groups."""
+    size, rank = hvd.size(), hvd.rank()
+    for count in (3, 50_000):
+        if rank:
+            for op, expected in ((hvd.Sum, 2.0 * (size - 1)), (hvd.Min, 0.0), (hvd.Max, 2.0), (hvd.Product, 0.0)):
+                found = hvd.allreduce(torch.full((count,), 2.0), op=op, name=f"with.zeros.{count}.{op}")
+                assert found.unique().tolist() == [expected], op
+            pair = [torch.full((count,), 2.0), torch.full((7,), -2.0)]
+            for one, value in zip(hvd.grouped_allreduce(pair, name=f"pair.{count}"), (2.0, -2.0), strict=True):
+                torch.testing.assert_close(one, torch.full_like(one, value * (size - 1) / size))
+        hvd.join()
 
 
 def check_what_joining_forbids():
     """Allgather and the others raise on the ranks that call them while one has joined."""
     if hvd.rank():
         text = raised(hvd.HorovodInternalError, lambda: hvd.allgather(torch.ones(1), name="late"))
-        assert text.startswith("Allgather is not supported with Join at this time.")
+        assert text == (
+            "Allgather is not supported with Join at this time. "
+            "Specify sparse_to_dense=True if using DistributedOptimizer"
+        )
         text = raised(hvd.HorovodInternalError, lambda: hvd.broadcast(torch.ones(1), 1, name="late"))
-        assert text.startswith("Broadcast is not supported with Join at this time.")
+        assert text == "Broadcast is not supported with Join at this time."
         text = raised(hvd.HorovodInternalError, lambda: hvd.alltoall(torch.ones(hvd.size()), name="late"))
-        assert text.startswith("Alltoall is not supported with Join at this time.")
+        assert text == "Alltoall is not supported with Join at this time."
         text = raised(hvd.HorovodInternalError, lambda: hvd.reducescatter(torch.ones(hvd.size()), name="late"))
-        assert text.startswith("Reducescatter is not supported with Join at this time.")
+        assert text == "Reducescatter is not supported with Join at this time."
     hvd.join()

@@ -1,6 +1,7 @@
 """Rank 0's judgement: what every rank has ready is executed, in one order for all, what fits together as one.
 
-Pure: no sockets, no clock, no tensors. `submit` takes what ranks have ready, `decide` gives what is to be told to them.
+Pure but for the timeline, which it tells: no sockets, no clock, no tensors. `submit` takes what ranks have ready,
+`decide` gives what is to be told to them.
 
 Note [one order]: operations of different process sets are put in one order, too. Every rank executes its own in that
 order, so two sets that overlap can never wait for each other.
@@ -17,6 +18,7 @@ from math import prod
 from rankless.compat.horovod.negotiated.agreement import disagreement
 from rankless.compat.horovod.negotiated.messages import Execute, Item, Request
 from rankless.compat.horovod.negotiated.submissions import UNNAMED
+from rankless.compat.horovod.negotiated.timeline import Timeline
 
 Combine = Callable[[Request, Sequence[bytes], int], bytes]
 """The reduced values of a request, from those of the ranks that take part, in their order, and the size of the set."""
@@ -126,13 +128,21 @@ class Coordinator:
     """Who has what ready, and what comes next."""
 
     def __init__(
-        self, size: int, *, combine: Combine, capacity: int = 1024, fusion_bytes: int = 128 << 20, splits: bool = False
+        self,
+        size: int,
+        *,
+        combine: Combine,
+        capacity: int = 1024,
+        fusion_bytes: int = 128 << 20,
+        splits: bool = False,
+        timeline: Timeline | None = None,
     ) -> None:
         self.sets: dict[int, tuple[int, ...]] = {ALL_RANKS: tuple(range(size))}
         self._combine = combine
         self._capacity = capacity
         self._fusion_bytes = fusion_bytes
         self._splits_groups = splits
+        self._timeline = timeline or Timeline()
         self._next_set = 1
         self._waiting: dict[tuple[int, str], Waiting] = {}
         self._groups: dict[tuple[int, str], list[Waiting]] = {}
@@ -199,6 +209,7 @@ class Coordinator:
         return found
 
     def _add(self, waiting: Waiting, rank: int, request: Request, values: bytes) -> None:
+        self._timeline.negotiating(waiting.key, request.kind, rank)
         waiting.requests[rank] = request
         if request.rides:
             waiting.values[rank] = values
@@ -214,11 +225,15 @@ class Coordinator:
         del self._waiting[waiting.set_id, waiting.key]
         request = waiting.request
         if not request.group or self._splits_groups:
+            self._timeline.negotiated(waiting.key, is_whole=True)
             self._ready.append(self._unit([waiting]))
             return
         group = self._groups.setdefault((waiting.set_id, request.group), [])
         group.append(waiting)
-        if len(group) >= request.group_size:
+        self._timeline.negotiated(waiting.key, is_whole=len(group) == request.group_size)
+        if len(group) == request.group_size:
+            for one in group:
+                self._timeline.gathered(one.key)
             self._ready.append(self._unit(self._groups.pop((waiting.set_id, request.group))))
 
     def _unit(self, operations: Sequence[Waiting]) -> Unit:
@@ -229,9 +244,11 @@ class Coordinator:
         return Unit(tuple(operations), joined, next((text for text in errors if text), ""))
 
     def _join(self, rank: int, now: float) -> None:
+        self._timeline.negotiating("join", "join", rank)
         self._joined[rank] = None
         if len(self._joined) == len(self.sets[ALL_RANKS]):
             self._joined = {}
+            self._timeline.negotiated("join", is_whole=True)
             request = Request(kind="join", key="join", root=rank)
             self._ready.append(Unit((Waiting(ALL_RANKS, "join", now, requests={rank: request}),), (), ""))
             return
@@ -299,6 +316,12 @@ class Coordinator:
         number = self._numbers.pop((waiting.set_id, waiting.key), None)
         if number is not None:
             del self._known[number]
+
+
+def fusion_limit(threshold: int, local_size: int) -> int:
+    """How many bytes are fused at most: as Horovod, so many as can be dealt out evenly to the ranks of a host."""
+    unit = local_size * 8 * 64
+    return -(-threshold // unit) * unit
 
 
 def byte_count(request: Request) -> int:

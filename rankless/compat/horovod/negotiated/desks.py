@@ -63,8 +63,10 @@ class Spoke:
         self._link = link
         self._capacity = capacity
         self._numbers: dict[Place, tuple[int, Request]] = {}
-        self._described: dict[Place, tuple[Request, bytes]] = {}
-        self._places: dict[int, Place] = {}
+        self._outstanding: dict[Place, tuple[Request, bytes, int]] = {}
+        """What was handed in, and under which number, if it is not negative."""
+        self._again: dict[int, Place] = {}
+        """Of what is outstanding: `_numbers` may have no room for it any more."""
         self._selector = selector
         self._is_closed = False
         selector.register(link, EVENT_READ)
@@ -72,9 +74,12 @@ class Spoke:
     def submit(self, place: Place, request: Request, values: bytes) -> None:
         """Something is ready."""
         number, described = self._numbers.get(place, (-1, None))
-        self._described[place] = (request, values)
-        message = Again(number) if described == request else Submit(request)
-        self._link.keep(encode(message), (values,))
+        if described == request:
+            self._again[number] = place
+        else:
+            number = -1
+        self._outstanding[place] = (request, values, number)
+        self._link.keep(encode(Submit(request) if number < 0 else Again(number)), (values,))
 
     def told(self, *, is_idle: bool) -> Iterator[Told]:  # noqa: ARG002  # the protocol's
         """What has been decided since the last time. Raises Ended once there is nothing more."""
@@ -114,26 +119,22 @@ class Spoke:
     def _take_numbers(self, message: Execute) -> None:
         for item in message.items:
             place = (message.set_id, item.key)
-            described = self._described.pop(place, None)
+            request, _, number = self._outstanding.pop(place, (None, b"", -1))
+            self._again.pop(number, None)
             if item.error:
-                self._drop(place)
-            elif item.number >= 0 and described is not None:
-                self._drop(place)
-                self._numbers[place] = (item.number, described[0])
-                self._places[item.number] = place
+                self._numbers.pop(place, None)
+            elif item.number >= 0 and request is not None:
+                self._numbers.pop(place, None)
+                self._numbers[place] = (item.number, request)
                 if len(self._numbers) > 2 * self._capacity:
-                    self._drop(next(iter(self._numbers)))
-
-    def _drop(self, place: Place) -> None:
-        number, _ = self._numbers.pop(place, (-1, None))
-        self._places.pop(number, None)
+                    del self._numbers[next(iter(self._numbers))]
 
     def _describe(self, number: int) -> None:
-        place = self._places.get(number)
-        if place is None or place not in self._described:
+        place = self._again.pop(number, None)
+        if place is None:
             raise Ended(f"Rank 0 asks for number {number}, which is not known here.")
-        self._drop(place)
-        request, values = self._described[place]
+        self._numbers.pop(place, None)
+        request, values, _ = self._outstanding[place]
         with suppress(Closed):
             self._link.send(encode(Submit(request)), (values,))
 
@@ -215,7 +216,6 @@ class Hub:
             self._end(f"Rank {rank} sent something that is no message: {error}.")
 
     def _take(self, rank: int, request: Request, values: bytes) -> None:
-        self._timeline.negotiating(request.key, request.kind, rank)
         self._coordinator.submit(rank, request, values, time.monotonic())
 
     def _tell(self, decision: Decision) -> Iterator[Told]:
@@ -224,8 +224,6 @@ class Hub:
         for rank in decision.members:
             if rank:
                 self._send(rank, said or encode(decision.message(rank)), values)
-        for one in decision.chosen:
-            self._timeline.negotiated(one.waiting.key)
         if 0 in decision.members:
             yield decision.message(0), values
 

@@ -1,7 +1,6 @@
 """Executing what has been decided: each operation of a batch on this rank's tensors, on the plane that suits it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.negotiated.fusion import Activity, FusionBuffer
 from rankless.compat.horovod.negotiated.messages import Execute, Item, Request
 from rankless.compat.horovod.negotiated.planes.adasum import adasum
 from rankless.compat.horovod.negotiated.planes.group import GroupPlane, open_group
@@ -17,10 +17,6 @@ from rankless.compat.horovod.negotiated.planes.layout import Layout, all_have, l
 from rankless.compat.horovod.negotiated.planes.shared_memory import SharedMemoryPlane, is_ordered_here, open_slots
 from rankless.compat.horovod.negotiated.scaling import DTYPES, Reducing
 from rankless.compat.horovod.negotiated.submissions import Kind, Reduction, Submission
-
-Activity = Callable[[Sequence[str], str], AbstractContextManager[None]]
-"""What the timeline is told: keys, and what is done to them."""
-
 
 FAILURES = (AssertionError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 
@@ -48,6 +44,7 @@ class Execution:
         self._around = surroundings
         self._groups: dict[tuple[int, str], GroupPlane] = {}
         self._memories: dict[int, SharedMemoryPlane | None] = {}
+        self._fusion = FusionBuffer(surroundings.activity)
 
     def run(self, execute: Execute, members: Sequence[int], submissions: Mapping[str, Submission]) -> dict[str, Any]:
         """The results of a batch by key. Raises HorovodInternalError if it fails."""
@@ -56,7 +53,10 @@ class Execution:
         kind = pairs[0][1].kind
         try:
             if kind is Kind.ALLREDUCE:
-                return self._allreduce(execute.set_id, members, keys, [pair[1] for pair in pairs])
+                parts = _alike(keys, [one for _, one in pairs])
+                return {
+                    key: one for part in parts for key, one in self._allreduce(execute.set_id, members, part).items()
+                }
             return {item.key: self._one(execute.set_id, members, item, one) for item, one in pairs}
         except HorovodInternalError:
             raise
@@ -92,18 +92,16 @@ class Execution:
             postscale=request.postscale,
         )
 
-    def _allreduce(
-        self, set_id: int, members: Sequence[int], keys: Sequence[str], batch: Sequence[Submission]
-    ) -> dict[str, Any]:
-        first = batch[0]
-        results = {key: one.output for key, one in zip(keys, batch, strict=True)}
-        pairs = [(one.tensor, one.output) for one in batch]
+    def _allreduce(self, set_id: int, members: Sequence[int], batch: Mapping[str, Submission]) -> dict[str, Any]:
+        keys, first = list(batch), next(iter(batch.values()))
+        results = {key: one.output for key, one in batch.items()}
+        pairs = [(one.tensor, one.output) for one in batch.values()]
         given = [tensor for tensor, _ in pairs if tensor is not None and tensor.numel()]
         taken = [output for _, output in pairs if output is not None and output.numel()]
         if not given:
             return results
         reducing = Reducing(first.reduction, first.prescale, first.postscale, len(members))
-        memory = self._memory(set_id, members) if given[0].device.type == "cpu" else None
+        memory = self._memory(set_id, members, keys) if given[0].device.type == "cpu" else None
         if first.reduction is Reduction.ADASUM:
             with self._around.activity(keys, "ADASUM_ALLREDUCE"):
                 self._adasum(set_id, members, given, taken, reducing)
@@ -131,16 +129,13 @@ class Execution:
             if taken[0].data_ptr() != given[0].data_ptr():
                 buffer.copy_(given[0].detach())
         else:
-            with self._around.activity(keys, "MEMCPY_IN_FUSION_BUFFER"):
-                buffer = torch.cat([tensor.detach().reshape(-1) for tensor in given])
+            buffer = self._fusion.fill(keys, given)
         reducing.before(buffer)
         with self._around.activity(keys, name):
             plane.allreduce(buffer, reducing.reduction)
         reducing.after(buffer)
         if len(given) > 1:
-            with self._around.activity(keys, "MEMCPY_OUT_FUSION_BUFFER"):
-                pieces = buffer.split([tensor.numel() for tensor in taken])
-                torch._foreach_copy_([tensor.detach().reshape(-1) for tensor in taken], list(pieces))
+            self._fusion.empty(keys, buffer, taken)
 
     def _adasum(
         self,
@@ -195,7 +190,7 @@ class Execution:
             prescale=one.prescale,
             postscale=one.postscale,
         )
-        self._allreduce(set_id, members, [key], [whole])
+        self._allreduce(set_id, members, {key: whole})
         rows, more = divmod(total.shape[0], len(members))
         start = place * rows + min(place, more)
         return total[start : start + rows + (place < more)].clone()
@@ -209,12 +204,15 @@ class Execution:
             )
         return self._groups[set_id, device.type]
 
-    def _memory(self, set_id: int, members: Sequence[int]) -> SharedMemoryPlane | None:
+    def _memory(self, set_id: int, members: Sequence[int], keys: Sequence[str]) -> SharedMemoryPlane | None:
         """What reduces in shared memory, if all ranks of the process set can; else None, on all of them."""
         if set_id not in self._memories:
             layout = layout_of(members, self._around.hosts, self._around.rank)
             store = dist.PrefixStore(f"set/{set_id}/memory", self._around.store)  # type: ignore[attr-defined]
-            self._memories[set_id] = None if layout is None else self._open_memory(set_id, layout, store)
+            self._memories[set_id] = None
+            if layout is not None:
+                with self._around.activity(keys, "INIT_FUSION_BUFFER"):
+                    self._memories[set_id] = self._open_memory(set_id, layout, store)
         return self._memories[set_id]
 
     def _open_memory(self, set_id: int, layout: Layout, store: Any) -> SharedMemoryPlane | None:
@@ -235,6 +233,15 @@ class Execution:
         return SharedMemoryPlane(
             slots, check=around.check, timeout_seconds=around.timeout.total_seconds(), across=across
         )
+
+
+def _alike(keys: Sequence[str], batch: Sequence[Submission]) -> list[dict[str, Submission]]:
+    """The parts of a batch that can stand in one buffer: a group may have tensors of several types."""
+    parts: dict[Any, dict[str, Submission]] = {}
+    for key, one in zip(keys, batch, strict=True):
+        kind = None if one.tensor is None else (one.tensor.dtype, one.tensor.device.type)
+        parts.setdefault(kind, {})[key] = one
+    return list(parts.values())
 
 
 def _alone(one: Submission, tensor: torch.Tensor) -> Any:

@@ -22,14 +22,14 @@ import torch
 
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.negotiated.alarm import Alarm
-from rankless.compat.horovod.negotiated.coordinator import ALL_RANKS, MOVING, Coordinator
+from rankless.compat.horovod.negotiated.coordinator import ALL_RANKS, MOVING, Coordinator, fusion_limit
 from rankless.compat.horovod.negotiated.desks import Desk, Ended, Hub, Spoke
 from rankless.compat.horovod.negotiated.execution import Execution, Surroundings
 from rankless.compat.horovod.negotiated.meeting import Met
 from rankless.compat.horovod.negotiated.messages import Execute, Request
 from rankless.compat.horovod.negotiated.riding import bytes_of, combine, put, rides
 from rankless.compat.horovod.negotiated.stalling import Stalls
-from rankless.compat.horovod.negotiated.submissions import UNNAMED, Kind, Submission
+from rankless.compat.horovod.negotiated.submissions import UNNAMED, Kind, Submission, kind_of
 from rankless.compat.horovod.negotiated.tickets import Ticket, Tickets, place_of
 from rankless.compat.horovod.negotiated.timeline import Timeline
 from rankless.compat.horovod.settings import Settings
@@ -193,8 +193,9 @@ class Negotiator:
             self._size,
             combine=combine,
             capacity=settings.cache_capacity,
-            fusion_bytes=settings.fusion_bytes,
+            fusion_bytes=fusion_limit(settings.fusion_bytes, met.hosts.count(met.hosts[0])),
             splits=settings.splits_groups,
+            timeline=self.timeline,
         )
         stalls = Stalls(warn_seconds=settings.stall_seconds, shutdown_seconds=settings.stall_shutdown_seconds)
         return Hub(
@@ -278,6 +279,8 @@ class Negotiator:
         events = [ticket.event for ticket in tickets if ticket.event is not None]
         for event in events:
             torch.cuda.current_stream().wait_event(event)
+        if events and self.timeline.is_on:
+            self.timeline.await_data(_ready(execute, tickets))
         results = self._execution.run(execute, self.sets[execute.set_id], submissions)
         if events:
             done = torch.cuda.current_stream().record_event()
@@ -302,7 +305,7 @@ class Negotiator:
         for item in execute.items:
             place = (execute.set_id, item.key)
             found = self._tickets.get(place)
-            kind = Kind(item.key.partition(".")[0])
+            kind = kind_of(item.key)
             if not item.error:
                 is_queued = not item.rides and kind in MOVING_KINDS
                 self.timeline.decided(item.key, kind.value, is_queued=is_queued)
@@ -374,6 +377,17 @@ def _request(one: Submission, key: str, ride: bool) -> Request:
         group_size=one.group_size,
         rides=ride,
     )
+
+
+def _ready(execute: Execute, tickets: Sequence[Ticket]) -> dict[str, torch.cuda.Event]:
+    """By key, when the tensors of a batch are ready on their device."""
+    keys = {item.key for item in execute.items}
+    return {
+        place_of(one)[1]: ticket.event
+        for ticket in tickets
+        for one in ticket.submissions
+        if ticket.event is not None and place_of(one)[1] in keys
+    }
 
 
 def _event_of(submissions: Sequence[Submission]) -> torch.cuda.Event | None:

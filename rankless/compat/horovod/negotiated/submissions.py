@@ -7,6 +7,8 @@ import torch
 
 UNNAMED = "noname."
 """How the names of operations begin that the script has not named."""
+GROUPED = "grouped_"
+"""How the keys of a group's members begin: a group `x` and an operation `x_1of2` never collide."""
 
 
 class Kind(Enum):
@@ -65,4 +67,9 @@ class Submission:
     @property
     def key(self) -> str:
         """By which ranks recognise the operation as the same."""
-        return f"{self.kind.value}.{self.name}"
+        return f"{GROUPED if self.group else ''}{self.kind.value}.{self.name}"
+
+
+def kind_of(key: str) -> Kind:
+    """The operation that a key, or a key of a group's member, stands for."""
+    return Kind(key.partition(".")[0].removeprefix(GROUPED))

@@ -7,7 +7,7 @@ import torch
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet
-from rankless.compat.horovod.negotiated.submissions import Kind, Submission
+from rankless.compat.horovod.negotiated.submissions import GROUPED, Kind, Submission
 from rankless.compat.horovod.torch.operations.checks import set_id_of
 
 
@@ -41,9 +41,9 @@ def submit_group(
 
 
 def named_group(kind: Kind, name: str, set_id: int, members: Sequence[dict[str, Any]]) -> list[Submission]:
-    """The submissions of a group: `name_1of3`, `name_2of3`, `name_3of3`."""
+    """The submissions of a group: `grouped_….name_1of3`, `…_2of3`, `…_3of3` are their keys."""
     size = len(members)
-    group = f"grouped_{kind.value}.{name}"
+    group = f"{GROUPED}{kind.value}.{name}"
     return [
         Submission(kind=kind, name=f"{name}_{place}of{size}", set_id=set_id, group=group, group_size=size, **fields)
         for place, fields in enumerate(members, 1)

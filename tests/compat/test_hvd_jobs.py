@@ -1,0 +1,84 @@
+"""What only a whole job can show: no launcher at all, a stall told on standard error, a rank that just ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import rankless
+
+from rankless.plan.environment import python_path_from
+from rankless.runtime.import_names import AT_START
+
+pytestmark = pytest.mark.slow
+
+CONFORMANCE = Path(__file__).parent / "conformance"
+SHUT_DOWN = (
+    "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce, "
+    "allgather or broadcast a tensor after one of the ranks finished execution. If the shutdown was caused by an "
+    "exception, you should see the exception in the log before the first shutdown message."
+)
+STALLING = """
+import horovod.torch as hvd
+import torch
+hvd.init()
+try:
+    if hvd.rank() == 0:
+        hvd.grouped_allreduce([torch.ones(2)], name="x")
+    else:
+        hvd.allreduce(torch.ones(2), name="x")
+except hvd.HorovodInternalError as error:
+    print(f"error: {error}")
+"""
+ENDING = """
+import horovod.torch as hvd
+import torch
+hvd.init()
+if hvd.rank() == 0:
+    try:
+        hvd.allreduce(torch.ones(2), name="x")
+    except hvd.HorovodInternalError as error:
+        print(f"error: {error}")
+"""
+
+
+def test_without_a_launcher_a_process_is_alone_and_all_operations_work(tmp_path: Path):
+    path = os.pathsep.join([python_path_from(AT_START), str(CONFORMANCE)])
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-c", "import leaving, horovod.torch as hvd; hvd.init(); leaving.alone(); print('done')"],
+        cwd=tmp_path,
+        env={**outside, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_a_stall_is_told_on_rank_0s_standard_error_and_ends_the_job_if_that_is_asked(tmp_path: Path):
+    (tmp_path / "script.py").write_text(STALLING)
+    options = ("--stall-check-warning-time-seconds", "1", "--stall-check-shutdown-time-seconds", "2")
+    done = rankless("horovodrun", "-np", "2", *options, sys.executable, "script.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = [line.removeprefix("[0]<stderr>:") for line in done.stderr.splitlines() if line.startswith("[0]<stderr>:")]
+    start = next(place for place, line in enumerate(told) if line.startswith("One or more tensors"))
+    assert told[start : start + 4] == [
+        "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting "
+        "for remainder of ranks for more than 1 seconds. This may indicate that different ranks are trying to submit "
+        "different tensors or that only subset of ranks is submitting tensors, which will cause deadlock. ",
+        "Missing ranks:",
+        "0: [allreduce.x]",
+        "1: [grouped_allreduce.x_1of1]",
+    ]
+    assert "[1]<stderr>:One or more tensors" not in done.stderr
+    for rank in (0, 1):
+        assert f"[{rank}]<stdout>:error: {SHUT_DOWN}" in done.stdout
+
+
+def test_a_rank_that_just_ends_has_shut_down(tmp_path: Path):
+    (tmp_path / "script.py").write_text(ENDING)
+    done = rankless("horovodrun", "-np", "2", sys.executable, "script.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"[0]<stdout>:error: {SHUT_DOWN}\n" in done.stdout
