@@ -68,8 +68,8 @@ class KeyValueServer:
         """This host's, on the way to the server: whoever reaches the server reaches it, too. Raises JoinError."""
         try:
             return interface_towards(self._told.address)[1]
-        except OSError as error:
-            raise self._unreachable(error.strerror or str(error)) from None
+        except (OSError, UnicodeError) as error:
+            raise self._unreachable(str(error)) from None
 
     def put(self, value: bytes) -> None:
         """Make `value` what others get. Raises JoinError."""
@@ -93,7 +93,7 @@ class KeyValueServer:
         while True:
             try:
                 return self._answer(method, body)
-            except socket.gaierror as error:
+            except (socket.gaierror, UnicodeError) as error:
                 raise self._unreachable(str(error)) from None
             except (OSError, HTTPException) as error:
                 why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

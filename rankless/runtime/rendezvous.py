@@ -104,15 +104,12 @@ def _place_by_horovod(told: HorovodWorker) -> Place:
     if told.world_size == 1:
         return Place(rank=0, size=1, store=dist.HashStore(), seat=told.seat)  # type: ignore[attr-defined]  # as above
     meeting, served = meet_by_horovod(told, say_alone)
-    if meeting.is_on_one_host:
-        environment.prefer_loopback()
-    else:
-        environment.prefer_interface(told.interface or interface_towards(told.address)[0])
+    environment.prefer_interface(told.interface or interface_towards(told.address)[0])
     return Place(
         rank=told.rank,
         size=told.world_size,
         store=meeting.store,
-        address=LOOPBACK if meeting.is_on_one_host else served.host,
+        address=served.host,
         seat=told.seat or seats_of([one.host for one in meeting.arrived])[told.rank],
     )
 

@@ -105,7 +105,7 @@ def horovodrun(*words: str, folder: Path, **environment: str) -> dict[int, list[
 
 
 @pytest.mark.parametrize(
-    "python", [("python",), pytest.param(("python", "-u"), marks=pytest.mark.exhaustive)], ids=["script", "command"]
+    "python", [("python",), pytest.param(("env", "python"), marks=pytest.mark.exhaustive)], ids=["script", "command"]
 )
 def test_its_ranks_find_each_other_as_often_as_they_init(python: tuple[str, ...], site: str, tmp_path: Path):
     (tmp_path / "train.py").write_text(TWICE)
@@ -146,6 +146,7 @@ import os, socket, sys
 os.environ["CARD"] = {"a": "10.77.0.1", "b": "10.77.0.2"}[socket.gethostname()]
 import horovod.torch as real
 print(real.init()[0])
+assert "RANKLESS_WORKER_PLAN" not in os.environ
 for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     del os.environ[name]
 import torch, rankless.compat.horovod.torch as hvd
@@ -159,7 +160,7 @@ def test_on_two_hosts_a_real_one_and_ours_meet_at_the_same_server(hosts: Hosts, 
     """A command's Python is no worker of ours: it knows what Horovod's variables say, as one of horovodrun's does."""
     (tmp_path / "train.py").write_text(SHARED)
     words = (sys.executable, "-m", "rankless", "horovodrun", "-np", "2", "-H", "a:1,b:1")
-    done = hosts.run("a", (*words, sys.executable, "-u", "train.py"), cwd=tmp_path, env={"PYTHONPATH": site})
+    done = hosts.run("a", (*words, "env", sys.executable, "train.py"), cwd=tmp_path, env={"PYTHONPATH": site})
     assert by_rank(done) == {
         0: ["[(0, 0), (1, 1)]", "0 2 0 2.0"],
         1: ["[(1, 1)]", "1 2 1 2.0"],
