@@ -41,6 +41,8 @@ for _ in range(2):
     rankless.shutdown()
 """
 ELASTIC = {"HOROVOD_ELASTIC": "1"}
+POD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+"""What is set for a machine as a whole: horovodrun hands it on to all its workers."""
 
 
 def started(script: Path, port: int, seat: tuple[int, ...], **more: str) -> subprocess.Popen[str]:
@@ -91,12 +93,12 @@ def refused(told: HorovodWorker) -> JoinError:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_script_of_horovod_inits_shuts_down_and_inits_again(size: int, tmp_path: Path):
+@pytest.mark.parametrize(("size", "pod"), [(2, POD), pytest.param(3, {}, marks=pytest.mark.exhaustive)])
+def test_a_script_of_horovod_inits_shuts_down_and_inits_again(size: int, pod: dict[str, str], tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAIN)
     seats = [(rank, size, rank, size, 0, 1) for rank in range(size)]
     with rendezvous_server("127.0.0.1") as port:
-        workers = [started(tmp_path / "train.py", port, seat) for seat in seats]
+        workers = [started(tmp_path / "train.py", port, seat, **pod) for seat in seats]
         lines = [printed(each) for each in workers]
     total = size * (size + 1) / 2
     assert lines == [[f"{' '.join(map(str, seat))} {[total, total]} {float(size)}"] * 2 for seat in seats]
