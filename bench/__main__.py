@@ -24,6 +24,7 @@ MODULES = {
     "collectives": "collectives",
     "hang_watch": "hang_watch",
     "horovod": "horovod",
+    "horovod_hosts": "horovod_hosts",
 }
 
 

@@ -34,7 +34,10 @@ _LOST_CONNECTION = re.compile(
     r"|rank \d+ (raised|failed)\b|Horovod has been shut down"
 )
 
-Cause = Literal["raised", "left", "signal", "exit", "lost", "timeout", "host", "told", "stuck"]
+_STALLED = re.compile(r"Stalled for more than (\S+) seconds\.\nMissing ranks:\n((?:\d+: \[.*\]\n?)+)")
+"""What Horovod's stall check ends a job with, where it is asked to."""
+
+Cause = Literal["raised", "left", "signal", "exit", "lost", "timeout", "host", "told", "stuck", "stalled"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +65,8 @@ def judge(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _
     if not victims:
         return None
     return (
-        _who_left(records, victims[0], host_of)
+        _stalled(victims)
+        or _who_left(records, victims[0], host_of)
         or _timed_out(records, victims)
         or Verdict(
             culprit=victims[0].rank,
@@ -171,6 +175,21 @@ def _good_ends(records: Sequence[AnyRecord]) -> list[AnyRecord]:
             or (isinstance(record, Left) and record.exit_code == 0)
         )
     ]
+
+
+def _stalled(victims: Sequence[Raised]) -> Verdict | None:
+    found = next((found for record in victims if (found := _STALLED.search(record.message))), None)
+    if found is None:
+        return None
+    missing = found[2].splitlines()
+    rank, _, keys = missing[0].partition(": ")
+    others = "".join(f"; rank {line.replace(': ', ' not ', 1)}" for line in missing[1:])
+    return Verdict(
+        culprit=int(rank),
+        cause="stalled",
+        exit_code=1,
+        headline=f"did not submit {keys}, for which others waited more than {found[1]} s{others[:400]}",
+    )
 
 
 def _timed_out(records: Sequence[AnyRecord], victims: Sequence[Raised]) -> Verdict | None:

@@ -120,7 +120,6 @@ def worker_variables(flags: HorovodrunFlags) -> Iterator[tuple[str, str]]:
 
 def notes(flags: HorovodrunFlags) -> list[str]:
     """What the user is told of flags that mean nothing here, or something else than in Horovod."""
-    is_hierarchical = any((flags.hierarchical_allreduce, flags.hierarchical_allgather, flags.torus_allreduce))
     elastic = (flags.max_num_proc, flags.slots_per_host, flags.elastic_timeout, flags.reset_limit)
     said = {
         "--disable-cache": flags.disable_cache and "not needed, no checks are cached",
@@ -130,8 +129,7 @@ def notes(flags: HorovodrunFlags) -> list[str]:
         "--mpi-threads-disable": flags.mpi_threads_disable is not None and "not heeded, there is no MPI",
         "--num-nccl-streams": flags.num_nccl_streams is not None and "not heeded, NCCL has one stream",
         "--thread-affinity": flags.thread_affinity is not None and "not heeded, threads may use every core",
-        "--hierarchical-…, --torus-allreduce": is_hierarchical
-        and "not heeded, ranks of one host share memory without it",
+        "--hierarchical-allgather": bool(flags.hierarchical_allgather) and "not heeded, all ranks gather as one ring",
         "--autotune": bool(flags.autotune) and "not heeded, nothing is tuned",
         "--max-np and its kin": any(value is not None for value in elastic)
         and not flags.is_elastic

@@ -139,12 +139,21 @@ def test_a_number_below_0_is_refused(option: str):
 def test_each_option_that_does_nothing_here_is_told_in_a_line():
     words = (
         *("--disable-cache", "--mpi", "--mpi-args=x", "--binding-args=x", "--mpi-threads-disable"),
-        *("--num-nccl-streams", "1", "--thread-affinity", "1", "--torus-allreduce", "--autotune", "--max-np", "3"),
+        *(
+            "--num-nccl-streams",
+            "1",
+            "--thread-affinity",
+            "1",
+            "--hierarchical-allgather",
+            "--autotune",
+            "--max-np",
+            "3",
+        ),
     )
     said = notes(parse(*words, "-np", "1"))
     assert [line.split(": ")[0] for line in said] == [
         *("--disable-cache", "--mpi, --jsrun", "--mpi-args", "--binding-args", "--mpi-threads-disable"),
-        *("--num-nccl-streams", "--thread-affinity", "--hierarchical-…, --torus-allreduce", "--autotune"),
+        *("--num-nccl-streams", "--thread-affinity", "--hierarchical-allgather", "--autotune"),
         "--max-np and its kin",
     ]
     assert notes(parse("-np", "2", "--gloo", "-H", "localhost:2", "--start-timeout", "3")) == []

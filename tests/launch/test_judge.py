@@ -145,3 +145,14 @@ def test_a_timeout_of_something_else_is_an_error_like_any_other() -> None:
     trace = f'Traceback (most recent call last):\n  File "/home/me/a.py", line 1, in <module>\nE: {text}'
     record = Raised(rank=1, time_ns=0, error_type="E", message=text, traceback=trace)
     assert (verdict_on(record).cause, verdict_on(record).culprit) == ("raised", 1)
+
+
+def test_who_has_not_submitted_what_others_stalled_for_is_named() -> None:
+    missing = "Missing ranks:\n0: [allreduce.b]\n2: [allreduce.a]"
+    text = f"Horovod has been shut down. … Stalled for more than 5 seconds.\n{missing}"
+    verdict = verdict_on(raised(1, text), raised(0, text), left(0, 1), exited(0, 1))
+    assert (verdict.culprit, verdict.cause, verdict.exit_code) == (0, "stalled", 1)
+    assert verdict.headline == (
+        "did not submit [allreduce.b], for which others waited more than 5 s; rank 2 not [allreduce.a]"
+    )
+    assert verdict_on(raised(1, text), exited(2, -9)).culprit == 2

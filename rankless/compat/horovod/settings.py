@@ -15,6 +15,8 @@ class Settings:
     cycle_seconds: float = 0.0
     """How long what is ready waits for more to go with it. By default nothing waits while nothing is under way."""
     splits_groups: bool = False
+    reduces_by_hosts: bool = True
+    """Whether ranks of several hosts reduce within their hosts first: what Horovod calls hierarchical, and torus."""
     timeline: str = ""
     """A file; DYNAMIC lets the script start and stop it."""
     marks_cycles: bool = False
@@ -39,12 +41,13 @@ def read_settings(variables: Mapping[str, str]) -> Settings:
     def switch(name: str) -> bool:
         return variables.get(name, "").lower() not in ("", "0", "false")
 
-    plain = Settings()
+    plain, layouts = Settings(), ("HIERARCHICAL_ALLREDUCE", "TORUS_ALLREDUCE")
     return Settings(
         cache_capacity=int(number("CACHE_CAPACITY", plain.cache_capacity)),
         fusion_bytes=int(number("FUSION_THRESHOLD", plain.fusion_bytes)),
         cycle_seconds=number("CYCLE_TIME", 0.0) / 1000,
         splits_groups=switch("DISABLE_GROUP_FUSION"),
+        reduces_by_hosts=any(map(switch, layouts)) or not any(map(variables.get, layouts)),
         timeline=variables.get("TIMELINE", ""),
         marks_cycles=switch("TIMELINE_MARK_CYCLES"),
         stall_seconds=0.0 if switch("STALL_CHECK_DISABLE") else number("STALL_CHECK_TIME_SECONDS", plain.stall_seconds),

@@ -13,6 +13,7 @@ from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.negotiated.messages import Execute, Item, Request
 from rankless.compat.horovod.negotiated.planes.adasum import adasum
 from rankless.compat.horovod.negotiated.planes.group import GroupPlane, open_group
+from rankless.compat.horovod.negotiated.planes.layout import Layout, all_have, layout_of
 from rankless.compat.horovod.negotiated.planes.shared_memory import SharedMemoryPlane, is_ordered_here, open_slots
 from rankless.compat.horovod.negotiated.scaling import DTYPES, Reducing
 from rankless.compat.horovod.negotiated.submissions import Kind, Reduction, Submission
@@ -36,6 +37,8 @@ class Surroundings:
     check: Callable[[], None]
     """Raises HorovodInternalError if a peer is gone."""
     activity: Activity
+    reduces_by_hosts: bool
+    """Whether ranks of several hosts reduce within their hosts first."""
 
 
 class Execution:
@@ -108,7 +111,7 @@ class Execution:
             for tensor, output in zip(given, taken, strict=True):
                 reducing.after(reducing.before(output.detach().copy_(tensor.detach())))
         elif memory is not None:
-            with self._around.activity(keys, "SHARED_MEMORY_ALLREDUCE"):
+            with self._around.activity(keys, memory.activity):
                 memory.allreduce(given, taken, reducing)
         else:
             self._allreduce_by_group(self._group(set_id, members, given[0].device), keys, given, taken, reducing)
@@ -207,17 +210,31 @@ class Execution:
         return self._groups[set_id, device.type]
 
     def _memory(self, set_id: int, members: Sequence[int]) -> SharedMemoryPlane | None:
+        """What reduces in shared memory, if all ranks of the process set can; else None, on all of them."""
         if set_id not in self._memories:
-            around = self._around
-            self._memories[set_id] = None
-            if len(members) > 1 and is_ordered_here() and len({around.hosts[rank] for rank in members}) == 1:
-                store = dist.PrefixStore(f"set/{set_id}/memory", around.store)  # type: ignore[attr-defined]
-                slots = open_slots(store, place=members.index(around.rank), size=len(members))
-                seconds = around.timeout.total_seconds()
-                if slots is not None:
-                    plane = SharedMemoryPlane(slots, check=around.check, timeout_seconds=seconds)
-                    self._memories[set_id] = plane
+            layout = layout_of(members, self._around.hosts, self._around.rank)
+            store = dist.PrefixStore(f"set/{set_id}/memory", self._around.store)  # type: ignore[attr-defined]
+            self._memories[set_id] = None if layout is None else self._open_memory(set_id, layout, store)
         return self._memories[set_id]
+
+    def _open_memory(self, set_id: int, layout: Layout, store: Any) -> SharedMemoryPlane | None:
+        around, slots, across = self._around, None, None
+        if is_ordered_here():
+            own_store = dist.PrefixStore(f"host/{layout.host}", store)  # type: ignore[attr-defined]
+            slots = open_slots(own_store, place=layout.local_place, size=layout.local_size)
+        if layout.host_count > 1:
+            has = slots is not None and around.reduces_by_hosts
+            if not all_have(store, has, size=layout.host_count * layout.local_size):
+                return None
+            row = dist.PrefixStore(f"across/{layout.local_place}", store)  # type: ignore[attr-defined]
+            cpu = torch.device("cpu")
+            across = open_group(row, place=layout.host, size=layout.host_count, device=cpu, timeout=around.timeout)
+            self._groups[set_id, "across"] = across
+        if slots is None:
+            return None
+        return SharedMemoryPlane(
+            slots, check=around.check, timeout_seconds=around.timeout.total_seconds(), across=across
+        )
 
 
 def _alone(one: Submission, tensor: torch.Tensor) -> Any:

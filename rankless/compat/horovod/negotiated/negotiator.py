@@ -84,6 +84,7 @@ class Negotiator:
                 timeout=timedelta(seconds=settings.timeout_seconds),
                 check=self._check,
                 activity=self.timeline.activity,
+                reduces_by_hosts=settings.reduces_by_hosts,
             )
         )
         self._switch_seconds = sys.getswitchinterval()

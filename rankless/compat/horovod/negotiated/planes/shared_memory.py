@@ -5,6 +5,10 @@ the piece over all slots, in the order of ranks, and leaves it in its slot; when
 have two halves, used by turns: who writes into a half again has waited for a later piece of everybody, and everybody
 had taken what was in it before.
 
+Note [across hosts]: where all hosts have equally many ranks, their first ranks own the same share of a piece, their
+second ranks the next, and so on. Once shares are reduced here, the owners of the same share combine theirs: a host
+sends as much as if it had one rank, and all its ranks send a part of it. Horovod calls it hierarchical, or a torus.
+
 Stores of one core are seen by the others in their order on x86 only, so other machines use a group.
 """
 
@@ -22,6 +26,7 @@ import torch
 from rankless.collectives.calls import ranks_text
 from rankless.collectives.shared_memory import shared_file
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.negotiated.planes.group import GroupPlane
 from rankless.compat.horovod.negotiated.scaling import Reducing
 from rankless.errors import CollectiveError
 
@@ -43,13 +48,17 @@ class Slots:
 
 
 class SharedMemoryPlane:
-    """Allreduce for the ranks of one host. `check` raises if a peer is gone; it is called while waiting.
+    """Allreduce for the ranks of one host, or of several hosts if `across` combines one rank's of each.
 
-    Who does not come in time, once all have submitted, is stopped: `HorovodInternalError` names its place.
+    `check` raises if a peer is gone; it is called while waiting. Who does not come in time, once all have submitted, is
+    stopped: `HorovodInternalError` names its place.
     """
 
-    def __init__(self, slots: Slots, *, check: Callable[[], None], timeout_seconds: float) -> None:
+    def __init__(
+        self, slots: Slots, *, check: Callable[[], None], timeout_seconds: float, across: GroupPlane | None = None
+    ) -> None:
         self._place, self._size, self._check = slots.place, slots.size, check
+        self._across = across
         self._timeout_seconds = timeout_seconds
         self._memory = slots.memory
         self._words = memoryview(slots.memory).cast("Q")
@@ -60,6 +69,11 @@ class SharedMemoryPlane:
         ]
         self._phase = 0
         self._half = 0
+
+    @property
+    def activity(self) -> str:
+        """What it is called in a timeline."""
+        return "SHARED_MEMORY_ALLREDUCE" if self._across is None else "HIERARCHICAL_ALLREDUCE"
 
     def allreduce(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor], reducing: Reducing) -> None:
         """Combine the given tensors of all ranks into those to be taken; all are contiguous and of one type."""
@@ -80,6 +94,8 @@ class SharedMemoryPlane:
             total = reducing.combine(slots[0][start:end], slots[1][start:end])
             for slot in slots[2:]:
                 reducing.combine(total, slot[start:end], out=total)
+            if self._across is not None:
+                self._across.allreduce(total, reducing.reduction)
             slots[self._place][start:end] = reducing.after(total)
         self._meet()
         for owner, (start, end) in enumerate(shares):

@@ -1,0 +1,38 @@
+"""Where the ranks of a process set are: how many on each host, and this one among them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank's place among hosts that have equally many ranks of a process set each."""
+
+    host: int
+    host_count: int
+    local_place: int
+    local_size: int
+
+
+def layout_of(members: Sequence[int], hosts: Sequence[str], rank: int) -> Layout | None:
+    """The layout of a process set, seen by a rank; None if hosts have different numbers of its ranks, or one each.
+
+    `hosts[r]` names the host of rank r.
+    """
+    by_host: dict[str, list[int]] = {}
+    for member in members:
+        by_host.setdefault(hosts[member], []).append(member)
+    here = by_host[hosts[rank]]
+    if len(here) == 1 or any(len(ranks) != len(here) for ranks in by_host.values()):
+        return None
+    return Layout(list(by_host).index(hosts[rank]), len(by_host), here.index(rank), len(here))
+
+
+def all_have(store: Any, have: bool, *, size: int) -> bool:
+    """Whether each of so many ranks that ask at the same store says that it has something."""
+    having = store.add("have", int(have))
+    if store.add("asked", 1) == size:
+        having = store.add("have", 0)
+        store.set("all have", str(int(having == size)))
+    return bool(int(store.get("all have")))
