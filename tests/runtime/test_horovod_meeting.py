@@ -114,6 +114,7 @@ def test_so_does_a_script_of_ours(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_process_needs_no_server_and_an_elastic_worker_is_sent_to_us(tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAIN)
     alone = started(tmp_path / "train.py", 1, (0, 1, 0, 1, 0, 1))
