@@ -41,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     said += notes(flags)
     if real is not None:
         said.append(f"`import horovod` is the one installed, {real}; RANKLESS_HOROVOD=1 takes Rankless's")
+        if plan.elastic is not None:
+            said.append("that one finds no elastic job here: each of its processes would be alone")
     said += given_to_workers(plan) if flags.verbose else []
     sys.stderr.writelines(f"rankless horovodrun: {note}\n" for note in said)
     sys.stderr.flush()

@@ -116,7 +116,7 @@ def _joined_place() -> tuple[int, int]:
     """This process's rank and how many there are. Raises PlanError where a launcher says that there are more."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    told = environment.read_worker_plan() or environment.read_torchrun()
+    told = environment.read_worker_plan() or environment.read_horovod_worker() or environment.read_torchrun()
     if told is not None and told.world_size > 1:
         raise PlanError(
             expected="a process that has joined its job before its sampler is made",

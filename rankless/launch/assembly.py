@@ -21,6 +21,7 @@ from rankless.launch.hosts.tokens import Known, must_be_brought, token_of_host_0
 from rankless.launch.interrupts import Interrupts
 from rankless.launch.logs import run_name
 from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
+from rankless.launch.real_horovod import rendezvous_port
 from rankless.plan import environment
 from rankless.plan.check import choose_backend
 from rankless.plan.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
@@ -54,6 +55,8 @@ def assembled(
             reserved = stack.enter_context(reserve_master_port(plan.hosts.master_port))
             endpoints = stack.enter_context(free_endpoints(plan))
             start = _start(plan, [plan.devices], endpoints, store=store, reserved=reserved)
+            rendezvous = stack.enter_context(rendezvous_port(plan, start.store_address))
+            start = msgspec.structs.replace(start, rendezvous_port=rendezvous)
             yield Assembled(others=Nobody(), start=start, devices=(plan.devices,), store=store)
         return
     quick_check(plan, tell)
@@ -91,7 +94,11 @@ def _as_host_0(
         addresses = [_address(company, place, facts, own=address) for place in range(len(company.hosts))]
         endpoints = endpoints_of(plan, addresses, [len(some) for some in devices])
         start = _start(plan, devices, endpoints, store=store, reserved=reserved)
-        start = msgspec.structs.replace(start, addresses=(address, *(facts[place].address for place in sorted(facts))))
+        start = msgspec.structs.replace(
+            start,
+            addresses=(address, *(facts[place].address for place in sorted(facts))),
+            rendezvous_port=stack.enter_context(rendezvous_port(plan, address)),
+        )
         let_start(hub, start)
         names = [company.hosts[0].address, *(_name(company, place, facts) for place in sorted(facts))]
         others = Led(hub, start, names)

@@ -13,7 +13,7 @@ from rankless.plan.environment import (
     worker_environment,
 )
 from rankless.plan.fleet import Place, endpoint, fleet_variables
-from rankless.plan.horovod import slot_variables
+from rankless.plan.horovod import rendezvous_variables, slot_variables
 from rankless.plan.run_plan import JobStart, RunPlan, WorkerLaunch, WorkerPlan
 from rankless.runtime.import_names import AT_START
 
@@ -64,6 +64,7 @@ def plan_workers(plan: RunPlan, job: Assembled, *, folder: str, pages: Sequence[
         if plan.fleet is not None:
             environment |= fleet_variables(plan.fleet, _place(worker, start))
         if plan.horovod is not None:
+            environment |= rendezvous_variables(start.store_address, start.rendezvous_port)
             environment |= slot_variables(plan.horovod, rank, interface=job.interface or loopback_name())
         launches.append(WorkerLaunch(plan=worker, environment=environment))
     return launches

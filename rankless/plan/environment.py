@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from rankless.plan.foreign import Foreign
+from rankless.plan.horovod_worker import ADDRESS, HorovodWorker, horovod_worker
 from rankless.plan.run_plan import RunPlan, WorkerPlan
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
@@ -335,8 +336,13 @@ def is_child_of_worker() -> bool:
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process: ours, torchrun, or one that sets torchrun's variables."""
-    return WORKER_PLAN in os.environ or read_torchrun() is not None
+    """Whether a launcher has started this process: ours, torchrun, Horovod's, or one that does as they do."""
+    return WORKER_PLAN in os.environ or read_torchrun() is not None or ADDRESS in horovod_variables()
+
+
+def read_horovod_worker() -> HorovodWorker | None:
+    """What Horovod's own launcher told this process, or None when another, or none, started it. Raises JoinError."""
+    return None if WORKER_PLAN in os.environ else horovod_worker(horovod_variables())
 
 
 def read_torchrun() -> Torchrun | None:
@@ -357,7 +363,12 @@ def read_torchrun() -> Torchrun | None:
 
 def prefer_loopback() -> None:
     """Let Gloo talk over loopback, unless the user has named an interface: all ranks are on this host."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_name())
+    prefer_interface(loopback_name())
+
+
+def prefer_interface(name: str) -> None:
+    """Let Gloo talk by this network card, unless the user has named one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def snapshot() -> dict[str, str]:

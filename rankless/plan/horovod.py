@@ -59,6 +59,14 @@ def slot_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping[st
     return {**own, **dict(horovod.variables)}
 
 
+def rendezvous_variables(address: str, port: int | None) -> Mapping[str, str | None]:
+    """Where the ranks of a real Horovod find each other; without a server, not where those of an outer job did."""
+    return {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": None if port is None else address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": None if port is None else str(port),
+    }
+
+
 def elastic_variables(horovod: Horovod, *, host: str, local_rank: int, interface: str) -> Mapping[str, str | None]:
     """Horovod's variables for a worker of an elastic job, whose rank and number of peers change: it asks `hvd`."""
     own = {

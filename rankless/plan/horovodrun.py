@@ -60,7 +60,7 @@ def horovodrun_program(flags: HorovodrunFlags) -> Program:
             fix="name one, as in `rankless horovodrun -np 2 python train.py`",
         )
     target, *arguments = flags.command
-    if _is_this_python(target):
+    if is_this_python(target):
         python = _python_program(arguments)
         if python is not None:
             return python
@@ -138,7 +138,7 @@ def notes(flags: HorovodrunFlags) -> list[str]:
     return [f"{name}: {why}" for name, why in said.items() if why]
 
 
-def _is_this_python(target: str) -> bool:
+def is_this_python(target: str) -> bool:
     """Whether a command is the interpreter that runs Rankless, by any of its names.
 
     `python` alone always is: where its environment is not activated, another one would be found, without Horovod's API.

@@ -88,6 +88,8 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int
     addresses: tuple[str, ...] = ()
     """Of each host, the numeric one by which its way to host 0 leads; none if there is only one host."""
+    rendezvous_port: int | None = None
+    """Where, at `store_address`, the ranks of a real Horovod find each other; None where none is expected."""
     endpoints: tuple[str, ...] = ()
     """HOST:PORT of every rank, for a program that was written for Paddle's launcher."""
     recording: str | None = None

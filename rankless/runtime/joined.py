@@ -161,6 +161,9 @@ def join(
         return _join_as_worker(plan, place, again)
     if invitation is not None:
         return _join_invited(invitation, observer)
+    horovod = environment.read_horovod_worker()
+    if horovod is not None and horovod.world_size > 1 and not dist.is_initialized():
+        return _join_at_place(place(), observer)
     torchrun = environment.read_torchrun()
     # A worker's forked child has inherited a group that is the worker's own, and must not touch it.
     may_join = not environment.is_child_of_worker()
@@ -234,6 +237,22 @@ def _join_invited(invitation: Invitation, observer: Callable[[], Observer]) -> R
     )
     end_group = _end_of(meeting.store, invitation.rank, invitation.world_size)
     return _runtime_without_agent(device, local_rank, observer, end_group)
+
+
+def _join_at_place(place: Place, observer: Callable[[], Observer]) -> Runtime:
+    """Join the ranks of a place that Horovod's own launcher has told, any number of times."""
+    local_rank = place.seat.local_rank if place.seat is not None else 0
+    device, backend = _device_of(local_rank)
+    time_joined = place.store.add(f"rankless/times/{place.rank}", 1)
+    store = dist.PrefixStore(f"rankless/group/{time_joined}", place.store)  # type: ignore[attr-defined]  # not in the stubs
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.size,
+        device_id=device if backend == "nccl" else None,
+    )
+    return _runtime_without_agent(device, local_rank, observer, _end_of(store, place.rank, place.size))
 
 
 def _end_of(store: Any, rank: int, world_size: int) -> Callable[[], None]:

@@ -10,8 +10,12 @@ from typing import Any
 import torch.distributed as dist
 
 from rankless.plan import environment
+from rankless.plan.horovod_worker import HorovodWorker
+from rankless.plan.hosts import interface_towards
 from rankless.plan.run_plan import WorkerPlan
+from rankless.plan.seats import seats_of
 from rankless.records.rounds import Seat
+from rankless.runtime.horovod_meeting import meet_by_horovod
 from rankless.runtime.invitation import Invitation
 from rankless.runtime.meeting import meet
 
@@ -35,12 +39,16 @@ class Place:
 
 
 def find_place() -> Place:
-    """The place that a launcher has told: Rankless, torchrun, or whoever has made torch.distributed's default group;
-    a place alone if there is none. Raises JoinError if the ranks do not come together.
+    """The place that a launcher has told: Rankless, Horovod's own, torchrun, or whoever has made torch.distributed's
+    default group; a place alone if there is none. Raises JoinError if the ranks do not come together.
     """
     plan = environment.read_worker_plan()
     if plan is not None:
         return _place_of_worker(plan)
+    horovod = environment.read_horovod_worker()
+    if horovod is not None:
+        # Before torchrun's: what sets those for a pod as a whole, horovodrun hands on to all of its workers.
+        return _place_by_horovod(horovod)
     torchrun = environment.read_torchrun()
     if torchrun is not None and torchrun.world_size > 1:
         return _place_by_torchrun(torchrun)
@@ -89,6 +97,20 @@ def _place_by_torchrun(torchrun: environment.Torchrun) -> Place:
         size=torchrun.world_size,
         store=meeting.store,
         address=LOOPBACK if meeting.is_on_one_host else torchrun.master_address,
+    )
+
+
+def _place_by_horovod(told: HorovodWorker) -> Place:
+    if told.world_size == 1:
+        return Place(rank=0, size=1, store=dist.HashStore(), seat=told.seat)  # type: ignore[attr-defined]  # as above
+    meeting, served = meet_by_horovod(told, say_alone)
+    environment.prefer_interface(told.interface or interface_towards(told.address)[0])
+    return Place(
+        rank=told.rank,
+        size=told.world_size,
+        store=meeting.store,
+        address=served.host,
+        seat=told.seat or seats_of([one.host for one in meeting.arrived])[told.rank],
     )
 
 

@@ -27,11 +27,15 @@ class _OnDemand:
         if name != "horovod" and not name.startswith("horovod."):
             return None
         sys.meta_path.remove(_OnDemand)
-        if _ROOT not in sys.path:
+        is_added = _ROOT not in sys.path
+        if is_added:
             sys.path.append(_ROOT)
         try:
             names = importlib.import_module("rankless.runtime.import_names")
-        except ImportError:  # another Python, which has not what Rankless needs
+            importlib.import_module("rankless.plan.environment")  # which that one asks
+        except (ImportError, SyntaxError, TypeError):  # another Python: an older one, or without what Rankless needs
+            if is_added:
+                sys.path.remove(_ROOT)
             return None
         return names.install().find_spec(name, path, target)
 
