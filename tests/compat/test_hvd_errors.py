@@ -30,11 +30,27 @@ def local_errors(hvd):
         "unknown handle": error_of(lambda: hvd.poll(4711)),
         "no mpi": error_of(hvd.mpi_threads_supported),
         "parameters": error_of(lambda: hvd.broadcast_parameters(3, root_rank=0)),
+        "no tensor": error_of(lambda: hvd.allreduce(0.5, name="loss")),
+        "no tensor by name": error_of(lambda: hvd.broadcast_(tensor=[1, 2], root_rank=0)),
+        "no tensor in a group": error_of(lambda: hvd.grouped_allreduce([ones, None])),
         "lbfgs": error_of(lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.nn.Parameter(ones)]), 0)),
     }
 
 
+MAKE = "fix:      torch.tensor(value) makes one; hvd.allgather_object and hvd.broadcast_object take other objects"
 LOCAL = {
+    "no tensor": (
+        "TypeError",
+        f"\nexpected: a torch.Tensor for hvd.allreduce\nfound:    0.5, of type float\n{MAKE}",
+    ),
+    "no tensor by name": (
+        "TypeError",
+        f"\nexpected: a torch.Tensor for hvd.broadcast_\nfound:    [1, 2], of type list\n{MAKE}",
+    ),
+    "no tensor in a group": (
+        "TypeError",
+        f"\nexpected: torch.Tensors for hvd.grouped_allreduce\nfound:    None, of type NoneType\n{MAKE}",
+    ),
     "both": ("ValueError", "The op parameter supersedes average. Please provide only one of them."),
     "strided": ("ValueError", "Tensor is required to be contiguous."),
     "complex": ("ValueError", "Tensor type torch.ComplexFloatTensor is not supported."),

@@ -8,12 +8,13 @@ import torch
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.negotiated.submissions import Kind, Reduction
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce, GroupedAllreduce
-from rankless.compat.horovod.torch.operations.checks import sendable
+from rankless.compat.horovod.torch.operations.checks import sendable, takes_tensors
 from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.reductions import combining
 from rankless.compat.horovod.torch.operations.submitting import submit, submit_group, synchronize
 
 
+@takes_tensors
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -26,11 +27,13 @@ def allgather(
     return result
 
 
+@takes_tensors
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """A handle: `synchronize` gives all ranks' tensors, joined in the order of ranks."""
     return submit(Kind.ALLGATHER, name, process_set, tensor=sendable(tensor))
 
 
+@takes_tensors
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
@@ -38,6 +41,7 @@ def grouped_allgather(
     return list(applied(GroupedAllgather, name, process_set, *tensors))
 
 
+@takes_tensors
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:

@@ -8,12 +8,13 @@ import torch
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.negotiated.submissions import Kind
 from rankless.compat.horovod.torch.compression import Compression, Compressor
-from rankless.compat.horovod.torch.operations.checks import sendable
+from rankless.compat.horovod.torch.operations.checks import sendable, takes_tensors
 from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.reductions import Combining, combining, op_of
 from rankless.compat.horovod.torch.operations.submitting import submit, submit_group, synchronize
 
 
+@takes_tensors
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -34,6 +35,7 @@ def allreduce(
     return compression.decompress(result, context)
 
 
+@takes_tensors
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -48,6 +50,7 @@ def allreduce_async(
     return start(tensor, torch.empty_like(tensor), name, rule)
 
 
+@takes_tensors
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -63,6 +66,7 @@ def allreduce_(
     return tensor
 
 
+@takes_tensors
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -77,6 +81,7 @@ def allreduce_async_(
     return start(tensor, tensor, name, rule)
 
 
+@takes_tensors
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -94,6 +99,7 @@ def grouped_allreduce(
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
+@takes_tensors
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -108,6 +114,7 @@ def grouped_allreduce_async(
     return start_group(tensors, [torch.empty_like(tensor) for tensor in tensors], name, rule)
 
 
+@takes_tensors
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -123,6 +130,7 @@ def grouped_allreduce_(
     return list(tensors)
 
 
+@takes_tensors
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,

@@ -7,13 +7,14 @@ import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.negotiated.submissions import Kind
-from rankless.compat.horovod.torch.operations.checks import sendable, splits_of
+from rankless.compat.horovod.torch.operations.checks import sendable, splits_of, takes_tensors
 from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.submitting import submit, synchronize
 
 Splits = torch.Tensor | Sequence[int]
 
 
+@takes_tensors
 def alltoall(
     tensor: torch.Tensor,
     splits: Splits | None = None,
@@ -29,6 +30,7 @@ def alltoall(
     return output if splits is None else (output, _beside(splits, received))
 
 
+@takes_tensors
 def alltoall_async(
     tensor: torch.Tensor,
     splits: Splits | None = None,

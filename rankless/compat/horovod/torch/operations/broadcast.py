@@ -8,12 +8,13 @@ from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.negotiated.submissions import Kind, Reduction
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce
-from rankless.compat.horovod.torch.operations.checks import root_in, sendable
+from rankless.compat.horovod.torch.operations.checks import root_in, sendable, takes_tensors
 from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.reductions import combining
 from rankless.compat.horovod.torch.operations.submitting import submit, synchronize
 
 
+@takes_tensors
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -25,6 +26,7 @@ def broadcast(
     return result
 
 
+@takes_tensors
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -32,6 +34,7 @@ def broadcast_async(
     return _start(tensor, torch.empty_like(tensor), root_rank, name, process_set)
 
 
+@takes_tensors
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -40,6 +43,7 @@ def broadcast_(
     return tensor
 
 
+@takes_tensors
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:

@@ -1,13 +1,17 @@
 """What one rank alone can see is wrong with a call, in Horovod's words."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet
 from rankless.compat.horovod.negotiated.submissions import Kind
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 DTYPES = frozenset(
     {
@@ -24,6 +28,34 @@ DTYPES = frozenset(
         torch.bool,
     }
 )
+
+
+def takes_tensors(operation: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The operation, whose first argument must be a tensor, or tensors if it is of a group: TypeError for all else."""
+    name = operation.__name__
+    first = "tensors" if name.startswith("grouped_") else "tensor"
+
+    @wraps(operation)
+    def checked(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+        given = arguments[0] if arguments else named.get(first)
+        if not isinstance(given, torch.Tensor) and (arguments or first in named):
+            _require_tensors(name, given, are_many=first == "tensors")
+        return operation(*arguments, **named)
+
+    return checked
+
+
+def _require_tensors(name: str, given: Any, *, are_many: bool) -> None:
+    if are_many and isinstance(given, list | tuple):
+        others = [one for one in given if not isinstance(one, torch.Tensor)]
+    else:
+        others = [] if are_many and hasattr(given, "__iter__") else [given]
+    if others:
+        given, what = others[0], "torch.Tensors" if are_many else "a torch.Tensor"
+        raise TypeError(
+            f"\nexpected: {what} for hvd.{name}\nfound:    {given!r:.100}, of type {type(given).__name__}\n"
+            "fix:      torch.tensor(value) makes one; hvd.allgather_object and hvd.broadcast_object take other objects"
+        )
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,13 @@ from rankless.compat.horovod.common.process_sets import ProcessSet, global_proce
 from rankless.compat.horovod.negotiated.submissions import Kind, Reduction
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.operations.allgather import Allgather, GroupedAllgather
-from rankless.compat.horovod.torch.operations.checks import sendable
+from rankless.compat.horovod.torch.operations.checks import sendable, takes_tensors
 from rankless.compat.horovod.torch.operations.differentiable import applied
 from rankless.compat.horovod.torch.operations.reductions import Combining, combining
 from rankless.compat.horovod.torch.operations.submitting import submit, submit_group, synchronize
 
 
+@takes_tensors
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -35,6 +36,7 @@ def reducescatter(
     return compression.decompress(applied(Reducescatter, small, name, rule), context)
 
 
+@takes_tensors
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -47,6 +49,7 @@ def reducescatter_async(
     return _start(tensor, name, combining(op, prescale_factor, postscale_factor, process_set))
 
 
+@takes_tensors
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -63,6 +66,7 @@ def grouped_reducescatter(
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
+@takes_tensors
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
