@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 from processes import close_pools
+from runs_in_a_row import close_fork_server
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _worker_pools_end_with_the_session() -> Iterator[None]:
+def _what_is_shared_ends_with_the_session() -> Iterator[None]:
     yield
     close_pools()
+    close_fork_server()

@@ -19,7 +19,7 @@ def rankless(*arguments: str, folder: Path, **environment: str) -> subprocess.Co
     return subprocess.run(
         [sys.executable, "-m", "rankless", *arguments],
         cwd=folder,
-        env=_environment(environment),
+        env=environment_of_jobs(environment),
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,
@@ -31,7 +31,7 @@ def start_rankless(*arguments: str, folder: Path, **environment: str) -> subproc
     return subprocess.Popen(
         [sys.executable, "-m", "rankless", *arguments],
         cwd=folder,
-        env=_environment(environment),
+        env=environment_of_jobs(environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -91,6 +91,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def _environment(changes: dict[str, str]) -> dict[str, str]:
+def environment_of_jobs(changes: dict[str, str]) -> dict[str, str]:
+    """This process's environment with these variables, and without what decides how jobs run."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "RANKLESS_"))}
     return environment | changes

@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs_in_a_row import rankless
 
-from bench.commands import rankless_run, run, seconds_to_report, torchrun
+from bench.commands import rankless_run, seconds_to_report, torchrun
 from bench.pairs import measure, row
 
 ROOT = Path(__file__).parents[2]
+
+
+def run(command: list[str], *, folder: Path) -> None:
+    """Have a script of a benchmark done, as its command line says; what starts cost is timed in another test."""
+    done = rankless(*command[1:], folder=folder, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_row_tells_the_median_of_ratios_not_the_ratio_of_medians():
@@ -47,7 +54,7 @@ def test_the_table_of_help_is_printed_and_written_down(tmp_path: Path):
 @pytest.mark.parametrize(
     "command",
     [
-        rankless_run(2, "first_collective.py"),
+        pytest.param(rankless_run(2, "first_collective.py"), marks=pytest.mark.exhaustive),
         torchrun(2, "first_collective.py"),
         rankless_run(2, "first_result_rankless.py"),
         torchrun(2, "first_result_ddp.py"),
@@ -59,17 +66,24 @@ def test_a_start_is_timed_to_what_rank_0_reports(command: list[str]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", ["varying", "fixed"])
+@pytest.mark.parametrize("lengths", ["varying", pytest.param("fixed", marks=pytest.mark.exhaustive)])
 def test_training_on_lengths_is_timed_as_a_whole(lengths: str, tmp_path: Path):
     command = rankless_run(2, "variable_shapes.py", lengths, "--passes", "1", "--count", "4")
-    run(command, threads=1, folder=str(tmp_path))
+    run(command, folder=tmp_path)
     assert json.loads((tmp_path / "seconds.json").read_text()) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mlp", "lenet_norm", "gpt_dropout"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("mlp", marks=pytest.mark.exhaustive),
+        pytest.param("lenet_norm", marks=pytest.mark.exhaustive),
+        "gpt_dropout",
+    ],
+)
 def test_steps_of_both_sides_are_timed(model: str, tmp_path: Path):
-    run(rankless_run(2, "steps.py", model, "--pairs", "1", "--steps", "1"), threads=1, folder=str(tmp_path))
+    run(rankless_run(2, "steps.py", model, "--pairs", "1", "--steps", "1"), folder=tmp_path)
     ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
     assert ours > 0
     assert peer > 0
@@ -79,7 +93,7 @@ def test_steps_of_both_sides_are_timed(model: str, tmp_path: Path):
 @pytest.mark.parametrize(("workers", "what"), [(2, "stall"), (1, "resume")])
 def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_path: Path):
     command = rankless_run(workers, "saves.py", what, "--pairs", "1", "--width", "32")
-    run(command, threads=1, folder=str(tmp_path))
+    run(command, folder=tmp_path)
     ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
     assert ours > 0
     assert peer > 0
@@ -89,16 +103,16 @@ def test_saves_and_loads_of_both_sides_are_timed(workers: int, what: str, tmp_pa
 @pytest.mark.parametrize("check", ["digest", "guards"])
 def test_checks_are_timed_as_a_part_of_the_step(check: str, tmp_path: Path):
     command = rankless_run(2, "checks.py", "lenet", check, "--blocks", "1", "--steps", "2")
-    run(command, threads=1, folder=str(tmp_path))
+    run(command, folder=tmp_path)
     ((part, whole),) = json.loads((tmp_path / "times.json").read_text())
     assert 0 < part < whole
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ["all_reduce", "all_gather_single"])
+@pytest.mark.parametrize("operation", ["all_reduce", pytest.param("all_gather_single", marks=pytest.mark.exhaustive)])
 def test_collectives_of_both_sides_are_timed(operation: str, tmp_path: Path):
     command = rankless_run(2, "collectives.py", operation, "4096", "--pairs", "1", "--calls", "2")
-    run(command, threads=1, folder=str(tmp_path))
+    run(command, folder=tmp_path)
     ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
     assert ours > 0
     assert peer > 0

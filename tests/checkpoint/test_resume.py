@@ -1,10 +1,10 @@
 """A training that is killed and started again goes on bit for bit: real runs, on 1, 2 and 3 workers."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from runs_in_a_row import rankless
 
 SCRIPT = """
 import os, random, signal, sys
@@ -56,9 +56,8 @@ for name, value in model.state_dict().items():
 
 def run(folder: Path, workers: int, stop: int, *how: str, row: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "rankless", "run", "-n", str(workers), "--devices", "cpu", "--seed", "3"]
-    command += ["--no-progress", "train.py", str(stop), row, *how]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    options = ("-n", str(workers), "--devices", "cpu", "--seed", "3", "--no-progress")
+    return rankless("run", *options, "train.py", str(stop), row, *how, folder=folder)
 
 
 def numbers(lines: list[str]) -> list[float]:

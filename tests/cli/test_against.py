@@ -1,15 +1,12 @@
 """`rankless verify --against plain.py`: a script beside its plain twin, which knows nothing of Rankless."""
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from runs_in_a_row import fork_server, rankless
 
 from rankless.cli.trial_runs import Trial, TrialFailed
-from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.observe.comparison import Comparison, compare
 from rankless.observe.recordings import Recording
 from rankless.observe.twins import Twin, with_twin
@@ -93,29 +90,22 @@ class Baseline:
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     folder = tmp_path_factory.mktemp("against")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "plain.py").write_text(TWIN)
-    with ForkServerProcess() as fork_server:
-        trial = Trial(
-            program=Program(kind="script", target=str(folder / "train.py")),
-            folder=str(folder / "recordings"),
-            seed=1,
-            devices="cpu",
-            log_folder=str(folder / "log"),
-            against=str(folder / "plain.py"),
-            dtype="float64",
-            fork_server=fork_server,
-        )
-        many = [*trial.on_many(2), *trial.on_many(3)]
-        yield Baseline(trial=trial, one=trial.on_one(), many=many, noise=trial.disturbed(1))
-
-
-def verify(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    # Four runs after each other: more than the deadline for one.
-    command = [sys.executable, "-m", "rankless", "verify", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    trial = Trial(
+        program=Program(kind="script", target=str(folder / "train.py")),
+        folder=str(folder / "recordings"),
+        seed=1,
+        devices="cpu",
+        log_folder=str(folder / "log"),
+        against=str(folder / "plain.py"),
+        dtype="float64",
+        fork_server=fork_server(),
+    )
+    many = [*trial.on_many(2), *trial.on_many(3)]
+    return Baseline(trial=trial, one=trial.on_one(), many=many, noise=trial.disturbed(1))
 
 
 def with_fault(baseline: Baseline, *words: str) -> Comparison:
@@ -175,7 +165,7 @@ def test_a_twin_without_a_step_is_refused(baseline: Baseline, tmp_path: Path) ->
 def test_the_examples_are_the_same_training_as_their_twins(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
     examples = Path(__file__).parents[2] / "examples"
     twin, script = str(examples / f"plain_{name}.py"), str(examples / f"{name}.py")
-    job = verify("-n", "3", "--steps", "4", "--against", twin, script, *options, folder=tmp_path)
+    job = rankless("verify", "-n", "3", "--steps", "4", "--against", twin, script, *options, folder=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
     assert f"and as in plain_{name}.py (stopped after 4 steps)" in job.stdout.splitlines()[-1]
 
@@ -184,7 +174,7 @@ def test_the_command_compares_with_the_twin_in_the_scripts_own_precision(tmp_pat
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "plain.py").write_text(TWIN)
     options = ["-n", "2", "--devices", "cpu", "--steps", "3", "--against", "plain.py"]
-    job = verify(*options, "train.py", folder=tmp_path)
+    job = rankless("verify", *options, "train.py", folder=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "against plain.py" in job.stdout
     verdict = job.stdout.splitlines()[-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts, two_hosts
-from jobs import rankless
+from runs_in_a_row import rankless
 
 pytestmark = pytest.mark.slow
 

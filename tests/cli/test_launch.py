@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from jobs import rankless
+from runs_in_a_row import rankless
 
 from rankless.plan.rank_option import find_rank_way
 from rankless.plan.run_plan import Program

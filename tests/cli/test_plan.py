@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from jobs import rankless
+from runs_in_a_row import rankless
 
 from rankless.observe.program_table import bytes_text, make_plan_report, render_plan
 from rankless.records.programs import (

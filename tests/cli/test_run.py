@@ -8,7 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import end, rankless, run_script, start_script, wait_until
+from jobs import end, run_script, start_script, wait_until
+from runs_in_a_row import rankless
+from runs_in_a_row import run_script as run_script_here
 
 pytestmark = pytest.mark.slow
 
@@ -26,16 +28,16 @@ def test_threads_are_the_cores_shared_out_and_reach_torch(tmp_path: Path) -> Non
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     script = "import os, torch\nprint(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
     for warm in ((), ("--no-warm",)):
-        one = run_script(script, "-n", "1", *warm, folder=tmp_path)
+        one = run_script_here(script, "-n", "1", *warm, folder=tmp_path)
         assert one.stdout == f"{cores} {cores}\n"
-        three = run_script(script, "-n", "2", "--threads", "3", *warm, folder=tmp_path)
+        three = run_script_here(script, "-n", "2", "--threads", "3", *warm, folder=tmp_path)
         assert three.stdout == "3 3\n"
 
 
 def test_every_rank_has_a_file_and_latest_points_to_the_newest_run(tmp_path: Path) -> None:
     script = "import os, sys\nprint('out of', os.environ['RANK'])\nprint('err of', os.environ['RANK'], file=sys.stderr)"
     for _ in range(2):
-        job = run_script(script, "-n", "2", folder=tmp_path)
+        job = run_script_here(script, "-n", "2", folder=tmp_path)
     runs = sorted(path.name for path in (tmp_path / "log").iterdir() if not path.is_symlink())
     assert len(runs) == 2
     latest = tmp_path / "log" / "latest"
@@ -57,7 +59,7 @@ def test_runs_at_the_same_time_do_not_mix(tmp_path: Path) -> None:
 
 def test_show_all_prefixes_every_rank_and_keeps_lines_whole(tmp_path: Path) -> None:
     script = "import os\nfor i in range(200):\n    print('line', i, 'of', os.environ['RANK'])\nprint('end', end='')"
-    job = run_script(script, "-n", "3", "--show", "all", folder=tmp_path)
+    job = run_script_here(script, "-n", "3", "--show", "all", folder=tmp_path)
     for rank in range(3):
         lines = [line for line in job.stdout.splitlines() if line.startswith(f"[{rank}] ")]
         assert lines == [f"[{rank}] line {i} of {rank}" for i in range(200)] + [f"[{rank}] end"]
@@ -76,7 +78,7 @@ def test_output_is_shown_while_the_job_goes_on(tmp_path: Path) -> None:
 
 def test_much_output_arrives_complete_before_the_agent_ends(tmp_path: Path) -> None:
     script = "for i in range(20000):\n    print(i, 'x' * 100)\nprint('last', end='')\nraise SystemExit(3)"
-    job = run_script(script, "-n", "2", folder=tmp_path)
+    job = run_script_here(script, "-n", "2", folder=tmp_path)
     assert len(job.stdout.splitlines()) == 20001
     assert job.stdout.endswith("\nlast")
     assert job.returncode == 3
@@ -132,10 +134,10 @@ def test_all_ranks_start_from_the_same_seeds_and_runs_from_different_ones(warm: 
 
 def test_ranks_of_a_script_that_knows_nothing_of_us_draw_their_own_numbers(tmp_path: Path) -> None:
     script = "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())"
-    drawn = run_script(script, "-n", "2", "--show", "all", folder=tmp_path).stdout.split()
+    drawn = run_script_here(script, "-n", "2", "--show", "all", folder=tmp_path).stdout.split()
     assert len(set(drawn)) == 2 * (1 + 3)
     (tmp_path / "beside.py").write_text("import rankless\n")
-    first, second = run_script(
+    first, second = run_script_here(
         f"import beside\n{script}", "-n", "2", "--show", "all", folder=tmp_path
     ).stdout.splitlines()
     assert first.split()[1:] == second.split()[1:]
@@ -181,7 +183,7 @@ x = torch.rand(400, 400, requires_grad=True)
 (x @ x).sum().backward()
 print(torch.get_num_threads(), tuple(x.grad.shape), torch.compile(lambda a: a + 1, backend="eager")(x).shape[0])
 """
-    job = run_script(script, "-n", "2", "--threads", "2", folder=tmp_path)
+    job = run_script_here(script, "-n", "2", "--threads", "2", folder=tmp_path)
     assert job.stdout == "2 (400, 400) 400\n"
 
 
@@ -209,7 +211,7 @@ def test_what_cannot_be_run_is_said_before_any_process_starts(arguments: list[st
 
 def test_a_log_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
-    job = run_script("print('ran')", folder=tmp_path)
+    job = run_script_here("print('ran')", folder=tmp_path)
     assert job.returncode == 2
     assert "--log-dir" in job.stderr
 

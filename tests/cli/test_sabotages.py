@@ -2,17 +2,14 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
+from runs_in_a_row import fork_server, rankless
 
 from rankless.cli.trial_runs import Trial, TrialFailed
-from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.observe.comparison import compare
 from rankless.observe.first_value import first_value
 from rankless.observe.recordings import Recording
@@ -81,10 +78,9 @@ class Baseline:
     folder: Path
     one: Recording
     noise: list[Recording]
-    fork_server: ForkServerProcess
 
     def trial(self, sabotage: str) -> Trial:
-        return trial(self.folder, sabotage, self.fork_server)
+        return trial(self.folder, sabotage)
 
     def verdict(self, sabotage: str, workers: int) -> Report:
         looking = self.trial(sabotage)
@@ -100,7 +96,7 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def trial(folder: Path, sabotage: str, fork_server: ForkServerProcess) -> Trial:
+def trial(folder: Path, sabotage: str) -> Trial:
     """All runs write down every value of the third step's call, too, so that none is needed to look for the first."""
     program = Program(kind="script", target=str(folder / "train.py"), arguments=(sabotage, "sgd"))
     recordings, logs = str(folder / "recordings"), str(folder / "log")
@@ -111,16 +107,15 @@ def trial(folder: Path, sabotage: str, fork_server: ForkServerProcess) -> Trial:
         devices="cpu",
         log_folder=logs,
         inspected=THIRD_CALL,
-        fork_server=fork_server,
+        fork_server=fork_server(),
     )
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     folder = prepared(tmp_path_factory.mktemp("sabotages"))
-    with ForkServerProcess() as fork_server:
-        right = trial(folder, "nothing", fork_server)
-        yield Baseline(folder=folder, one=right.on_one(), noise=right.disturbed(1), fork_server=fork_server)
+    right = trial(folder, "nothing")
+    return Baseline(folder=folder, one=right.on_one(), noise=right.disturbed(1))
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -172,9 +167,7 @@ def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
 )
 def test_the_command_says_so_too(tmp_path: Path, sabotage: str, optimizer: str, code: int) -> None:
     options = ["-n", "3", "--devices", "cpu", "--json", "report.json"]
-    command = [sys.executable, "-m", "rankless", "verify", *options, "train.py", sabotage, optimizer]
-    # Several runs after each other: more than the deadline for one.
-    job = subprocess.run(command, cwd=prepared(tmp_path), capture_output=True, text=True, timeout=240)
+    job = rankless("verify", *options, "train.py", sabotage, optimizer, folder=prepared(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert job.returncode == code, job.stdout + job.stderr
     assert report["same"] is (code == 0)

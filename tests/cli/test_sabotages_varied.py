@@ -2,19 +2,15 @@
 
 import random
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from cli.test_sabotages import FOUND, STEP
 from cli.test_sabotages import STOPPED as PARTED
-from jobs import rankless
+from runs_in_a_row import fork_server, rankless
 
 from rankless.cli.trial_runs import Trial, TrialFailed
-from rankless.launch.fork_server_process import ForkServerProcess
 from rankless.observe.comparison import compare
 from rankless.observe.recordings import Recording
 from rankless.observe.verdict import Report, make_report, render_verdict
@@ -88,25 +84,23 @@ class Baseline:
     folder: Path
     one: Recording
     noise: list[Recording]
-    fork_server: ForkServerProcess
 
     def verdict(self, sabotage: str, workers: int) -> Report:
-        many = trial(sabotage, self.fork_server).on_many(workers)
+        many = trial(sabotage).on_many(workers)
         return make_report(compare(self.one, many, self.noise), workers=workers)
 
 
-def trial(sabotage: str, fork_server: ForkServerProcess) -> Trial:
+def trial(sabotage: str) -> Trial:
     program = Program(kind="script", target="train.py", arguments=(sabotage, "goes-on"))
-    return Trial(program=program, folder="recordings", seed=1, devices="cpu", log_folder="log", fork_server=fork_server)
+    return Trial(
+        program=program, folder="recordings", seed=1, devices="cpu", log_folder="log", fork_server=fork_server()
+    )
 
 
 @pytest.fixture(scope="module")
-def folders() -> Iterator[dict[str, Baseline]]:
+def folders() -> dict[str, Baseline]:
     """Filled by `baseline` as kinds are asked for."""
-    found: dict[str, Baseline] = {}
-    yield found
-    for baseline in found.values():
-        baseline.fork_server.close()
+    return {}
 
 
 @pytest.fixture
@@ -121,10 +115,8 @@ def baseline(
         if kind == "resumed":
             begun = rankless("run", "-n", "1", "--devices", "cpu", "train.py", "nothing", "begins", folder=folder)
             assert begun.returncode == 0, begun.stderr
-        fork_server = ForkServerProcess()
-        right = trial("nothing", fork_server)
-        one, noise = right.on_one(), right.disturbed(1)
-        folders[kind] = Baseline(folder=folder, one=one, noise=noise, fork_server=fork_server)
+        right = trial("nothing")
+        folders[kind] = Baseline(folder=folder, one=right.on_one(), noise=right.disturbed(1))
     monkeypatch.chdir(folders[kind].folder)
     return folders[kind]
 
@@ -173,7 +165,7 @@ def test_ranks_that_cannot_go_on_together_say_why(
     baseline: Baseline, sabotage: str, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(TrialFailed, match=f"{workers} workers failed with exit code 1"):
-        trial(sabotage, baseline.fork_server).on_many(workers)
+        trial(sabotage).on_many(workers)
     assert "RanksParted" in capsys.readouterr().err
     assert baseline.one.finished
 
@@ -183,9 +175,7 @@ def test_ranks_that_cannot_go_on_together_say_why(
 def test_the_command_says_so_and_exits_with_1(baseline: Baseline, kind: str) -> None:
     for sabotage, code in (("nothing", 0), ("mean_of_means", 1)):
         words = ["verify", "-n", "3", "--devices", "cpu", "--seed", "1", "train.py", sabotage, "goes-on"]
-        job = subprocess.run(
-            [sys.executable, "-m", "rankless", *words], cwd=baseline.folder, capture_output=True, text=True, timeout=240
-        )
+        job = rankless(*words, folder=baseline.folder)
         assert job.returncode == code, job.stdout + job.stderr
         said = f"NOT the same training: first at step {STEP}, " if code else f"same training: {STEPS[kind]} steps"
         assert job.stdout.splitlines()[-1].startswith(said)

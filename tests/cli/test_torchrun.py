@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import end, rankless, start_rankless, wait_until
+from jobs import end, start_rankless, wait_until
+from jobs import rankless as started_rankless
+from runs_in_a_row import rankless
 
 from rankless.errors import PlanError
 from rankless.launch.ports import require_own_address, reserve_master_port
@@ -55,7 +57,7 @@ def test_the_environment_has_torchruns_names_and_values(tmp_path: Path):
             check=True,
         ).stdout
     )
-    job = rankless("torchrun", *words, "script.py", "a", "${local_rank}", folder=tmp_path)
+    job = started_rankless("torchrun", *words, "script.py", "a", "${local_rank}", folder=tmp_path)
     ours = environments(job.stdout)
     assert set(ours) == set(theirs) == {"0", "1"}, job.stderr
     own = {"RANKLESS_WORKER_PLAN", "GLOO_SOCKET_IFNAME"}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import run_script
 from processes import on_mesh
+from runs_in_a_row import run_script
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data import DistributedSampler as TorchSampler
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import run_script
 from processes import on_mesh
+from runs_in_a_row import run_script
 
 from rankless.collectives.mesh import Mesh
 from rankless.compat.horovod import context

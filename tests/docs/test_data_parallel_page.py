@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs_in_a_row import rankless
 
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "collectives.md"
 LAUNCHERS = {
     "alone": [],
-    "rankless run": ["-m", "rankless", "run", "-n", "2", "--devices", "cpu"],
+    "rankless run": ["run", "-n", "2", "--devices", "cpu"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"],
-    "three": ["-m", "rankless", "run", "-n", "3", "--devices", "cpu"],
+    "three": ["run", "-n", "3", "--devices", "cpu"],
 }
 
 
@@ -27,6 +28,8 @@ def script() -> str:
 
 def ran(text: str, launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(text)
+    if "run" in LAUNCHERS[launcher]:
+        return rankless(*LAUNCHERS[launcher], "train.py", folder=folder, OMP_NUM_THREADS="1")
     command = [sys.executable, *LAUNCHERS[launcher], "train.py"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)

@@ -29,6 +29,7 @@ IN_SOAK = {
     "python examples/plain_lenet.py --epochs 1": "tests/examples/test_twins.py",
     "rankless run -n 2 examples/lenet.py --epochs 1": "tests/examples/test_twins.py, and the demo",
     "rankless plan -n 2 examples/lenet.py --epochs 1": "the same command with train.py is run here",
+    "rankless verify -n 2 examples/gpt.py --steps 5": "the same command with train.py is run here",
     "rankless verify -n 2 after_torch.py": "tests/docs/test_from_torch.py compares it with what torchrun prints",
     "rankless verify -n 2 after_accelerate.py": "tests/docs/test_from_torch.py, likewise",
     "rankless fleetrun --nproc_per_node=2 examples/foreign/fleet_digits.py --epochs 1": "tests/cli/test_fleetrun.py",

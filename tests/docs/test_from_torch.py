@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs_in_a_row import rankless
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(# (\w+)\.py\n.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -18,7 +19,7 @@ SCRIPTS = {
     for text, name in BLOCK.findall((DOCS / f"{page}.md").read_text())
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-RANKLESS = ("-m", "rankless", "run", "-n", "2")
+RANKLESS = ("run", "-n", "2")
 # What no_sync does in the row on accumulation, in the script of the page.
 STEP = """        optimizer.zero_grad()
         loss.backward()
@@ -41,8 +42,11 @@ def printed(name: str, text: str, *launcher: str, folder: Path) -> list[tuple[fl
     """Loss and hits of each epoch, as a script of this text prints them."""
     folder.mkdir()
     (folder / f"{name}.py").write_text(text)
-    command = [sys.executable, *launcher, f"{name}.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    if launcher == RANKLESS:
+        done = rankless(*launcher, f"{name}.py", folder=folder)
+    else:
+        command = [sys.executable, *launcher, f"{name}.py"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^epoch \d: loss (\S+), (\d+) of \d+ right$", done.stdout, re.MULTILINE)
     assert len(lines) == 3, done.stdout

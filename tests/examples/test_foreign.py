@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs_in_a_row import rankless
 from torch import nn
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,8 @@ def torchrun(script: str, *arguments: str, folder: Path) -> list[str]:
 
 def ours(script: str | Path, *arguments: str, folder: Path, workers: int = 2) -> subprocess.CompletedProcess[str]:
     path = str(FOREIGN / f"{script}.py") if isinstance(script, str) else str(script)
-    return python("-m", "rankless", "run", "-n", str(workers), path, *arguments, folder=folder)
+    folder.mkdir(exist_ok=True)
+    return rankless("run", "-n", str(workers), path, *arguments, folder=folder, OMP_NUM_THREADS="1")
 
 
 def results(done: subprocess.CompletedProcess[str]) -> list[str]:

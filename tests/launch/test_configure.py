@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import rankless
+from runs_in_a_row import rankless
 
 from rankless.errors import PlanError
 from rankless.launch.relaunching import relaunch, running_program

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import run_script
-from runs_in_a_row import RunsInARow, runs_in_a_row
+from runs_in_a_row import run_script
 
 pytestmark = pytest.mark.slow
-runs = pytest.fixture(scope="module")(runs_in_a_row)
 
 GROUP = """
 import os, sys, time, signal
@@ -58,13 +56,11 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "warm"), list(cases()))
-def test_the_culprit_is_named_though_its_victims_fail_too(
-    kind: str, warm: bool, tmp_path: Path, runs: RunsInARow
-) -> None:
+def test_the_culprit_is_named_though_its_victims_fail_too(kind: str, warm: bool, tmp_path: Path) -> None:
     action, code, words = CULPRITS[kind]
     script = GROUP + f"if rank == 1:\n    time.sleep(0.1)\n    {action}\ntrain()\n"
     if warm:
-        job = runs.run(script, workers=2, folder=tmp_path)
+        job = run_script(script, "-n", "2", folder=tmp_path)
     else:
         job = run_script(script, "-n", "2", "--no-warm", folder=tmp_path)
     assert f"rank 1 {words}" in job.stderr

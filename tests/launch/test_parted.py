@@ -5,10 +5,9 @@ import sys
 import time
 
 import pytest
-from runs_in_a_row import runs_in_a_row
+from runs_in_a_row import run_script
 
 pytestmark = pytest.mark.slow
-runs = pytest.fixture(scope="module")(runs_in_a_row)
 
 SCRIPT = """
 import sys, time, torch, rankless
@@ -75,9 +74,9 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "workers"), list(cases()))
-def test_all_ranks_stop_and_the_difference_is_named(name, workers, tmp_path, runs):
+def test_all_ranks_stop_and_the_difference_is_named(name, workers, tmp_path):
     fault, sign = FAULTS[name]
-    done = runs.run(script(fault), workers=workers, folder=tmp_path)
+    done = run_script(script(fault), "-n", str(workers), folder=tmp_path)
     ended = time.time()
     assert done.returncode == 1
     assert "done" not in done.stdout
@@ -88,17 +87,17 @@ def test_all_ranks_stop_and_the_difference_is_named(name, workers, tmp_path, run
     assert ended - reached < 10  # 2 s on a machine that does nothing else; none of PyTorch's timeouts of minutes
 
 
-def test_models_are_compared_on_request(tmp_path, runs):
+def test_models_are_compared_on_request(tmp_path):
     fault = "model[2].weight.data.add_(1) if odd else None"
-    done = runs.run(script(fault, ", check_every=5"), workers=3, folder=tmp_path)
+    done = run_script(script(fault, ", check_every=5"), "-n", "3", folder=tmp_path)
     assert done.returncode == 1
     assert "the same parameters and buffers on every rank before call 5 of job 'train'" in done.stderr
     assert "model.2.weight on rank 2 not rank 0's" in done.stderr
 
 
-def test_models_that_differ_after_a_load_get_rank_zeros_and_that_is_said(tmp_path, runs):
+def test_models_that_differ_after_a_load_get_rank_zeros_and_that_is_said(tmp_path):
     fault = "model.load_state_dict({k: v + odd for k, v in model.state_dict().items()})"
-    done = runs.run(script(fault), workers=2, folder=tmp_path)
+    done = run_script(script(fault), "-n", "2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "differed between ranks at call 4, changed outside jobs" in done.stderr
     assert "model.0.bias on rank 1" in done.stderr

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from jobs import run_script
+from runs_in_a_row import run_script
 
 from rankless.launch.shared_files import SharedFiles
 from rankless.plan.run_plan import WorkerPlan

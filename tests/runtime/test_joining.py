@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import rankless, run_script
+from runs_in_a_row import rankless, run_script
 
 pytestmark = pytest.mark.slow
 
 WHO = "import rankless\nprint(rankless.rank(), rankless.world_size(), rankless.local_rank())\n"
+NOTICES = "import rankless.script\nsay = rankless.script._world().say\nsay('look here')\nsay('look here')\n"
 
 
 def alone(script: str, *prefix: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -18,8 +19,9 @@ def alone(script: str, *prefix: str, folder: Path) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
-def test_a_script_alone_is_rank_0_of_1(tmp_path: Path) -> None:
-    assert alone(WHO, folder=tmp_path).stdout == "0 1 0\n"
+def test_a_script_alone_is_rank_0_of_1_and_says_a_notice_once(tmp_path: Path) -> None:
+    done = alone(WHO + NOTICES, folder=tmp_path)
+    assert (done.stdout, done.stderr) == ("0 1 0\n", "rankless: look here\n")
 
 
 def test_each_worker_knows_itself(tmp_path: Path) -> None:
@@ -113,12 +115,12 @@ print(rankless.once(int, 9))
     assert job.returncode == 0
 
 
-def test_notices_are_said_once_by_rank_0(tmp_path: Path) -> None:
-    script = "import rankless.script\nsay = rankless.script._world().say\nsay('look here')\nsay('look here')\n"
-    for options in (("-n", "2"), ("-n", "2", "--no-warm")):
-        job = run_script(script, *options, folder=tmp_path)
-        assert job.stderr.splitlines().count("rankless: look here") == 1
-    assert alone(script, folder=tmp_path).stderr == "rankless: look here\n"
+@pytest.mark.parametrize(
+    "options", [pytest.param((), id="warm"), pytest.param(("--no-warm",), id="plain", marks=pytest.mark.exhaustive)]
+)
+def test_notices_are_said_once_by_rank_0(options: tuple[str, ...], tmp_path: Path) -> None:
+    job = run_script(NOTICES, "-n", "2", *options, folder=tmp_path)
+    assert job.stderr.splitlines().count("rankless: look here") == 1
 
 
 SLOW_TO_JOIN = """

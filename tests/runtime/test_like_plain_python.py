@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import rankless, run_script
+from runs_in_a_row import rankless, run_script
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import run_script
+from runs_in_a_row import run_script
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs_in_a_row import rankless
 
 pytestmark = pytest.mark.slow
 
@@ -108,20 +109,14 @@ def verified(
     words = command(placed(name, folder, split=split), arguments or SHORT[name])
     if name == "fine_tuning":
         # It keeps what it has pretrained in a file, and a later run of it would go on from there.
-        first = run("run", "-n", "1", *words, folder=folder)
+        first = rankless("run", "-n", "1", *words, folder=folder)
         assert first.returncode == 0, first.stderr
     options = ("-n", str(workers), "--seed", "3", "--devices", "cpu", "--json", "report.json", *options)
-    done = run("verify", *options, *words, folder=folder)
+    done = rankless("verify", *options, *words, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "same training: " in done.stdout
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
-
-
-def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rankless", *words], cwd=folder, capture_output=True, text=True, timeout=400
-    )
 
 
 def require_same(report: dict[str, Any]) -> None:
@@ -165,7 +160,7 @@ def test_accumulated_steps_are_those_of_the_plain_twin(workers: int, tmp_path: P
         timeout=240,
     )
     words = command(placed("language_model", tmp_path), arguments)
-    ours = run("run", "-n", str(workers), "--devices", "cpu", *words, folder=tmp_path)
+    ours = rankless("run", "-n", str(workers), "--devices", "cpu", *words, folder=tmp_path)
     assert plain.returncode == 0 == ours.returncode, plain.stderr + ours.stderr
     expected, found = (re.findall(r"(?:loss|perplexity) ([\d.]+)", done.stdout) for done in (plain, ours))
     assert len(expected) >= 3

@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from jobs import run_script
 from processes import on_mesh
+from runs_in_a_row import run_script
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

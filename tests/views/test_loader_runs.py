@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import run_script
+from runs_in_a_row import run_script
 
 pytestmark = pytest.mark.slow
 
