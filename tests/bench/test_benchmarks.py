@@ -57,7 +57,7 @@ def test_the_table_of_help_is_printed_and_written_down(tmp_path: Path):
         pytest.param(rankless_run(2, "first_collective.py"), marks=pytest.mark.exhaustive),
         torchrun(2, "first_collective.py"),
         rankless_run(2, "first_result_rankless.py"),
-        torchrun(2, "first_result_ddp.py"),
+        pytest.param(torchrun(2, "first_result_ddp.py"), marks=pytest.mark.exhaustive),
     ],
     ids=["rankless collective", "torchrun collective", "rankless result", "torchrun result"],
 )

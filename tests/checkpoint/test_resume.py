@@ -64,7 +64,11 @@ def numbers(lines: list[str]) -> list[float]:
     return [float.fromhex(word) for line in lines for word in line.split() if word.startswith(("0x", "-0x"))]
 
 
-CASES = [(1, "whole", "seeded", []), (2, "sharded", "unseeded", [1, 3]), (3, "whole", "unseeded", [])]
+CASES = [
+    (1, "whole", "seeded", []),
+    (2, "sharded", "unseeded", [1, 3]),
+    pytest.param(3, "whole", "unseeded", [], marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.slow

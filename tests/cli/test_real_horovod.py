@@ -159,6 +159,7 @@ print(os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], file=sys.stderr)
 """
 
 
+@pytest.mark.exhaustive
 def test_on_two_hosts_a_real_one_and_ours_meet_at_the_same_server(hosts: Hosts, site: str, tmp_path: Path):
     """A command's Python is no worker of ours: it knows what Horovod's variables say, as one of horovodrun's does."""
     (tmp_path / "train.py").write_text(SHARED)

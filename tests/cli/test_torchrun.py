@@ -165,7 +165,7 @@ def test_a_script_with_jobs_trains_the_same_on_all_ranks(tmp_path: Path):
     assert "different seeds" not in job.stderr
 
 
-@pytest.mark.parametrize("how", ["out of sight", "in a command's child"])
+@pytest.mark.parametrize("how", ["out of sight", pytest.param("in a command's child", marks=pytest.mark.exhaustive)])
 def test_ranks_that_began_apart_go_on_from_rank_0s_seed_at_the_first_job(how: str, tmp_path: Path):
     name, options = "'rank' 'less'", [*TWO]
     if how == "in a command's child":

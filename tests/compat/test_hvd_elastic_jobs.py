@@ -247,6 +247,7 @@ def test_a_host_that_comes_while_the_others_wait_for_it_gets_the_state_from_them
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_example_goes_on_when_a_worker_is_killed(tmp_path: Path):
     options = ("horovodrun", "-np", "2", "--min-np", "1", sys.executable, str(EXAMPLE), "--epochs", "8")
     job = start_rankless(*options, folder=tmp_path, OMP_NUM_THREADS="1")

@@ -50,7 +50,10 @@ def test_it_passes_on_any_number_of_processes_under_both_launchers(launcher: str
     assert f"7 of 7 checks passed on {count} process" in done.stdout
 
 
-@pytest.mark.parametrize("check", BROKEN)
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(each, marks=[pytest.mark.exhaustive] if place > 1 else []) for place, each in enumerate(BROKEN)],
+)
 def test_it_finds_what_is_broken_names_the_rank_and_fails(check: str, tmp_path: Path):
     line, said = BROKEN[check]
     (tmp_path / "broken.py").write_text(BREAKING.format(line))

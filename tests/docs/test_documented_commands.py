@@ -30,6 +30,9 @@ IN_SOAK = {
     "rankless run -n 2 examples/lenet.py --epochs 1": "tests/examples/test_twins.py, and the demo",
     "rankless plan -n 2 examples/lenet.py --epochs 1": "the same command with train.py is run here",
     "rankless verify -n 2 examples/gpt.py --steps 5": "the same command with train.py is run here",
+    "rankless run -n 2 examples/foreign/ddp.py": "tests/examples/test_foreign.py",
+    "rankless run -n 2 examples/foreign/accelerate_digits.py": "tests/examples/test_foreign.py",
+    "rankless run -n 2 horovod_digits.py": "the same script is run here by horovodrun",
     "rankless verify -n 2 after_torch.py": "tests/docs/test_from_torch.py compares it with what torchrun prints",
     "rankless verify -n 2 after_accelerate.py": "tests/docs/test_from_torch.py, likewise",
     "rankless fleetrun --nproc_per_node=2 examples/foreign/fleet_digits.py --epochs 1": "tests/cli/test_fleetrun.py",
@@ -95,7 +98,7 @@ def test_a_command_of_the_docs_works(command: str, folder: Path):
 
 def test_ci_runs_the_demo_which_fails_unless_it_trains_well_and_is_the_same_training():
     assert "make demo" in (ROOT / ".ci" / "run").read_text()
-    recipe = run("make --no-print-directory -n demo READY=Makefile", ROOT).stdout.replace(".venv/bin/", "")
+    recipe = run("make --no-print-directory -n demo", ROOT).stdout.replace(".venv/bin/", "")
     trained, verified = (line for line in recipe.splitlines() if line.startswith("rankless"))
     assert trained == "rankless run -n 4 examples/lenet.py --at-least 0.97"
     assert verified.startswith("rankless verify -n 4 examples/lenet.py")

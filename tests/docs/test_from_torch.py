@@ -59,7 +59,7 @@ def require_equal(found: list[tuple[float, int]], wanted: list[tuple[float, int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["torch", "accelerate"])
+@pytest.mark.parametrize("system", ["torch", pytest.param("accelerate", marks=pytest.mark.exhaustive)])
 def test_before_and_after_are_the_same_training(system: str, tmp_path: Path):
     before, after = f"before_{system}", f"after_{system}"
     wanted = printed(before, SCRIPTS[before], *TORCHRUN, folder=tmp_path / "before")

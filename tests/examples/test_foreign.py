@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 FOREIGN = Path(__file__).parents[2] / "examples" / "foreign"
 LINES = {"ddp": 6, "fsdp2": 3, "collectives": 78, "accelerate_digits": 3, "fabric_digits": 3}
-IN_CI = {"fsdp2", "collectives", "fabric_digits"}
+IN_CI = {"collectives", "fabric_digits"}
 SAVED = {
     "ddp": ["0.ckpt", "1.ckpt"],
     "fsdp2": ["fsdp2.ckpt"],
@@ -83,6 +83,7 @@ def test_a_script_prints_and_saves_what_it_does_under_torchrun(script: str, tmp_
         assert filecmp.cmp(tmp_path / "torchrun" / name, tmp_path / "ours" / name, shallow=False), name
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_that_rank_0_alone_loads_before_wrapping_is_everybodys(tmp_path: Path):
     layers = (nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(), nn.Linear(128, 10))
     torch.save(nn.Sequential(*layers).state_dict(), tmp_path / "pretrained.pt")

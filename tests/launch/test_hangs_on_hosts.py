@@ -56,11 +56,12 @@ def test_a_rank_that_computes_alone_on_its_host_is_named_with_its_stack(
 ):
     report = report_of(hosts, tmp_path, workers=1, culprit=culprit)
     where = f"on {hosts.addresses['ab'.index(host)]}"
-    said = report[report.index("no progress for") :]
+    before, _, said = report.rpartition("no progress for")
     assert f"rank {culprit} {where} did not come: it is in stuck() at script.py:{line_of('there')}" in said
     assert f'File "script.py", line {line_of("there")}, in stuck' in said
     assert f"rank {1 - culprit} waits in all_reduce at script.py:{line_of('here')}" in said
-    assert report.count("no progress for") == 1, report
+    # On a busy machine the start may have been slow, and be spoken of, too.
+    assert not before.count("no progress for") or "the job goes on" in before, report
 
 
 def test_where_all_ranks_of_all_hosts_are_is_in_host_0s_file(hosts: Hosts, tmp_path: Path):

@@ -125,9 +125,8 @@ def require_same(report: dict[str, Any]) -> None:
 
 
 # In float32 a ReLU may turn over by rounding, and all would run again in float64: most tests begin there.
-@pytest.mark.parametrize(
-    ("name", "workers"), [("language_model", 2), pytest.param("gan", 3, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "workers"), [("language_model", 2), ("gan", 3)])
 def test_verify_finds_the_same_training(name: str, workers: int, tmp_path: Path, ran: dict[str, Ran]) -> None:
     report = verified(name, tmp_path, "--dtype", "float64", workers=workers)
     require_same(report)

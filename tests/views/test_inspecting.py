@@ -86,7 +86,7 @@ def found(tmp_path: Path, workers: int, fault: str) -> FirstValue | None:
     return first_value(list(read_values(one, 0)), everyone, list(read_values(noise, 0)), call=CALL)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_right_call_has_the_same_values_everywhere_and_is_the_same_training_as_one_not_inspected(
     tmp_path: Path, workers: int
 ) -> None:

@@ -120,7 +120,7 @@ def trained(mesh):
     return found
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_every_other_optimizer_trains_on_workers_as_in_the_plain_script(workers):
     wanted = trained(Mesh.solo())
     for found in on_mesh(workers, trained):
