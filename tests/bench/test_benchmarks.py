@@ -66,7 +66,8 @@ def test_a_start_is_timed_to_what_rank_0_reports(command: list[str]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", ["varying", pytest.param("fixed", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lengths", ["varying", "fixed"])
 def test_training_on_lengths_is_timed_as_a_whole(lengths: str, tmp_path: Path):
     command = rankless_run(2, "variable_shapes.py", lengths, "--passes", "1", "--count", "4")
     run(command, folder=tmp_path)

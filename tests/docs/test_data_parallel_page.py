@@ -35,7 +35,10 @@ def ran(text: str, launcher: str, folder: Path) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(each, marks=[pytest.mark.exhaustive] if each == "torchrun" else []) for each in LAUNCHERS],
+)
 def test_the_script_of_the_page_trains_and_counts_every_test_sample_once(tmp_path: Path, launcher: str):
     done = ran(script(), launcher, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

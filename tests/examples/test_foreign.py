@@ -113,7 +113,9 @@ def met_at_an_address(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return RESULT.findall(printed[0])
 
 
-@pytest.mark.parametrize("place", [pytest.param("env", marks=pytest.mark.exhaustive), "tcp", "file"])
+@pytest.mark.parametrize(
+    "place", ["tcp", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("env", "file"))]
+)
 def test_processes_meet_by_the_environment_at_an_address_and_by_a_file(
     place: str, met_at_an_address: list[str], tmp_path: Path
 ):

@@ -48,6 +48,7 @@ def plain(folder: Path, *command: str, given: str | None = None) -> subprocess.C
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # tests/docs/test_from_oneflow.py shows it with two scripts
 def test_the_same_script_trains_alike_on_one_device_and_on_those_configured(tmp_path: Path):
     alone = plain(tmp_path, "train.py", "1")
     assert (alone.returncode, "workers" in alone.stderr) == (0, False)
