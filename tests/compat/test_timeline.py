@@ -95,3 +95,17 @@ def test_nothing_is_written_before_and_after(tmp_path: Path):
     timeline.cycle()
     timeline.await_data({"x": Late(1)})
     assert json.loads((tmp_path / "timeline.json").read_text()) == [{}]
+
+
+def test_what_is_under_way_at_the_stop_ends_there(timeline: Timeline, tmp_path: Path):
+    timeline.negotiating("barrier", "barrier", 1)
+    timeline.decided("allreduce.x", "allreduce", is_queued=True)
+    assert written(timeline, tmp_path) == [
+        ("barrier", "NEGOTIATE_BARRIER"),
+        ("allreduce.x", "ALLREDUCE"),
+        ("allreduce.x", "QUEUE"),
+        ("barrier", ""),
+        ("allreduce.x", ""),
+        ("allreduce.x", ""),
+    ]
+    timeline.negotiated("barrier", is_whole=True)

@@ -30,7 +30,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._rows: dict[str, int] = {}
         self._open: Counter[tuple[str, int]] = Counter()
         """How much has begun and not ended, by key and lane."""
@@ -48,9 +48,12 @@ class Timeline:
             self.marks_cycles = mark_cycles
 
     def stop(self) -> None:
-        """Finish the file."""
+        """Finish the file: what is under way ends there."""
         with self._lock:
             if self._file is not None:
+                for (key, lane), count in self._open.items():
+                    for _ in range(count):
+                        self._write(key, "E", lane)
                 self._file.write("{}]\n")
                 self._file.close()
                 self._file = None
@@ -127,15 +130,20 @@ class Timeline:
             self._end(key)
 
     def _begin(self, key: str, name: str, lane: int = EXECUTION) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        with self._lock:  # one with what is counted: `stop` ends what it finds begun
             self._open[key, lane] += 1
             self._write(key, "B", lane, name=name)
 
     def _end(self, key: str, lane: int = EXECUTION) -> None:
         """What was begun last in the lane; nothing if that was before the start."""
-        if self._file is not None and self._open[key, lane]:
-            self._open[key, lane] -= 1
-            self._write(key, "E", lane)
+        if self._file is None:
+            return
+        with self._lock:
+            if self._open[key, lane]:
+                self._open[key, lane] -= 1
+                self._write(key, "E", lane)
 
     def _write(self, key: str, phase: str, lane: int, **more: object) -> None:
         event = {"ph": phase, "ts": int((time.monotonic() - self._start) * 1e6), "tid": lane, **more}
