@@ -34,6 +34,8 @@ _LOST_CONNECTION = re.compile(
     r"|rank \d+ (raised|failed)\b|Horovod has been shut down"
 )
 
+MOST_SHOWN = 400
+"""Characters of what a rank has not submitted; all of it is in its error."""
 _STALLED = re.compile(r"Stalled for more than (\S+) seconds\.\nMissing ranks:\n((?:\d+: \[.*\]\n?)+)")
 """What Horovod's stall check ends a job with, where it is asked to."""
 
@@ -184,11 +186,12 @@ def _stalled(victims: Sequence[Raised]) -> Verdict | None:
     missing = found[2].splitlines()
     rank, _, keys = missing[0].partition(": ")
     others = "".join(f"; rank {line.replace(': ', ' not ', 1)}" for line in missing[1:])
+    keys = keys if len(keys) <= MOST_SHOWN else f"{keys[:MOST_SHOWN]}…"
     return Verdict(
         culprit=int(rank),
         cause="stalled",
         exit_code=1,
-        headline=f"did not submit {keys}, for which others waited more than {found[1]} s{others[:400]}",
+        headline=f"did not submit {keys}, for which others waited more than {found[1]} s{others[:MOST_SHOWN]}",
     )
 
 

@@ -49,7 +49,7 @@ def horovod_worker(variables: Mapping[str, str]) -> HorovodWorker | None:
         world_size=size,
         address=address,
         port=port,
-        seat=_seat(variables),
+        seat=seat_of_variables(variables),
         interface=variables.get("GLOO_IFACE") or None,
         timeout_seconds=_seconds(variables.get("START_TIMEOUT", "")),
     )
@@ -65,7 +65,8 @@ def _refuse_elastic(variables: Mapping[str, str]) -> None:
         )
 
 
-def _seat(variables: Mapping[str, str]) -> Seat | None:
+def seat_of_variables(variables: Mapping[str, str]) -> Seat | None:
+    """The seat that a launcher has told; None where it has not told all of it. Raises JoinError if one is no number."""
     names = [name.upper() for name in Seat.__struct_fields__]
     if not all(name in variables for name in names):
         return None

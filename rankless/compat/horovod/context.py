@@ -13,6 +13,7 @@ from rankless.compat.horovod.negotiated.meeting import Met, meet
 from rankless.compat.horovod.negotiated.negotiator import Negotiator
 from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.plan import environment
+from rankless.plan.horovod_worker import seat_of_variables
 from rankless.plan.seats import seats_of
 from rankless.records.rounds import Seat
 from rankless.runtime import current as runtime
@@ -131,8 +132,5 @@ def _told(place: Place) -> Seat | None:
     mean one machine.
     """
     told = environment.horovod_variables()
-    found = {name: told.get(name.upper(), "") for name in Seat.__struct_fields__}
-    is_this_place = (found["rank"], found["size"]) == (str(place.rank), str(place.size))
-    if not is_this_place or told.get("ELASTIC") == "1" or not all(value.isdigit() for value in found.values()):
-        return None
-    return Seat(**{name: int(value) for name, value in found.items()})
+    is_this_place = (told.get("RANK"), told.get("SIZE")) == (str(place.rank), str(place.size))
+    return seat_of_variables(told) if is_this_place and told.get("ELASTIC") != "1" else None

@@ -12,8 +12,9 @@ from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.negotiated.fusion import Activity, FusionBuffer
 from rankless.compat.horovod.negotiated.messages import Execute, Item, Request
 from rankless.compat.horovod.negotiated.planes.adasum import adasum
+from rankless.compat.horovod.negotiated.planes.asking import all_have
 from rankless.compat.horovod.negotiated.planes.group import GroupPlane, open_group
-from rankless.compat.horovod.negotiated.planes.layout import Layout, all_have, layout_of
+from rankless.compat.horovod.negotiated.planes.layout import Layout, layout_of
 from rankless.compat.horovod.negotiated.planes.shared_memory import SharedMemoryPlane, is_ordered_here, open_slots
 from rankless.compat.horovod.negotiated.scaling import DTYPES, Reducing
 from rankless.compat.horovod.negotiated.submissions import Kind, Reduction, Submission
@@ -217,12 +218,16 @@ class Execution:
 
     def _open_memory(self, set_id: int, layout: Layout, store: Any) -> SharedMemoryPlane | None:
         around, slots, across = self._around, None, None
+        check, seconds = around.check, around.timeout.total_seconds()
         if is_ordered_here():
             own_store = dist.PrefixStore(f"host/{layout.host}", store)  # type: ignore[attr-defined]
-            slots = open_slots(own_store, place=layout.local_place, size=layout.local_size)
+            slots = open_slots(
+                own_store, ranks=layout.ranks, place=layout.local_place, check=check, timeout_seconds=seconds
+            )
         if layout.host_count > 1:
             has = slots is not None and around.reduces_by_hosts
-            if not all_have(store, has, size=layout.host_count * layout.local_size):
+            size = layout.host_count * len(layout.ranks)
+            if not all_have(store, has, size=size, check=check, timeout_seconds=seconds):
                 return None
             row = dist.PrefixStore(f"across/{layout.local_place}", store)  # type: ignore[attr-defined]
             cpu = torch.device("cpu")
@@ -230,9 +235,7 @@ class Execution:
             self._groups[set_id, "across"] = across
         if slots is None:
             return None
-        return SharedMemoryPlane(
-            slots, check=around.check, timeout_seconds=around.timeout.total_seconds(), across=across
-        )
+        return SharedMemoryPlane(slots, check=check, timeout_seconds=seconds, across=across)
 
 
 def _alike(keys: Sequence[str], batch: Sequence[Submission]) -> list[dict[str, Submission]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,7 +11,8 @@ class Layout:
     host: int
     host_count: int
     local_place: int
-    local_size: int
+    ranks: tuple[int, ...]
+    """Those of its host, in the order of their places there."""
 
 
 def layout_of(members: Sequence[int], hosts: Sequence[str], rank: int) -> Layout | None:
@@ -26,13 +26,4 @@ def layout_of(members: Sequence[int], hosts: Sequence[str], rank: int) -> Layout
     here = by_host[hosts[rank]]
     if len(here) == 1 or any(len(ranks) != len(here) for ranks in by_host.values()):
         return None
-    return Layout(list(by_host).index(hosts[rank]), len(by_host), here.index(rank), len(here))
-
-
-def all_have(store: Any, have: bool, *, size: int) -> bool:
-    """Whether each of so many ranks that ask at the same store says that it has something."""
-    having = store.add("have", int(have))
-    if store.add("asked", 1) == size:
-        having = store.add("have", 0)
-        store.set("all have", str(int(having == size)))
-    return bool(int(store.get("all have")))
+    return Layout(list(by_host).index(hosts[rank]), len(by_host), here.index(rank), tuple(here))

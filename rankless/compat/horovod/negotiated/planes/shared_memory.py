@@ -26,6 +26,7 @@ import torch
 from rankless.collectives.calls import ranks_text
 from rankless.collectives.shared_memory import shared_file
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.negotiated.planes.asking import awaited
 from rankless.compat.horovod.negotiated.planes.group import GroupPlane
 from rankless.compat.horovod.negotiated.scaling import Reducing
 from rankless.errors import CollectiveError
@@ -40,32 +41,32 @@ LONGEST_NAP_SECONDS = 0.001
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the ranks of a process set put their values: a mapped file, and this rank's place."""
+    """Where ranks of one host put their values: a mapped file, the ranks in the order of places, and this one's."""
 
     memory: mmap.mmap
+    ranks: Sequence[int]
     place: int
-    size: int
 
 
 class SharedMemoryPlane:
     """Allreduce for the ranks of one host, or of several hosts if `across` combines one rank's of each.
 
     `check` raises if a peer is gone; it is called while waiting. Who does not come in time, once all have submitted, is
-    stopped: `HorovodInternalError` names its place.
+    stopped: `HorovodInternalError` names its rank.
     """
 
     def __init__(
         self, slots: Slots, *, check: Callable[[], None], timeout_seconds: float, across: GroupPlane | None = None
     ) -> None:
-        self._place, self._size, self._check = slots.place, slots.size, check
+        self._ranks, self._place, self._size, self._check = slots.ranks, slots.place, len(slots.ranks), check
         self._across = across
         self._timeout_seconds = timeout_seconds
         self._memory = slots.memory
         self._words = memoryview(slots.memory).cast("Q")
-        start = slots.size * COUNTER_BYTES
+        start = self._size * COUNTER_BYTES
         self._halves = [
             [_bytes_at(slots.memory, start + (2 * rank + half) * HALF_BYTES) for half in range(2)]
-            for rank in range(slots.size)
+            for rank in range(self._size)
         ]
         self._phase = 0
         self._half = 0
@@ -122,21 +123,28 @@ class SharedMemoryPlane:
             if now - looked > LOOK_SECONDS:
                 looked = now
                 self._check()
-            if now - start > self._timeout_seconds and (missing := [at // step for at in waiting if words[at] < phase]):
+            if now - start > self._timeout_seconds and (late := [at // step for at in waiting if words[at] < phase]):
                 error = CollectiveError(
                     expected="all ranks of the process set to come to a reduction that all have submitted",
-                    found=f"no sign of {ranks_text(missing)} of the set for {self._timeout_seconds:g} s",
+                    found=f"no sign of {ranks_text([self._ranks[place] for place in late])} "
+                    f"for {self._timeout_seconds:g} s",
                     fix="see whether its process is stopped or starved; HOROVOD_GLOO_TIMEOUT_SECONDS waits longer",
                 )
                 raise HorovodInternalError(str(error))
 
 
-def open_slots(store: Any, *, place: int, size: int) -> Slots | None:
-    """The slots of the ranks that open them at the same store; None if there is no such memory."""
+def open_slots(
+    store: Any, *, ranks: Sequence[int], place: int, check: Callable[[], None], timeout_seconds: float
+) -> Slots | None:
+    """The slots of these ranks of one host, which open them at the same store; None if there is no such memory.
+
+    Raises HorovodInternalError if the first does not come in time, or is gone.
+    """
+    size = len(ranks)
     count = size * (COUNTER_BYTES + 2 * HALF_BYTES)
     if place == 0:
         store.set("memory", shared_file(count))
-    path = bytes(store.get("memory")).decode()
+    path = awaited(store, "memory", check=check, timeout_seconds=timeout_seconds).decode()
     if not path:
         return None
     with open(path, "r+b") as file:
@@ -144,7 +152,7 @@ def open_slots(store: Any, *, place: int, size: int) -> Slots | None:
     if store.add("opened", 1) == size:  # all have it now; its name may go
         with suppress(OSError):
             os.unlink(path)
-    return Slots(memory, place, size)
+    return Slots(memory, ranks, place)
 
 
 def is_ordered_here() -> bool:
