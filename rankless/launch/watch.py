@@ -160,11 +160,12 @@ class Watch:
         elif self._phase is Phase.RUNNING and now >= self._deadline:
             is_lost = self._verdict is not None and self._verdict.cause == "host"
             self._ask_to_end(signal.SIGTERM, now, is_lost=is_lost)
-        elif self._phase is Phase.STOPPING and (number is not None or now >= self._deadline):
-            self._end_at_once(now)
-        elif self._phase is Phase.STOPPING and now >= self._second_word_at:
+        elif self._phase is Phase.STOPPING and number is None and now >= self._second_word_at:
+            self._deadline += now - self._second_word_at  # they have their half of the grace, however late this turn is
             self._second_word_at = float("inf")
             self._parent.tell(self._second_word)
+        elif self._phase is Phase.STOPPING and (number is not None or now >= self._deadline):
+            self._end_at_once(now)
         elif self._phase is Phase.KILLING:
             # With nothing left here, another host than host 0 waits for its word: it comes, or the connection ends.
             awaits_word = self._told_end and not self._others.judges

@@ -74,13 +74,21 @@ def all_wait(process_ids: Sequence[int], seconds: float = 0.3) -> Callable[[], b
     return wait
 
 
-def ended_by(number: int, peer: str, folder: Path) -> int:
-    """The exit code of a job of three ranks, the last of which does not come, that is ended by a signal."""
+def ended_by(number: int, peer: str, folder: Path, *, launcher_stands: float = 0) -> int:
+    """The exit code of a job of three ranks, the last of which does not come, that is ended by a signal.
+
+    `launcher_stands` are the seconds for which the launcher then stands still.
+    """
     job = start_script(SCRIPT, "-n", "3", "script.py", "handler", peer, folder=folder)
     try:
         wait_until(lambda: len(marked(folder)) == 3)
         wait_until(all_wait([marked(folder)[f"rank{rank}"] for rank in (0, 1)]))
         os.kill(job.pid, number)
+        if launcher_stands:
+            time.sleep(0.2)
+            os.kill(job.pid, signal.SIGSTOP)
+            time.sleep(launcher_stands)
+            os.kill(job.pid, signal.SIGCONT)
         job.communicate(timeout=30)
         assert not any(is_alive(process_id) for process_id in marked(folder).values())
         return job.returncode
@@ -95,8 +103,11 @@ def test_ctrl_c_lets_those_clean_up_who_wait_for_a_rank_that_does_not_answer(pee
     assert "cleaned2" not in notes(tmp_path) or peer == "stopped"
 
 
-def test_a_handler_of_sigterm_runs_in_who_waits_for_a_rank_that_does_not_answer(tmp_path: Path):
-    assert ended_by(signal.SIGTERM, "deaf", tmp_path) == 143
+@pytest.mark.parametrize(
+    "launcher_stands", [pytest.param(0, id="prompt", marks=pytest.mark.exhaustive), pytest.param(1.2, id="held up")]
+)
+def test_a_handler_of_sigterm_runs_in_who_waits_for_a_rank_that_does_not_answer(launcher_stands: float, tmp_path: Path):
+    assert ended_by(signal.SIGTERM, "deaf", tmp_path, launcher_stands=launcher_stands) == 143
     assert notes(tmp_path) == {f"{name}{rank}" for name in ("handled", "raised", "cleaned") for rank in (0, 1)}
 
 
