@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import psutil
@@ -68,6 +68,13 @@ def _discard(kind: tuple[int, str]) -> None:
     _pools.pop(kind).close()
 
 
+def importing_once() -> ForkServerContext:
+    """Starts processes from a fork server, which imports torch once for all, and forks before any thread exists."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "numpy"])
+    return context
+
+
 class Pool:
     """`size` living workers in one process group, each at the end of a pipe."""
 
@@ -75,9 +82,7 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="rankless-mesh-")
         self.pipes: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
-        # A fork server imports torch once for all workers, and forks them before any thread exists.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        context = importing_once()
         for rank in range(size):
             ours, theirs = context.Pipe()
             # Not daemons: daemons may have no children, and loaders with `num_workers` do.

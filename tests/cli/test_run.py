@@ -27,9 +27,9 @@ def test_the_start_prints_one_short_table_of_ranks_devices_and_log_files(tmp_pat
 def test_threads_are_the_cores_shared_out_and_reach_torch(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     script = "import os, torch\nprint(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
+    one = run_script_here(script, "-n", "1", folder=tmp_path)
+    assert one.stdout == f"{cores} {cores}\n"
     for warm in ((), ("--no-warm",)):
-        one = run_script_here(script, "-n", "1", *warm, folder=tmp_path)
-        assert one.stdout == f"{cores} {cores}\n"
         three = run_script_here(script, "-n", "2", "--threads", "3", *warm, folder=tmp_path)
         assert three.stdout == "3 3\n"
 

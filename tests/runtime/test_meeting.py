@@ -9,7 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import run_script, wait_until
+from jobs import wait_until
+from preloaded import Preloaded
+from runs_in_a_row import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +22,7 @@ import rankless.collectives as collectives
 
 address, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 rounds = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+open(f"came{rank}", "w").close()
 for number in range(rounds):
     rankless.init(address, rank=rank, world_size=size, timeout_seconds=float(sys.argv[5]) if len(sys.argv) > 5 else 60)
     total = torch.tensor([float(rank + number)])
@@ -29,16 +32,14 @@ for number in range(rounds):
 """
 
 
-def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: object) -> Preloaded:
     (folder / "join.py").write_text(JOIN)
-    command = [sys.executable, "join.py", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return Preloaded(folder / "join.py", *arguments)
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+def ended(processes: list[Preloaded]) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of each."""
-    told = [process.communicate(timeout=60) for process in processes]
-    return [(process.returncode, *texts) for process, texts in zip(processes, told, strict=True)]
+    return [(done.returncode, done.stdout, done.stderr) for done in [process.ended() for process in processes]]
 
 
 def free_port() -> int:
@@ -71,8 +72,7 @@ def test_who_waits_says_for_whom_and_gives_up_in_time(address: str, tmp_path: Pa
 @pytest.mark.exhaustive
 def test_a_rank_that_comes_late_is_waited_for(address: str, tmp_path: Path):
     early = [start(tmp_path, address, rank, 2 + 1) for rank in (1, 2)]
-    for process in early:
-        wait_until(lambda process=process: len(psutil.Process(process.pid).threads()) > 1)
+    wait_until(lambda: all((tmp_path / f"came{rank}").exists() for rank in (1, 2)))
     found = ended([start(tmp_path, address, 0, 3), *early])
     assert [code for code, _, _ in found] == [0, 0, 0], found
 
@@ -101,7 +101,6 @@ def test_what_a_dead_run_has_left_in_the_file_is_recognised(tmp_path: Path):
     wait_until((tmp_path / "meet").exists)
     wait_until(lambda: (tmp_path / "meet").read_text() != "")
     dead.kill()
-    dead.communicate()
     text = (tmp_path / "meet").read_text()
     # As if it had been left some time ago.
     confirmed = text.rpartition('"confirmed":')[2].rstrip("}")
@@ -160,7 +159,7 @@ for _ in range(2):
 
 def test_without_an_address_the_launcher_says_and_alone_it_is_a_job_of_one(tmp_path: Path):
     (tmp_path / "script.py").write_text(ALONE)
-    alone = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    alone = Preloaded(tmp_path / "script.py").ended()
     assert (alone.stdout, alone.returncode) == ("0 1 [1.0, 1.0]\n" * 2, 0), alone.stderr
     job = run_script(ALONE, "-n", "2", folder=tmp_path)
     assert (job.stdout, job.returncode) == ("0 2 [2.0, 2.0]\n" * 2, 0), job.stderr
@@ -192,8 +191,8 @@ for address, rank, size, _words in json.loads(sys.argv[1]):
 
 
 def test_addresses_that_cannot_be_meant_are_refused(tmp_path: Path):
-    command = [sys.executable, "-c", TRYING, json.dumps(BAD)]
-    tried = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    (tmp_path / "trying.py").write_text(TRYING)
+    tried = Preloaded(tmp_path / "trying.py", json.dumps(BAD)).ended()
     assert tried.returncode == 0, tried.stderr
     for said, (*_, words) in zip(tried.stdout.splitlines(), BAD, strict=True):
         assert words in said
