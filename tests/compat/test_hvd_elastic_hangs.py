@@ -97,3 +97,17 @@ def test_a_worker_that_hangs_in_its_own_code_is_left_behind_ended_and_replaced(r
     assert (folder / "reader").exists() == (how == "reads")
     assert how == "sleeps" or not is_alive(int((folder / "reader").read_text()))
     assert "has stood still" not in err, "who waits for a round is in none"
+
+
+def test_a_worker_that_does_not_end_when_the_others_have_is_named_and_the_job_fails_after_the_stall_time(folder: Path):
+    text = (folder / "train.py").read_text()
+    last = "\nif hvd.rank() == 1:\n    time.sleep(10**6)\n"
+    (folder / "train.py").write_text(text + last)
+    job = start_rankless(*command(epochs=2), folder=folder, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="12")
+    try:
+        _, err = job.communicate(timeout=120)
+    finally:
+        end(job)
+    assert job.returncode == 1, err
+    assert re.search(r"round 1 has stood still for 1\d s: ranks 0, 2 ended\n +rank 1, worker \d on localhost: ", err)
+    assert re.search(r"did not come to its end for 1\d s, and others have: it is at train.py:\d+.*; it was ended", err)

@@ -206,6 +206,17 @@ def test_a_script_with_a_fault_of_its_own_is_not_started_for_ever(folder: Path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+def test_the_last_of_all_workers_may_fail_too(folder: Path):
+    with (folder / "train.py").open("a") as script:
+        script.write("if hvd.rank() == 1:\n    time.sleep(5)\n    raise KeyError('mine')\n")
+    ended = rankless(*command("-np", "2", "--min-np", "1", epochs=1), folder=folder)
+    assert ended.returncode == 1
+    assert "raised KeyError: 'mine'" in ended.stderr
+    assert "failed while the others finished" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_elastic_job_heeds_ctrl_c_and_leaves_nothing(folder: Path):
     job = start_rankless(*command("-np", "2", "--min-np", "1", epochs=1000), folder=folder)
     try:

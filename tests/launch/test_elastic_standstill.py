@@ -85,3 +85,44 @@ def test_a_new_round_begins_anew():
     for number in SEATS:
         standstill.take(where(number, "waits"), 520.0)
     assert turn(standstill, 530.0, round=2) is not None
+
+
+def test_who_does_not_end_when_others_have_is_spoken_of_and_ended_only_if_the_user_has_said_when():
+    for timeout, wanted in ((None, {}), (45.0, {5: "did not come to its end for 45 s, and others have"})):
+        standstill = Standstill(timeout)
+        assert turn(standstill, 0.0) is None
+        standstill.finished(3, 5.0)
+        standstill.finished(8, 6.0)
+        assert turn(standstill, 9.0) is None
+        standstill.take(where(5, "blocked"), 12.0)
+        report = turn(standstill, 32.0)
+        assert report is not None
+        assert report.text.splitlines() == [
+            "round 1 has stood still for 30 s: ranks 0, 2 ended",
+            "  rank 1, worker 5 on a: it is in f() at x.py:1 (sleeps, 0 % CPU)",
+        ]
+        assert report.culprits == {}
+        later = [report for now in range(33, 50) if (report := turn(standstill, float(now))) is not None]
+        assert [report.culprits for report in later] == ([wanted] if wanted else [])
+        standstill.take(where(5, "moves"), 70.0)
+        assert turn(standstill, 700.0) is None
+        standstill.finished(5, 701.0)
+        assert turn(standstill, 2000.0) is None
+
+
+def test_who_waits_for_those_that_have_ended_is_ended():
+    standstill = Standstill(None)
+    assert turn(standstill, 0.0) is None
+    standstill.finished(3, 5.0)
+    standstill.take(where(5, "waits"), 15.0)
+    standstill.take(where(8, "waits"), 15.0)
+    report = turn(standstill, 100.0)
+    assert report is not None
+    assert report.text == "round 1 has stood still for 95 s: ranks 1, 2 wait in all_reduce at train.py:9; rank 0 ended"
+    assert set(report.culprits) == {5, 8}
+
+
+def test_of_a_round_in_which_a_worker_has_failed_nothing_is_said():
+    standstill = with_a_sleeper(20.0)
+    standstill.forget(3)
+    assert turn(standstill, 500.0) is None

@@ -67,6 +67,7 @@ class Driver:
         self._said: set[str] = set()
         self._told_awaited = 0.0
         self._standstill = Standstill(plan.hang_timeout_seconds or _stall_seconds(plan))
+        self._hosts_of: dict[int, str] = {}
         orders = Orders(
             plan=plan,
             elastic=elastic,
@@ -90,7 +91,7 @@ class Driver:
                 self._end(number)
                 self._around.tell(f"ended by {signal_name(number)}")
                 return 128 + number
-            if self._roll.is_finishing and not self._roll.workers:
+            if self._roll.is_finishing and not self._roll.workers and self._roll.trouble is None:
                 self._end(signal.SIGTERM)
                 return 0
             if is_broken:
@@ -119,10 +120,9 @@ class Driver:
 
     def _look_for_standstill(self, now: float) -> None:
         seating = self._roll.seating
-        if seating is None or seating.untold or not seating.seats.keys() <= self._roll.workers.keys():
-            return  # some have come to their end: who has not yet may take its time
-        hosts = {number: self._roll.workers[number].host for number in seating.seats}
-        report = self._standstill.turn(seating.number, seating.seats, hosts, now)
+        if seating is None or seating.untold:
+            return
+        report = self._standstill.turn(seating.number, seating.seats, self._hosts_of, now)
         if report is not None:
             self._around.tell(report.text)
             for number, why in report.culprits.items():
@@ -140,6 +140,7 @@ class Driver:
     def _perform(self, action: Action) -> None:
         worker = action.worker
         if isinstance(action, Start):
+            self._hosts_of[worker.number] = worker.host
             self._crews.start(worker)
             return
         if isinstance(action, End):
@@ -190,10 +191,11 @@ class Driver:
 
     def _take_end(self, record: Exited, now: float) -> None:
         number = record.rank
-        self._standstill.forget(number)
         if record.exit_code == 0:
+            self._standstill.finished(number, now)
             self._roll.finished(number)
             return
+        self._standstill.forget(number)
         named, host = self._name(number), self._roll.workers[number].host
         records = self._records[number]
         lost = any(isinstance(each, Raised) and is_victim(each) for each in records)

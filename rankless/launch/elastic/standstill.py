@@ -2,17 +2,18 @@
 
 Its members are on several hosts, whose crews tell where each worker is that stands still. As long as one of them moves,
 the round does. Which of them is to blame, and after how long, is judged as in any other job (`launch.hangs.jury`); here
-only that one is ended, and a replacement goes on from the last commit.
+only that one is ended, and a replacement goes on from the last commit. Once some have come to the end of the script,
+who has not may take its time, but is spoken of; there is no next round for it, so if it is ended, the job has failed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from rankless.launch.hangs.jury import Finding, find
 from rankless.launch.hangs.pace import FIRST_SECONDS
-from rankless.launch.hangs.wording import seconds_text, waiting_text, where_text
+from rankless.launch.hangs.wording import ranks_text, seconds_text, waiting_text, where_text
 from rankless.records.events import Where
 from rankless.records.rounds import Seat
 
@@ -48,6 +49,10 @@ class Standstill:
         """A worker has ended."""
         self._told.pop(number, None)
 
+    def finished(self, number: int, now: float) -> None:
+        """A worker has come to the end of its script."""
+        self._told[number] = Where(rank=number, time_ns=0, state="ended"), now
+
     def turn(self, round: int, seats: Mapping[int, Seat], hosts: Mapping[int, str], now: float) -> Report | None:
         """Whether to say something of the round, now: first after FIRST_SECONDS, and then after twice the time."""
         if round != self._round:
@@ -56,7 +61,11 @@ class Standstill:
         if len(members) < len(seats):
             self._spoken_of = 0.0
             return None
-        still = min(where.still_seconds for where in members.values())
+        ended = sorted(where.rank for where in members.values() if where.state == "ended")
+        living = [where for where in members.values() if where.state != "ended"]
+        if not living:
+            return None
+        still = min(where.still_seconds for where in living)
         timeout = self._timeout_seconds
         least = FIRST_SECONDS if timeout is None else min(FIRST_SECONDS, timeout)
         is_due = still >= max(least, 2 * self._spoken_of) or self._spoken_of < (timeout or 0.0) <= still
@@ -66,10 +75,14 @@ class Standstill:
         self._spoken_of = still
         names = {seat.rank: (number, hosts[number]) for number, seat in seats.items()}
         ends = still >= finding.end_after(timeout=timeout, limit=FIRST_SECONDS)
-        why = f"did not come while {waiting_text(finding)} for {seconds_text(still)}"
-        # Were all to blame, nobody would be left who has the state.
-        culprits = {names[where.rank][0]: why for where in finding.culprits} if ends and finding.waiting else {}
-        return Report(_text(round, finding, names), culprits)
+        culprits = {}
+        if ends and ended:
+            why = f"did not come to its end for {seconds_text(still)}, and others have"
+            culprits = {names[where.rank][0]: why for where in living}
+        elif ends and finding.waiting:  # were all to blame, nobody would be left who has the state
+            why = f"did not come while {waiting_text(finding)} for {seconds_text(still)}"
+            culprits = {names[where.rank][0]: why for where in finding.culprits}
+        return Report(_text(round, finding, names, ended), culprits)
 
     def _members(self, seats: Mapping[int, Seat], now: float) -> dict[int, Where]:
         """Those of the round that stand still, by rank; what was told before it began was of the wait for it."""
@@ -82,9 +95,12 @@ class Standstill:
         return found
 
 
-def _text(round: int, finding: Finding, names: Mapping[int, tuple[int, str]]) -> str:
-    lines = [f"round {round} has stood still for {seconds_text(finding.seconds)}: {waiting_text(finding)}"]
+def _text(round: int, finding: Finding, names: Mapping[int, tuple[int, str]], ended: Sequence[int]) -> str:
+    waiting = [waiting_text(finding)] if finding.waiting or not ended else []
+    how = "; ".join([*waiting, *([f"{ranks_text(ended)} ended"] if ended else [])])
+    lines = [f"round {round} has stood still for {seconds_text(finding.seconds)}: {how}"]
     for where in finding.culprits:
-        number, host = names[where.rank]
-        lines.append(f"  rank {where.rank}, worker {number} on {host}: {where_text(where)}")
+        if where.state != "ended":
+            number, host = names[where.rank]
+            lines.append(f"  rank {where.rank}, worker {number} on {host}: {where_text(where)}")
     return "\n".join(lines)

@@ -53,7 +53,7 @@ def waiting_text(finding: Finding) -> str:
         places.setdefault(f"in {where.doing}{_at(where)}", []).append(where.rank)
     texts = []
     for place, ranks in list(places.items())[:MOST_NAMED]:
-        texts.append(f"{_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {place}")
+        texts.append(f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {place}")
     if len(places) > MOST_NAMED:
         texts.append(f"others in {len(places) - MOST_NAMED} more places")
     return ", ".join(texts)
@@ -99,7 +99,7 @@ def _at(where: Where) -> str:
     return f" at {where.line}" if where.line else ""
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """As "ranks 0, 2"; a long row in short, as "ranks 0-6, 9"."""
     runs: list[list[int]] = []
     for rank in ranks:
