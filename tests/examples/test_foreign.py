@@ -46,7 +46,11 @@ def python(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def torchrun(script: str, *arguments: str, folder: Path) -> list[str]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = python(*launcher, str(FOREIGN / f"{script}.py"), *arguments, folder=folder)
+    # Plain torch, taking itself apart after all is done, aborts now and then, and torchrun ends the other rank for it.
+    for _ in range(3):
+        done = python(*launcher, str(FOREIGN / f"{script}.py"), *arguments, folder=folder)
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     printed = RESULT.findall(done.stdout)
     assert printed == done.stdout.splitlines(), "the pattern of results misses some"
@@ -107,7 +111,7 @@ def met_at_an_address(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         for rank in range(2)
     ]
     printed = [process.communicate(timeout=60)[0] for process in processes]
-    # Plain torch, taking itself apart after all is done, aborts now and then: it has printed what it had to.
+    # As above; by then they have printed what they had to.
     assert {process.returncode for process in processes} <= {0, -signal.SIGABRT}
     assert printed[1] == ""
     return RESULT.findall(printed[0])

@@ -271,6 +271,45 @@ def check_adaptive_summation_of_steps():
     torch.testing.assert_close(made.weight.detach(), torch.tensor([[0.5, 1.0, 0.0]], dtype=torch.float64))
 
 
+def check_adaptive_summation_of_steps_with_momentum():
+    """op=Adasum is as if one process made the steps of every rank, each with its rank's momentum, and combined them."""
+    if hvd.size() & (hvd.size() - 1):
+        return
+    settings = {"lr": 0.1, "momentum": 0.9}
+    made, twins = model(), [model() for _ in range(hvd.size())]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(made.parameters(), **settings), made.named_parameters(), op=hvd.Adasum
+    )
+    plain = [torch.optim.SGD(each.parameters(), **settings) for each in twins]
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(made, batch(step, hvd.rank())).backward()
+        optimizer.step()
+        before = [parameter.detach().clone() for parameter in twins[0].parameters()]
+        for rank, (each, own) in enumerate(zip(twins, plain, strict=True)):
+            own.zero_grad()
+            loss_of(each, batch(step, rank)).backward()
+            own.step()
+        with torch.no_grad():
+            for start, *parameters in zip(before, *(each.parameters() for each in twins), strict=True):
+                combined = start + in_pairs([parameter - start for parameter in parameters])
+                for parameter in parameters:
+                    parameter.copy_(combined)
+    for found, wanted in zip(made.parameters(), twins[0].parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def in_pairs(changes: list[torch.Tensor]) -> torch.Tensor:
+    """Neighbours are combined, and then what has become of them: what is common to both is halved in each."""
+    while len(changes) > 1:
+        changes = [
+            one * (1 - (one * two).sum() / (2 * one.square().sum()))
+            + two * (1 - (one * two).sum() / (2 * two.square().sum()))
+            for one, two in zip(changes[::2], changes[1::2], strict=True)
+        ]
+    return changes[0]
+
+
 def check_names():
     """Names must be unique, and there for every parameter."""
     made = model()
