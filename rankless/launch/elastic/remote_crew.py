@@ -138,11 +138,18 @@ class RemoteCrew:
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and start no others."""
+        if self.here is None:
+            self._give_up()
         self._pipe.send(Signal(number=number))
 
     def kill(self) -> None:
         """End all workers at once."""
         self._pipe.send(Kill())
+
+    def _give_up(self) -> None:
+        """Without an agent there, there are no workers; one that comes yet finds its connection closed, and ends."""
+        self._process.kill()
+        self._refused = "it was to end before it was there"
 
     def has_ended(self) -> bool:
         """Whether nothing comes from there any more."""
