@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,6 +23,7 @@ from fault_page import write_page
 ROOT = Path(__file__).parents[1]
 STATE = ROOT / ".soak"
 LANES = 3
+FILE_SECONDS = 2 * 3600.0
 PUBLISHED = ("tests/launch/test_faults.py", "tests/launch/test_faults_at_start.py")
 Counts = dict[str, float]
 
@@ -38,19 +40,27 @@ def commit() -> str:
 
 
 def run(file: Path, faults: Path) -> Counts:
-    """The counts of one file of tests, every marker included; tests of faults add their rows to `faults`."""
+    """The counts of one file of tests, every marker included; tests of faults add their rows to `faults`. A file that
+    comes to no end is ended, and has failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
+        report, output = Path(folder) / "report.xml", Path(folder) / "output.txt"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "exhaustive or not exhaustive", f"--junitxml={report}"]
         start = time.monotonic()
         environment = {**os.environ, "FAULTS_JSON": str(faults)}
-        done = subprocess.run([*command, str(file)], cwd=ROOT, env=environment, capture_output=True, text=True)
+        with output.open("w") as text, suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [*command, str(file)],
+                cwd=ROOT,
+                env=environment,
+                stdout=text,
+                stderr=subprocess.STDOUT,
+                timeout=FILE_SECONDS,
+            )
         seconds = round(time.monotonic() - start, 1)
-        if not report.exists():
-            return {"tests": 1, "failed": 1, "skipped": 0, "seconds": seconds}
-        counts = counted(report)
-    if counts["failed"]:
-        print(done.stdout[-4000:], flush=True)
+        counts = counted(report) if report.exists() else {"tests": 1, "failed": 1, "skipped": 0}
+        if counts["failed"]:
+            print(output.read_text(errors="replace")[-4000:], flush=True)
     return counts | {"seconds": seconds}
 
 
@@ -115,10 +125,11 @@ def main() -> None:
     if any(name in PUBLISHED for name in left):  # all of them: of one that was interrupted, rows are there already
         faults.unlink(missing_ok=True)
         soak(PUBLISHED, results, state, faults, lanes=1)
-    (ROOT / "docs" / "soak.md").write_text(page(tested, dict(sorted(results.items()))))
+    result = page(tested, dict(sorted(results.items())))
+    (ROOT / "docs" / "soak.md").write_text(result)
     if faults.exists():
         write_page(faults, tested)
-    print(page(tested, results))
+    print(result)
     sys.exit(any(counts["failed"] for counts in results.values()))
 
 

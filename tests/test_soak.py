@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+import soak
 from soak import counted, page
 
 
@@ -19,3 +21,12 @@ def test_the_page_adds_up_folders_and_names_the_commit():
     assert "at commit abc1234" in text
     assert "| tests/a | 6 | 2 | 0 | 3 |" in text
     assert "| all | 9 | 3 | 0 | 4.5 |" in text
+
+
+def test_a_file_that_comes_to_no_end_is_ended_and_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak, "FILE_SECONDS", 3.0)
+    file = tmp_path / "test_hangs.py"
+    file.write_text("import time\n\n\ndef test_it():\n    time.sleep(600)\n")
+    counts = soak.run(file, tmp_path / "faults.jsonl")
+    assert (counts["tests"], counts["failed"]) == (1, 1)
+    assert counts["seconds"] < 60

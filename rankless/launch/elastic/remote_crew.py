@@ -140,16 +140,12 @@ class RemoteCrew:
         """Send a signal to all workers, and start no others."""
         if self.here is None:
             self._give_up()
-        self._pipe.send(Signal(number=number))
+        else:
+            self._pipe.send(Signal(number=number))
 
     def kill(self) -> None:
         """End all workers at once."""
         self._pipe.send(Kill())
-
-    def _give_up(self) -> None:
-        """Without an agent there, there are no workers; one that comes yet finds its connection closed, and ends."""
-        self._process.kill()
-        self._refused = "it was to end before it was there"
 
     def has_ended(self) -> bool:
         """Whether nothing comes from there any more."""
@@ -169,6 +165,11 @@ class RemoteCrew:
             self._process.wait()
         self._process.stdout.close()
         self._errors.close()
+
+    def _give_up(self) -> None:
+        """Without an agent there, there are no workers; one that comes yet finds its connection closed, and ends."""
+        self._process.kill()
+        self._refused = "it was to end before it was there"
 
     def _refuse_other_versions(self, here: Here) -> None:
         differences = version_differences(own_versions(), here.versions)
