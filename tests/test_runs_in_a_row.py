@@ -37,7 +37,7 @@ def test_a_run_with_variables_of_its_own_gets_them_and_a_parent_of_its_own(tmp_p
 
 @pytest.mark.parametrize("options", [("-n", "2", "--seed", "3"), ("-n", "0"), ("--no-such-option",)])
 def test_a_command_says_and_returns_what_it_does_as_a_process(options: tuple[str, ...], tmp_path: Path) -> None:
-    script = "import sys\nprint('out')\nsys.exit(5)"
+    script = "import os, sys, time\nif os.environ['RANK'] == '1':\n    time.sleep(60)\nprint('out')\nsys.exit(5)"
     here, there = (module.run_script(script, *options, folder=tmp_path) for module in (runs_in_a_row, jobs))
     assert (here.stdout, here.returncode) == (there.stdout, there.returncode)
     folder = re.compile(r"\d{8}-\d{6}-\w{6}")

@@ -12,8 +12,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 parser = argparse.ArgumentParser(description="PyTorch digits example")
 parser.add_argument("--batch-size", type=int, default=32, metavar="N")
-parser.add_argument("--epochs", type=int, default=4, metavar="N")
-parser.add_argument("--lr", type=float, default=0.02, metavar="LR")
+parser.add_argument("--epochs", type=int, default=8, metavar="N")
+parser.add_argument("--lr", type=float, default=0.01, metavar="LR")
 parser.add_argument("--momentum", type=float, default=0.9, metavar="M")
 parser.add_argument("--seed", type=int, default=42, metavar="S")
 parser.add_argument("--fp16-allreduce", action="store_true", default=False)
@@ -76,8 +76,9 @@ def main():
     torch.set_num_threads(1)
 
     digits = load_digits()
-    images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)
-    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(digits.target))  # as the seed is, the same in every process
+    images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)[order]
+    labels = torch.tensor(digits.target)[order]
     train_set, test_set = TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
     train_sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank())
     test_sampler = DistributedSampler(test_set, num_replicas=hvd.size(), rank=hvd.rank())
