@@ -270,5 +270,6 @@ def _ip(*words: str) -> None:
 
 
 def _heed_interrupts() -> None:
-    """A shell that runs the tests in its background has SIGINT ignored, and children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """A shell that runs the tests in its background has SIGINT ignored, nohup SIGHUP; children would inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -41,8 +41,9 @@ def start_rankless(*arguments: str, folder: Path, **environment: str) -> subproc
 
 
 def _heed_interrupts() -> None:
-    """A shell that runs the tests in its background has SIGINT ignored, and children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """A shell that runs the tests in its background has SIGINT ignored, nohup SIGHUP; children would inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run_script(text: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -87,6 +87,11 @@ def page(tested: str, results: dict[str, Counts]) -> str:
     total = [
         f"{sum(counts[key] for counts in results.values()):g}" for key in ("tests", "failed", "skipped", "seconds")
     ]
+    failed = [
+        f"- {name}: {counts['failed']:g} of {counts['tests']:g} failed"
+        for name, counts in results.items()
+        if counts["failed"]
+    ]
     return "\n".join(
         [
             "# The last soak",
@@ -97,6 +102,7 @@ def page(tested: str, results: dict[str, Counts]) -> str:
             "|---|---|---|---|---|",
             *rows,
             f"| all | {' | '.join(total)} |",
+            *(["", *failed] if failed else []),
             "",
         ]
     )

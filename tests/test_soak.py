@@ -21,6 +21,7 @@ def test_the_page_adds_up_folders_and_names_the_commit():
     assert "at commit abc1234" in text
     assert "| tests/a | 6 | 2 | 0 | 3 |" in text
     assert "| all | 9 | 3 | 0 | 4.5 |" in text
+    assert "- tests/b/test_z.py: 1 of 3 failed\n" in text
 
 
 def test_a_file_that_comes_to_no_end_is_ended_and_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -322,6 +322,31 @@ def test_a_host_that_is_not_reached_is_told_why():
         connect("no-such-host.invalid", port, token=TOKEN, timeout_seconds=1)
 
 
+class ToldLate(socket.socket):
+    """A socket whose `connect` returns before its error is there, as Python's does at times where no way leads."""
+
+    def connect(self, address: Any) -> None:
+        self.setblocking(False)
+        self.connect_ex(address)
+
+
+def test_a_connection_whose_failure_is_told_late_is_none(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    monkeypatch.setattr("rankless.launch.control.connecting.socket.socket", ToldLate)
+    with pytest.raises(NotReached, match="nobody listens at"):
+        connect("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
+
+
+def test_a_connection_that_breaks_at_the_first_word_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    here, there = socket.socketpair()
+    there.close()
+    monkeypatch.setattr("rankless.launch.control.uplink.connected", lambda *_, **__: here)
+    with pytest.raises(NotReached, match="the connection was lost"):
+        connect("127.0.0.1", 1, token=TOKEN, timeout_seconds=1)
+    assert here.fileno() == -1
+
+
 def test_differences_are_named_with_what_to_do():
     here = facts()
     there = msgspec.structs.replace(

@@ -67,7 +67,11 @@ def connect(address: str, port: int, *, token: bytes, timeout_seconds: float) ->
         connection = connected(address, port, timeout_seconds=timeout_seconds)
     except Unreached as unreached:
         raise NotReached(_what_happened(unreached, address, port)) from None
-    return Session(connection, side="client", token=token)
+    try:
+        return Session(connection, side="client", token=token)
+    except BrokenOff as broken:
+        connection.close()
+        raise NotReached(f"{address}:{port}: {broken}") from None
 
 
 def _what_happened(unreached: Unreached, address: str, port: int) -> str:
