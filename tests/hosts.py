@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import heed_interrupts
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("a", "b")
@@ -76,7 +77,7 @@ class Hosts:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_heed_interrupts,
+            preexec_fn=heed_interrupts,
         )
         self.started.append(process)
         return process
@@ -267,9 +268,3 @@ def _tool(name: str) -> str | None:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-def _heed_interrupts() -> None:
-    """A shell that runs the tests in its background has SIGINT ignored, nohup SIGHUP; children would inherit that."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)

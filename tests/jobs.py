@@ -36,11 +36,11 @@ def start_rankless(*arguments: str, folder: Path, **environment: str) -> subproc
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=_heed_interrupts,
+        preexec_fn=heed_interrupts,
     )
 
 
-def _heed_interrupts() -> None:
+def heed_interrupts() -> None:
     """A shell that runs the tests in its background has SIGINT ignored, nohup SIGHUP; children would inherit that."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -105,7 +105,18 @@ class Watch:
                     if not self._move_on(number, now):
                         return self._outcome(None)
                 left = self._deadline - now
-                selector.select(min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS)
+                nap = min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS
+                since = time.monotonic()
+                selector.select(nap)
+                self._give_again(time.monotonic() - since - nap)
+
+    def _give_again(self, stood_still: float) -> None:
+        """See to it that those who are to end lose no grace to seconds in which this process stood still: a host that
+        is out of breath, or a container that was frozen, holds all of them up.
+        """
+        if self._phase is Phase.STOPPING and stood_still > POLL_SECONDS:
+            self._deadline += stood_still
+            self._second_word_at += stood_still
 
     def _has_all_ended(self, exit_code: int, selector: selectors.BaseSelector) -> bool:
         """Once the parent has ended: whether nothing lives on the other hosts either."""

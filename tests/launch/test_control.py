@@ -338,7 +338,7 @@ def test_a_connection_whose_failure_is_told_late_is_none(monkeypatch: pytest.Mon
         connect("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
 
 
-def test_a_connection_that_breaks_at_the_first_word_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+def test_a_connection_that_breaks_at_the_first_word_has_not_reached_host_0(monkeypatch: pytest.MonkeyPatch):
     here, there = socket.socketpair()
     there.close()
     monkeypatch.setattr("rankless.launch.control.uplink.connected", lambda *_, **__: here)

@@ -12,6 +12,8 @@ from hosts import Hosts, two_hosts
 from jobs import end, is_alive, marked, start_script, wait_until
 
 from rankless.launch.hangs.vitals import vitals_of
+from rankless.launch.watch import INTERRUPT_GRACE_SECONDS
+from rankless.runtime.processes import descendants
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,6 +53,10 @@ try:
 except RuntimeError:
     note("raised")
 finally:
+    if "slow" in sys.argv:
+        note("cleaning")
+        for _ in range(20):
+            time.sleep(0.05)
     note("cleaned")
 """
 
@@ -111,6 +117,26 @@ def test_a_handler_of_sigterm_runs_in_who_waits_for_a_rank_that_does_not_answer(
     assert notes(tmp_path) == {f"{name}{rank}" for name in ("handled", "raised", "cleaned") for rank in (0, 1)}
 
 
+def test_while_all_of_a_host_stands_still_no_grace_passes(tmp_path: Path):
+    job = start_script(SCRIPT, "-n", "3", "script.py", "deaf", "slow", folder=tmp_path)
+    try:
+        wait_until(lambda: len(marked(tmp_path)) == 3)
+        wait_until(all_wait([marked(tmp_path)[f"rank{rank}"] for rank in (0, 1)]))
+        job.send_signal(signal.SIGINT)
+        wait_until(lambda: notes(tmp_path) >= {"cleaning0", "cleaning1"})
+        frozen = [job.pid, *sorted(descendants(job.pid))]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process_id in frozen:
+                os.kill(process_id, number)
+            if number == signal.SIGSTOP:
+                time.sleep(INTERRUPT_GRACE_SECONDS)
+        job.communicate(timeout=30)
+        assert job.returncode == 130
+        assert notes(tmp_path) >= {"cleaned0", "cleaned1"}
+    finally:
+        end(job)
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     with two_hosts(tmp_path_factory.mktemp("two"), sshd=()) as found:
@@ -130,5 +156,6 @@ def test_when_a_host_is_lost_the_ranks_of_both_sides_raise_and_clean_up(way: str
     finally:
         hosts.link("b", up=True)
     assert f"host {hosts.addresses[1]} was lost: no sign of life" in reports[0]
-    assert notes(tmp_path) >= {f"{name}{rank}" for name in ("raised", "cleaned") for rank in range(4)}
+    wanted = {f"{name}{rank}" for name in ("raised", "cleaned") for rank in range(4)}
+    assert notes(tmp_path) >= wanted, "\n".join(reports)
     assert not any(is_alive(process_id) for process_id in marked(tmp_path).values())

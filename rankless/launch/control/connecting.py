@@ -1,6 +1,6 @@
 """Connecting to another host, and what it means if that fails.
 
-Note [not connected]: where no way leads to a host, about one in two hundred calls of `connect` with a timeout returns
+Note [not connected]: where no way leads to a host, about one in 250 calls of `connect` with a timeout returns
 as if there were a connection: Linux lets go of the socket a moment before it tells the error, and Python asks in
 between. The socket has no other end then, and its error is there now.
 """
