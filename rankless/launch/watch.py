@@ -75,6 +75,7 @@ class Watch:
         self._records: list[AnyRecord] = []
         self._phase = Phase.RUNNING
         self._deadline = float("inf")
+        self._turned_at = time.monotonic()
         self._second_word = b""
         self._second_word_at = float("inf")
         self._verdict: Verdict | None = None
@@ -97,6 +98,7 @@ class Watch:
                 self._read_records()
                 self._take_found(self._on_turn())
                 now = time.monotonic()
+                self._pass_time(now)
                 self._hear_others(now)
                 if exit_code is not None and self._has_all_ended(exit_code, selector):
                     return self._outcome(exit_code)
@@ -105,15 +107,14 @@ class Watch:
                     if not self._move_on(number, now):
                         return self._outcome(None)
                 left = self._deadline - now
-                nap = min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS
-                since = time.monotonic()
-                selector.select(nap)
-                self._give_again(time.monotonic() - since - nap)
+                selector.select(min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS)
 
-    def _give_again(self, stood_still: float) -> None:
-        """See to it that those who are to end lose no grace to seconds in which this process stood still: a host that
-        is out of breath, or a container that was frozen, holds all of them up.
+    def _pass_time(self, now: float) -> None:
+        """Give those who are to end the seconds again in which this process stood still: a host that is out of breath,
+        or a container that was frozen, has held them up, too.
         """
+        stood_still = now - self._turned_at - POLL_SECONDS
+        self._turned_at = now
         if self._phase is Phase.STOPPING and stood_still > POLL_SECONDS:
             self._deadline += stood_still
             self._second_word_at += stood_still
@@ -172,7 +173,6 @@ class Watch:
             is_lost = self._verdict is not None and self._verdict.cause == "host"
             self._ask_to_end(signal.SIGTERM, now, is_lost=is_lost)
         elif self._phase is Phase.STOPPING and number is None and now >= self._second_word_at:
-            self._deadline += now - self._second_word_at  # they have their half of the grace, however late this turn is
             self._second_word_at = float("inf")
             self._parent.tell(self._second_word)
         elif self._phase is Phase.STOPPING and (number is not None or now >= self._deadline):

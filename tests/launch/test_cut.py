@@ -55,7 +55,7 @@ except RuntimeError:
 finally:
     if "slow" in sys.argv:
         note("cleaning")
-        for _ in range(20):
+        for _ in range(10):
             time.sleep(0.05)
     note("cleaned")
 """
