@@ -36,7 +36,9 @@ from rankless.views.values import ValueRecorder
 from rankless.views.world import World
 
 JOINED = "rankless/joined"
-"""Under this name the store counts the ranks that have come through joining."""
+"""Under this name the store counts the ranks that have made the group."""
+TOLD = "rankless/told"
+"""Under this name it counts those that know that all have."""
 
 Observer = Callable[[AnyRecord], None]
 
@@ -194,14 +196,7 @@ def _join_as_worker(plan: WorkerPlan, place: Callable[[], Place], again: bool) -
     end_group = None
     if plan.world_size > 1 and not dist.is_initialized():
         store = meet(_invitation_of(plan), say_alone).store if again else place().store
-        dist.init_process_group(
-            plan.backend,
-            store=store,
-            rank=plan.rank,
-            world_size=plan.world_size,
-            device_id=_bound(plan, device),
-        )
-        end_group = _end_of(store, plan.rank, plan.world_size)
+        end_group = _make_group(plan.backend, device, store=store, rank=plan.rank, world_size=plan.world_size)
     descriptor = plan.records_descriptor
 
     def up(record: AnyRecord) -> None:
@@ -228,14 +223,9 @@ def _join_invited(invitation: Invitation, observer: Callable[[], Observer]) -> R
     device, backend = _device_of(local_rank)
     if meeting.is_on_one_host:
         environment.prefer_loopback()
-    dist.init_process_group(
-        backend,
-        store=meeting.store,
-        rank=invitation.rank,
-        world_size=invitation.world_size,
-        device_id=device if backend == "nccl" else None,
+    end_group = _make_group(
+        backend, device, store=meeting.store, rank=invitation.rank, world_size=invitation.world_size
     )
-    end_group = _end_of(meeting.store, invitation.rank, invitation.world_size)
     return _runtime_without_agent(device, local_rank, observer, end_group)
 
 
@@ -245,33 +235,42 @@ def _join_at_place(place: Place, observer: Callable[[], Observer]) -> Runtime:
     device, backend = _device_of(local_rank)
     time_joined = place.store.add(f"rankless/times/{place.rank}", 1)
     store = dist.PrefixStore(f"rankless/group/{time_joined}", place.store)  # type: ignore[attr-defined]  # not in the stubs
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=place.rank,
-        world_size=place.size,
-        device_id=device if backend == "nccl" else None,
-    )
-    return _runtime_without_agent(device, local_rank, observer, _end_of(store, place.rank, place.size))
+    end_group = _make_group(backend, device, store=store, rank=place.rank, world_size=place.size)
+    return _runtime_without_agent(device, local_rank, observer, end_group)
 
 
-def _end_of(store: Any, rank: int, world_size: int) -> Callable[[], None]:
-    """What destroys the group; rank 0, whose process serves the store, stays until all have come through joining."""
+def _make_group(backend: str, device: torch.device, *, store: Any, rank: int, world_size: int) -> Callable[[], None]:
+    """Make the group of the world, and return what destroys it.
+
+    Nobody comes back before all have made it: one whose script ends at once would be gone while others still connect to
+    it. And rank 0, whose process serves the store, does not go before all know that.
+    """
+    bound = device if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound)
     store.add(JOINED, 1)
+    _await_all(store, JOINED, world_size)
+    store.add(TOLD, 1)
 
     def end() -> None:
-        start = told = time.monotonic()
-        while rank == 0 and (joined := store.add(JOINED, 0)) < world_size:
-            now = time.monotonic()
-            if now - start > STORE_TIMEOUT.total_seconds():
-                break
-            if now - told > TELL_AFTER_SECONDS:
-                told = now
-                say_alone(f"before leaving, waiting for {world_size - joined} ranks to come through joining")
-            time.sleep(0.001)
+        if rank == 0:
+            _await_all(store, TOLD, world_size)
         dist.destroy_process_group()
 
     return end
+
+
+def _await_all(store: Any, name: str, world_size: int) -> None:
+    start = told = time.monotonic()
+    nap = 0.001
+    while (come := store.add(name, 0)) < world_size:
+        now = time.monotonic()
+        if now - start > STORE_TIMEOUT.total_seconds():
+            break
+        if now - told > TELL_AFTER_SECONDS:
+            told = now
+            say_alone(f"waiting for {world_size - come} ranks to come through joining")
+        time.sleep(nap)
+        nap = min(2 * nap, 0.02)
 
 
 def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[], Observer]) -> Runtime:
@@ -346,10 +345,6 @@ def _use_device(name: str) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-def _bound(plan: WorkerPlan, device: torch.device) -> torch.device | None:
-    return device if plan.backend == "nccl" else None
 
 
 def _drop(_record: AnyRecord) -> None:

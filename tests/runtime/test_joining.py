@@ -124,25 +124,29 @@ def test_notices_are_said_once_by_rank_0(options: tuple[str, ...], tmp_path: Pat
 
 
 SLOW_TO_JOIN = """
-import os, time
+import os, sys, time
 import torch.distributed as dist
 import rankless
 
 join = dist.init_process_group
 
 def slowly(*args, store, **kwargs):
+    store.set(os.environ["RANK"], str(os.getpid()))
     join(*args, store=store, **kwargs)
-    time.sleep(1)
-    store.add("still", 1)
+    if os.environ["RANK"] == sys.argv[1]:
+        time.sleep(1)
+        for rank in "012":
+            os.kill(int(store.get(rank)), 0)
 
-if os.environ["RANK"] == "1":
-    dist.init_process_group = slowly
+dist.init_process_group = slowly
 print(rankless.rank())
 """
 
 
-def test_rank_0_does_not_leave_while_another_is_still_joining(tmp_path: Path) -> None:
-    job = run_script(SLOW_TO_JOIN, "-n", "2", folder=tmp_path)
+@pytest.mark.parametrize("slow", ["0", "1"])
+def test_nobody_leaves_while_another_is_still_joining(slow: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLOW_TO_JOIN)
+    job = rankless("run", "-n", "3", "script.py", slow, folder=tmp_path)
     assert (job.stdout, job.returncode) == ("0\n", 0), job.stderr
 
 
