@@ -243,12 +243,19 @@ def _make_group(backend: str, device: torch.device, *, store: Any, rank: int, wo
     """Make the group of the world, and return what destroys it.
 
     Nobody comes back before all have made it: one whose script ends at once would be gone while others still connect to
-    it. And rank 0, whose process serves the store, does not go before all know that.
+    it. And rank 0, whose process serves the store, does not go before all know that. Raises JoinError if some have not
+    made it in STORE_TIMEOUT.
     """
     bound = device if backend == "nccl" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound)
     store.add(JOINED, 1)
-    _await_all(store, JOINED, world_size)
+    come = _await_all(store, JOINED, world_size)
+    if come < world_size:
+        raise JoinError(
+            expected=f"all {world_size} ranks to have made their group in {STORE_TIMEOUT.total_seconds():g} s",
+            found=f"{come} that have",
+            fix="look into the logs of the others: one hangs, or has gone, while it joins",
+        )
     store.add(TOLD, 1)
 
     def end() -> None:
@@ -259,18 +266,20 @@ def _make_group(backend: str, device: torch.device, *, store: Any, rank: int, wo
     return end
 
 
-def _await_all(store: Any, name: str, world_size: int) -> None:
+def _await_all(store: Any, name: str, world_size: int) -> int:
+    """Wait until all ranks are counted under this name; returns how many are, fewer only after STORE_TIMEOUT."""
     start = told = time.monotonic()
     nap = 0.001
-    while (come := store.add(name, 0)) < world_size:
+    while (come := int(store.add(name, 0))) < world_size:
         now = time.monotonic()
         if now - start > STORE_TIMEOUT.total_seconds():
             break
         if now - told > TELL_AFTER_SECONDS:
             told = now
-            say_alone(f"waiting for {world_size - come} ranks to come through joining")
+            say_alone(f"{come} of {world_size} ranks have come through joining; waiting for the others")
         time.sleep(nap)
         nap = min(2 * nap, 0.02)
+    return come
 
 
 def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[], Observer]) -> Runtime:

@@ -150,6 +150,22 @@ def test_nobody_leaves_while_another_is_still_joining(slow: str, tmp_path: Path)
     assert (job.stdout, job.returncode) == ("0\n", 0), job.stderr
 
 
+IMPATIENT = """
+from datetime import timedelta
+from rankless.runtime import joined
+joined.STORE_TIMEOUT, joined.TELL_AFTER_SECONDS = timedelta(seconds=0.5), 0.1
+"""
+
+
+def test_who_is_not_through_joining_in_time_is_told(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(IMPATIENT + SLOW_TO_JOIN)
+    job = rankless("run", "-n", "3", "script.py", "1", folder=tmp_path)
+    assert job.returncode == 1
+    assert "2 of 3 ranks have come through joining; waiting for the others" in job.stdout + job.stderr
+    assert "expected: all 3 ranks to have made their group in 0.5 s" in job.stderr
+    assert "2 that have" in job.stderr
+
+
 def test_a_module_run_as_m_joins_too(tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text(WHO)
     job = rankless("run", "-n", "2", "-m", "who", folder=tmp_path)
