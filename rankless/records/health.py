@@ -1,4 +1,4 @@
-"""What a check of a host, or of the way between two, has seen; and how numbers in it are written."""
+"""What a check of a host, or of the way between two, has seen."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -37,19 +37,3 @@ def failed(name: str, seen: str, fix: str) -> Row:
 def placed(rows: Sequence[Row], place: str) -> list[Row]:
     """The rows, all of one place."""
     return [msgspec.structs.replace(row, place=place) for row in rows]
-
-
-def sized(byte_count: float) -> str:
-    """As "3.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if byte_count < 1024:
-            return f"{byte_count:.3g} {unit}"
-        byte_count /= 1024
-    return f"{byte_count:.4g} TiB"
-
-
-def timed(seconds: float) -> str:
-    """As "3.5 ms"."""
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

@@ -98,7 +98,7 @@ class Group:
             raise StepError(
                 expected=f"the terms of job {job!r}'s loss to be means over counts in one proportion in all calls of a "
                 "step; else each term would need its own gradient",
-                found=f"counts of {', '.join(f'{count.total:g}' for count in counts)} in this call, in another "
+                found=f"counts of {', '.join(f'{count.total:,.10g}' for count in counts)} in this call, in another "
                 "proportion before",
                 fix="give all calls of a step one length, divide all terms by the same count, or train without "
                 "accumulate=",

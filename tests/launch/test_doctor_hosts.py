@@ -59,7 +59,7 @@ def test_two_healthy_hosts_are_called_healthy_and_nothing_is_left_on_them(tmp_pa
         assert seen[back, "port 9988"] == "reached, where the agents meet"
         for pair in (there, back):
             assert re.fullmatch(
-                r"[\d.]+ (µs|ms) there and back, [\d.]+ Gbit/s \([\d.]+ [MG]iB/s\)", seen[pair, "speed"]
+                r"[\d.]+ (µs|ms) there and back, [\d.]+ [MG]bit/s \([\d.,]+ [MG]iB/s\)", seen[pair, "speed"]
             )
         assert re.match(
             r"4 KiB in [\d.]+ .s, 16 MiB in [\d.]+ .?s by Gloo over eth0; ", seen["all hosts", "all_reduce"]
@@ -105,7 +105,7 @@ def test_causes_that_come_together_are_all_told_each_with_its_fix(tmp_path: Path
     assert "100 for each process" in troubles[f"{b} open files"]
     assert "ulimit -n 65536" in troubles[f"{b} open files"]
     assert troubles[f"{b} version of torch"].startswith("2.12.0, but 10.77.0.1 has 2.13")
-    assert re.match(r"(99|100)\.\d s ahead of this host's", troubles[f"{b} clock"])
+    assert re.match(r"(99|100) s ahead of this host's", troubles[f"{b} clock"])
     assert "127.0.1.1" in troubles[f"{b} own name"]
     assert "10.77.0.2 b" in troubles[f"{b} own name"]
     assert "http_proxy=http://…@proxy.example:3128" in troubles[f"{a} proxies"]

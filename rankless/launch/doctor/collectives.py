@@ -7,7 +7,8 @@ import msgspec
 from rankless.launch.doctor.questions import Answer, Failed, Prepare, Relay
 from rankless.launch.doctor.visits import Visits
 from rankless.plan.trial import AreYouThere, Here, OpenStore, Reduce, Reduced, StoreOpened, TrialTask
-from rankless.records.health import Row, failed, passed, placed, sized, timed
+from rankless.records.health import Row, failed, passed, placed
+from rankless.records.quantities import sized, timed
 
 MEET_SECONDS = 10.0
 IMPORT_SECONDS = 30.0

@@ -12,7 +12,8 @@ from rankless.launch.hosts.host_facts import MOST_SKEW_SECONDS, differences
 from rankless.launch.hosts.probing import seen_of
 from rankless.plan.environment import carried_variables
 from rankless.plan.hosts import Host, addresses_of, own_addresses
-from rankless.records.health import Row, failed, passed, placed, timed, warned
+from rankless.records.health import Row, failed, passed, placed, warned
+from rankless.records.quantities import timed
 
 NOTICED_SKEW_SECONDS = 1.0
 

@@ -11,7 +11,8 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.launch.doctor.questions import Look
 from rankless.plan.check import core_count
-from rankless.records.health import Row, failed, passed, sized, warned
+from rankless.records.health import Row, failed, passed, warned
+from rankless.records.quantities import sized
 
 MIB = 1 << 20
 SHARED_MEMORY = "/dev/shm"

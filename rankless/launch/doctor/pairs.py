@@ -20,7 +20,8 @@ from rankless.launch.doctor.questions import (
 )
 from rankless.launch.doctor.visits import Visits
 from rankless.launch.doctor.wire import SECRET_BYTES
-from rankless.records.health import Row, failed, passed, placed, sized, timed, warned
+from rankless.records.health import Row, failed, passed, placed, warned
+from rankless.records.quantities import bit_rate, sized, timed
 
 SLOW_ROUND_TRIP_SECONDS = 0.01
 SLOW_BYTES_PER_SECOND = 50e6
@@ -190,7 +191,7 @@ def _speed_row(found: Speed | Failed) -> Row:
     if found.error:
         fix = "the largest packet differs on the way: set the same MTU on both cards, and on tunnels between them"
         return failed(_SPEED, f"{trip}; {found.error}", fix)
-    seen = f"{trip}, {found.bytes_per_second * 8 / 1e9:.3g} Gbit/s ({sized(found.bytes_per_second)}/s)"
+    seen = f"{trip}, {bit_rate(found.bytes_per_second)} ({sized(found.bytes_per_second)}/s)"
     if found.round_trip_seconds > SLOW_ROUND_TRIP_SECONDS or found.bytes_per_second < SLOW_BYTES_PER_SECOND:
         fix = "gradients would wait for it: see which card leads there, its speed (ethtool), and who else uses it"
         return warned(_SPEED, seen, fix)

@@ -13,8 +13,9 @@ import msgspec
 
 from rankless.launch.hangs.jury import Finding, find
 from rankless.launch.hangs.pace import FIRST_SECONDS
-from rankless.launch.hangs.wording import ranks_text, seconds_text, waiting_text, where_text
+from rankless.launch.hangs.wording import ranks_text, waiting_text, where_text
 from rankless.records.events import Where
+from rankless.records.quantities import timed
 from rankless.records.rounds import Seat
 
 
@@ -77,10 +78,10 @@ class Standstill:
         ends = still >= finding.end_after(timeout=timeout, limit=FIRST_SECONDS)
         culprits = {}
         if ends and ended:
-            why = f"did not come to its end for {seconds_text(still)}, and others have"
+            why = f"did not come to its end for {timed(still)}, and others have"
             culprits = {names[where.rank][0]: why for where in living}
         elif ends and finding.waiting:  # were all to blame, nobody would be left who has the state
-            why = f"did not come while {waiting_text(finding)} for {seconds_text(still)}"
+            why = f"did not come while {waiting_text(finding)} for {timed(still)}"
             culprits = {names[where.rank][0]: why for where in finding.culprits}
         return Report(_text(round, finding, names, ended), culprits)
 
@@ -98,7 +99,7 @@ class Standstill:
 def _text(round: int, finding: Finding, names: Mapping[int, tuple[int, str]], ended: Sequence[int]) -> str:
     waiting = [waiting_text(finding)] if finding.waiting or not ended else []
     how = "; ".join([*waiting, *([f"{ranks_text(ended)} ended"] if ended else [])])
-    lines = [f"round {round} has stood still for {seconds_text(finding.seconds)}: {how}"]
+    lines = [f"round {round} has stood still for {timed(finding.seconds)}: {how}"]
     for where in finding.culprits:
         if where.state != "ended":
             number, host = names[where.rank]

@@ -15,9 +15,10 @@ from rankless.launch.hangs.lookout import Worker, write_stacks
 from rankless.launch.hangs.pace import Pace
 from rankless.launch.hangs.places import shown
 from rankless.launch.hangs.timeouts import find_missing, timed_out
-from rankless.launch.hangs.wording import headline, report, seconds_text
+from rankless.launch.hangs.wording import headline, report
 from rankless.plan.run_plan import WorkerPlan
 from rankless.records.events import AnyRecord, Exited, Left, Raised, Said, Started, Stuck, Where
+from rankless.records.quantities import timed
 from rankless.records.whereabouts import open_page
 
 LONGEST_INTERVAL_SECONDS = 1.0
@@ -145,7 +146,7 @@ class HangWatch:
         if self._spoken_of:
             self._pace.endured(self._spoken_of)
             if self._scene.others.judges:
-                yield _said(f"the job goes on, after {seconds_text(self._spoken_of)}")
+                yield _said(f"the job goes on, after {timed(self._spoken_of)}")
             else:
                 for rank in self._plans:
                     yield Where(rank=rank, time_ns=time.monotonic_ns(), state="moves")

@@ -6,6 +6,7 @@ from rankless.launch.hangs.jury import Finding
 from rankless.launch.hangs.pace import Pace
 from rankless.launch.hangs.places import shown
 from rankless.records.events import Where
+from rankless.records.quantities import timed
 
 MOST_NAMED = 3
 HostName = Callable[[int], str]
@@ -16,8 +17,8 @@ def report(finding: Finding, pace: Pace, *, host_name: HostName, stacks_file: st
     """Who waits where, who does not come and where it is instead, and where to read more."""
     steps = f"{pace.steps} steps made" if pace.steps else "no step yet"
     if pace.step_seconds is not None:
-        steps += f", a step took {seconds_text(pace.step_seconds)}"
-    lines = [f"no progress for {seconds_text(finding.seconds)} ({steps}): {waiting_text(finding)}"]
+        steps += f", a step took {timed(pace.step_seconds)}"
+    lines = [f"no progress for {timed(finding.seconds)} ({steps}): {waiting_text(finding)}"]
     for culprit in finding.culprits[:MOST_NAMED]:
         lines.append(f"  {rank_text(culprit, host_name)} {culprit_text(finding, culprit)}")
         frames = shown(culprit.stack)
@@ -38,10 +39,10 @@ def headline(finding: Finding, *, host_name: HostName) -> str:
     rest = [culprit for culprit in finding.culprits if culprit is not who]
     more = "; nor did " + ", ".join(rank_text(culprit, host_name) for culprit in rest) if rest else ""
     if not finding.culprits:
-        return f"waits in {who.doing}{_at(who)}, as all do, for {seconds_text(finding.seconds)}"
+        return f"waits in {who.doing}{_at(who)}, as all do, for {timed(finding.seconds)}"
     if not finding.waiting:
-        return f"has stood still for {seconds_text(finding.seconds)}: {where_text(who)}{more}"
-    return f"{culprit_text(finding, who)}; {waiting_text(finding)} for {seconds_text(finding.seconds)}{more}"
+        return f"has stood still for {timed(finding.seconds)}: {where_text(who)}{more}"
+    return f"{culprit_text(finding, who)}; {waiting_text(finding)} for {timed(finding.seconds)}{more}"
 
 
 def waiting_text(finding: Finding) -> str:
@@ -86,13 +87,6 @@ def rank_text(where: Where, host_name: HostName) -> str:
     """As "rank 1 on 10.0.0.2"."""
     host = host_name(where.rank)
     return f"rank {where.rank} on {host}" if host else f"rank {where.rank}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds with as many digits as are of use."""
-    if seconds < 1:
-        return f"{seconds * 1000:.2g} ms"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"
 
 
 def _at(where: Where) -> str:
