@@ -13,6 +13,7 @@ import msgspec
 
 from rankless.plan.foreign import Foreign
 from rankless.plan.horovod_worker import ADDRESS, HorovodWorker, horovod_worker
+from rankless.plan.mpi_worker import mpi_worker
 from rankless.plan.run_plan import RunPlan, WorkerPlan
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
@@ -96,7 +97,8 @@ class Torchrun(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     local_rank: int
     threads: int | None
-    master_address: str
+    master_address: str | None
+    """None: MPI's launcher has not told where the ranks meet."""
     master_port: int
     has_store: bool
     """Whether the launcher itself serves the store at that address."""
@@ -336,7 +338,7 @@ def is_child_of_worker() -> bool:
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process: ours, torchrun, Horovod's, or one that does as they do."""
+    """Whether a launcher has started this process: ours, torchrun, Horovod's, MPI's, or one that does as they do."""
     return WORKER_PLAN in os.environ or read_torchrun() is not None or ADDRESS in horovod_variables()
 
 
@@ -346,16 +348,24 @@ def read_horovod_worker() -> HorovodWorker | None:
 
 
 def read_torchrun() -> Torchrun | None:
-    """What torchrun told this process, or None when another launcher, or none, started it."""
-    rank, size = _whole_number("RANK"), _whole_number("WORLD_SIZE")
-    if rank is None or size is None or "MASTER_ADDR" not in os.environ or WORKER_PLAN in os.environ:
+    """What torchrun, or MPI's launcher, told this process; None when another launcher, or none, started it."""
+    if WORKER_PLAN in os.environ:
+        return None
+    rank, size, local_rank = (_whole_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    address = os.environ.get("MASTER_ADDR")
+    if rank is None or size is None:
+        told = mpi_worker(os.environ)
+        if told is None:
+            return None
+        rank, size, local_rank = told.rank, told.world_size, told.local_rank
+    elif address is None:
         return None
     return Torchrun(
         rank=rank,
         world_size=size,
-        local_rank=_whole_number("LOCAL_RANK") or 0,
+        local_rank=local_rank or 0,
         threads=user_threads(),
-        master_address=os.environ["MASTER_ADDR"],
+        master_address=address,
         master_port=_whole_number("MASTER_PORT") or 0,
         has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rankless.errors import JoinError
 from rankless.plan import environment
 from rankless.plan.horovod_worker import HorovodWorker
 from rankless.plan.hosts import interface_towards
@@ -39,8 +40,8 @@ class Place:
 
 
 def find_place() -> Place:
-    """The place that a launcher has told: Rankless, Horovod's own, torchrun, or whoever has made torch.distributed's
-    default group; a place alone if there is none. Raises JoinError if the ranks do not come together.
+    """The place that a launcher has told: Rankless, Horovod's own, torchrun or mpirun; or that torch.distributed's
+    default group has; a place alone if there is none. Raises JoinError if the ranks do not come together.
     """
     plan = environment.read_worker_plan()
     if plan is not None:
@@ -50,16 +51,26 @@ def find_place() -> Place:
         # Before torchrun's: what sets those for a pod as a whole, horovodrun hands on to all of its workers.
         return _place_by_horovod(horovod)
     torchrun = environment.read_torchrun()
-    if torchrun is not None and torchrun.world_size > 1:
+    has_group = dist.is_available() and dist.is_initialized() and not environment.is_child_of_worker()
+    if torchrun is not None and torchrun.world_size > 1 and (torchrun.master_address is not None or not has_group):
         return _place_by_torchrun(torchrun)
-    if dist.is_available() and dist.is_initialized() and not environment.is_child_of_worker():
+    if has_group:
         store = dist.distributed_c10d._get_default_store()
         return Place(rank=dist.get_rank(), size=dist.get_world_size(), store=store)
     return Place(rank=0, size=1, store=dist.HashStore())  # type: ignore[attr-defined]  # missing in the stubs
 
 
 def invitation_from(torchrun: environment.Torchrun) -> Invitation:
-    """Where torchrun, or a launcher like it, has its processes meet."""
+    """Where torchrun, or a launcher like it, has its processes meet. Raises JoinError where it has not said."""
+    if torchrun.master_address is None or torchrun.master_port == 0:
+        missing = "MASTER_ADDR" if torchrun.master_address is None else "MASTER_PORT"
+        raise JoinError(
+            expected="a launcher that tells where the ranks meet",
+            found=f"rank {torchrun.rank} of {torchrun.world_size}, and no {missing}",
+            fix=f"start the job by `rankless horovodrun -np {torchrun.world_size} …`, also in the place of mpirun; or "
+            "set MASTER_ADDR to an address of rank 0's host, and MASTER_PORT to a free port there; "
+            "RANK=0 WORLD_SIZE=1 let a process train alone",
+        )
     return Invitation(
         kind="tcp",
         host=torchrun.master_address,
@@ -89,14 +100,15 @@ def _place_of_worker(plan: WorkerPlan) -> Place:
 
 
 def _place_by_torchrun(torchrun: environment.Torchrun) -> Place:
-    meeting = meet(invitation_from(torchrun), say_alone)
+    invitation = invitation_from(torchrun)
+    meeting = meet(invitation, say_alone)
     if meeting.is_on_one_host:
         environment.prefer_loopback()
     return Place(
         rank=torchrun.rank,
         size=torchrun.world_size,
         store=meeting.store,
-        address=LOOPBACK if meeting.is_on_one_host else torchrun.master_address,
+        address=LOOPBACK if meeting.is_on_one_host else invitation.host,
     )
 
 
