@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
+RANKLESS = (sys.executable, "-m", "rankless")
 DEADLINE_SECONDS = 120.0
 """Only what hangs takes so long; a busy machine may take four times as long as an idle one."""
 
@@ -17,7 +18,7 @@ DEADLINE_SECONDS = 120.0
 def rankless(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """What a `rankless` command prints and returns."""
     return subprocess.run(
-        [sys.executable, "-m", "rankless", *arguments],
+        [*RANKLESS, *arguments],
         cwd=folder,
         env=environment_of_jobs(environment),
         capture_output=True,
@@ -26,10 +27,12 @@ def rankless(*arguments: str, folder: Path, **environment: str) -> subprocess.Co
     )
 
 
-def start_rankless(*arguments: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+def start_rankless(
+    *arguments: str, folder: Path, command: Sequence[str] = RANKLESS, **environment: str
+) -> subprocess.Popen[str]:
     """A `rankless` command that goes on; its group is its own, so that Ctrl-C can be sent to it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rankless", *arguments],
+        [*command, *arguments],
         cwd=folder,
         env=environment_of_jobs(environment),
         stdout=subprocess.PIPE,

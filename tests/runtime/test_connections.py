@@ -25,6 +25,7 @@ server = socket.create_server(("127.0.0.1", 0))
 print(server.getsockname()[1], flush=True)
 connection, _ = server.accept()
 connection.settimeout(20)
+print("accepted", flush=True)
 print([connection.recv(1)], flush=True)
 """
 PARENT = """
@@ -68,7 +69,7 @@ def test_ranks_lose_each_other_and_keep_their_connections_to_others(stack: ExitS
     port = line_of(listener)
     talker = started(stack, TALKER, port, str(database.getsockname()[1]))
     accepted = stack.enter_context(database.accept()[0])
-    assert line_of(talker) == "connected"
+    assert (line_of(talker), line_of(listener)) == ("connected", "accepted")
     cut_connections({talker.pid: 0, listener.pid: 1}, hosts=())
     assert line_of(listener) == "[b'']"
     accepted.sendall(b"x")
