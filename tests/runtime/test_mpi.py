@@ -143,7 +143,7 @@ def test_a_group_that_the_script_has_made_is_taken(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
+@pytest.mark.parametrize("mpirun", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.exhaustive)])
 def test_the_real_launchers(mpirun: str, tmp_path: Path):
     """By the names that Debian gives them."""
     if shutil.which(mpirun) is None:
