@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -24,9 +24,13 @@ AT_START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "at_start")
 
 
 class ImportNames(MetaPathFinder):
-    """Answers `horovod` and what is below it with our modules, unless a real Horovod is installed; no other name."""
+    """Answers `horovod` and what is below it with our modules, unless a real Horovod is installed; no other name.
 
-    def __init__(self) -> None:
+    `on_real` is told once, with its file, that a script takes a real one's part for PyTorch.
+    """
+
+    def __init__(self, on_real: Callable[[str], None] | None = None) -> None:
+        self._on_real = on_real
         self._yields: bool | None = None
         self._asking = False
 
@@ -37,7 +41,10 @@ class ImportNames(MetaPathFinder):
 
         Raises ModuleNotFoundError, which says what there is, for a part of Horovod that is not here.
         """
-        if (fullname != FOREIGN and not fullname.startswith(FOREIGN + ".")) or self._asking or self.is_to_yield():
+        if (fullname != FOREIGN and not fullname.startswith(FOREIGN + ".")) or self._asking:
+            return None
+        if self.is_to_yield():
+            self._tell_of_real(fullname)
             return None
         own = OWN + fullname.removeprefix(FOREIGN)
         found = _found(own)
@@ -65,6 +72,12 @@ class ImportNames(MetaPathFinder):
             self._asking = False
         return None if spec is None else spec.origin
 
+    def _tell_of_real(self, fullname: str) -> None:
+        file = getattr(sys.modules.get(FOREIGN), "__file__", None)
+        if self._on_real is not None and fullname == FOREIGN + ".torch" and file is not None:
+            tell, self._on_real = self._on_real, None
+            tell(file)
+
 
 class _SameModule(Loader):
     """Loads nothing anew: the module is the one of our own name."""
@@ -88,12 +101,12 @@ class _SameModule(Loader):
         return code if isinstance(code, CodeType) else None
 
 
-def install() -> ImportNames:
+def install(on_real: Callable[[str], None] | None = None) -> ImportNames:
     """Put the finder at the front of `sys.meta_path`, unless there is one."""
     for finder in sys.meta_path:
         if isinstance(finder, ImportNames):
             return finder
-    finder = ImportNames()
+    finder = ImportNames(on_real)
     sys.meta_path.insert(0, finder)
     return finder
 

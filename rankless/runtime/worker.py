@@ -15,6 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from rankless.plan import environment
+from rankless.plan.horovod_worker import ADDRESS
 from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch, WorkerPlan
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Leaving, Left, Raised, Said
@@ -82,7 +83,7 @@ class WorkerProcess:
         if "numpy" in sys.modules:
             arrival.hide("numpy")
         sys.meta_path.insert(0, arrival)
-        import_names.install()
+        import_names.install(self._tell_of_real_horovod)
 
     def run(self) -> None:
         """Run the user's program; returns, or raises SystemExit, so that threads and atexit have their turn."""
@@ -162,6 +163,19 @@ class WorkerProcess:
         if self._plan.world_size > 1:
             multiprocessing = importlib.import_module("torch.multiprocessing")
             watch_spawning(multiprocessing, self._say, world_size=self._plan.world_size)
+
+    def _tell_of_real_horovod(self, file: str) -> None:
+        # horovodrun serves such a one, and says itself that it does not in an elastic job.
+        if (
+            self._plan.rank == 0
+            and self._plan.world_size > 1
+            and environment.horovod_variables().keys().isdisjoint({ADDRESS, "ELASTIC"})
+        ):
+            self._say(
+                f"`import horovod.torch` is the one installed, {file}: here it is alone in each of the "
+                f"{self._plan.world_size} processes, and they train apart; RANKLESS_HOROVOD=1 takes Rankless's, and "
+                "under `rankless horovodrun` the ranks of the installed one meet"
+            )
 
     def _set_up_numpy(self) -> None:
         importlib.import_module("rankless.runtime.numpy_settings").seed(self._plan.seed)

@@ -111,6 +111,38 @@ def test_a_real_horovod_wins_unless_it_is_asked_not_to(choice: str, wins: str, t
     assert printed(rankless("run", "-c", f"{code}\n{child}", folder=tmp_path, **environment)) == f"{wins}\n" * 2
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("run", "-n", "2"), id="run"),
+        pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_real_horovod_that_nobody_brings_together_is_told_once(command: tuple[str, ...], tmp_path: Path):
+    site = real_horovod(tmp_path / "site")
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    told = f"`import horovod.torch` is the one installed, {site}/horovod/__init__.py: here it is alone in each of the 2"
+
+    def said(words: tuple[str, ...], code: str, **environment: str) -> int:
+        (tmp_path / "train.py").write_text(code)
+        done = rankless(*words, "train.py", folder=tmp_path, PYTHONPATH=path, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stderr.count(told)
+
+    assert said(command, "import horovod.torch, horovod.torch as hvd") == 1
+    assert said(command, "import horovod.torch", RANKLESS_HOROVOD="1") == 0
+    assert said(command, "import horovod") == 0
+
+
+def test_one_that_horovodrun_brings_together_or_that_is_alone_anyway_is_not(tmp_path: Path):
+    path = os.pathsep.join([str(real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
+    (tmp_path / "train.py").write_text("import horovod.torch")
+    for words in (("horovodrun", "-np", "2", "python"), ("run", "-n", "1")):
+        done = rankless(*words, "train.py", folder=tmp_path, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+        assert "alone in each" not in done.stderr
+
+
 def test_where_there_is_none_0_leaves_the_name_alone_and_a_users_folder_of_that_name_is_no_horovod(tmp_path: Path):
     (tmp_path / "horovod").mkdir()
     done = rankless("run", "-c", "import horovod.torch", folder=tmp_path, RANKLESS_HOROVOD="0")
