@@ -117,6 +117,18 @@ def installed_horovod() -> str | None:
     return finder.installed() if finder.is_to_yield() else None
 
 
+def are_ours_so_far() -> bool:
+    """Whether the names are ours by what this interpreter's path has before a script has run.
+
+    Nothing is left behind: a fork of this process, with the script's folder on its path, may find otherwise.
+    """
+    finder = install()  # a finder outside `sys.meta_path` would be answered by the one that a `.pth` file puts there
+    try:
+        return not finder.is_to_yield()
+    finally:
+        sys.meta_path.remove(finder)
+
+
 def _found(own: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(own)

@@ -31,7 +31,7 @@ from rankless.records.events import Exited, Said, Started
 from rankless.runtime.bootstrap import python_command
 from rankless.runtime.connections import cut_connections
 from rankless.runtime.ending import Ending
-from rankless.runtime.import_names import ImportNames
+from rankless.runtime.import_names import are_ours_so_far
 from rankless.runtime.lifeline import CUT, KILL, signals_in
 from rankless.runtime.orders import receive_order
 from rankless.runtime.processes import (
@@ -68,7 +68,7 @@ def main(ending: Ending) -> Callable[[], None] | None:
     """Serve until no worker is left; in a forked worker, return at once with what the worker is to run."""
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=HostPlan)
     cores = withdraw()
-    with_horovod = names_horovod(plan.program) and not ImportNames().is_to_yield()
+    with_horovod = names_horovod(plan.program) and are_ours_so_far()
     warm = plan.warm and import_torch(with_jobs=names_rankless(plan.program), with_horovod=with_horovod)
     if plan.warm and not warm:
         _say(plan, "the workers start as plain processes, because torch is not there or has started threads")

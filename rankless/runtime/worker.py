@@ -174,7 +174,7 @@ class WorkerProcess:
             self._say(
                 f"`import horovod.torch` is the one installed, {file}: here it is alone in each of the "
                 f"{self._plan.world_size} processes, and they train apart; RANKLESS_HOROVOD=1 takes Rankless's, and "
-                "under `rankless horovodrun` the ranks of the installed one meet"
+                "under `rankless horovodrun` with RANKLESS_HOROVOD=0 the ranks of the installed one meet"
             )
 
     def _set_up_numpy(self) -> None:

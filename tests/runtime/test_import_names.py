@@ -137,10 +137,30 @@ def test_a_real_horovod_that_nobody_brings_together_is_told_once(command: tuple[
 def test_one_that_horovodrun_brings_together_or_that_is_alone_anyway_is_not(tmp_path: Path):
     path = os.pathsep.join([str(real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
     (tmp_path / "train.py").write_text("import horovod.torch")
-    for words in (("horovodrun", "-np", "2", "python"), ("run", "-n", "1")):
+    elastic = ("horovodrun", "-np", "2", "--min-np", "1", "python")  # which says so itself, in other words
+    for words in (("horovodrun", "-np", "2", "python"), elastic, ("run", "-n", "1")):
         done = rankless(*words, "train.py", folder=tmp_path, PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
         assert "alone in each" not in done.stderr
+
+
+def test_workers_find_the_same_where_the_distribution_for_other_launchers_is_installed(tmp_path: Path):
+    """Its `.pth` file comes before all that a worker does; so does a `sitecustomize`, which needs no environment."""
+    pth = Path(__file__).parents[2] / "packages/rankless-horovod/source/rankless_horovod.pth"
+    (tmp_path / "sitecustomize.py").write_text(pth.read_text())
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/train.py").write_text(
+        "import sys\nprint('rankless.compat.horovod.torch' in sys.modules)\n" + SAME
+    )
+    done = rankless("run", "-n", "2", "none/train.py", folder=tmp_path, PYTHONPATH=path)
+    assert printed(done) == "True\n", "imported once, for all workers"
+
+    beside = real_horovod(tmp_path / "beside")
+    (beside / "train.py").write_text("import horovod.torch; print(horovod.where)")
+    done = rankless("run", "-n", "2", "beside/train.py", folder=tmp_path, PYTHONPATH=path)
+    assert printed(done) == "the real one\n"
+    assert done.stderr.count("here it is alone in each of the 2 processes") == 1
 
 
 def test_where_there_is_none_0_leaves_the_name_alone_and_a_users_folder_of_that_name_is_no_horovod(tmp_path: Path):
