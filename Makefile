@@ -49,7 +49,7 @@ bench: $(READY)
 	$(BIN)/python -m bench $(BENCH) $(if $(JSON),--json $(JSON))
 
 soak: $(READY)
-	$(BIN)/python tests/soak.py
+	PYTHONPATH=tests $(BIN)/python tests/support/soak.py
 
 clean:
 	rm -rf .soak .venv build dist log .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

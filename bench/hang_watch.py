@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.commands import rankless_run, run
 from bench.pairs import Row, row
-from rankless.launch.hangs.vitals import Pulse
+from rankless.launch.watchdog.process_stats import Pulse
 
 WORKERS = 8
 LOOKS = 20

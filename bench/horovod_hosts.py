@@ -6,9 +6,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.hosts import NAMES, two_hosts
+
 from bench.commands import LIMIT_SECONDS, SCRIPTS
 from bench.pairs import Row, row
-from tests.hosts import NAMES, two_hosts
 
 RATE = "1gbit"
 CALLS = {"256_kib": (str(256 << 10), "--calls", "10"), "16_mib": (str(16 << 20), "--calls", "1")}

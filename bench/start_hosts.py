@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.hosts import Hosts, two_hosts
+
 from bench.commands import BIN, LIMIT_SECONDS, SCRIPTS
 from bench.pairs import Row, measure, row
-from tests.hosts import Hosts, two_hosts
 
 AIM = 0.5
 WORKERS = 2

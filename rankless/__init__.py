@@ -1,6 +1,6 @@
 """The same training on one device and on many: `rankless.job`, `rankless.loader`, and a launcher to match.
 
-The names below come from `rankless.script`, on first use: the command line imports no torch.
+The names below come from `rankless.api`, on first use: the command line imports no torch.
 """
 
 import importlib
@@ -11,11 +11,11 @@ from rankless.errors import RanklessError
 from rankless.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from rankless.script import (
+    from rankless.api import (
         PerDevice,
         Whole,
         check_shards,
-        check_synchronised,
+        check_synchronized,
         checkpoints,
         configure,
         init,
@@ -41,7 +41,7 @@ __all__ = [
     "Whole",
     "__version__",
     "check_shards",
-    "check_synchronised",
+    "check_synchronized",
     "checkpoints",
     "configure",
     "init",
@@ -61,7 +61,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module("rankless.script"), name)
+        return getattr(importlib.import_module("rankless.api"), name)
     raise AttributeError(f"module 'rankless' has no attribute {name!r}")
 
 

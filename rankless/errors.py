@@ -1,12 +1,12 @@
 """One tree of errors. Each says what was expected, what was found, and how to mend it.
 
 RanklessError
-├── PlanError          settings that cannot be run; found before any process starts
+├── ConfigError          settings that cannot be run; found before any process starts
 ├── LaunchError        processes that could not be started, or a job whose worker failed
 ├── JoinError          a process that cannot join its job: an address taken, ranks missing, a rank given twice
 ├── CaptureError       a job that cannot become one program; carries the line of the user's script
 ├── ProgramMismatch    ranks that captured different programs
-├── RanksParted        ranks that come to different calls, or to the same with different inputs
+├── RanksDiverged        ranks that come to different calls, or to the same with different inputs
 ├── CollectiveError    ranks that call different collectives, or one that does not come; see `rankless.collectives`
 ├── DataError          a data set or a batch that the loader or a job cannot take
 ├── StepError          a training step that cannot be made, or must not be
@@ -52,7 +52,7 @@ def _rebuild(kind: type[RanklessError], expected: str, found: str, fix: str, whe
     return kind(expected=expected, found=found, fix=fix, where=where)
 
 
-class PlanError(RanklessError):
+class ConfigError(RanklessError):
     """Settings that cannot be run."""
 
 
@@ -72,7 +72,7 @@ class ProgramMismatch(RanklessError):
     """Ranks that captured different programs."""
 
 
-class RanksParted(RanklessError):
+class RanksDiverged(RanklessError):
     """Ranks that come to different calls, or to the same call with different inputs or models."""
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from processes import close_pools
-from runs_in_a_row import close_fork_server
+from support.processes import close_pools
+from support.warm_runs import close_fork_server
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import rankless
 from bench.models import GPT, MLP, LeNet, loss_of, random_batch
-from rankless.program.guards import Guards
-from rankless.views.consistent import Consistent
-from rankless.views.model_watch import ModelWatch
+from rankless.compiler.guards.guards import Guards
+from rankless.context.model_changes import ModelChanges
+from rankless.jobs.consistent import Consistent
 
 MODELS = {"mlp": MLP, "lenet": LeNet, "gpt": GPT}
 CHECKS: dict[str, list[tuple[type, str]]] = {
-    "digest": [(Consistent, "_meet"), (ModelWatch, "note")],
+    "digest": [(Consistent, "_meet"), (ModelChanges, "note")],
     "guards": [(Guards, "hold")],
 }
 

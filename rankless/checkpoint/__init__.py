@@ -2,7 +2,7 @@
 ranks.
 
 Enters: a path, objects by name, the mesh. Leaves: a folder that safetensors alone can read (its layout is
-described in `manifest`), or the objects restored. Called by `rankless.script`, the facade, on every rank; the
+described in `manifest`), or the objects restored. Called by `rankless.api`, the facade, on every rank; the
 runtime makes the one `Saver` of a process.
 """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankless.checkpoint.agreement import Agreement
+from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.loading import load
 from rankless.checkpoint.saving import SaveOptions, Saver
 from rankless.checkpoint.series import Entry, Keeping, Row, SeriesSave, best, check_keeping

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rankless.checkpoint.manifest import Node
 from rankless.checkpoint.random_state import capture_random_state
-from rankless.checkpoint.tree import TreeWriter
+from rankless.checkpoint.state_tree import TreeWriter
 from rankless.errors import CheckpointError
 
 EXTRA = "extra"

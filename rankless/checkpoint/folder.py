@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import safetensors
 
-from rankless.checkpoint.agreement import FailedElsewhere
+from rankless.checkpoint.collective_errors import FailedElsewhere
 from rankless.checkpoint.files import sync
 from rankless.checkpoint.manifest import MANIFEST_NAME, TENSORS_NAME, TensorFile
 from rankless.errors import CheckpointError

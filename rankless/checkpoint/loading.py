@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankless.checkpoint.agreement import Agreement
+from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, fitting
 from rankless.checkpoint.files import read_manifest, read_tensors
 from rankless.checkpoint.folder import find_checkpoint
@@ -16,9 +16,9 @@ from rankless.checkpoint.manifest import Manifest, Node, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.checkpoint.random_state import restore_random_state, state_of_rank
-from rankless.checkpoint.tree import decode
-from rankless.collectives.mesh import Mesh
+from rankless.checkpoint.state_tree import decode
 from rankless.errors import CheckpointError
+from rankless.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,15 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from rankless.checkpoint.agreement import Agreement
+from rankless.checkpoint.background_write import Series, Writing
+from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
 from rankless.checkpoint.folder import Draft, place_of
 from rankless.checkpoint.manifest import Manifest, Node
 from rankless.checkpoint.snapshot import Snapshot, deal
-from rankless.checkpoint.writing import Series, Writing
-from rankless.collectives.mesh import Mesh
-from rankless.collectives.messages import all_gather_bytes, broadcast_bytes
+from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
 from rankless.errors import CheckpointError
+from rankless.parallel.mesh import Mesh
 from rankless.version import VERSION as RANKLESS_VERSION
 
 Layout = Literal["whole", "sharded"]

@@ -8,10 +8,10 @@ import msgspec
 from rich.console import Console
 from rich.status import Status
 
-from rankless.errors import PlanError
-from rankless.launch.doctor.examination import Case, Findings, examine
-from rankless.observe.health import Health, health_of, render_health
-from rankless.plan.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile
+from rankless.config.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile
+from rankless.errors import ConfigError
+from rankless.launch.doctor.diagnosis import Case, Findings, examine
+from rankless.terminal.doctor_table import Health, health_of, render_health
 
 NAME = "doctor"
 HELP = (
@@ -68,11 +68,11 @@ def examined(case: Case) -> Findings:
 
 def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
     if arguments.hosts is not None and arguments.hostfile is not None:
-        raise PlanError(
+        raise ConfigError(
             expected="one way of naming the hosts", found="--hosts and --hostfile", fix="leave one of them away"
         )
     if arguments.workers is not None and arguments.workers < 1:
-        raise PlanError(expected="at least 1 worker", found=arguments.workers, fix="give -n a number from 1 up")
+        raise ConfigError(expected="at least 1 worker", found=arguments.workers, fix="give -n a number from 1 up")
     if arguments.hosts is not None:
         return parse_hosts(arguments.hosts, workers_per_host=arguments.workers)
     if arguments.hostfile is not None:
@@ -82,7 +82,7 @@ def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
 
 def _port(port: int) -> int:
     if not 0 < port < 65536:
-        raise PlanError(expected="--port from 1 to 65535", found=port, fix="choose another")
+        raise ConfigError(expected="--port from 1 to 65535", found=port, fix="choose another")
     return port
 
 

@@ -3,12 +3,12 @@
 import argparse
 import sys
 
-from rankless.cli.fleetrun_flags import add_flags, table_of, take_flags
-from rankless.cli.progress_line import ProgressLine
+from rankless.config.validation import make_run_config
 from rankless.launch import agent
-from rankless.launch.fleet_tables import arguments_table
-from rankless.plan.check import make_run_plan
-from rankless.plan.fleetrun import fleetrun_program, fleetrun_request, notes
+from rankless.launchers.fleetrun.parser import add_flags, table_of, take_flags
+from rankless.launchers.fleetrun.run_config import fleetrun_program, fleetrun_request, notes
+from rankless.launchers.fleetrun.tables import arguments_table
+from rankless.terminal.progress_display import ProgressLine
 
 NAME = "fleetrun"
 HELP = (
@@ -28,9 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
     flags = take_flags(arguments)
     program = fleetrun_program(flags)
-    plan = make_run_plan(program, fleetrun_request(flags, program))
+    config = make_run_config(program, fleetrun_request(flags, program))
     sys.stderr.write(arguments_table(table_of(flags)))
     sys.stderr.writelines(f"rankless fleetrun: {note}\n" for note in notes(flags))
     sys.stderr.flush()
     with ProgressLine() as line:
-        return agent.run(plan, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)
+        return agent.run(config, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)

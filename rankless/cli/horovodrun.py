@@ -3,17 +3,17 @@
 import argparse
 import sys
 
-from rankless.cli.horovodrun_flags import add_flags, take_flags
-from rankless.cli.progress_line import ProgressLine
 from rankless.compat.horovod import __version__ as horovod_version
+from rankless.config.run_config import RunConfig
+from rankless.config.validation import make_run_config
 from rankless.launch import agent
-from rankless.launch.build_table import build_table
-from rankless.plan.check import make_run_plan
-from rankless.plan.horovodrun import horovodrun_program, horovodrun_request, notes
-from rankless.plan.horovodrun_config import completed, read_config, unknown_keys
-from rankless.plan.horovodrun_flags import HorovodrunFlags
-from rankless.plan.run_plan import RunPlan
-from rankless.runtime.import_names import installed_horovod
+from rankless.launchers.horovodrun.build_table import build_table
+from rankless.launchers.horovodrun.config_file import completed, read_config, unknown_keys
+from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.parser import add_flags, take_flags
+from rankless.launchers.horovodrun.run_config import horovodrun_program, horovodrun_request, notes
+from rankless.runtime.hooks.horovod_imports import installed_horovod
+from rankless.terminal.progress_display import ProgressLine
 
 NAME = "horovodrun"
 HELP = (
@@ -37,17 +37,17 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     real = installed_horovod()
     program = horovodrun_program(flags)
-    plan = make_run_plan(program, horovodrun_request(flags, program))
+    config = make_run_config(program, horovodrun_request(flags, program))
     said += notes(flags)
     if real is not None:
         said.append(f"`import horovod` is the one installed, {real}; RANKLESS_HOROVOD=1 takes Rankless's")
-        if plan.elastic is not None:
+        if config.elastic is not None:
             said.append("that one finds no elastic job here: each of its processes would be alone")
-    said += given_to_workers(plan) if flags.verbose else []
+    said += given_to_workers(config) if flags.verbose else []
     sys.stderr.writelines(f"rankless horovodrun: {note}\n" for note in said)
     sys.stderr.flush()
     with ProgressLine() as line:
-        return agent.run(plan, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)
+        return agent.run(config, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)
 
 
 def with_config(flags: HorovodrunFlags) -> tuple[HorovodrunFlags, list[str]]:
@@ -55,14 +55,16 @@ def with_config(flags: HorovodrunFlags) -> tuple[HorovodrunFlags, list[str]]:
     path = flags.config_file
     if path is None:
         return flags, []
-    config = read_config(path)
-    return completed(flags, config, path=path), [f"{path}: {key}: unknown, not heeded" for key in unknown_keys(config)]
+    settings = read_config(path)
+    return completed(flags, settings, path=path), [
+        f"{path}: {key}: unknown, not heeded" for key in unknown_keys(settings)
+    ]
 
 
-def given_to_workers(plan: RunPlan) -> list[str]:
+def given_to_workers(config: RunConfig) -> list[str]:
     """What `--verbose` tells."""
-    assert plan.horovod is not None
-    program = plan.program
-    hosts = ", ".join(f"{host.name}:{host.slots}" for host in plan.horovod.hosts)
+    assert config.horovod is not None
+    program = config.program
+    hosts = ", ".join(f"{host.name}:{host.slots}" for host in config.horovod.hosts)
     lines = [f"slots: {hosts}", f"program: {program.kind} {program.target} {' '.join(program.arguments)}".rstrip()]
-    return lines + [f"variable: {name}={value}" for name, value in plan.horovod.variables]
+    return lines + [f"variable: {name}={value}" for name, value in config.horovod.variables]

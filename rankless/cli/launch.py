@@ -5,11 +5,11 @@ import argparse
 import msgspec
 
 from rankless.cli.torchrun import run_foreign
-from rankless.cli.torchrun_flags import add_flags, take_flags
-from rankless.errors import PlanError
-from rankless.plan.check import check_program
-from rankless.plan.rank_option import find_rank_way
-from rankless.plan.torchrun import LOCAL_RANK, notes, torchrun_program
+from rankless.config.validation import check_program
+from rankless.errors import ConfigError
+from rankless.launchers.torchrun.parser import add_flags, take_flags
+from rankless.launchers.torchrun.rank_option import find_rank_way
+from rankless.launchers.torchrun.run_config import LOCAL_RANK, notes, torchrun_program
 
 NAME = "launch"
 HELP = (
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     said = notes(flags)
     if not flags.use_env:
         if program.kind == "command":
-            raise PlanError(
+            raise ConfigError(
                 expected="--use-env beside --no-python: only of a Python script can be seen how it takes its rank",
                 found="--no-python alone",
                 fix="add --use-env, and read LOCAL_RANK",

@@ -4,13 +4,14 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from rankless.cli.program import add_program_arguments, take_program
-from rankless.cli.trial_runs import INTERRUPTED, TrialFailed, silent_run
-from rankless.errors import PlanError
-from rankless.observe.program_table import encode_plan_report, make_plan_report, render_plan
-from rankless.plan.check import make_run_plan
-from rankless.plan.run_plan import RunRequest, Watch
-from rankless.records.programs import read_facts
+from rankless.cli.program_arguments import add_program_arguments, take_program
+from rankless.config.run_config import RunRequest, Watch
+from rankless.config.validation import make_run_config
+from rankless.errors import ConfigError
+from rankless.launch.agent import job_runner
+from rankless.records.job_programs import read_facts
+from rankless.terminal.program_table import encode_plan_report, make_plan_report, render_plan
+from rankless.verify.runs import INTERRUPTED, RunFailed, silent_run
 
 NAME = "plan"
 HELP = (
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the jobs; 0 if there are any, 1 if the script failed."""
     program, workers = take_program(arguments), arguments.workers
     if workers < 2:
-        raise PlanError(
+        raise ConfigError(
             expected="at least 2 workers: on one, jobs run as plain PyTorch and nothing moves",
             found=workers,
             fix="give -n the number of workers that the script is to run on",
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"rankless plan: {program.target if program.kind != 'code' else '-c …'}, {workers} workers, {steps}", flush=True
     )
     with tempfile.TemporaryDirectory(prefix="rankless-plan-") as folder:
-        plan = make_run_plan(
+        config = make_run_config(
             program,
             RunRequest(
                 worker_count=workers,
@@ -63,13 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
             ),
         )
         try:
-            silent_run(plan, f"{workers} workers", show=arguments.show)
-        except TrialFailed as end:
+            silent_run(config, f"{workers} workers", show=arguments.show, run_job=job_runner())
+        except RunFailed as end:
             print(f"rankless plan: {end}")
             return INTERRUPTED if end.exit_code == INTERRUPTED else 1
         report = make_plan_report(read_facts(folder), workers=workers, steps=arguments.steps)
     if not report.jobs and not report.not_reached:
-        raise PlanError(
+        raise ConfigError(
             expected="a script that defines at least one job",
             found=f"{program.target}, which has none when it ends",
             fix="put @rankless.job(model=…, optimizer=…) on its training function",

@@ -3,12 +3,12 @@
 import argparse
 import sys
 
-from rankless.cli.hosts import add_hosts_arguments, company_of
-from rankless.cli.program import add_program_arguments, take_program
-from rankless.cli.progress_line import ProgressLine
+from rankless.cli.host_options import add_hosts_arguments, cluster_of
+from rankless.cli.program_arguments import add_program_arguments, take_program
+from rankless.config.run_config import RunRequest
+from rankless.config.validation import make_run_config
 from rankless.launch import agent
-from rankless.plan.check import make_run_plan
-from rankless.plan.run_plan import RunRequest
+from rankless.terminal.progress_display import ProgressLine
 
 NAME = "run"
 HELP = (
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    plan = make_run_plan(
+    config = make_run_config(
         take_program(arguments),
         RunRequest(
             worker_count=1 if arguments.workers is None else arguments.workers,
@@ -50,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
             show=arguments.show,
             warm=not arguments.no_warm,
             progress=not arguments.no_progress,
-            company=company_of(arguments),
+            cluster=cluster_of(arguments),
             hang_timeout_seconds=arguments.hang_timeout,
         ),
     )
     with ProgressLine() as line:
-        return agent.run(plan, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)
+        return agent.run(config, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 
 import msgspec
 
-from rankless.cli.progress_line import ProgressLine
-from rankless.cli.torchrun_flags import add_flags, take_flags
+from rankless.config.run_config import Program
+from rankless.config.validation import check_program, make_run_config
 from rankless.launch import agent
-from rankless.plan.check import check_program, make_run_plan
-from rankless.plan.run_plan import Program
-from rankless.plan.torchrun import notes, torchrun_program, torchrun_request, under_own_python
-from rankless.plan.torchrun_flags import TorchrunFlags
+from rankless.launchers.torchrun.options import TorchrunFlags
+from rankless.launchers.torchrun.parser import add_flags, take_flags
+from rankless.launchers.torchrun.run_config import notes, torchrun_program, torchrun_request, under_own_python
+from rankless.terminal.progress_display import ProgressLine
 
 NAME = "torchrun"
 HELP = (
@@ -44,8 +44,8 @@ def run_foreign(command: str, flags: TorchrunFlags, program: Program, said: list
         if request.log_folder == os.devnull:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-"))
             request = msgspec.structs.replace(request, log_folder=folder)
-        plan = make_run_plan(program, request)
+        config = make_run_config(program, request)
         if said:
             print(f"rankless {command}: {'; '.join(said)}", file=sys.stderr, flush=True)
         line = stack.enter_context(ProgressLine())
-        return agent.run(plan, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)
+        return agent.run(config, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)

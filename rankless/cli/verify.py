@@ -10,16 +10,20 @@ from typing import get_args
 
 import msgspec
 
-from rankless.cli.hosts import add_hosts_arguments, company_of
-from rankless.cli.program import add_program_arguments, take_program
-from rankless.cli.trial_runs import INTERRUPTED, Trial, TrialFailed
-from rankless.errors import PlanError
-from rankless.launch.fork_server_process import ForkServerProcess
-from rankless.observe.comparison import Comparison, compare
-from rankless.observe.coverage import not_covered
-from rankless.observe.first_value import render_first_value
-from rankless.observe.twins import with_twin
-from rankless.observe.verdict import (
+from rankless.cli.host_options import add_hosts_arguments, cluster_of
+from rankless.cli.program_arguments import add_program_arguments, take_program
+from rankless.config.run_config import Cluster, Precision, Program
+from rankless.config.validation import check_program
+from rankless.errors import ConfigError
+from rankless.launch.agent import job_runner
+from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.records.job_results import Called
+from rankless.verify.comparison import Comparison, compare
+from rankless.verify.coverage import not_covered
+from rankless.verify.first_difference import render_first_value
+from rankless.verify.reference_run import with_twin
+from rankless.verify.runs import INTERRUPTED, RunFailed, VerifyRuns
+from rankless.verify.verdict import (
     Report,
     encode_report,
     failed_report,
@@ -30,9 +34,6 @@ from rankless.observe.verdict import (
     render_tolerance,
     render_verdict,
 )
-from rankless.plan.check import check_program
-from rankless.plan.run_plan import Company, Precision, Program
-from rankless.records.results import Called
 
 NAME = "verify"
 HELP = "Run a script on one worker and on several with the same seeds, and compare the two trainings."
@@ -64,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table and the verdict; 0 if it is the same training, 1 if not."""
     program = take_program(arguments)
     if arguments.noise_runs < 1:
-        raise PlanError(
+        raise ConfigError(
             expected="at least 1 run for the noise floor", found=arguments.noise_runs, fix="leave --noise-runs away"
         )
     if arguments.tolerance is not None and not 0 < arguments.tolerance < 1:
-        raise PlanError(
+        raise ConfigError(
             expected="a tolerance between 0 and 1, a part of each tensor",
             found=arguments.tolerance,
             fix="give one as 1e-6, or leave --tolerance away: the noise floor is measured",
@@ -77,27 +78,27 @@ def run(arguments: argparse.Namespace) -> int:
     name = {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
     if arguments.against is not None:
         check_program(Program(kind="script", target=arguments.against))
-    company, workers = _where(arguments)
+    cluster, workers = _where(arguments)
     print(f"rankless verify: {name}, on 1 and on {workers} workers, seed {seed}", flush=True)
     with ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-verify-"))
-        trial = Trial(
+        trial = VerifyRuns(
             program=program,
             folder=folder,
             seed=seed,
             devices=arguments.devices,
-            company=company,
+            cluster=cluster,
             log_folder=arguments.log_dir,
             show=arguments.show,
             dtype=arguments.dtype,
             steps=arguments.steps,
             against=arguments.against,
-            fork_server=stack.enter_context(ForkServerProcess()),
+            run_job=job_runner(stack.enter_context(ForkServerPoolClient())),
         )
         question = Question(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
         try:
             report = _verify(trial, question)
-        except TrialFailed as end:
+        except RunFailed as end:
             if end.exit_code == INTERRUPTED:
                 return INTERRUPTED
             report = failed_report(str(end), workers=workers)
@@ -107,18 +108,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.same else 1
 
 
-def _where(arguments: argparse.Namespace) -> tuple[Company | None, int]:
+def _where(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
     """The hosts, if there are several, and how many workers that makes."""
-    company = company_of(arguments)
-    if company is None:
+    cluster = cluster_of(arguments)
+    if cluster is None:
         return None, 2 if arguments.workers is None else arguments.workers
-    if company.place > 0:
-        raise PlanError(
-            expected=f"rankless verify on host 0, {company.hosts[0]}",
-            found=f"it on host {company.place}",
+    if cluster.place > 0:
+        raise ConfigError(
+            expected=f"rankless verify on host 0, {cluster.hosts[0]}",
+            found=f"it on host {cluster.place}",
             fix="start `rankless run` with the same options here: it takes part in the run on all hosts",
         )
-    return company, sum(host.workers for host in company.hosts)
+    return cluster, sum(host.workers for host in cluster.hosts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ class Question:
     tolerance: float | None
 
 
-def _verify(trial: Trial, question: Question) -> Report:
+def _verify(trial: VerifyRuns, question: Question) -> Report:
     """The report on the script's own precision, or on float64 where only that can tell rounding from a fault."""
     comparison, report = _compared(trial, question)
     if trial.dtype is not None or not comparison.needs_float64:
@@ -139,7 +140,7 @@ def _verify(trial: Trial, question: Question) -> Report:
     exact = replace(trial, dtype="float64")
     try:
         decisive, decision = _compared(exact, question)
-    except TrialFailed as end:
+    except RunFailed as end:
         if end.exit_code == INTERRUPTED:
             raise
         stands = msgspec.structs.replace(report, float64_failure=str(end))
@@ -147,11 +148,11 @@ def _verify(trial: Trial, question: Question) -> Report:
     return _located(exact, question, decisive, msgspec.structs.replace(decision, own_precision=report))
 
 
-def _compared(trial: Trial, question: Question) -> tuple[Comparison, Report]:
+def _compared(trial: VerifyRuns, question: Question) -> tuple[Comparison, Report]:
     """All runs made and compared; the table is printed."""
     one = trial.on_one()
     if not any(isinstance(result, Called) for result in one.results):
-        raise PlanError(
+        raise ConfigError(
             expected="a script that calls at least one job",
             found=f"{trial.program.target}, which calls none",
             fix="put @rankless.job(model=…, optimizer=…) on its training function: results of jobs are compared",
@@ -171,7 +172,7 @@ def _compared(trial: Trial, question: Question) -> tuple[Comparison, Report]:
     return comparison, report
 
 
-def _located(trial: Trial, question: Question, comparison: Comparison, report: Report) -> Report:
+def _located(trial: VerifyRuns, question: Question, comparison: Comparison, report: Report) -> Report:
     """The report with the first value that differs, where numbers part: the call in question is run once more."""
     finding = comparison.findings[0] if comparison.findings else None
     unmet = report.tolerance is not None and report.tolerance.unmet is not None
@@ -182,7 +183,7 @@ def _located(trial: Trial, question: Question, comparison: Comparison, report: R
         first = trial.first_value(
             finding.call, workers=question.workers, step=finding.place.step + 1, tolerance=question.tolerance
         )
-    except TrialFailed as end:
+    except RunFailed as end:
         if end.exit_code == INTERRUPTED:
             raise
         print(f"  it cannot be told: {end}", flush=True)

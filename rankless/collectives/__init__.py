@@ -3,14 +3,27 @@
 Two sides. For Rankless itself: a mesh and the tensors that move over it (`mesh`, `tensors`, `messages`, `lockstep`);
 called by `program`, `checkpoint` and `views`. For scripts: the names below, which are torch.distributed's and take
 its process groups, each after a roll call that turns a hang into an error (`transfers`, `reductions`, `point_to_point`,
-`objects`, `handing_on`; `differentiable` is imported by name), and the sampler that goes with them (`sampling`). Nobody
+`objects`, `handing_on`; `differentiable` is imported by name), and the sampler that goes with them (`sampling`). SingleHost
 else talks to `torch.distributed`, save `runtime`, which makes the groups.
 """
 
 from torch.distributed import ReduceOp
 
-from rankless.collectives.handing_on import broadcast_optimizer_state, broadcast_parameters
-from rankless.collectives.objects import (
+from rankless.collectives.broadcast_state import broadcast_optimizer_state, broadcast_parameters
+from rankless.collectives.data_movement import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_single,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    scatter,
+)
+from rankless.collectives.data_movement import all_gather_single as all_gather_into_tensor
+from rankless.collectives.distributed_sampler import DistributedSampler
+from rankless.collectives.object_collectives import (
     all_gather_object,
     broadcast_object_list,
     gather_object,
@@ -25,19 +38,6 @@ from rankless.collectives.reductions import (
     reduce_scatter_single,
 )
 from rankless.collectives.reductions import reduce_scatter_single as reduce_scatter_tensor
-from rankless.collectives.sampling import DistributedSampler
-from rankless.collectives.transfers import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_single,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    gather,
-    scatter,
-)
-from rankless.collectives.transfers import all_gather_single as all_gather_into_tensor
 
 __all__ = [
     "DistributedSampler",

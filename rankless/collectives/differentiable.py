@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ReduceOp
 
-from rankless.collectives import reductions, transfers
-from rankless.collectives.groups import AnyGroup, Group, joined_group
-from rankless.errors import PlanError
+from rankless.collectives import data_movement, reductions
+from rankless.collectives.process_groups import AnyGroup, Group, joined_group
+from rankless.errors import ConfigError
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: AnyGroup = None) -> Tensor:
@@ -93,7 +93,7 @@ class _Reduce(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         result = _own(gradients[0])
-        transfers.broadcast(result, group=ctx.joined.torch, group_src=ctx.place)
+        data_movement.broadcast(result, group=ctx.joined.torch, group_src=ctx.place)
         return result / ctx.joined.size if ctx.op == ReduceOp.AVG else result, None, None, None
 
 
@@ -102,7 +102,7 @@ class _Broadcast(Function):
     def forward(ctx: Any, tensor: Tensor, source: int, joined: Group) -> Tensor:
         ctx.source, ctx.joined = source, joined
         result = _own(tensor)
-        transfers.broadcast(result, group=joined.torch, group_src=source)
+        data_movement.broadcast(result, group=joined.torch, group_src=source)
         return result
 
     @staticmethod
@@ -154,7 +154,7 @@ def _reduced(tensor: Tensor, op: Any, joined: Group) -> Tensor:
 
 def _gathered(tensor: Tensor, rows: Sequence[int], joined: Group) -> Tensor:
     pieces = [tensor.new_empty((length, *tensor.shape[1:])) for length in rows]
-    transfers.all_gather(pieces, _own(tensor), group=joined.torch)
+    data_movement.all_gather(pieces, _own(tensor), group=joined.torch)
     return torch.cat(pieces)
 
 
@@ -166,7 +166,7 @@ def _scattered(tensor: Tensor, rows: Sequence[int], op: Any, joined: Group) -> T
 
 def _exchanged(tensor: Tensor, takes: Sequence[int], sends: Sequence[int], joined: Group) -> Tensor:
     result = tensor.new_empty((sum(takes), *tensor.shape[1:]))
-    transfers.all_to_all_single(result, tensor.contiguous(), takes, sends, group=joined.torch)
+    data_movement.all_to_all_single(result, tensor.contiguous(), takes, sends, group=joined.torch)
     return result
 
 
@@ -180,7 +180,7 @@ def _lengths(lengths: Sequence[int] | None, each: int, joined: Group) -> list[in
 
 def _linear(op: Any, name: str) -> Any:
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise PlanError(
+        raise ConfigError(
             expected=f"SUM or AVG in a differentiable {name}",
             found=str(op).rpartition(".")[2],
             fix="use the plain collective where no gradient is needed",
@@ -191,7 +191,7 @@ def _linear(op: Any, name: str) -> Any:
 def _member(group: AnyGroup) -> Group:
     joined = joined_group(group)
     if joined is None:
-        raise PlanError(
+        raise ConfigError(
             expected="a group to which this process belongs",
             found=f"one without rank {dist.get_rank()}",
             fix="call it on the group's ranks only",

@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.collectives.calls import Call
-from rankless.collectives.checked import Awaited
-from rankless.collectives.groups import AnyGroup, Group, Lane, joined_group, say
-from rankless.collectives.roll_call import TELL_AFTER_SECONDS
-from rankless.collectives.script_lines import line_of_the_script
-from rankless.collectives.tensor_checks import require_usable, text_of
-from rankless.errors import CollectiveError, PlanError
+from rankless.collectives.argument_checks import require_usable, text_of
+from rankless.collectives.call_signature import Call
+from rankless.collectives.checked_collectives import Awaited
+from rankless.collectives.collective_check import TELL_AFTER_SECONDS
+from rankless.collectives.process_groups import AnyGroup, Group, Lane, joined_group, say
+from rankless.errors import CollectiveError, ConfigError
+from rankless.user_code import caller_line
 
 OPERATION = "send and recv"
 _NAP_SECONDS = 0.0005
@@ -66,7 +66,7 @@ def irecv(
     if (joined := joined_group(group)) is None:
         return None
     if src is None and group_src is None:
-        raise PlanError(
+        raise ConfigError(
             expected="irecv with the rank that it takes from",
             found="no src=",
             fix="name it, or use recv, which takes from whoever sends first",
@@ -88,7 +88,7 @@ class P2POp:
         group_peer: int | None = None,
     ) -> None:
         if op not in (isend, irecv, dist.isend, dist.irecv):
-            raise PlanError(
+            raise ConfigError(
                 expected="isend or irecv as the operation of a P2POp",
                 found=getattr(op, "__name__", repr(op)),
                 fix="pass rankless.collectives.isend or rankless.collectives.irecv",
@@ -140,7 +140,7 @@ def _checked(joined: Group, tensor: Tensor, lane: Lane) -> Lane:
 
 def _other(joined: Group, peer: int) -> int:
     if peer == joined.rank:
-        raise PlanError(
+        raise ConfigError(
             expected="another rank to send to, or to take from",
             found=f"rank {peer}, which is this one",
             fix="copy the tensor instead",
@@ -160,18 +160,18 @@ def _first_lane(joined: Group, tag: int) -> Lane:
             queue = joined.lane(*lane)
             if not queue.is_open and not store.check([f"rankless/lane-{sender}-{joined.rank}-{tag}/0/openings"]):
                 continue
-            roll_call = queue.opened()
-            if roll_call is not None and roll_call.is_awaited():
+            collective_check = queue.opened()
+            if collective_check is not None and collective_check.is_awaited():
                 return lane
         now = time.monotonic()
         if now - told > TELL_AFTER_SECONDS:
             told = now
-            say(f"{line_of_the_script()}: waiting for any rank to send, {now - start:.0f} s")
+            say(f"{caller_line()}: waiting for any rank to send, {now - start:.0f} s")
         if now - start > joined.queues.timeout.total_seconds():
             raise CollectiveError(
                 expected=f"some rank to send to rank {joined.rank} with tag {tag}",
                 found=f"none in {now - start:.1f} s",
                 fix="look at what the others do instead: py-spy dump --pid; is it the same tag and group?",
-                where=line_of_the_script(),
+                where=caller_line(),
             )
         time.sleep(_NAP_SECONDS)

@@ -2,7 +2,7 @@
 
 With torch.distributed's names and signatures, on its process groups, each after a roll call: where the ranks' calls do
 not fit together, or one does not come, every rank raises `CollectiveError` that says who called what, in place of a
-hang. Arguments are checked before anything is sent, and raise `PlanError`; a process outside of the group gets None.
+hang. Arguments are checked before anything is sent, and raise `ConfigError`; a process outside of the group gets None.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from rankless.collectives.calls import Call
-from rankless.collectives.checked import Awaited, finishing
-from rankless.collectives.groups import AnyGroup, Group, joined_group
-from rankless.collectives.tensor_checks import (
+from rankless.collectives.argument_checks import (
     dtype_text,
     name_of,
     require_any,
@@ -28,7 +25,10 @@ from rankless.collectives.tensor_checks import (
     shapes_of,
     text_of,
 )
-from rankless.collectives.tensors import joined_by_kind
+from rankless.collectives.call_signature import Call
+from rankless.collectives.checked_collectives import Awaited, finishing
+from rankless.collectives.process_groups import AnyGroup, Group, joined_group
+from rankless.collectives.tensor_collectives import joined_by_kind
 
 
 def all_reduce(

@@ -8,24 +8,24 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TextIO
 
-from rankless.launch.account import Account, conclude
-from rankless.launch.assembly import Assembled, assembled
-from rankless.launch.company import Leading, Led
+from rankless.config.run_config import RunConfig
+from rankless.config.torchrun import SOURCES, Source
 from rankless.launch.elastic.driver import Surroundings, run_elastic
-from rankless.launch.fork_server_process import ForkServerProcess
-from rankless.launch.hangs.hang_watch import HangWatch, Scene, open_pages
-from rankless.launch.hosts.gathering import Interrupted
-from rankless.launch.interrupts import Interrupts
-from rankless.launch.judge import signal_name
-from rankless.launch.logs import make_run_folder, shown_streams
-from rankless.launch.parent_process import Handed, ParentProcess
+from rankless.launch.job_setup import Assembled, assembled
+from rankless.launch.log_files import make_run_folder, shown_streams
 from rankless.launch.ports import require_own_address
-from rankless.launch.shared_files import SharedFiles
-from rankless.launch.terminal import Terminal, Write, writer_to
-from rankless.launch.watch import Outcome, Watch
-from rankless.launch.workers import plan_workers
-from rankless.plan.foreign import SOURCES, Source
-from rankless.plan.run_plan import RunPlan
+from rankless.launch.rendezvous.leader import Interrupted
+from rankless.launch.rendezvous.peers import FollowerHost, LeaderHost
+from rankless.launch.report import Account, conclude
+from rankless.launch.signals import Interrupts
+from rankless.launch.supervisor.failure_attribution import signal_name
+from rankless.launch.supervisor.fork_server_client import ForkServerClient, Handed
+from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
+from rankless.launch.supervisor.shared_files import SharedFiles
+from rankless.launch.supervisor.supervisor import Outcome, Watch
+from rankless.launch.watchdog.watchdog import HangWatch, Scene, open_pages
+from rankless.launch.worker_configs import make_worker_configs
+from rankless.launch.worker_output import Terminal, Write, writer_to
 from rankless.records.events import AnyRecord, FileOpened, Said
 
 
@@ -35,12 +35,12 @@ class Outside:
 
     token: bytes | None = None
     on_joined: Callable[[], None] = lambda: None
-    fork_server: ForkServerProcess | None = None
+    fork_server: ForkServerPoolClient | None = None
     """Where runs that follow each other get their warm parents; None for a run that is alone."""
 
 
 def run(
-    plan: RunPlan,
+    config: RunConfig,
     *,
     on_record: Callable[[AnyRecord], None],
     out: TextIO,
@@ -55,9 +55,9 @@ def run(
     observer that draws on the same terminal. `outside` is what an agent has of who has started it. Nothing that the job
     started is alive afterwards.
     """
-    if plan.company is None:
-        require_own_address(plan.hosts.master_address)
-    signals = plan.foreign.signals if plan.foreign is not None else ()
+    if config.cluster is None:
+        require_own_address(config.hosts.master_address)
+    signals = config.foreign.signals if config.foreign is not None else ()
     outside = outside or Outside()
 
     def tell(text: str) -> None:
@@ -65,18 +65,18 @@ def run(
             _tell(err, f"rankless: {text}\n")
 
     with Interrupts(signals) as interrupts:
-        if plan.elastic is not None:
+        if config.elastic is not None:
             around = Surroundings(
                 interrupts=interrupts,
                 on_record=on_record,
                 tell=tell,
                 writes={"out": writer_to(out, making_room), "err": writer_to(err, making_room)},
             )
-            return run_elastic(plan, plan.elastic, around)
+            return run_elastic(config, config.elastic, around)
         try:
-            with assembled(plan, interrupts=interrupts, tell=tell, token=outside.token) as job:
+            with assembled(config, interrupts=interrupts, tell=tell, token=outside.token) as job:
                 outside.on_joined()
-                run = Run(plan, job, interrupts=interrupts, out=out, err=err, making_room=making_room)
+                run = Run(config, job, interrupts=interrupts, out=out, err=err, making_room=making_room)
                 outcome = run.to_end(on_record, tell, fork_server=outside.fork_server)
                 with making_room():
                     return conclude(outcome, run.account, tell_text=lambda text: _tell(err, text))
@@ -85,12 +85,21 @@ def run(
             return 128 + interrupted.number
 
 
+def job_runner(fork_server: ForkServerPoolClient | None = None) -> Callable[[RunConfig, TextIO, TextIO], int]:
+    """Return a function that runs a job with its output on two given streams, and returns its exit code."""
+
+    def run_job(config: RunConfig, out: TextIO, err: TextIO) -> int:
+        return run(config, on_record=lambda _record: None, out=out, err=err, outside=Outside(fork_server=fork_server))
+
+    return run_job
+
+
 class Run:
     """One run whose hosts are all there."""
 
     def __init__(
         self,
-        plan: RunPlan,
+        config: RunConfig,
         job: Assembled,
         *,
         interrupts: Interrupts,
@@ -98,18 +107,18 @@ class Run:
         err: TextIO,
         making_room: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._plan = plan
+        self._config = config
         self._job = job
         self._interrupts = interrupts
-        folder = make_run_folder(plan, job.start, job.place)
-        pages = open_pages(plan.worker_count, timeout_seconds=plan.hang_timeout_seconds)
-        self._workers = plan_workers(plan, job, folder=folder, pages=pages)
-        self.account = Account(plan, job, folder)
+        folder = make_run_folder(config, job.start, job.place)
+        pages = open_pages(config.worker_count, timeout_seconds=config.hang_timeout_seconds)
+        self._workers = make_worker_configs(config, job, folder=folder, pages=pages)
+        self.account = Account(config, job, folder)
         self._hangs = HangWatch(
             Scene(
-                plans=[worker.plan for worker in self._workers],
+                configs=[worker.config for worker in self._workers],
                 pages=pages,
-                timeout_seconds=plan.hang_timeout_seconds,
+                timeout_seconds=config.hang_timeout_seconds,
                 others=job.others,
                 stacks_file=os.path.join(folder, f"stacks{job.place or ''}.txt"),
                 host_name=self.account.host_name,
@@ -118,13 +127,13 @@ class Run:
         _tell(err, self.account.opening(self._workers[0]))
         # Of several hosts only host 0 shows what ranks write; under torchrun each its own; under horovodrun host 0
         # shows all, and what is written elsewhere is sent to it.
-        shows = job.place == 0 or plan.foreign is not None or plan.horovod is not None
-        streams = shown_streams(plan, folder, [worker.plan for worker in self._workers]) if shows else []
+        shows = job.place == 0 or config.foreign is not None or config.horovod is not None
+        streams = shown_streams(config, folder, [worker.config for worker in self._workers]) if shows else []
         writes: dict[Source, Write] = {"out": writer_to(out, making_room), "err": writer_to(err, making_room)}
-        if isinstance(job.others, Leading) and plan.horovod is not None:
+        if isinstance(job.others, LeaderHost) and config.horovod is not None:
             writes = {source: functools.partial(job.others.show, source) for source in SOURCES}
         self._terminal = Terminal(streams, writes=writes)
-        if isinstance(job.others, Led):
+        if isinstance(job.others, FollowerHost):
             job.others.hand_output_to(self._terminal.show)
 
     def to_end(
@@ -132,15 +141,15 @@ class Run:
         on_record: Callable[[AnyRecord], None],
         tell: Callable[[str], None],
         *,
-        fork_server: ForkServerProcess | None = None,
+        fork_server: ForkServerPoolClient | None = None,
     ) -> Outcome:
         """Start the workers, watch them, and end what is left of them."""
-        plan, job = self._plan, self._job
+        config, job = self._config, self._job
         parent = self._start(fork_server)
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()
-        files = SharedFiles(foreign=plan.foreign is not None or plan.horovod is not None)
+        files = SharedFiles(foreign=config.foreign is not None or config.horovod is not None)
 
         def take(record: AnyRecord) -> None:
             text = None
@@ -157,7 +166,7 @@ class Run:
         def look() -> list[AnyRecord]:
             if parent.poll() is not None:
                 self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
-            elif not (isinstance(job.others, Leading) and job.others.is_behind):
+            elif not (isinstance(job.others, LeaderHost) and job.others.is_behind):
                 self._terminal.pump()  # what a slow line cannot take yet stays in the files
             return self._hangs.turn(time.monotonic())
 
@@ -168,7 +177,7 @@ class Run:
                 interrupts=self._interrupts,
                 on_record=take,
                 on_turn=look,
-                foreign=plan.foreign,
+                foreign=config.foreign,
             )
             return watch.run_to_end()
         finally:
@@ -176,12 +185,12 @@ class Run:
             self._terminal.close()
             self._hangs.close()
 
-    def _start(self, fork_server: ForkServerProcess | None) -> ParentProcess:
-        plan, job = self._plan, self._job
-        if fork_server is not None and not fork_server.is_ready(plan, until=self._interrupts):
+    def _start(self, fork_server: ForkServerPoolClient | None) -> ForkServerClient:
+        config, job = self._config, self._job
+        if fork_server is not None and not fork_server.is_ready(config, until=self._interrupts):
             fork_server = None
-        return ParentProcess(
-            plan,
+        return ForkServerClient(
+            config,
             self._workers,
             log_path=self.account.parent_log,
             handed=Handed(store=job.store),

@@ -5,7 +5,7 @@ import socket
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
-from rankless.errors import PlanError
+from rankless.errors import ConfigError
 
 _ADDRESS = "127.0.0.1"
 _IN_USE = (psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED)
@@ -24,7 +24,7 @@ def open_store_socket(address: str = _ADDRESS) -> socket.socket:
 
 def reserve_master_port(port: int | None = None) -> socket.socket:
     """A socket that keeps MASTER_PORT (a free one, unless it is given) from everybody but a script that makes its own
-    group with it. Raises PlanError if somebody has it.
+    group with it. Raises ConfigError if somebody has it.
 
     It is bound and does not listen, so the system gives the number to nobody else, while one socket that
     also sets SO_REUSEADDR, as torch's store does, may listen on it.
@@ -42,11 +42,11 @@ def reserve_master_port(port: int | None = None) -> socket.socket:
 
 
 def require_own_address(address: str) -> None:
-    """Raise PlanError unless MASTER_ADDR is an address of this host, where rank 0 is."""
+    """Raise ConfigError unless MASTER_ADDR is an address of this host, where rank 0 is."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
-        raise PlanError(
+        raise ConfigError(
             expected=f"a host name that can be looked up: {address}",
             found=str(error),
             fix="leave --master-addr away, all workers are on this host; or correct the name",
@@ -58,7 +58,7 @@ def require_own_address(address: str) -> None:
             except OSError:
                 continue
             return
-    raise PlanError(
+    raise ConfigError(
         expected=f"--master-addr to be this host's, where rank 0 runs: {address}",
         found=f"{found[0][4][0]}, which is none of its addresses",
         fix="leave --master-addr away, or run this on that host",
@@ -111,8 +111,8 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _refused(port: int | None, found: str) -> PlanError:
-    return PlanError(
+def _refused(port: int | None, found: str) -> ConfigError:
+    return ConfigError(
         expected="a port of this host to be free" if port is None else f"port {port} to be free, as it was asked for",
         found=found,
         fix="leave --master-port away: a free one is found; or end that process, or choose another port",

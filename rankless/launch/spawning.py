@@ -18,12 +18,12 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from rankless.errors import LaunchError, PlanError
-from rankless.launch.judge import signal_name
+from rankless.config.environment import spawned_environment
+from rankless.errors import ConfigError, LaunchError
 from rankless.launch.ports import reserve_master_port
-from rankless.plan.environment import spawned_environment
-from rankless.runtime.bootstrap import python_command
-from rankless.runtime.spawned import receive, send
+from rankless.launch.supervisor.failure_attribution import signal_name
+from rankless.runtime.python_command import python_command
+from rankless.runtime.spawned_process import receive, send
 
 GRACE_SECONDS = 2.0
 LEAVING_SECONDS = 10.0
@@ -100,7 +100,7 @@ class Spawned:
         ours, theirs = socket.socketpair()
         with theirs:
             told = map(str, (theirs.fileno(), rank, os.getpid()))
-            command = [*python_command("rankless.runtime.spawned"), *told]
+            command = [*python_command("rankless.runtime.spawned_process"), *told]
             environment = spawned_environment(rank, count, self._reserved.getsockname()[1])
             process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         self._processes.append(process)
@@ -136,13 +136,13 @@ def spawn(
 ) -> list[Any] | Spawned:
     """The results of `function(rank, *args)` in `nprocs` new processes; with `join=False` a handle of them."""
     if not callable(function):
-        raise PlanError(
+        raise ConfigError(
             expected="a function to spawn, called as function(rank, *args)",
             found=type(function).__name__,
             fix="pass the function itself, without calling it",
         )
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
-        raise PlanError(expected="nprocs= of at least 1", found=repr(nprocs), fix="say how many processes to start")
+        raise ConfigError(expected="nprocs= of at least 1", found=repr(nprocs), fix="say how many processes to start")
     spawned = Spawned(function, tuple(args), nprocs)
     if not join:
         return spawned

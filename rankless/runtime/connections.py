@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from rankless.runtime.processes import descendants
+from rankless.runtime.process_tree import descendants
 
 _PIDFD_GETFD = 438
 """The system call's number, the same on all architectures; neither Python nor older C libraries have it."""

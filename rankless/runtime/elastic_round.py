@@ -1,6 +1,6 @@
 """A worker's part in an elastic job: it asks for the next round, meets the others there, and hears of changes.
 
-See Note [rounds] in `records.rounds`.
+See Note [rounds] in `records.elastic_messages`.
 
 Note [the store of a round]: rank 0 serves it on a port of its own, through an object that nobody uses but to close it.
 When the driver says that the round is over, it is closed, and whoever waits for something in it fails at once: also for
@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from rankless.plan import environment
-from rankless.records.rounds import (
+from rankless.config import environment
+from rankless.records.elastic_messages import (
     Begin,
     Dismissed,
     HostsChanged,
@@ -31,7 +31,7 @@ from rankless.records.rounds import (
     receive_down,
     send_word,
 )
-from rankless.runtime.rendezvous import Place
+from rankless.runtime.rendezvous.job_store import Place
 
 STORE_TIMEOUT = timedelta(seconds=300)
 MOST_FAILED_MEETINGS = 20
@@ -230,10 +230,10 @@ def membership() -> Membership | None:
     global _membership  # one of the pieces of state that the design allows a module
     if _membership is not None and _membership[0] == os.getpid():
         return _membership[1]
-    plan = environment.read_worker_plan()
-    if plan is None or plan.rounds_descriptor is None:
+    config = environment.read_worker_config()
+    if config is None or config.rounds_descriptor is None:
         return None
-    _membership = os.getpid(), Membership(socket.socket(fileno=plan.rounds_descriptor))
+    _membership = os.getpid(), Membership(socket.socket(fileno=config.rounds_descriptor))
     return _membership[1]
 
 

@@ -1,92 +1,268 @@
-"""The fork server: imports torch once and forks the warm parents of several runs, one after the other.
+"""The workers' parent: imports torch once, forks the workers, and guards them.
 
-Note [fork server]: it never computes, runs nothing of the user's, and keeps nothing of a run: each has a warm parent
-of its own, forked from the same clean state, so a run cannot tell that another was before it. A warm parent is forked
-by a process in between that ends at once, so that the agent, which adopts orphans, becomes its parent as if it had
-started it itself: it waits for it and has its exit code, and Note [guard] holds word for word. The fork server dies
-with the agent.
+Note [one thread, no computing]: a forked child has only the thread that forked. Had the parent computed
+anything with torch, its children would wait for ever for worker threads that exist in the parent alone. So
+the parent imports, and does nothing else.
+
+Note [guard]: the parent is in a session of its own, adopts orphaned descendants, and reads a lifeline from
+the agent. At its end of file (the agent is gone, however it went) everything below is stopped, then killed.
+Workers get the parent-death signal KILL for the case that the parent itself is killed; the parent gets
+CONT, so that it cannot sleep through the agent's death.
 """
 
-import fcntl
+import contextlib
 import gc
+import importlib
 import os
+import selectors
+import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import msgspec
 
-from rankless.plan.run_plan import ForkServerPlan, HostPlan
-from rankless.runtime.ending import Ending
-from rankless.runtime.fork_orders import READY, receive_order, send_number
-from rankless.runtime.warm_parent import import_torch, lead, withdraw
+from rankless.config.run_config import HostConfig, WorkerLaunch
+from rankless.config.script_source import names_horovod, names_rankless
+from rankless.records.channel import send_record
+from rankless.records.events import Exited, Said, Started
+from rankless.runtime.connections import cut_connections
+from rankless.runtime.fast_exit import Ending
+from rankless.runtime.hooks.horovod_imports import are_ours_so_far
+from rankless.runtime.process_tree import (
+    adopt_orphans,
+    end_descendants,
+    send_signal,
+    set_parent_death_signal,
+    thread_count,
+)
+from rankless.runtime.python_command import python_command
+from rankless.runtime.spawn_protocol import CUT, KILL, receive_worker_launch, signals_in
+from rankless.runtime.worker import WorkerProcess, enter_forked
+
+TORCH_MODULES = (
+    "torch",
+    "torch.distributed",
+    "rankless.runtime.hooks.torch_settings",
+    "rankless.runtime.hooks.numpy_settings",
+    "rankless.runtime.hooks.sampler_epochs",
+)
+JOB_MODULES = (
+    "torch._functorch.aot_autograd",
+    "torch.fx",
+    "rankless.api",
+    "rankless.jobs.job",
+    "rankless.data.loader",
+)
+"""What the first job call needs besides; imported only for programs that use Rankless."""
+HOROVOD_MODULES = ("rankless.compat.horovod.torch",)
+"""For programs that name Horovod: a second and more of each worker, also of one that replaces another."""
+
+Cores = set[int] | None
 
 
 def main(ending: Ending) -> Callable[[], None] | None:
-    """Fork warm parents for as long as the agent asks; in a worker of one, return with what it is to run."""
-    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=ForkServerPlan)
+    """Serve until no worker is left; in a forked worker, return at once with what the worker is to run."""
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
     cores = withdraw()
-    agent = socket.socket(fileno=plan.connection_descriptor)
-    if not import_torch(with_jobs=plan.with_jobs):
+    with_horovod = names_horovod(config.program) and are_ours_so_far()
+    warm = config.warm and import_torch(with_jobs=names_rankless(config.program), with_horovod=with_horovod)
+    if config.warm and not warm:
+        _say(config, "the workers start as plain processes, because torch is not there or has started threads")
+    return lead(config, ending=ending, warm=warm, cores=cores)
+
+
+def withdraw() -> Cores:
+    """Heed nobody but the agent, as whoever imports for workers does; returns the cores that were ours till then."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    set_parent_death_signal(signal.SIGKILL)  # while importing there is nobody to guard yet
+    # Modules live as long as the process: looking for garbage among them is a tenth of torch's import, 90 ms.
+    gc.disable()
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+def import_torch(*, with_jobs: bool, with_horovod: bool = False) -> bool:
+    """Import what the workers will need; False if they cannot be forked from here afterwards."""
+    for name in TORCH_MODULES + JOB_MODULES * with_jobs + HOROVOD_MODULES * with_horovod:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            if name == "torch":
+                return False
+    return thread_count() == 1
+
+
+def lead(config: HostConfig, *, ending: Ending, warm: bool, cores: Cores) -> Callable[[], None] | None:
+    """Be the parent of a run's workers, to its end; in a forked worker, return at once with what it is to run."""
+    adopt_orphans()
+    guard = Guard(config)
+    if guard.agent_is_gone():
         return None
+    set_parent_death_signal(signal.SIGCONT)
     gc.freeze()
-    host_plan = _serve(agent)
-    return None if host_plan is None else lead(host_plan, ending=ending, warm=True, cores=cores)
-
-
-def _serve(agent: socket.socket) -> HostPlan | None:
-    """Fork as asked; returns the plan of a run in the process that is to be its parent, and None at the end."""
-    agent.sendall(READY)
-    while (order := receive_order(agent)) is not None:
-        plan, descriptors = order
-        if _fork_for(agent):
-            _take_over(plan, descriptors)
-            return plan
-        for descriptor in descriptors:
-            os.close(descriptor)
+    gc.enable()
+    started = (guard.start(launch, ending=ending if warm else None) for launch in config.workers)
+    worker = next(filter(None, started), None) or guard.serve(ending=ending if warm else None)
+    if worker is not None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)  # OpenMP's runtime may have bound the importing thread to one core
+        return worker.run
+    ending.arm()  # taking torch apart would cost the parent too a quarter of a second, while the agent waits
     return None
 
 
-def _fork_for(agent: socket.socket) -> bool:
-    """Fork a process whose parent is the agent, and tell the agent its id; returns True in it.
+class Guard:
+    """The workers that live, the lifeline to the agent, and the way up."""
 
-    It goes on only once that is done: of a process that lives the agent knows, though this one be killed meanwhile.
-    """
-    numbers, numbers_end = os.pipe()
-    gate, gate_end = os.pipe()
-    between = os.fork()
-    if between == 0:
-        orphan = os.fork()
-        if orphan != 0:
-            os.write(numbers_end, str(orphan).encode())
-            os._exit(0)
-        agent.close()
-        for descriptor in (numbers, numbers_end, gate_end):
-            os.close(descriptor)
-        if not os.read(gate, 1):
-            os._exit(1)
-        os.close(gate)
-        return True
-    os.close(numbers_end)
-    os.waitpid(between, 0)
-    send_number(agent, int(os.read(numbers, 20)))
-    os.write(gate_end, b"g")
-    for descriptor in (numbers, gate, gate_end):
-        os.close(descriptor)
-    return False
+    def __init__(self, config: HostConfig) -> None:
+        self._config = config
+        self._workers: dict[int, int] = {}
+        self._lifeline = socket.socket(fileno=config.lifeline_descriptor)
+        self._lifeline.setblocking(False)
+        self._wakeup, self._wakeup_end = socket.socketpair()
+        self._orders = None if config.orders_descriptor is None else socket.socket(fileno=config.orders_descriptor)
+        for end in (self._wakeup, self._wakeup_end, self._orders):
+            if end is not None:
+                end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
+
+    def start(self, launch: WorkerLaunch, *, ending: Ending | None) -> WorkerProcess | None:
+        """Fork one worker, or without an `ending` start a plain one; returns something only in a forked worker."""
+        if ending is None:
+            process_id = self._start_plain(launch)
+        else:
+            process_id = os.fork()
+            if process_id == 0:
+                signal.set_wakeup_fd(-1)
+                for end in (self._lifeline, self._wakeup, self._wakeup_end, self._orders):
+                    if end is not None:
+                        end.close()
+                return enter_forked(launch, self._config, ending)
+        rank = launch.config.rank
+        self._workers[process_id] = rank
+        self._report(Started(rank=rank, time_ns=time.monotonic_ns(), pid=process_id, log_file=launch.config.log_file))
+        return None
+
+    def serve(self, *, ending: Ending | None) -> WorkerProcess | None:
+        """Report how workers end, do what the agent says, and return once no descendant is left; in a worker that was
+        ordered meanwhile, return what it is.
+        """
+        if self._config.store_descriptor is not None:
+            os.close(self._config.store_descriptor)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._lifeline, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            if self._orders is not None:
+                selector.register(self._orders, selectors.EVENT_READ)
+            self._reap()
+            while self._workers or self._orders is not None:
+                selector.select()
+                with contextlib.suppress(BlockingIOError):
+                    self._wakeup.recv(4096)
+                self._obey()
+                worker = self._take_order(ending, selector)
+                if worker is not None:
+                    return worker
+                self._reap()
+        self._end_all()
+        return None
+
+    def _take_order(self, ending: Ending | None, selector: selectors.BaseSelector) -> WorkerProcess | None:
+        """Start the next worker that was ordered, if any; returns something only in a forked worker."""
+        if self._orders is None:
+            return None
+        try:
+            order = receive_worker_launch(self._orders)
+        except BlockingIOError:
+            return None
+        if order is None:
+            selector.unregister(self._orders)  # or it would be readable for as long as workers live
+            self._orders.close()
+            self._orders = None
+            return None
+        worker = self.start(order, ending=ending)
+        if worker is None:
+            for descriptor in (order.config.rounds_descriptor, order.config.whereabouts_descriptor):
+                if descriptor is not None:
+                    os.close(descriptor)
+        return worker
+
+    def agent_is_gone(self) -> bool:
+        """Whether the lifeline has ended."""
+        try:
+            return self._lifeline.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _obey(self) -> None:
+        try:
+            words = self._lifeline.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            words = b""
+        if not words or KILL in words:
+            self._end_all()
+            return
+        if CUT in words:
+            cut_connections(self._workers, hosts=self._config.other_hosts)
+        for number in signals_in(words):
+            for process_id in list(self._workers):
+                send_signal(process_id, number)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                process_id, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if process_id == 0:
+                return
+            self._report_end(process_id, status)
+
+    def _end_all(self) -> None:
+        for process_id, status in end_descendants(deadline_seconds=30):
+            self._report_end(process_id, status)
+
+    def _report_end(self, process_id: int, status: int) -> None:
+        rank = self._workers.pop(process_id, None)
+        if rank is not None:
+            exit_code = os.waitstatus_to_exitcode(status)
+            self._report(Exited(rank=rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
+
+    def _start_plain(self, launch: WorkerLaunch) -> int:
+        config = launch.config
+        kept = [
+            self._config.records_descriptor,
+            config.store_descriptor,
+            config.whereabouts_descriptor,
+            config.rounds_descriptor,
+        ]
+        process = subprocess.Popen(
+            python_command("rankless.runtime.plain_worker"),
+            stdin=subprocess.PIPE,
+            pass_fds=[descriptor for descriptor in kept if descriptor is not None],
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(msgspec.json.encode(self._config_of_one(launch)))
+        # The guard reaps its children itself, by pid, whatever Popen thinks of them.
+        process.returncode = 0
+        return process.pid
+
+    def _config_of_one(self, launch: WorkerLaunch) -> HostConfig:
+        return msgspec.structs.replace(self._config, workers=(launch,))
+
+    def _report(self, record: Started | Exited) -> None:
+        send_record(record, descriptor=self._config.records_descriptor)
 
 
-def _take_over(plan: HostPlan, received: list[int]) -> None:
-    """Be as if the agent had started this process: in its folder, a session of its own, its output in the log."""
-    os.setsid()
-    folder, log, *others = received
-    os.fchdir(folder)
-    wanted = [1, 2, *plan.descriptors()]
-    # Out of the way first: a descriptor that has come may have the number that another is to get.
-    free = max(*wanted, *received) + 1
-    apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in (log, log, *others)]
-    for descriptor in received:
-        os.close(descriptor)
-    for descriptor, number in zip(apart, wanted, strict=True):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+def _say(config: HostConfig, text: str) -> None:
+    record = Said(rank=0, time_ns=time.monotonic_ns(), text=text)
+    send_record(record, descriptor=config.records_descriptor)

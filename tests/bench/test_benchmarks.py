@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs_in_a_row import rankless
+from support.warm_runs import rankless
 
 from bench.commands import rankless_run, seconds_to_report, torchrun
 from bench.pairs import measure, row

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from checkpoint.states import SOLO, save
 
-from rankless.collectives.mesh import Mesh
+from rankless.parallel.mesh import Mesh
 
 DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
 PIECES = 40

@@ -3,7 +3,7 @@
 import torch
 
 from rankless.checkpoint import SaveOptions, Saver, load
-from rankless.collectives.mesh import Mesh
+from rankless.parallel.mesh import Mesh
 
 SOLO = Mesh.solo()
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.states import SOLO, Holder, Number, loaded_number, save
-from processes import on_mesh
+from support.processes import on_mesh
 
 from rankless.checkpoint import SaveOptions, Saver, load
-from rankless.checkpoint.writing import Writing
+from rankless.checkpoint.background_write import Writing
 from rankless.errors import CheckpointError
 
 BEHIND = SaveOptions(background=True)
@@ -149,7 +149,7 @@ def test_what_fails_behind_one_rank_is_raised_on_all_and_the_next_save_works(tmp
 
 SCRIPT = """
 import sys, torch, rankless
-from rankless.checkpoint.writing import Writing
+from rankless.checkpoint.background_write import Writing
 model = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.Linear(500, 500))
 if sys.argv[1] == "failing" and rankless.rank() == rankless.world_size() - 1:
     def full(_writing):

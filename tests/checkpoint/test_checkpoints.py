@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoint.deaths import Countdown
 from checkpoint.states import SOLO, Holder, Number
-from processes import on_mesh
+from support.processes import on_mesh
 
 import rankless
 from rankless.checkpoint import Checkpoints, Keeping, SaveOptions, Saver, series

@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 from checkpoint.states import Holder, Number, loaded_number, save
-from processes import on_mesh
+from support.processes import on_mesh
 
 from rankless.checkpoint import Checkpoints, Keeping, SaveOptions, Saver
-from rankless.collectives.mesh import Mesh
 from rankless.errors import CheckpointError
+from rankless.parallel.mesh import Mesh
 
 SMALL_DISK_BYTES = 1 << 20
 

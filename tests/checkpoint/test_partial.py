@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checkpoint.states import SOLO, Holder, save
-from processes import on_mesh
+from support.processes import on_mesh
 from torch import nn
 
 from rankless.checkpoint import load

@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint.states import SOLO, Holder, save
-from processes import on_mesh
+from support.processes import on_mesh
 from torch import nn
 
 from rankless.checkpoint import load

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, two_hosts
-from jobs import rankless
+from support.hosts import Hosts, two_hosts
+from support.jobs import rankless
 
 pytestmark = pytest.mark.slow
 

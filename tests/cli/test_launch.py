@@ -4,10 +4,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from runs_in_a_row import rankless
+from support.warm_runs import rankless
 
-from rankless.plan.rank_option import find_rank_way
-from rankless.plan.run_plan import Program
+from rankless.config.run_config import Program
+from rankless.launchers.torchrun.rank_option import find_rank_way
 
 DASHED, UNDERSCORED = "--local-rank", "--local_rank"
 

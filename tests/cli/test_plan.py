@@ -5,16 +5,16 @@ import os
 from pathlib import Path
 
 import pytest
-from runs_in_a_row import rankless
+from support.warm_runs import rankless
 
-from rankless.observe.program_table import bytes_text, make_plan_report, render_plan
-from rankless.records.programs import (
+from rankless.records.job_programs import (
     GatheredOperator,
     JobProgram,
     KnownJob,
     PlannedInput,
     PlannedMove,
 )
+from rankless.terminal.program_table import bytes_text, make_plan_report, render_plan
 
 SCRIPT = """
 import pathlib

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import end, run_script, start_script, wait_until
-from runs_in_a_row import rankless
-from runs_in_a_row import run_script as run_script_here
+from support.jobs import end, run_script, start_script, wait_until
+from support.warm_runs import rankless
+from support.warm_runs import run_script as run_script_here
 
 pytestmark = pytest.mark.slow
 

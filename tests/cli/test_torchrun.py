@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import end, start_rankless, wait_until
-from jobs import rankless as started_rankless
-from runs_in_a_row import rankless
+from support.jobs import end, start_rankless, wait_until
+from support.jobs import rankless as started_rankless
+from support.warm_runs import rankless
 
-from rankless.errors import PlanError
+from rankless.errors import ConfigError
 from rankless.launch.ports import require_own_address, reserve_master_port
 
 pytestmark = pytest.mark.slow
@@ -261,7 +261,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts_and_its_owner_na
 
 
 def test_a_port_that_another_run_reserves_is_refused_and_one_that_only_lingers_is_not():
-    with reserve_master_port() as other, pytest.raises(PlanError, match="without listening"):
+    with reserve_master_port() as other, pytest.raises(ConfigError, match="without listening"):
         reserve_master_port(other.getsockname()[1])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -273,7 +273,7 @@ def test_a_port_that_another_run_reserves_is_refused_and_one_that_only_lingers_i
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
 def test_a_master_that_is_not_this_host_is_refused(address: str):
-    with pytest.raises(PlanError, match=address):
+    with pytest.raises(ConfigError, match=address):
         require_own_address(address)
     require_own_address("localhost")
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs_in_a_row import rankless
+from support.warm_runs import rankless
 
 pytestmark = pytest.mark.slow
 

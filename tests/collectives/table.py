@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import rankless.collectives as collectives
-from rankless.collectives.mesh import Mesh
+from rankless.parallel.mesh import Mesh
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WHOLE = [torch.int64, torch.int32, torch.int8, torch.uint8]

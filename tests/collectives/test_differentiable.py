@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from processes import on_mesh
+from support.processes import on_mesh
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 import rankless.collectives.differentiable as differentiable
-from rankless.collectives.mesh import Mesh
-from rankless.errors import PlanError
+from rankless.errors import ConfigError
+from rankless.parallel.mesh import Mesh
 
 
 def given(rank: int, size: int, case: str) -> Tensor:
@@ -112,5 +112,5 @@ def greatest(_mesh: Mesh) -> None:
 
 
 def test_only_what_is_linear_has_a_gradient_here():
-    with pytest.raises(PlanError, match="SUM or AVG in a differentiable all_reduce"):
+    with pytest.raises(ConfigError, match="SUM or AVG in a differentiable all_reduce"):
         on_mesh(2, greatest)

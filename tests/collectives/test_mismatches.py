@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import on_mesh
+from support.processes import on_mesh
 from torch.distributed import ReduceOp
 
 import rankless.collectives as collectives
-from rankless.collectives.mesh import Mesh
-from rankless.errors import CollectiveError, PlanError, RanklessError
+from rankless.errors import CollectiveError, ConfigError, RanklessError
+from rankless.parallel.mesh import Mesh
 
 SECONDS = 2.0
 
@@ -160,7 +160,7 @@ def test_every_rank_raises_and_names_who_called_what(name: str, size: int):
     answers = on_mesh(size, outcome, name)
     words = MISMATCHES[name][1]
     for rank, (kind, text, seconds) in enumerate(answers):
-        assert kind in ("CollectiveError", "PlanError"), f"rank {rank}: {kind}"
+        assert kind in ("CollectiveError", "ConfigError"), f"rank {rank}: {kind}"
         assert all(word in text for word in words), f"rank {rank}: {text}"
         if kind == "CollectiveError":
             assert f"rank {size - 1}" in text
@@ -200,7 +200,7 @@ def unusable(mesh: Mesh) -> str:
 
 def test_a_message_that_cannot_be_sent_is_told_to_who_waits_for_it():
     sender, receiver = on_mesh(2, unusable)
-    assert sender.startswith("PlanError")
+    assert sender.startswith("ConfigError")
     assert receiver.startswith("CollectiveError")
     assert "refused there: float32 [3, 3] with strides" in receiver
 
@@ -301,5 +301,5 @@ def test_arguments_that_cannot_be_meant_are_refused_on_every_rank_before_anythin
 
 
 def test_a_process_alone_is_told_to_join_first():
-    with pytest.raises(PlanError, match=r"rankless.init\(\)"):
+    with pytest.raises(ConfigError, match=r"rankless.init\(\)"):
         collectives.all_reduce(ones(2))

@@ -7,11 +7,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from processes import on_mesh
+from support.processes import on_mesh
 
 import rankless.collectives as collectives
-from rankless.collectives.mesh import Mesh
 from rankless.errors import RanklessError
+from rankless.parallel.mesh import Mesh
 
 
 @dataclasses.dataclass

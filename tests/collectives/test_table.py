@@ -8,7 +8,7 @@ import torch
 from collectives.table import CASES, lacking, on_group, require_right
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import on_mesh
+from support.processes import on_mesh
 
 # irecv must name its sender, and a batch is of isend and irecv.
 WAYS = [

@@ -12,15 +12,15 @@ import msgspec
 import numpy
 import pytest
 import torch
-from processes import on_mesh
+from support.processes import on_mesh
 
-from rankless.collectives.mesh import Mesh
 from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.context.once import call_once
+from rankless.context.world import World
+from rankless.data.logical_tensor import GatherNotice, LogicalTensor
 from rankless.errors import RanklessError
-from rankless.program.placement import Shard
-from rankless.views.logical import GatherNotice, LogicalTensor
-from rankless.views.once import call_once
-from rankless.views.world import World
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.placement import Shard
 
 
 class Colour(enum.Enum):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import rankless
+from support.jobs import rankless
 
 HERE = Path(__file__).parent / "conformance"
 NAMES = [

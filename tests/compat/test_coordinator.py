@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rankless.compat.horovod.negotiated.coordinator import Coordinator, Decision, fusion_limit
-from rankless.compat.horovod.negotiated.messages import Request
+from rankless.compat.horovod.engine.coordinator import Coordinator, Decision, fusion_limit
+from rankless.compat.horovod.engine.messages import Request
 
 
 def combine(_request: Request, values: Sequence[bytes], _size: int) -> bytes:

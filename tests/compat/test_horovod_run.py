@@ -11,9 +11,9 @@ import pytest
 from rankless.compat.horovod import run
 from rankless.compat.horovod.runner.function_job import options_of
 from rankless.compat.horovod.runner.keywords import flags_of
-from rankless.plan.environment import python_path_from
-from rankless.plan.horovodrun_flags import HorovodrunFlags
-from rankless.runtime.import_names import AT_START
+from rankless.config.environment import python_path_from
+from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.runtime.hooks.horovod_imports import AT_START
 
 SCRIPT = """
 import sys

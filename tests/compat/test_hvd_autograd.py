@@ -1,7 +1,7 @@
 """Gradients through the operations: each backward as it is documented, against sums of all ranks' gradients."""
 
 import torch
-from horovod_ranks import on_ranks
+from support.horovod_ranks import on_ranks
 
 
 def tensor(seed: int, *shape: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Hosts, two_hosts
+from support.hosts import Hosts, two_hosts
 
 pytestmark = pytest.mark.slow
 LARGE_BYTES = 3 * 4 * (4 << 20)

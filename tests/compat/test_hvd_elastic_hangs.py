@@ -15,7 +15,7 @@ from compat.test_hvd_elastic_jobs import (
     steps_by_process,
     wait_for_size,
 )
-from jobs import end, is_alive, start_rankless, wait_until
+from support.jobs import end, is_alive, start_rankless, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from compat.test_hvd_elastic_jobs import SCRIPT, assert_every_sample_was_seen, done, lines, results, wait_for_size
-from hosts import Hosts, some_hosts, two_hosts
-from jobs import is_alive, rankless, wait_until
+from support.hosts import Hosts, some_hosts, two_hosts
+from support.jobs import is_alive, rankless, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import end, is_alive, rankless, start_rankless, wait_until
+from support.jobs import end, is_alive, rankless, start_rankless, wait_until
 
 SCRIPT = Path(__file__).with_name("elastic_digits.py")
 EXAMPLE = SCRIPT.parents[2] / "examples" / "horovod" / "elastic.py"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from horovod_ranks import error_of, on_ranks
+from support.horovod_ranks import error_of, on_ranks
 
 import rankless.compat.horovod.torch as hvd_before_init
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs_in_a_row import run_script
+from support.warm_runs import run_script
 
 pytestmark = pytest.mark.slow
 

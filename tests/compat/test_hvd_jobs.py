@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import rankless
+from support.jobs import rankless
 
-from rankless.plan.environment import python_path_from
-from rankless.runtime.import_names import AT_START
+from rankless.config.environment import python_path_from
+from rankless.runtime.hooks.horovod_imports import AT_START
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@
 import os
 
 import torch
-from horovod_ranks import error_of, on_ranks
+from support.horovod_ranks import error_of, on_ranks
 
 import rankless.compat.horovod.torch as hvd
 from rankless.compat.horovod.common import util

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from horovod_ranks import error_of, on_ranks
+from support.horovod_ranks import error_of, on_ranks
 from torch import nn
 
 from rankless.compat.horovod.common import util

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from horovod_ranks import error_of, on_ranks
+from support.horovod_ranks import error_of, on_ranks
 from torch import nn
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from horovod_ranks import error_of
-from processes import on_mesh
+from support.horovod_ranks import error_of
+from support.processes import on_mesh
 
 
 def static(_):

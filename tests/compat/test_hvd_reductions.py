@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from horovod_ranks import on_ranks
+from support.horovod_ranks import on_ranks
 
 WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

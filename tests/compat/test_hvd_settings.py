@@ -4,10 +4,10 @@ import os
 
 import pytest
 import torch
-from processes import on_mesh
+from support.processes import on_mesh
 
-from rankless.collectives.mesh import Mesh
 from rankless.compat.horovod.settings import Settings, read_settings
+from rankless.parallel.mesh import Mesh
 
 READ = [
     ("FUSION_THRESHOLD", "4096", {"fusion_bytes": 4096}),

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import rankless
+from support.jobs import rankless
 
 pytestmark = pytest.mark.slow
 

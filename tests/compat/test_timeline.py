@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rankless.compat.horovod.negotiated.coordinator import Coordinator
-from rankless.compat.horovod.negotiated.messages import Request
-from rankless.compat.horovod.negotiated.timeline import Timeline
+from rankless.compat.horovod.engine.coordinator import Coordinator
+from rankless.compat.horovod.engine.messages import Request
+from rankless.compat.horovod.engine.timeline import Timeline
 
 
 class Late:

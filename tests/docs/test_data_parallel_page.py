@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs_in_a_row import rankless
+from support.warm_runs import rankless
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ JOINED = (
         "    with Join([parallel]):\n     for rows, labels in train_loader:\n",
     )
     .replace("check_shards(train_loader)", "check_shards(train_loader, even=False)")
-    .replace("    rankless.check_synchronised", "    WHAT_JOIN_LEAVES\n    rankless.check_synchronised")
+    .replace("    rankless.check_synchronized", "    WHAT_JOIN_LEAVES\n    rankless.check_synchronized")
 )
 
 

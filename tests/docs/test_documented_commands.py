@@ -18,7 +18,7 @@ RUN_ELSEWHERE = {
     "make demo": ".ci/run runs it, alone: four workers beside other tests take four times as long",
     "make test": "is what runs this test",
     "make check": "runs this test",
-    "make soak": "runs for an hour or more; tests/test_soak.py has its parts",
+    "make soak": "runs for an hour or more; tests/support/test_soak.py has its parts",
     "make bench": "measures for minutes; every benchmark's script is run in tests/bench",
     "make bench BENCH=help JSON=rows.json": "needs the set-up of make; tests/bench runs the same benchmark",
 }

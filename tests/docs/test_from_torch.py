@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs_in_a_row import rankless
+from support.warm_runs import rankless
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(# (\w+)\.py\n.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs_in_a_row import rankless
+from support.warm_runs import rankless
 from torch import nn
 
 pytestmark = pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_script_that_spawns_is_the_same_under_one_worker(tmp_path: Path):
     assert "starts processes itself" not in one.stderr
 
 
-@pytest.mark.exhaustive  # tests/runtime/test_slips.py has a smaller script
+@pytest.mark.exhaustive  # tests/runtime/test_script_mistakes.py has a smaller script
 def test_a_script_that_spawns_under_several_workers_is_named_with_its_line(tmp_path: Path):
     two = ours("spawn", folder=tmp_path)
     assert len(results(two)) == 2  # each worker's processes have found a port of their own

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import rankless
+from support.jobs import rankless
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 
 from faults import Fault, Job
-from jobs import wait_until
+from support.jobs import wait_until
 
 
 def _signal(name: str, number: int) -> Callable[[Job], None]:

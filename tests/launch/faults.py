@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from hosts import Hosts
-from jobs import end, is_alive, marked, start_rankless, wait_until
+from support.hosts import Hosts
+from support.jobs import end, is_alive, marked, start_rankless, wait_until
 
 SCRIPT = """
 import ctypes, os, resource, signal, subprocess, sys, threading, time

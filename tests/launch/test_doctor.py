@@ -11,21 +11,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import rankless
+from support.jobs import rankless
 
+from rankless.config.hosts import parse_hosts
+from rankless.config.run_config import Cluster, Program, RunRequest
+from rankless.config.validation import make_run_config
 from rankless.errors import JoinError
-from rankless.launch.doctor.devices import Gpus, judged
-from rankless.launch.doctor.inside import look_around, look_quickly
-from rankless.launch.doctor.pairs import rounds
-from rankless.launch.doctor.questions import Look, Target
-from rankless.launch.doctor.quick import quick_check
-from rankless.launch.doctor.wire import SECRET_BYTES, connect_all, listen, measure
-from rankless.launch.hosts.ssh_causes import ssh_cause
-from rankless.observe.health import health_of, render_health
-from rankless.plan.check import make_run_plan
-from rankless.plan.hosts import parse_hosts
-from rankless.plan.run_plan import Company, Program, RunRequest
-from rankless.records.health import Row, failed, passed, placed, warned
+from rankless.launch.doctor.gpu_checks import Gpus, judged
+from rankless.launch.doctor.host_checks import look_around, look_quickly
+from rankless.launch.doctor.host_pairs import rounds
+from rankless.launch.doctor.link_test import SECRET_BYTES, connect_all, listen, measure
+from rankless.launch.doctor.preflight import quick_check
+from rankless.launch.doctor.probe_protocol import Look, Target
+from rankless.launch.rendezvous.ssh_failures import ssh_cause
+from rankless.records.check_results import Row, failed, passed, placed, warned
+from rankless.terminal.doctor_table import health_of, render_health
 
 SECRET = b"s" * SECRET_BYTES
 H200 = "NVIDIA H200"
@@ -110,17 +110,17 @@ def test_a_job_on_several_hosts_is_told_what_may_trouble_it_and_refused_what_it_
     monkeypatch.setenv("http_proxy", "http://proxy.example")
     monkeypatch.delenv("no_proxy", raising=False)
     told: list[str] = []
-    company = Company(hosts=parse_hosts("127.0.0.1,no.such.name.invalid", workers_per_host=1), place=0)
-    plan = make_run_plan(Program(kind="code", target=""), RunRequest(worker_count=1, company=company))
-    quick_check(plan, told.append)
+    cluster = Cluster(hosts=parse_hosts("127.0.0.1,no.such.name.invalid", workers_per_host=1), place=0)
+    config = make_run_config(Program(kind="code", target=""), RunRequest(worker_count=1, cluster=cluster))
+    quick_check(config, told.append)
     (text,) = told
     assert "proxies: http_proxy=http://proxy.example" in text
     assert "network card: the name no.such.name.invalid does not resolve here" in text
     # The others need host 0's name.
-    company = Company(hosts=tuple(reversed(company.hosts)), place=1)
-    plan = make_run_plan(Program(kind="code", target=""), RunRequest(worker_count=1, company=company))
+    cluster = Cluster(hosts=tuple(reversed(cluster.hosts)), place=1)
+    config = make_run_config(Program(kind="code", target=""), RunRequest(worker_count=1, cluster=cluster))
     with pytest.raises(JoinError) as refused:
-        quick_check(plan, told.append)
+        quick_check(config, told.append)
     assert refused.value.found == "network card: the name no.such.name.invalid does not resolve here"
     assert "127.0.0.1 to be fit for a job" in str(refused.value.expected)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from hosts import ROOT, Hosts, two_hosts
-from jobs import wait_until
+from support.hosts import ROOT, Hosts, two_hosts
+from support.jobs import wait_until
 
-from rankless.observe.health import Health
+from rankless.terminal.doctor_table import Health
 
 pytestmark = pytest.mark.slow
 

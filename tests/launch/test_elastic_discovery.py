@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from jobs import wait_until
+from support.jobs import wait_until
 
 from rankless.launch.elastic import discovery
 from rankless.launch.elastic.discovery import DiscoveredHosts

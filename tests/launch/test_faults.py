@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fault_list import FAULTS
 from faults import Fault, as_row, link_mended, measure
-from hosts import Hosts, two_hosts
+from support.hosts import Hosts, two_hosts
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, two_hosts
-from jobs import wait_until
+from support.hosts import Hosts, two_hosts
+from support.jobs import wait_until
 
 pytestmark = pytest.mark.slow
 

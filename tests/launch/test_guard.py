@@ -1,4 +1,4 @@
-"""Nobody is left behind, whoever dies and however."""
+"""SingleHost is left behind, whoever dies and however."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import end, is_alive, marked, start_script, wait_until
+from support.jobs import end, is_alive, marked, start_script, wait_until
 
 pytestmark = [
     pytest.mark.slow,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, two_hosts
+from support.hosts import Hosts, two_hosts
 
 pytestmark = pytest.mark.slow
 

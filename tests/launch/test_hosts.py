@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hosts import Hosts, two_hosts
-from jobs import is_alive, marked, wait_until
+from support.hosts import Hosts, two_hosts
+from support.jobs import is_alive, marked, wait_until
 
 pytestmark = pytest.mark.slow
 

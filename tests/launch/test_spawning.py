@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from jobs import wait_until
+from support.jobs import wait_until
 
 import rankless
 import rankless.collectives as collectives
-from rankless.errors import LaunchError, PlanError
+from rankless.errors import ConfigError, LaunchError
 
 pytestmark = pytest.mark.slow
 
@@ -153,5 +153,5 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path):
     ("function", "count", "words"), [(3, 2, "a function"), (waits, 0, "nprocs="), (waits, True, "n")]
 )
 def test_what_cannot_be_spawned_is_refused(function: Any, count: Any, words: str):
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(ConfigError, match=words):
         rankless.spawn(function, nprocs=count)

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs_in_a_row import rankless, run_script
+from support.warm_runs import rankless, run_script
 
 pytestmark = pytest.mark.slow
 
 WHO = "import rankless\nprint(rankless.rank(), rankless.world_size(), rankless.local_rank())\n"
-NOTICES = "import rankless.script\nsay = rankless.script._world().say\nsay('look here')\nsay('look here')\n"
+NOTICES = "import rankless.api\nsay = rankless.api._world().say\nsay('look here')\nsay('look here')\n"
 
 
 def alone(script: str, *prefix: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -152,8 +152,8 @@ def test_nobody_leaves_while_another_is_still_joining(slow: str, tmp_path: Path)
 
 IMPATIENT = """
 from datetime import timedelta
-from rankless.runtime import joined
-joined.STORE_TIMEOUT, joined.TELL_AFTER_SECONDS = timedelta(seconds=0.5), 0.1
+from rankless.runtime import process_context
+process_context.STORE_TIMEOUT, process_context.TELL_AFTER_SECONDS = timedelta(seconds=0.5), 0.1
 """
 
 

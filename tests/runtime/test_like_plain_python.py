@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs_in_a_row import rankless, run_script
+from support.warm_runs import rankless, run_script
 
 pytestmark = pytest.mark.slow
 

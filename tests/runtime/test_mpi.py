@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import environment_of_jobs
-from preloaded import Preloaded
+from support.jobs import environment_of_jobs
+from support.warm_process import Preloaded
 
-from rankless.plan.mpi_worker import MpiWorker, mpi_worker
+from rankless.config.mpi_variables import MpiWorker, mpi_worker
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_", "RANKLESS_", "OMPI_", "PMI")
 TOLD = f"""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs_in_a_row import rankless
+from support.warm_runs import rankless
 
 pytestmark = pytest.mark.slow
 

@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from rankless.compat.horovod.negotiated.meeting import Met, meet
-from rankless.compat.horovod.negotiated.negotiator import Negotiator
+from rankless.compat.horovod.engine.operation_scheduler import OperationScheduler
+from rankless.compat.horovod.engine.rendezvous import Met, meet
 from rankless.compat.horovod.settings import Settings, read_settings
-from rankless.plan import environment
-from rankless.plan.horovod_worker import seat_of_variables
-from rankless.plan.seats import seats_of
-from rankless.records.rounds import Seat
-from rankless.runtime import current as runtime
+from rankless.config import environment
+from rankless.config.horovod_variables import seat_of_variables
+from rankless.config.rank_layout import seats_of
+from rankless.records.elastic_messages import Seat
+from rankless.runtime import current_process as runtime
 from rankless.runtime.elastic_round import membership
-from rankless.runtime.rendezvous import Place
+from rankless.runtime.rendezvous.job_store import Place
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -35,7 +35,7 @@ class Context:
     """What `init` has made."""
 
     world: World
-    negotiator: Negotiator
+    negotiator: OperationScheduler
     settings: Settings
     process_id: int
 
@@ -75,7 +75,7 @@ def _made(whole: Place, comm: Any, times: str, settings: Settings) -> Context:
         address=place.address,
         timeout_seconds=settings.start_timeout_seconds,
     )
-    negotiator = Negotiator(met, rank=place.rank, store=store, settings=settings)
+    negotiator = OperationScheduler(met, rank=place.rank, store=store, settings=settings)
     world = _world(place, met)
     if world.rank == 0 and settings.timeline not in ("", "DYNAMIC"):
         negotiator.timeline.start(settings.timeline, mark_cycles=settings.marks_cycles)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO
 
-from rankless.errors import PlanError
+from rankless.errors import ConfigError
 
 ASK_EVERY_SECONDS = 1.0
 SLOW_SECONDS = 10.0
@@ -110,7 +110,7 @@ class DiscoveredHosts:
         try:
             self._known = parse_slots(_text(self._output), slots_per_host=self._slots_per_host)
             self._trouble = None
-        except PlanError as error:
+        except ConfigError as error:
             self._trouble = f"{shlex.join(self._words)} printed {error.found}, expected {error.expected}"
 
 
@@ -120,13 +120,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def command_words(command: str) -> list[str]:
-    """The words of a command that may be the path of a file. Raises PlanError if there is nothing to run."""
+    """The words of a command that may be the path of a file. Raises ConfigError if there is nothing to run."""
     words = [command] if os.path.isfile(command) else shlex.split(command)
     if not words:
-        raise PlanError(expected="a command that prints the hosts", found="nothing", fix="--host-discovery-script X")
+        raise ConfigError(expected="a command that prints the hosts", found="nothing", fix="--host-discovery-script X")
     if os.path.isfile(words[0]):
         if not os.access(words[0], os.X_OK):
-            raise PlanError(
+            raise ConfigError(
                 expected=f"to be allowed to run {words[0]}", found="not allowed", fix=f"chmod +x {words[0]}"
             )
         words[0] = os.path.abspath(words[0])
@@ -134,12 +134,12 @@ def command_words(command: str) -> list[str]:
 
 
 def parse_slots(text: str, *, slots_per_host: int | None) -> dict[str, int]:
-    """The hosts of lines as `host:slots` or `host`. Raises PlanError for another line."""
+    """The hosts of lines as `host:slots` or `host`. Raises ConfigError for another line."""
     found: dict[str, int] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         name, colon, number = line.partition(":")
         if not name or " " in line or (colon and not number.isdigit()):
-            raise PlanError(
+            raise ConfigError(
                 expected="lines as host:slots or host", found=repr(line), fix="correct the host discovery script"
             )
         slots = int(number) if colon else slots_per_host or 1

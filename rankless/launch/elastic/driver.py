@@ -7,24 +7,29 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rankless.launch.elastic.crews import HERE, Crews, Orders
+from rankless.config.elastic import Elastic
+from rankless.config.environment import horovod_variables
+from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.torchrun import Source
+from rankless.config.validation import choose_backend
+from rankless.launch.elastic.all_workers import HERE, Crews, Orders
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
-from rankless.launch.elastic.roll import Roll, Trouble
-from rankless.launch.elastic.standstill import Standstill
-from rankless.launch.elastic.workers import Action, End, Start
-from rankless.launch.interrupts import Interrupts
-from rankless.launch.judge import Verdict, is_victim, judge, signal_name
-from rankless.launch.logs import log_files, make_run_folder, run_name
-from rankless.launch.notices import counted, failure, horovod_sentence
-from rankless.launch.terminal import Write
-from rankless.launch.watch import INTERRUPT_GRACE_SECONDS, KILL_GRACE_SECONDS, POLL_SECONDS, STOP_GRACE_SECONDS
-from rankless.plan.check import choose_backend
-from rankless.plan.elastic import Elastic
-from rankless.plan.environment import horovod_variables
-from rankless.plan.foreign import Source
-from rankless.plan.run_plan import JobStart, RunPlan
+from rankless.launch.elastic.member import Action, End, Start
+from rankless.launch.elastic.membership import Roll, Trouble
+from rankless.launch.elastic.round_watchdog import Standstill
+from rankless.launch.log_files import log_files, make_run_folder, run_name
+from rankless.launch.signals import Interrupts
+from rankless.launch.supervisor.announcements import counted, failure, horovod_sentence
+from rankless.launch.supervisor.failure_attribution import Verdict, is_victim, judge, signal_name
+from rankless.launch.supervisor.supervisor import (
+    INTERRUPT_GRACE_SECONDS,
+    KILL_GRACE_SECONDS,
+    POLL_SECONDS,
+    STOP_GRACE_SECONDS,
+)
+from rankless.launch.worker_output import Write
+from rankless.records.elastic_messages import Begin, Ready, Serving, WordUp
 from rankless.records.events import AnyRecord, Exited, HostLost, Left, Raised, Said, Stuck, Where
-from rankless.records.rounds import Begin, Ready, Serving, WordUp
 
 TELL_AFTER_SECONDS = 5.0
 """So often it is said for whom a round waits."""
@@ -41,11 +46,11 @@ class Surroundings:
     """What the terminal's two streams are written by."""
 
 
-def run_elastic(plan: RunPlan, elastic: Elastic, around: Surroundings) -> int:
+def run_elastic(config: RunConfig, elastic: Elastic, around: Surroundings) -> int:
     """Run an elastic job to its end and return its exit code. Nothing that it has started is alive afterwards."""
     with selectors.DefaultSelector() as selector:
         selector.register(around.interrupts, selectors.EVENT_READ)
-        driver = Driver(plan, elastic, around, selector)
+        driver = Driver(config, elastic, around, selector)
         try:
             return driver.to_end()
         finally:
@@ -55,21 +60,23 @@ def run_elastic(plan: RunPlan, elastic: Elastic, around: Surroundings) -> int:
 class Driver:
     """One elastic job."""
 
-    def __init__(self, plan: RunPlan, elastic: Elastic, around: Surroundings, selector: selectors.BaseSelector) -> None:
-        self._plan = plan
+    def __init__(
+        self, config: RunConfig, elastic: Elastic, around: Surroundings, selector: selectors.BaseSelector
+    ) -> None:
+        self._config = config
         self._around = around
         self._selector = selector
-        self._start = _job_start(plan)
-        self._folder = make_run_folder(plan, self._start, 0)
-        self._hosts = _hosts(plan, elastic)
-        self._roll = Roll(elastic, first_workers=plan.worker_count)
+        self._start = _job_start(config)
+        self._folder = make_run_folder(config, self._start, 0)
+        self._hosts = _hosts(config, elastic)
+        self._roll = Roll(elastic, first_workers=config.worker_count)
         self._records: dict[int, list[AnyRecord]] = {}
         self._said: set[str] = set()
         self._told_awaited = 0.0
-        self._standstill = Standstill(plan.hang_timeout_seconds or _stall_seconds(plan))
+        self._standstill = Standstill(config.hang_timeout_seconds or _stall_seconds(config))
         self._hosts_of: dict[int, str] = {}
         orders = Orders(
-            plan=plan,
+            config=config,
             elastic=elastic,
             start=self._start,
             folder=self._folder,
@@ -226,10 +233,10 @@ class Driver:
             self._around.tell(f"the job was ended: {trouble.headline}")
             return 1
         verdict = self._verdict(trouble.culprit)
-        out, error = log_files(self._plan, self._folder, trouble.culprit, 0)
+        out, error = log_files(self._config, self._folder, trouble.culprit, 0)
         self._around.tell(f"the job was ended: {trouble.headline}; worker {trouble.culprit} failed last")
         text = failure(verdict, log_file=os.path.relpath(error or out))
-        text += horovod_sentence(verdict) if self._plan.horovod is not None else ""
+        text += horovod_sentence(verdict) if self._config.horovod is not None else ""
         self._around.writes["err"](text.encode())
         return verdict.exit_code
 
@@ -262,16 +269,16 @@ class Driver:
             self._around.tell(text)
 
 
-def _hosts(plan: RunPlan, elastic: Elastic) -> DiscoveredHosts | FixedHosts:
+def _hosts(config: RunConfig, elastic: Elastic) -> DiscoveredHosts | FixedHosts:
     if elastic.discovery_script is not None:
         return DiscoveredHosts(elastic.discovery_script, slots_per_host=elastic.slots_per_host)
-    slots: Mapping[str, int] = dict(elastic.hosts) or {"localhost": plan.worker_count}
+    slots: Mapping[str, int] = dict(elastic.hosts) or {"localhost": config.worker_count}
     return FixedHosts(slots)
 
 
-def _stall_seconds(plan: RunPlan) -> float | None:
+def _stall_seconds(config: RunConfig) -> float | None:
     """After how many seconds a round that stands still is to lose who holds it up, if the user says so."""
-    chosen = dict(plan.horovod.variables) if plan.horovod is not None else {}
+    chosen = dict(config.horovod.variables) if config.horovod is not None else {}
     name = "STALL_SHUTDOWN_TIME_SECONDS"
     try:
         return float(chosen.get(f"HOROVOD_{name}") or horovod_variables().get(name, "")) or None
@@ -279,13 +286,13 @@ def _stall_seconds(plan: RunPlan) -> float | None:
         return None
 
 
-def _job_start(plan: RunPlan) -> JobStart:
+def _job_start(config: RunConfig) -> JobStart:
     # Where the workers meet, each round says anew.
     return JobStart(
-        run_id=run_name(plan),
-        seed=plan.seed,
-        workers=(plan.worker_count,),
-        backend=choose_backend(plan.devices),
+        run_id=run_name(config),
+        seed=config.seed,
+        workers=(config.worker_count,),
+        backend=choose_backend(config.devices),
         master_address=HERE,
         master_port=0,
         store_address=HERE,

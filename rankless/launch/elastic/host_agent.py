@@ -10,10 +10,14 @@ import signal
 import time
 from collections.abc import Callable
 
+from rankless.config import environment
+from rankless.config.hosts import interface_of
+from rankless.config.torchrun import SOURCES
+from rankless.config.validation import make_run_config
 from rankless.errors import RanklessError
-from rankless.launch.elastic.crew import Crew
-from rankless.launch.elastic.launches import launch_of
-from rankless.launch.elastic.pipes import (
+from rankless.launch.elastic.local_workers import Crew
+from rankless.launch.elastic.member import Worker
+from rankless.launch.elastic.ssh_protocol import (
     BEAT_SECONDS,
     SILENT_SECONDS,
     Beat,
@@ -31,16 +35,12 @@ from rankless.launch.elastic.pipes import (
     Task,
     Unable,
 )
-from rankless.launch.elastic.workers import Worker
-from rankless.launch.hosts.host_facts import own_versions
-from rankless.launch.logs import shown_streams
-from rankless.launch.terminal import Terminal
-from rankless.launch.watch import POLL_SECONDS
-from rankless.plan import environment
-from rankless.plan.check import make_run_plan
-from rankless.plan.foreign import SOURCES
-from rankless.plan.hosts import interface_of
-from rankless.runtime.ending import Ending
+from rankless.launch.elastic.worker_config import launch_of
+from rankless.launch.log_files import shown_streams
+from rankless.launch.rendezvous.host_facts import own_versions
+from rankless.launch.supervisor.supervisor import POLL_SECONDS
+from rankless.launch.worker_output import Terminal
+from rankless.runtime.fast_exit import Ending
 
 
 def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
@@ -85,7 +85,7 @@ class HostAgent:
         environment.apply(task.environment)
         self._task = task
         self._pipe = pipe
-        self._plan = make_run_plan(task.program, task.request)
+        self._config = make_run_config(task.program, task.request)
         os.makedirs(task.folder, exist_ok=True)
         address, driver_address = environment.ssh_addresses()
         self._interface = interface_of(address)
@@ -93,7 +93,7 @@ class HostAgent:
         pipe.send(here)
         self._terminal = Terminal([], writes={source: functools.partial(self._show, source) for source in SOURCES})
         log_path = os.path.join(task.folder, f"parent-{address}.log")
-        self._crew = Crew(self._plan, log_path=log_path, selector=selector)
+        self._crew = Crew(self._config, log_path=log_path, selector=selector)
         self._beaten = 0.0
 
     def obey(self, frame: FrameDown) -> None:
@@ -101,8 +101,8 @@ class HostAgent:
         if isinstance(frame, Order):
             worker = Worker(number=frame.number, host=frame.host, slot=frame.slot)
             task = self._task
-            launch = launch_of(worker, self._plan, task.start, folder=task.folder, interface=self._interface)
-            for stream in shown_streams(self._plan, task.folder, [launch.plan]):
+            launch = launch_of(worker, self._config, task.start, folder=task.folder, interface=self._interface)
+            for stream in shown_streams(self._config, task.folder, [launch.config]):
                 self._terminal.add(stream)
             self._crew.start(launch)
         elif isinstance(frame, Say):

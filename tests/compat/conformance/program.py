@@ -19,11 +19,11 @@ MODULES = (
     "leaving",
     "naming",
     "reducing",
-    "moving",
+    "data_movement",
     "disagreeing",
     "sets_and_joins",
     "optimizing",
-    "handing_on",
+    "broadcasting",
     "normalizing",
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rankless.compat.horovod import context
-from rankless.compat.horovod.negotiated.submissions import Kind, Submission
+from rankless.compat.horovod.engine.requests import Kind, Submission
 
 NOT_RANKS = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
 NO_MPI = (

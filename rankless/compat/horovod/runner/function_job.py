@@ -18,10 +18,10 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 import msgspec
 
-from rankless.plan.environment import with_function_key
-from rankless.plan.horovodrun_flags import HorovodrunFlags
-from rankless.plan.horovodrun_hosts import company_of, named_hosts
-from rankless.runtime.bootstrap import rankless_command
+from rankless.config.environment import with_function_key
+from rankless.launchers.horovodrun.hosts import cluster_of, named_hosts
+from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.runtime.python_command import rankless_command
 
 KEY_BYTES = 32
 TASK = "rankless.compat.horovod.runner.run_task"
@@ -94,9 +94,9 @@ def run_function(
     assert flags.num_proc is not None
     # The path first and alone: the function's modules are found on it.
     payload = cloudpickle.dumps((list(sys.path), cloudpickle.dumps((func, args, kwargs))))
-    company = company_of(flags, named_hosts(flags, flags.num_proc))
+    cluster = cluster_of(flags, named_hosts(flags, flags.num_proc))
     with contextlib.closing(
-        FunctionServer(payload, address="127.0.0.1" if company is None else company.hosts[0].address)
+        FunctionServer(payload, address="127.0.0.1" if cluster is None else cluster.hosts[0].address)
     ) as server:
         host, port = server.place
         program = [executable or sys.executable, "-m", TASK, host, str(port)]

@@ -6,7 +6,7 @@ from multiprocessing.connection import Client
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from rankless.plan.environment import horovod_variables, take_function_key
+from rankless.config.environment import horovod_variables, take_function_key
 
 
 def main(host: str, port: int) -> None:

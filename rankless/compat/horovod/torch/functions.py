@@ -2,6 +2,6 @@
 
 from rankless.compat.horovod.torch.objects import allgather_object, broadcast_object
 from rankless.compat.horovod.torch.optimizer_state import broadcast_optimizer_state
-from rankless.compat.horovod.torch.parameters import broadcast_parameters
+from rankless.compat.horovod.torch.parameter_broadcast import broadcast_parameters
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

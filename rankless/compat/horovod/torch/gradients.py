@@ -19,14 +19,14 @@ from torch.autograd import Variable
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
-from rankless.compat.horovod.negotiated.submissions import Kind, Submission
+from rankless.compat.horovod.engine.requests import Kind, Submission
 from rankless.compat.horovod.torch.backward_passes import BackwardPasses
 from rankless.compat.horovod.torch.compression import Compressor
 from rankless.compat.horovod.torch.gradient_groups import GradientGroup
 from rankless.compat.horovod.torch.operations.checks import sendable, set_id_of
+from rankless.compat.horovod.torch.operations.handles import named_group
 from rankless.compat.horovod.torch.operations.reductions import Combining
 from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
-from rankless.compat.horovod.torch.operations.submitting import named_group
 
 BATCH_BYTES = 4 << 20
 SMALL_BYTES = 1 << 16

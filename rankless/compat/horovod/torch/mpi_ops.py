@@ -7,6 +7,20 @@ from rankless.compat.horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from rankless.compat.horovod.torch.basics import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 from rankless.compat.horovod.torch.builds import (
     ccl_built,
     cuda_built,
@@ -38,6 +52,8 @@ from rankless.compat.horovod.torch.operations.allreduce import (
 )
 from rankless.compat.horovod.torch.operations.alltoall import alltoall, alltoall_async
 from rankless.compat.horovod.torch.operations.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from rankless.compat.horovod.torch.operations.handles import poll, synchronize
+from rankless.compat.horovod.torch.operations.join import barrier, join
 from rankless.compat.horovod.torch.operations.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -46,22 +62,6 @@ from rankless.compat.horovod.torch.operations.reducescatter import (
 )
 from rankless.compat.horovod.torch.operations.reductions import Adasum, Average, Max, Min, Product, Sum
 from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
-from rankless.compat.horovod.torch.operations.submitting import poll, synchronize
-from rankless.compat.horovod.torch.operations.waiting import barrier, join
-from rankless.compat.horovod.torch.places import (
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
 
 __all__ = [
     "Adasum",

@@ -9,7 +9,7 @@ from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.broadcast import broadcast_
-from rankless.compat.horovod.torch.operations.submitting import synchronize
+from rankless.compat.horovod.torch.operations.handles import synchronize
 
 UNNAMED = "object"
 """Horovod names an object by its type. Ranks that pass None where the root passes something would wait for ever."""

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
+from rankless.compat.horovod.torch.adasum_optimizer import DeltaReduction
+from rankless.compat.horovod.torch.basics import size
 from rankless.compat.horovod.torch.builds import rocm_built
 from rankless.compat.horovod.torch.compression import Compression, Compressor
-from rankless.compat.horovod.torch.deltas import DeltaReduction
 from rankless.compat.horovod.torch.gradient_groups import Groups, check_groups, make_groups
 from rankless.compat.horovod.torch.gradients import GradientReduction, GradientRule
 from rankless.compat.horovod.torch.operations.reductions import Adasum, Average, combining
 from rankless.compat.horovod.torch.parameter_names import parameter_names
-from rankless.compat.horovod.torch.places import size
-from rankless.plan import environment
+from rankless.config import environment
 
 NAME = "horovod.torch.optimizer"
 """Where scripts expect the class to come from, and compare with."""
@@ -37,7 +37,7 @@ TOO_EARLY = (
 )
 
 
-class Counting(torch.optim.Optimizer):
+class LossWeights(torch.optim.Optimizer):
     """What both kinds of distributed optimizer have."""
 
     _plain: type[torch.optim.Optimizer]
@@ -76,7 +76,7 @@ class Counting(torch.optim.Optimizer):
             self.state = state
 
 
-class Reducing(Counting):
+class Reducing(LossWeights):
     """An optimizer that steps with the gradients of all ranks."""
 
     _is_synchronized = False
@@ -115,7 +115,7 @@ class Reducing(Counting):
         return self._plain.step(self, None if closure is None else reduced)
 
 
-class Summing(Counting):
+class Summing(LossWeights):
     """An optimizer whose changes to the parameters are combined by Adasum."""
 
     def synchronize(self) -> None:
@@ -183,10 +183,10 @@ DistributedOptimizer.__module__ = NAME
 
 
 def _wrapped(
-    optimizer: torch.optim.Optimizer, kind: type[Counting], reduction: GradientReduction | DeltaReduction
+    optimizer: torch.optim.Optimizer, kind: type[LossWeights], reduction: GradientReduction | DeltaReduction
 ) -> torch.optim.Optimizer:
     plain = type(optimizer)
-    members = {name: member for each in (Counting, kind) for name, member in vars(each).items() if name[:2] != "__"}
+    members = {name: member for each in (LossWeights, kind) for name, member in vars(each).items() if name[:2] != "__"}
     made = type(plain.__name__, (plain,), {**members, "_plain": plain, "__module__": NAME, "__doc__": plain.__doc__})
     wrapped: torch.optim.Optimizer = object.__new__(made)
     # A scheduler replaces an optimizer's `step` by one that counts: what the class has now goes before that.

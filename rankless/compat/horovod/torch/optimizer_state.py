@@ -13,7 +13,7 @@ import torch
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.torch.objects import broadcast_object
-from rankless.compat.horovod.torch.parameters import broadcast_tensors
+from rankless.compat.horovod.torch.parameter_broadcast import broadcast_tensors
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rankless.collectives.sampling import DistributedSampler as RanklessSampler
-from rankless.compat.horovod.torch.places import rank, size
+from rankless.collectives.distributed_sampler import DistributedSampler as RanklessSampler
+from rankless.compat.horovod.torch.basics import rank, size
 
 
 class DistributedSampler(RanklessSampler):

@@ -11,13 +11,13 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankless.compat.horovod.common.process_sets import global_process_set
-from rankless.compat.horovod.negotiated.submissions import Reduction
+from rankless.compat.horovod.engine.requests import Reduction
+from rankless.compat.horovod.torch.basics import size
 from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.allreduce import start
 from rankless.compat.horovod.torch.operations.differentiable import applied
+from rankless.compat.horovod.torch.operations.handles import synchronize
 from rankless.compat.horovod.torch.operations.reductions import combining
-from rankless.compat.horovod.torch.operations.submitting import synchronize
-from rankless.compat.horovod.torch.places import size
 
 
 class SyncBatchNorm(_BatchNorm):

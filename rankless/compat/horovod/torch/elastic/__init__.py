@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rankless.compat.horovod.common.elastic import ObjectState, State, run_fn
+from rankless.compat.horovod.torch.basics import init, shutdown
 from rankless.compat.horovod.torch.elastic.sampler import ElasticSampler
 from rankless.compat.horovod.torch.elastic.state import TorchState
-from rankless.compat.horovod.torch.places import init, shutdown
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 

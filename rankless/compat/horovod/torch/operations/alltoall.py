@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.negotiated.submissions import Kind
+from rankless.compat.horovod.engine.requests import Kind
 from rankless.compat.horovod.torch.operations.checks import sendable, splits_of, takes_tensors
 from rankless.compat.horovod.torch.operations.differentiable import applied
-from rankless.compat.horovod.torch.operations.submitting import submit, synchronize
+from rankless.compat.horovod.torch.operations.handles import submit, synchronize
 
 Splits = torch.Tensor | Sequence[int]
 

@@ -8,7 +8,7 @@ import torch
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet
-from rankless.compat.horovod.negotiated.submissions import Kind
+from rankless.compat.horovod.engine.requests import Kind
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

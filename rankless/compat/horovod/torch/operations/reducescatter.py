@@ -7,13 +7,13 @@ import torch
 
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.negotiated.submissions import Kind, Reduction
+from rankless.compat.horovod.engine.requests import Kind, Reduction
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.operations.allgather import Allgather, GroupedAllgather
 from rankless.compat.horovod.torch.operations.checks import sendable, takes_tensors
 from rankless.compat.horovod.torch.operations.differentiable import applied
+from rankless.compat.horovod.torch.operations.handles import submit, submit_group, synchronize
 from rankless.compat.horovod.torch.operations.reductions import Combining, combining
-from rankless.compat.horovod.torch.operations.submitting import submit, submit_group, synchronize
 
 
 @takes_tensors

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rankless.compat.horovod.common.process_sets import ProcessSet
 from rankless.compat.horovod.common.util import num_rank_is_power_2
-from rankless.compat.horovod.negotiated.submissions import Reduction
+from rankless.compat.horovod.engine.requests import Reduction
 
 Average = Reduction.AVERAGE
 Sum = Reduction.SUM

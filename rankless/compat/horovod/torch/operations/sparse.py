@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.negotiated.submissions import Reduction
+from rankless.compat.horovod.engine.requests import Reduction
 from rankless.compat.horovod.torch.operations.allgather import allgather_async
-from rankless.compat.horovod.torch.operations.submitting import synchronize
+from rankless.compat.horovod.torch.operations.handles import synchronize
 
 
 def sparse_allreduce_async(

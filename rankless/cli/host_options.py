@@ -1,0 +1,127 @@
+"""The options by which a command runs on several hosts."""
+
+import argparse
+
+from rankless.config import environment
+from rankless.config.forwarded_variables import chosen_variables
+from rankless.config.hosts import DEFAULT_PORT, Host, numbered_hosts, own_place, parse_hosts, read_hostfile
+from rankless.config.run_config import Cluster
+from rankless.errors import ConfigError
+
+
+def add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    group = parser.add_argument_group("several hosts")
+    group.add_argument("--hosts", metavar="A:4,B:4", help="the hosts, with their workers; A is host 0, and this one")
+    group.add_argument("--hostfile", metavar="FILE", help="the hosts, one a line, as `10.0.0.1 slots=4`")
+    group.add_argument("--no-ssh", action="store_true", help="the same line is typed on every host by hand")
+    group.add_argument("--token-by-ssh", action="store_true", help="with --no-ssh: host 0 brings the token by ssh")
+    group.add_argument("--host-rank", type=int, metavar="K", help="by hand: this host's number, from 0")
+    group.add_argument("--master", metavar="A[:PORT]", help="by hand: where host 0 is")
+    group.add_argument("--host-count", type=int, metavar="M", help="by hand: how many hosts there are")
+    group.add_argument(
+        "--port", type=int, metavar="PORT", help=f"on which host 0 waits for the others ({DEFAULT_PORT})"
+    )
+    group.add_argument("--join-timeout", type=float, default=60.0, metavar="S", help="how long to wait for hosts (60)")
+    group.add_argument("--copy", action="store_true", help="send the script to hosts that have another one")
+    group.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="by ssh: a variable that all hosts' workers get, host 0's or VALUE; repeat it for more",
+    )
+    group.add_argument("--insecure", action="store_true", help="no token: whoever reaches the port may join")
+
+
+def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
+    """The hosts that the options name; None for this one alone. Raises ConfigError for what cannot be meant."""
+    ranked = {name: getattr(arguments, name) for name in ("host_rank", "master", "host_count")}
+    given = {name: value for name, value in ranked.items() if value is not None}
+    ways = [arguments.hosts is not None, arguments.hostfile is not None, bool(given)]
+    if sum(ways) > 1:
+        raise ConfigError(
+            expected="one way of naming the hosts",
+            found=" and ".join(
+                name
+                for name, is_given in zip(
+                    ("--hosts", "--hostfile", "--host-rank, --master, --host-count"), ways, strict=True
+                )
+                if is_given
+            ),
+            fix="keep one of them",
+        )
+    if arguments.env and (arguments.no_ssh or given or not any(ways)):
+        raise ConfigError(
+            expected="--env with hosts that are started by ssh: --hosts or --hostfile, without --no-ssh",
+            found=" ".join(f"--env {item}" for item in arguments.env)
+            + (" where each host is started by hand" if any(ways) else " on this host alone"),
+            fix="set it in the shell in which you type the command" + (", on each host" if any(ways) else ""),
+        )
+    if not any(ways):
+        return None
+    _require_number("--join-timeout", arguments.join_timeout)
+    port = DEFAULT_PORT if arguments.port is None else arguments.port
+    if given:
+        return _ranked(arguments, ranked, port)
+    if arguments.hosts is not None:
+        hosts = parse_hosts(arguments.hosts, workers_per_host=arguments.workers)
+    else:
+        hosts = read_hostfile(arguments.hostfile, workers_per_host=arguments.workers)
+    place = own_place(hosts)
+    if place > 0 and not arguments.no_ssh:
+        raise ConfigError(
+            expected=f"this command on host 0, {hosts[0]}, which starts the others by ssh",
+            found=f"it on {hosts[place]}",
+            fix=f"type it on {hosts[0]}, or list this host first; or type the same line with --no-ssh on every host",
+        )
+    return _cluster(arguments, hosts, place, port, is_listed=True, by_hand=arguments.no_ssh)
+
+
+def _ranked(arguments: argparse.Namespace, ranked: dict[str, object], port: int) -> Cluster:
+    missing = [f"--{name.replace('_', '-')}" for name, value in ranked.items() if value is None]
+    if missing:
+        raise ConfigError(
+            expected="--host-rank, --master and --host-count together",
+            found=f"no {', no '.join(missing)}",
+            fix="as in: rankless run --host-rank 1 --master 10.0.0.1:9988 --host-count 2 -n 4 train.py",
+        )
+    place, count = arguments.host_rank, arguments.host_count
+    if count < 1 or not 0 <= place < count:
+        raise ConfigError(
+            expected="--host-rank from 0 to --host-count - 1",
+            found=f"--host-rank {place} --host-count {count}",
+            fix="number the hosts from 0; host 0 is the one that --master names",
+        )
+    address, _, own_port = str(arguments.master).rpartition(":")
+    if not address or not own_port.isdigit():
+        address, own_port = str(arguments.master), ""
+    if own_port and arguments.port not in (None, int(own_port)):
+        raise ConfigError(
+            expected="one port", found=f"--master {arguments.master} and --port {arguments.port}", fix="leave one away"
+        )
+    hosts = numbered_hosts(address, count, workers=arguments.workers or 1)
+    return _cluster(arguments, hosts, place, int(own_port or port), is_listed=False, by_hand=True)
+
+
+def _cluster(
+    arguments: argparse.Namespace, hosts: tuple[Host, ...], place: int, port: int, *, is_listed: bool, by_hand: bool
+) -> Cluster:
+    if not 0 < port < 65536:
+        raise ConfigError(expected="--port from 1 to 65535", found=port, fix="choose another")
+    return Cluster(
+        hosts=hosts,
+        place=place,
+        port=port,
+        way=("script" if arguments.token_by_ssh else "hand") if by_hand else "ssh",
+        is_listed=is_listed,
+        insecure=arguments.insecure,
+        join_timeout_seconds=arguments.join_timeout,
+        copies=arguments.copy,
+        variables=chosen_variables(arguments.env, environment.snapshot()),
+    )
+
+
+def _require_number(name: str, value: float) -> None:
+    if not 0 < value < 1e6:
+        raise ConfigError(expected=f"{name} as a number of seconds above 0", found=value, fix="choose another")

@@ -1,0 +1,42 @@
+"""The user's program on a command line: a script, `-m module` or `-c code`, and its own arguments."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from rankless.config.run_config import Program, ProgramKind
+from rankless.errors import ConfigError
+
+
+class _TakeRest(argparse.Action):
+    """Takes `-m NAME …` or `-c CODE …` with all that follows."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        kind: ProgramKind = "module" if option_string == "-m" else "code"
+        if not values:
+            parser.error(f"argument {option_string}: expected the {kind} to run")
+        namespace.program = (kind, *values)
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the program. Options after it are its own, whatever they are called."""
+    parser.set_defaults(program=None)
+    parser.add_argument("-m", nargs=argparse.REMAINDER, action=_TakeRest, metavar="MODULE", help="a module to run")
+    parser.add_argument("-c", nargs=argparse.REMAINDER, action=_TakeRest, metavar="CODE", help="code to run")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="the script to run")
+
+
+def take_program(arguments: argparse.Namespace) -> Program:
+    """The program that was named; raises `ConfigError` when none was."""
+    if arguments.program is not None:
+        kind, target, *rest = arguments.program
+        return Program(kind=kind, target=target, arguments=tuple(rest))
+    if not arguments.script:
+        raise ConfigError(expected="a script to run", found="none", fix="name one, as in `rankless run -n 2 train.py`")
+    return Program(kind="script", target=arguments.script[0], arguments=tuple(arguments.script[1:]))

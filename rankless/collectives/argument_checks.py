@@ -1,0 +1,178 @@
+"""Whether the tensors given to a collective can be what it says, checked before anything is sent."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from rankless.collectives.call_signature import Shape
+from rankless.collectives.process_groups import Group
+from rankless.errors import ConfigError
+
+GLOO_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+BITWISE = frozenset({"band", "bor", "bxor"})
+
+
+def require_usable(joined: Group, *tensors: Tensor) -> None:
+    """Raise ConfigError for tensors that the group's backend cannot take."""
+    backend = dist.get_backend(joined.torch)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(
+                expected="a tensor",
+                found=f"{type(tensor).__name__}",
+                fix="pass torch.tensor(…), or use the collectives of objects, such as all_gather_object",
+            )
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
+            kind = "strides that skip or turn" if tensor.layout == torch.strided else str(tensor.layout)
+            raise ConfigError(
+                expected="a dense tensor whose elements lie one after the other",
+                found=f"{text_of(tensor)} with {kind}",
+                fix="pass tensor.contiguous(), and copy its result back where the collective writes",
+            )
+        if backend == "nccl" and tensor.device.type != "cuda":
+            raise ConfigError(
+                expected="tensors on a GPU: the group's backend is NCCL",
+                found=f"{text_of(tensor)} on {tensor.device}",
+                fix="move it there first, or make a Gloo group: torch.distributed.new_group(backend='gloo')",
+            )
+        if backend == "gloo" and tensor.dtype not in GLOO_DTYPES:
+            raise ConfigError(
+                expected="a dtype that Gloo can send: floats, complex, int8, uint8, int32, int64 or bool",
+                found=text_of(tensor),
+                fix="convert it to int32 or int64, or send tensor.view(torch.uint8)",
+            )
+
+
+def name_of(op: ReduceOp.RedOpType, tensor: Tensor) -> str:
+    """What is reduced how, as "sum". Raises ConfigError for an operation that the dtype does not have."""
+    name = str(op).rpartition(".")[2].lower()
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    wrong = (
+        (name in BITWISE and floats)
+        or (name == "avg" and not floats)
+        or (tensor.is_complex() and name not in ("sum", "avg"))
+    )
+    if wrong:
+        raise ConfigError(
+            expected=f"a dtype of which {name} can be made",
+            found=dtype_text(tensor),
+            fix="convert the tensor: bitwise operations are of integers, averages of floats; complex numbers only add",
+        )
+    return name
+
+
+def require_any(tensors: Sequence[Tensor]) -> None:
+    """Raise ConfigError for a list without tensors."""
+    if not tensors:
+        raise ConfigError(expected="at least one tensor", found="an empty list", fix="leave the call away")
+
+
+def require_one_each(tensors: Sequence[object], joined: Group, name: str) -> None:
+    """Raise ConfigError unless a list has one element for each rank of the group."""
+    if len(tensors) != joined.size:
+        raise ConfigError(
+            expected=f"{name} with one element for each of {joined.size} ranks",
+            found=f"{len(tensors)}",
+            fix="make as many as the group has ranks: torch.distributed.get_world_size(group)",
+        )
+
+
+def require_shape(tensor: Tensor, shape: Shape, expected: str) -> None:
+    """Raise ConfigError unless a tensor has a shape."""
+    if tuple(tensor.shape) != shape:
+        raise ConfigError(
+            expected=f"{expected}, of shape {list(shape)}",
+            found=f"{list(tensor.shape)}",
+            fix="let both have one shape: that is what this rank gives, or takes",
+        )
+
+
+def require_one_dtype(tensor: Tensor, others: Sequence[Tensor]) -> None:
+    """Raise ConfigError unless all tensors have one dtype."""
+    for other in others:
+        if other.dtype != tensor.dtype:
+            raise ConfigError(
+                expected=f"tensors of one dtype, here {dtype_text(tensor)}",
+                found=dtype_text(other),
+                fix="convert the one or the other before",
+            )
+
+
+def require_list_at(tensors: Sequence[Tensor] | None, place: int, joined: Group, name: str, role: str) -> None:
+    """Raise ConfigError unless the list is given on the one rank that needs it, and only there."""
+    here = joined.rank == place
+    if here != (tensors is not None):
+        raise ConfigError(
+            expected=f"{name}= on rank {place} of the group, its {role}, and on no other",
+            found=f"{'none' if here else 'one'} on rank {joined.rank}",
+            fix=f"pass {name}= on rank {place}, and None elsewhere",
+        )
+
+
+def require_multiple(whole: Tensor, part: Tensor, joined: Group, name: str) -> None:
+    """Raise ConfigError unless `whole` has room for a `part` of each rank."""
+    require_one_dtype(whole, [part])
+    if whole.numel() != part.numel() * joined.size:
+        raise ConfigError(
+            expected=f"{name} with {joined.size} times as many elements as each part's {part.numel()}",
+            found=f"{whole.numel()} elements, shape {list(whole.shape)}",
+            fix=f"make it {[joined.size * part.shape[0], *part.shape[1:]] if part.dim() else [joined.size]}",
+        )
+
+
+def split_shapes(tensor: Tensor, sizes: Sequence[int] | None, joined: Group, name: str) -> tuple[Shape, ...]:
+    """The shapes of the parts of a tensor. Raises ConfigError for sizes that are not its rows."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if sizes is None:
+        if rows % joined.size or not tensor.dim():
+            raise ConfigError(
+                expected=f"{name} whose {rows} rows make {joined.size} equal parts",
+                found=f"shape {list(tensor.shape)}",
+                fix=f"pass {name}_split_sizes=",
+            )
+        sizes = [rows // joined.size] * joined.size
+    if len(sizes) != joined.size or sum(sizes) != rows or min(sizes) < 0:
+        raise ConfigError(
+            expected=f"{name}_split_sizes= of {joined.size} numbers that add up to the {rows} rows of {name}",
+            found=f"{list(sizes)}",
+            fix="say how many rows go to, or come from, each rank",
+        )
+    return tuple((size, *tensor.shape[1:]) for size in sizes)
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
+    """The shapes of a list of tensors."""
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def dtype_text(tensor: Tensor) -> str:
+    """As "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def text_of(tensor: Tensor) -> str:
+    """As "float32 [4, 2]"."""
+    return f"{dtype_text(tensor)} {list(tensor.shape)}"
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The tensor's memory under a dtype that every backend can send."""
+    flat = tensor.reshape(-1) if tensor.dim() == 0 else tensor
+    return flat.view(torch.uint8) if tensor.dtype in (torch.bool, torch.int16) else flat

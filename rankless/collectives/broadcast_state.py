@@ -1,0 +1,101 @@
+"""What a hand-written data-parallel script hands from one rank to all, and asks whether all have: parameters, buffers,
+an optimizer's state.
+"""
+
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from rankless.collectives.data_movement import broadcast
+from rankless.collectives.object_collectives import all_gather_object, broadcast_object_list
+from rankless.collectives.process_groups import AnyGroup, joined_group
+from rankless.collectives.tensor_collectives import joined_by_kind
+from rankless.collectives.typed_values import encode_value
+from rankless.errors import ConfigError, RanksDiverged
+
+Parameters = nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+SHOWN = 5
+
+
+def broadcast_parameters(parameters: Parameters, root_rank: int = 0, group: AnyGroup = None) -> None:
+    """Overwrite the tensors of a module, a `state_dict()` or `named_parameters()` on every rank with `root_rank`'s.
+
+    Raises `RanksDiverged` on every rank, before anything is overwritten, if names, shapes or dtypes differ.
+    """
+    if joined_group(group) is None:
+        return
+    named = named_tensors(parameters)
+    described = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()}
+    _require_alike(described, group, "the same names, shapes and dtypes of parameters on every rank")
+    for flat, put_back in joined_by_kind(named.values()):
+        if flat.numel():
+            broadcast(flat, root_rank, group)
+            put_back()
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, group: AnyGroup = None) -> None:
+    """Give an optimizer on every rank the state and settings of that on `root_rank`, also where it has none yet."""
+    joined = joined_group(group)
+    if joined is None:
+        return
+    told: list[Any] = [optimizer.state_dict() if joined.rank == joined.rank_of(root_rank, None, "root_rank") else None]
+    broadcast_object_list(told, root_rank, group)
+    if joined.rank != joined.rank_of(root_rank, None, "root_rank"):
+        optimizer.load_state_dict(told[0])
+
+
+def require_synchronized(model: Parameters, optimizer: Optimizer | None, group: AnyGroup = None) -> None:
+    """Raise `RanksDiverged` on every rank, naming what differs where, unless all have the same bits."""
+    found = {name: digest(tensor) for name, tensor in named_tensors(model).items()}
+    if optimizer is not None:
+        leaves, _ = pytree.tree_flatten_with_path(optimizer.state_dict())
+        found |= {f"optimizer{pytree.keystr(path)}": digest(leaf) for path, leaf in leaves}
+    _require_alike(found, group, "the same parameters, buffers and optimizer state on every rank")
+
+
+def named_tensors(parameters: Parameters) -> dict[str, Tensor]:
+    """The tensors by name. Raises ConfigError for what has none."""
+    items: Any = parameters
+    if isinstance(parameters, nn.Module):
+        items = parameters.state_dict(keep_vars=True)
+    if isinstance(items, Mapping):
+        items = items.items()
+    try:
+        named = dict(items)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            expected="a module, its state_dict() or its named_parameters()",
+            found=type(parameters).__name__,
+            fix="pass model.state_dict()",
+        ) from None
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
+
+
+def digest(value: Any) -> bytes:
+    """What tells a value from another."""
+    return blake2b(encode_value(value.detach() if isinstance(value, Tensor) else value), digest_size=16).digest()
+
+
+def _require_alike(mine: Mapping[str, Any], group: AnyGroup, expected: str) -> None:
+    joined = joined_group(group)
+    if joined is None or joined.size == 1:
+        return
+    told: list[Any] = [None] * joined.size
+    all_gather_object(told, dict(mine), group)
+    names = list(dict.fromkeys(name for one in told for name in one))
+    parted = {name: [rank for rank, one in enumerate(told) if one.get(name) != told[0].get(name)] for name in names}
+    wrong = [
+        f"{name} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" for name, ranks in parted.items() if ranks
+    ]
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise RanksDiverged(
+            expected=expected,
+            found=f"other than on rank 0: {', '.join(wrong[:SHOWN])}{more}",
+            fix="broadcast_parameters and broadcast_optimizer_state before training; then see what one rank alone does",
+        )

@@ -1,0 +1,175 @@
+"""Collectives of Python objects, with torch.distributed's names and signatures: typed data, pickled only on request.
+
+Numbers, text, containers, tensors, NumPy arrays, paths, dates, enums, dataclasses and msgspec structs travel as what
+they are (see `typed_values`). With `allow_pickle=True`, on every rank, whatever pickle takes travels too; then a rank
+that sends can run code on those that receive. Raises `ConfigError` for an object that cannot travel, and
+`CollectiveError` on every rank where calls do not fit together.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankless.collectives.argument_checks import require_list_at, require_one_each
+from rankless.collectives.call_signature import Call
+from rankless.collectives.data_movement import all_gather, all_gather_single, broadcast, gather, scatter
+from rankless.collectives.process_groups import AnyGroup, Group, joined_group
+from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.errors import ConfigError
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: AnyGroup = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> None:
+    """Fill `object_list` on every rank with the objects of rank `src`; the lists are of one length.
+
+    Tensors come on the CPU; `device` is taken for torch's sake: the group's backend decides how bytes travel.
+    """
+    del device
+    if (joined := joined_group(group)) is None:
+        return
+    with joined.telling("broadcast_object_list"):
+        source = joined.rank_of(src, group_src, "src")
+        data = encoded(object_list, allow_pickle) if joined.rank == source else b""
+    _meet(joined, "broadcast_object_list", f"{len(object_list)} objects, from rank {source}", allow_pickle)
+    size = _number(len(data), joined)
+    broadcast(size, group=joined.torch, group_src=source)
+    payload = _tensor(data, joined) if joined.rank == source else _room(int(size.item()), joined)
+    broadcast(payload, group=joined.torch, group_src=source)
+    if joined.rank != source:
+        object_list[:] = decoded(payload, allow_pickle)
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup = None, *, allow_pickle: bool = False) -> None:
+    """Fill `object_list[i]` on every rank with rank i's `obj`."""
+    if (joined := joined_group(group)) is None:
+        return
+    with joined.telling("all_gather_object"):
+        require_one_each(object_list, joined, "object_list")
+        mine = _tensor(encoded(obj, allow_pickle), joined)
+    _meet(joined, "all_gather_object", "", allow_pickle)
+    pieces = [_room(size, joined) for size in _sizes(mine, joined)]
+    all_gather(pieces, mine, group=joined.torch)
+    object_list[:] = [decoded(piece, allow_pickle) for piece in pieces]
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: AnyGroup = None,
+    group_dst: int | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> None:
+    """Fill `object_gather_list[i]` on rank `dst` with rank i's `obj`."""
+    if (joined := joined_group(group)) is None:
+        return
+    with joined.telling("gather_object"):
+        place = joined.rank_of(dst, group_dst, "dst")
+        require_list_at(object_gather_list, place, joined, "object_gather_list", "dst")
+        if object_gather_list is not None:
+            require_one_each(object_gather_list, joined, "object_gather_list")
+        mine = _tensor(encoded(obj, allow_pickle), joined)
+    _meet(joined, "gather_object", f"to rank {place}", allow_pickle)
+    sizes = _sizes(mine, joined)
+    pieces = None if object_gather_list is None else [_room(size, joined) for size in sizes]
+    gather(mine, pieces, group=joined.torch, group_dst=place)
+    if pieces is not None and object_gather_list is not None:
+        object_gather_list[:] = [decoded(piece, allow_pickle) for piece in pieces]
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: AnyGroup = None,
+    group_src: int | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> None:
+    """Put the i-th object of rank `src`'s input list into the first place of rank i's output list."""
+    if (joined := joined_group(group)) is None:
+        return
+    with joined.telling("scatter_object_list"):
+        source = joined.rank_of(src, group_src, "src")
+        require_list_at(scatter_object_input_list, source, joined, "scatter_object_input_list", "src")
+        if not scatter_object_output_list:
+            raise ConfigError(
+                expected="an output list with a place for the object",
+                found="an empty list",
+                fix="pass [None], and read its first element afterwards",
+            )
+        pieces = None
+        if scatter_object_input_list is not None:
+            require_one_each(scatter_object_input_list, joined, "scatter_object_input_list")
+            pieces = [_tensor(encoded(item, allow_pickle), joined) for item in scatter_object_input_list]
+    _meet(joined, "scatter_object_list", f"from rank {source}", allow_pickle)
+    sizes = _number(0, joined).repeat(joined.size)
+    if pieces is not None:
+        sizes.copy_(torch.tensor([piece.numel() for piece in pieces]))
+    broadcast(sizes, group=joined.torch, group_src=source)
+    mine = _room(int(sizes[joined.rank].item()), joined)
+    scatter(mine, pieces, group=joined.torch, group_src=source)
+    scatter_object_output_list[0] = decoded(mine, allow_pickle)
+
+
+def encoded(value: Any, allow_pickle: bool) -> bytes:
+    """An object as bytes. Raises ConfigError for one that has no typed form, unless it may be pickled."""
+    if allow_pickle:
+        return pickle.dumps(value)
+    try:
+        return encode_value(value)
+    except TypeError as error:
+        raise ConfigError(
+            expected="numbers, text, containers, tensors, arrays or dataclasses",
+            found=str(error),
+            fix="send plain data, or pass allow_pickle=True on every rank if all of them are to be trusted",
+        ) from error
+
+
+def decoded(data: Tensor, allow_pickle: bool) -> Any:
+    """The object of bytes that `encoded` made."""
+    read: Callable[[bytes], Any] = pickle.loads if allow_pickle else decode_value
+    return read(data.cpu().numpy().tobytes())
+
+
+def _meet(joined: Group, operation: str, settings: str, allow_pickle: bool) -> None:
+    """A roll call under the name that the script knows, before those of the collectives that it is made of."""
+    told = [text for text in (settings, "allow_pickle=True" * allow_pickle) if text]
+    joined.queue.run(Call(operation=operation, settings=", ".join(told)), lambda _late: None)
+
+
+def _sizes(mine: Tensor, joined: Group) -> list[int]:
+    sizes = _number(0, joined).repeat(joined.size)
+    all_gather_single(sizes, _number(mine.numel(), joined), group=joined.torch)
+    return [int(size) for size in sizes.tolist()]
+
+
+def _number(value: int, joined: Group) -> Tensor:
+    return torch.tensor([value], dtype=torch.int64, device=_device(joined))
+
+
+def _room(size: int, joined: Group) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=_device(joined))
+
+
+def _tensor(data: bytes, joined: Group) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device(joined))
+
+
+def _device(joined: Group) -> torch.device:
+    """Where the group's backend takes tensors from."""
+    if dist.get_backend(joined.torch) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

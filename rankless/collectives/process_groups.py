@@ -1,0 +1,153 @@
+"""What belongs to a process group of torch.distributed: its queue of checked collectives, made at the first of them."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from rankless.collectives.call_signature import Call
+from rankless.collectives.checked_collectives import Awaited, Issue, Queue
+from rankless.collectives.collective_check import MeetingPoint, open_collective_check
+from rankless.errors import ConfigError
+
+AnyGroup = dist.ProcessGroup | None
+"""What a script passes as group=: None for all ranks of the job."""
+
+Lane = tuple[int, int, int]
+"""Sender, receiver and tag: messages of one lane arrive in the order in which they are sent."""
+
+
+@dataclass(frozen=True)
+class Queues:
+    """What a process has of a group: the queue of its collectives, and one for each lane of messages."""
+
+    collectives: Queue
+    lanes: dict[Lane, Queue]
+    timeout: timedelta
+    rank: int
+    size: int
+
+
+_queues: WeakKeyDictionary[dist.ProcessGroup, Queues] = WeakKeyDictionary()
+"""State of a module, by exception: torch's process groups are global, take no attributes, and these die with them."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group with this process's place in it."""
+
+    torch: dist.ProcessGroup
+    queues: Queues
+    rank: int
+    size: int
+
+    @property
+    def queue(self) -> Queue:
+        """The group's collectives."""
+        return self.queues.collectives
+
+    def lane(self, sender: int, receiver: int, tag: int) -> Queue:
+        """The messages from one rank of the group to another."""
+        name = (sender, receiver, tag)
+        if name not in self.queues.lanes:
+            point = MeetingPoint(
+                store=self.torch.get_group_store(),
+                name=f"lane-{sender}-{receiver}-{tag}",
+                timeout=self.queues.timeout,
+                say=say,
+            )
+            opening = partial(open_collective_check, point, place=int(self.rank == receiver), ranks=(sender, receiver))
+            self.queues.lanes[name] = Queue(opening, self.queues.timeout)
+        return self.queues.lanes[name]
+
+    def run(self, call: Call, issue: Issue, async_op: bool, timeout: timedelta | None = None) -> Awaited | None:
+        """A collective after its roll call: to its end, or, with `async_op`, begun and to be waited for."""
+        if async_op:
+            return self.queue.start(call, issue, timeout=timeout)
+        self.queue.run(call, issue, timeout=timeout)
+        return None
+
+    @contextmanager
+    def telling(self, operation: str, queue: Queue | None = None) -> Iterator[None]:
+        """Within, a ConfigError about this rank's arguments is told to the others: they would wait for it.
+
+        `queue` is that of a lane where the call is a message.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            (queue or self.queue).refuse(operation, str(error.found))
+            raise error.with_traceback(None) from None
+
+    def rank_of(self, global_rank: int | None, group_rank: int | None, role: str, default: int | None = 0) -> int:
+        """The place in the group of the rank that an argument names. Raises ConfigError for none, two, or no member."""
+        if global_rank is not None and group_rank is not None:
+            raise ConfigError(
+                expected=f"{role}= (a rank of the job) or group_{role}= (a place in the group)",
+                found=f"{role}={global_rank} and group_{role}={group_rank}",
+                fix="leave one away",
+            )
+        members = dist.get_process_group_ranks(self.torch)
+        if group_rank is None and global_rank is None:
+            group_rank = default
+        place = members.index(global_rank) if global_rank in members else group_rank
+        if place is None or not 0 <= place < self.size:
+            given = f"{role}={global_rank}" if global_rank is not None else f"group_{role}={group_rank}"
+            raise ConfigError(
+                expected=f"{role} to be one of the ranks {members} of the group",
+                found=given,
+                fix=f"name a member, or pass a group that rank {global_rank} belongs to",
+            )
+        return place
+
+
+def joined_group(group: dist.ProcessGroup | None) -> Group | None:
+    """The group with its queue; the whole job's for None. None for a process that is not in it.
+
+    Raises ConfigError before the process has joined a job.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            expected="a process that has joined its job before the first collective",
+            found="torch.distributed without a process group",
+            fix="call rankless.init() first",
+        )
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        return None
+    queues = _queues.get(found)
+    if queues is None:
+        if dist.get_rank(found) < 0:
+            return None
+        queues = _queues[found] = _new_queues(found)
+    return Group(found, queues, queues.rank, queues.size)
+
+
+def _new_queues(group: dist.ProcessGroup) -> Queues:
+    rank, size, timeout = dist.get_rank(group), dist.get_world_size(group), _timeout_of(group)
+    if size == 1:
+        return Queues(Queue(lambda: None, timeout), {}, timeout, rank, size)
+    point = MeetingPoint(store=group.get_group_store(), name="collectives", timeout=timeout, say=say)
+    opening = partial(open_collective_check, point, place=rank, ranks=range(size))
+    return Queues(Queue(opening, timeout), {}, timeout, rank, size)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return default_pg_timeout
+    return timeout if isinstance(timeout, timedelta) else default_pg_timeout
+
+
+def say(text: str) -> None:
+    """Tell whoever watches this process."""
+    print(f"rankless: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,126 @@
+"""Collectives on tensors: each takes this rank's piece and gives this rank's piece of the answer.
+
+None of them changes its input, save `start_all_reduce`, which says so. Uneven shards are normal: `lengths` holds every
+rank's number of rows along `dim`. On a mesh of one process each is the identity.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankless.parallel.mesh import Mesh
+
+
+def all_reduce(tensor: Tensor, *, mesh: Mesh) -> Tensor:
+    """The sum of all ranks' tensors, on every rank."""
+    if mesh.group is None:
+        return tensor
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, group=mesh.group)
+    return result
+
+
+def start_all_reduce(tensor: Tensor, *, mesh: Mesh) -> dist.Work | None:
+    """Begin summing a contiguous `tensor` over all ranks, in place; `wait()` on what is returned, if anything."""
+    if mesh.group is None:
+        return None
+    work: dist.Work = dist.all_reduce(tensor, group=mesh.group, async_op=True)
+    return work
+
+
+def all_gather(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) -> Tensor:
+    """The whole tensor from every rank's rows along `dim`, in the order of ranks."""
+    if mesh.group is None:
+        return tensor
+    leading = tensor.movedim(dim, 0)
+    longest = max(lengths)
+    padded = leading.new_empty((longest, *leading.shape[1:]))
+    padded[: leading.shape[0]] = leading
+    pieces = leading.new_empty((mesh.size * longest, *leading.shape[1:]))
+    # Gloo and NCCL take equal pieces only, so short ones travel padded to the longest and are cut here.
+    dist.all_gather_single(pieces, padded, group=mesh.group)
+    if all(length == longest for length in lengths):
+        whole = pieces
+    else:
+        whole = torch.cat([pieces[rank * longest :][:length] for rank, length in enumerate(lengths)])
+    return whole.movedim(0, dim).contiguous()
+
+
+def reduce_scatter(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) -> Tensor:
+    """This rank's rows along `dim` of the sum of all ranks' tensors."""
+    summed = all_reduce(tensor, mesh=mesh)
+    return summed.narrow(dim, sum(lengths[: mesh.rank]), lengths[mesh.rank]).contiguous()
+
+
+def all_to_all(
+    tensor: Tensor,
+    *,
+    mesh: Mesh,
+    from_dim: int,
+    from_lengths: Sequence[int],
+    to_dim: int,
+    to_lengths: Sequence[int],
+) -> Tensor:
+    """This rank's rows along `to_dim` of a tensor that was split along `from_dim`."""
+    if mesh.group is None:
+        return tensor
+    parts = tensor.split(list(to_lengths), dim=to_dim)
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    shapes = []
+    for length in from_lengths:
+        shape = list(tensor.shape)
+        shape[from_dim], shape[to_dim] = length, to_lengths[mesh.rank]
+        shapes.append(shape)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    received = tensor.new_empty(sum(sizes))
+    dist.all_to_all_single(
+        received,
+        sent,
+        output_split_sizes=sizes,
+        input_split_sizes=[part.numel() for part in parts],
+        group=mesh.group,
+    )
+    pieces = [piece.reshape(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)]
+    return torch.cat(pieces, dim=from_dim)
+
+
+def broadcast(tensor: Tensor, *, mesh: Mesh, source: int = 0) -> None:
+    """Overwrite `tensor` on every rank with the one of rank `source`, in place."""
+    if mesh.group is not None:
+        contiguous = tensor.detach().contiguous()
+        dist.broadcast(contiguous, group=mesh.group, group_src=source)
+        tensor.detach().copy_(contiguous)
+
+
+def scatter(tensor: Tensor, *, mesh: Mesh, lengths: Sequence[int], source: int = 0) -> Tensor:
+    """This rank's rows along dim 0 of rank `source`'s tensor; the others pass one of no rows, for type and shape."""
+    if mesh.group is None:
+        return tensor
+    longest = max(lengths)
+    row = tensor.new_empty((longest, *tensor.shape[1:]))
+    pieces = None
+    if mesh.rank == source:
+        # As in `all_gather`: backends take equal pieces only.
+        pieces = [row.new_zeros(row.shape) for _ in lengths]
+        for piece, part in zip(pieces, tensor.split(list(lengths)), strict=True):
+            piece[: part.shape[0]] = part
+    dist.scatter(row, pieces, group=mesh.group, group_src=source)
+    return row[: lengths[mesh.rank]]
+
+
+def joined_by_kind(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
+    """The tensors of each dtype and device as one flat copy, and what puts its values back into them."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in kinds.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        yield flat, partial(_put_back, flat, alike)
+
+
+def _put_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.reshape(tensor.shape))

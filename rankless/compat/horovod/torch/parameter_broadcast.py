@@ -1,0 +1,44 @@
+"""Named tensors, as on the root."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
+from rankless.compat.horovod.torch.operations.broadcast import broadcast_async_
+from rankless.compat.horovod.torch.operations.handles import synchronize
+
+
+def broadcast_parameters(
+    params: dict[str, torch.Tensor] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Give every tensor the root's values: those of `model.state_dict()`, `model.named_parameters()`, or a list.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(params, dict):
+        named: list[tuple[str | None, Any]] = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor):
+        named = [each if isinstance(each, tuple) else (None, each) for each in params]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    for name, value in named:
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"invalid params: {name} is of type {type(value)}; only tensors can be broadcast")
+    broadcast_tensors(named, root_rank, process_set)
+
+
+def broadcast_tensors(
+    named: Sequence[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Give every tensor the root's values, however it is laid out."""
+    started = []
+    for name, tensor in named:
+        values = tensor.detach()
+        row = values.contiguous()
+        started.append((broadcast_async_(row, root_rank, name, process_set), row, values))
+    for handle, row, values in started:
+        synchronize(handle)
+        if row is not values:
+            values.copy_(row)

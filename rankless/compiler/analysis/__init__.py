@@ -1,0 +1,1 @@
+"""Analysis of a captured program: how its values and its loss depend on the batch."""

@@ -1,0 +1,294 @@
+"""What a loss divides by: the weight of a call among those that are gathered into one step.
+
+In: a logical program and the same captured for more rows. Out: the program with those counts among its results, or a
+refusal with the line of what is no mean and no sum over rows.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from rankless.compiler.analysis.batch_dim_analysis import RowKinds
+from rankless.compiler.analysis.batch_dim_kinds import DIVIDED, FACTOR, MEAN, NLL, VIEWED, Divisor, Lost, Sum
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramOutput, draws
+from rankless.compiler.tracing.symbolic_sizes import is_size
+from rankless.errors import CaptureError
+
+aten = torch.ops.aten
+MEANS = (aten.mean.default, aten.mean.dim)
+
+
+@dataclass(frozen=True)
+class CountedProgram:
+    """A program whose last results are counts, and for each count what is added to it and what it is at least."""
+
+    program: LogicalProgram
+    finishes: tuple[tuple[float, float | None], ...]
+
+
+def counted(
+    program: LogicalProgram, with_rows: Callable[[int], LogicalProgram], dims: Mapping[int, int], *, line: str
+) -> CountedProgram:
+    """The program with what its loss is divided by; no counts if the loss is a sum over rows.
+
+    `with_rows(k)` captures the same job for k times the rows; `dims` are the batch's dims of tensor arguments.
+    Raises `CaptureError` with the line if calls cannot be gathered.
+    """
+    varies = any(is_size(size) for node in program.inputs for size in node.meta["val"].shape)
+    # Comparing a size that varies with a number would settle it.
+    fewer, more = with_rows(1) if varies else program, with_rows(FACTOR)
+    if first_difference(nodes_of(fewer), nodes_of(more)) is not None:
+        # A batch of one row may lie in memory in more ways than one, and its program then has other views.
+        fewer, more = more, with_rows(FACTOR**2)
+        require_alike(nodes_of(fewer), nodes_of(more), line)
+    written = {
+        node: count
+        for given in {id(item): item for item in (program, fewer, more)}.values()
+        for node, count in targets_counted(given).items()
+    }
+    found = RowKinds(more, fewer, dims, key_in(written))
+    divisors = divisors_of(minimised(more), found, line)
+    counts = []
+    for divisor in divisors:
+        twin = twin_of(divisor.node, more, program, line)
+        if divisor.literal:
+            counts.append(number_made(program.graph, rows_counted(twin)))
+        else:
+            require_undrawn(written.get(twin, twin), line)
+            counts.append(written.get(twin, twin))
+    return CountedProgram(with_results(program, counts), tuple((item.plus, item.least) for item in divisors))
+
+
+def nodes_of(program: LogicalProgram) -> list[fx.Node]:
+    """The nodes in order."""
+    return list(program.graph.nodes)
+
+
+def twin_of(node: fx.Node, of: LogicalProgram, program: LogicalProgram, line: str) -> fx.Node:
+    """The node that stands for the same in the program for another number of rows: the one as far on among its kind."""
+    ours, theirs = (
+        [item for item in needed_for(minimised(given)) if item.target == node.target] for given in (of, program)
+    )
+    if len(ours) != len(theirs):
+        raise another_program(node, line)
+    return theirs[ours.index(node)]
+
+
+def minimised(program: LogicalProgram) -> fx.Node:
+    """What a train job's program minimises: its first result."""
+    return next(node for node, output in program.outputs if output.kind == "result" and output.index == 0)
+
+
+def needed_for(node: fx.Node) -> list[fx.Node]:
+    """A node and what it is computed from, in order."""
+    needed = {node}
+    for item in reversed(node.graph.nodes):
+        if item in needed:
+            needed.update(item.all_input_nodes)
+    return [item for item in node.graph.nodes if item in needed]
+
+
+def first_difference(ones: Sequence[fx.Node], others: Sequence[fx.Node]) -> fx.Node | None:
+    """The first node at whose place the other program has another operator, or none."""
+    for place, node in enumerate(ones):
+        if place >= len(others) or (node.op, node.op != "placeholder" and node.target) != (
+            others[place].op,
+            others[place].op != "placeholder" and others[place].target,
+        ):
+            return node
+    return ones[-1] if len(ones) < len(others) else None
+
+
+def require_alike(ones: Sequence[fx.Node], others: Sequence[fx.Node], line: str) -> None:
+    """Refuse a job that is another program for another number of rows."""
+    differing = first_difference(ones, others)
+    if differing is not None:
+        raise another_program(differing, line)
+
+
+def another_program(differing: fx.Node, line: str) -> CaptureError:
+    """Why the numbers in a program cannot be told from numbers of rows."""
+    return CaptureError(
+        expected="a job that is the same program for any number of rows, so that calls can be gathered into a step",
+        found=f"{differing.target} for this number only",
+        fix="take sizes from the batch and not from constants, or train without accumulate=",
+        where=differing.meta.get("line") or line,
+    )
+
+
+def key_in(written: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], str]:
+    """What tells equal counts from others: how they are computed."""
+    known: dict[fx.Node, str] = {}
+    return lambda node: digest(written.get(node, node), known)
+
+
+def divisors_of(objective: fx.Node, found: RowKinds, line: str) -> list[Divisor]:
+    """What the loss is divided by, in the order of the program; nothing for a sum over rows.
+
+    Raises for what cannot be gathered.
+    """
+    kind = found.kinds[objective]
+    if isinstance(kind, Lost):
+        raise refusal(kind.reason, kind.line or line)
+    if not isinstance(kind, Sum):
+        raise refusal("one that no batch goes into", line)
+    order = {node: place for place, node in enumerate(objective.graph.nodes)}
+    # A set's order is another on every rank, and all must take the same of several that are computed alike.
+    divisors = sorted(filter(None, kind.divisors), key=lambda divisor: order[divisor.node])
+    if not divisors:
+        if kind.constant:
+            raise refusal("a sum over rows plus a term without rows, which would be added once per call", line)
+        return []
+    lines = " and ".join(sorted({str(divisor.node.meta.get("line", "")) for divisor in divisors}))
+    if len(divisors) < len(kind.divisors):
+        raise refusal("a sum over rows plus a mean over them, whose gradients have other weights", lines)
+    finishes = {(divisor.plus, divisor.least) for divisor in divisors}
+    if len(finishes) > 1 or (kind.constant and finishes != {(0.0, None)}):
+        raise refusal("a mean over a count that is clamped or shifted, beside a term that is not", lines)
+    # Counts that are computed alike are one. Different ones must be in proportion, which every call shows.
+    alike: dict[fx.Node | str, Divisor] = {}
+    for divisor in divisors:
+        alike.setdefault(divisor.node if divisor.literal else divisor.key, divisor)
+    return list(alike.values())
+
+
+def refusal(found: str, line: str) -> CaptureError:
+    """Why this loss cannot be gathered over calls."""
+    return CaptureError(
+        expected="a loss that is a mean, or a sum, over the rows of the batch: then the gradients of several calls "
+        "make that of one call on all their rows (accumulate=)",
+        found=found,
+        fix="write the loss as one mean over rows (or over valid targets), or leave accumulate= away and pass the "
+        "whole batch in one call",
+        where=line,
+    )
+
+
+def require_undrawn(node: fx.Node, line: str) -> None:
+    """Refuse a count that is drawn by chance: it could not be known beside the draw."""
+    seen, stack = set[fx.Node](), [node]
+    while stack:
+        item = stack.pop()
+        if item in seen:
+            continue
+        seen.add(item)
+        if draws(item):
+            raise refusal("a mean over a count that is drawn at random", str(item.meta.get("line", line)))
+        stack.extend(item.all_input_nodes)
+
+
+def rows_counted(node: fx.Node) -> Any:
+    """The number that stands in a mean, a division or a multiplication by an inverse."""
+    value: LogicalValue = node.meta["val"]
+    first: LogicalValue = node.all_input_nodes[0].meta["val"]
+    if node.target in MEANS:
+        return prod(first.shape) // max(prod(value.shape), 1)
+    number: Any = node.args[1]
+    return number if node.target in DIVIDED else 1.0 / number
+
+
+def number_made(graph: fx.Graph, number: Any) -> fx.Node:
+    """A number as a value of the program, on the CPU, where it is read."""
+    returned = next(node for node in graph.nodes if node.op == "output")
+    settings: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+    with graph.inserting_before(returned):
+        made = graph.call_function(aten.full.default, ([], number), settings)
+    made.meta.update(line="", val=LogicalValue((), (), torch.float64, torch.device("cpu")))
+    return made
+
+
+def with_results(program: LogicalProgram, nodes: list[fx.Node]) -> LogicalProgram:
+    """The program with further results."""
+    results = sum(output.kind == "result" for _, output in program.outputs)
+    added = [
+        (node, ProgramOutput(kind="result", name=f"count {place}", index=results + place))
+        for place, node in enumerate(nodes)
+    ]
+    outputs = (*program.outputs, *added)
+    returned = next(node for node in program.graph.nodes if node.op == "output")
+    returned.args = (tuple(node for node, _ in outputs),)
+    return replace(program, outputs=outputs)
+
+
+def results_alone(program: LogicalProgram, count: int) -> LogicalProgram:
+    """A program of the last `count` results and what they need; the given program is used up."""
+    outputs = program.outputs[len(program.outputs) - count :]
+    returned = next(node for node in program.graph.nodes if node.op == "output")
+    returned.args = (tuple(node for node, _ in outputs),)
+    for node in reversed(list(program.graph.nodes)):
+        if node is not returned and not node.users:
+            program.graph.erase_node(node)
+    kept = set(program.graph.nodes)
+    return replace(
+        program, outputs=outputs, inputs={node: given for node, given in program.inputs.items() if node in kept}
+    )
+
+
+def targets_counted(program: LogicalProgram) -> dict[fx.Node, fx.Node]:
+    """For each mean negative log likelihood the number, or the weights, of its valid targets, now in the graph."""
+    found = {}
+    for node in list(program.graph.nodes):
+        if node.target in NLL and node.args[3] == MEAN:
+            with program.graph.inserting_after(node):
+                writer = Writer(program.graph, node)
+            _, target, weight, _, ignored = node.args
+            found[node] = writer.targets(target, weight, ignored)
+    return found
+
+
+class Writer:
+    """Writes operators into a graph, after a node and with its line."""
+
+    def __init__(self, graph: fx.Graph, after: fx.Node) -> None:
+        self._graph = graph
+        self._after = after
+        self._line = after.meta.get("line", "")
+
+    def targets(self, target: Any, weight: Any, ignored: Any) -> fx.Node:
+        """The number of targets that count, or the sum of their weights, as PyTorch's label smoothing writes it."""
+        while target.target in VIEWED and sizes_of(target) == sizes_of(target.all_input_nodes[0]):
+            target = target.all_input_nodes[0]
+        value: LogicalValue = target.meta["val"]
+        flat = (prod(value.shape),)
+        is_ignored = self._call(aten.eq.Scalar, (target, ignored), value.shape, torch.bool)
+        if weight is None:
+            counted_ones = self._call(aten.bitwise_not.default, (is_ignored,), value.shape, torch.bool)
+            return self._call(aten.sum.default, (counted_ones,), (), torch.int64)
+        dtype = weight.meta["val"].dtype
+        known = self._call(aten.masked_fill.Scalar, (target, is_ignored, 0), value.shape, value.dtype)
+        if len(value.shape) != 1:
+            known = self._call(aten.view.default, (known, list(flat)), flat, value.dtype)
+            is_ignored = self._call(aten.view.default, (is_ignored, list(flat)), flat, torch.bool)
+        weights = self._call(aten.gather.default, (weight, 0, known), flat, dtype)
+        counted_ones = self._call(aten.masked_fill.Scalar, (weights, is_ignored, 0), flat, dtype)
+        return self._call(aten.sum.default, (counted_ones,), (), dtype)
+
+    def _call(self, operator: Any, arguments: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+        with self._graph.inserting_after(self._after):
+            node = self._graph.call_function(operator, arguments)
+        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        device = arguments[0].meta["val"].device
+        node.meta.update(line=self._line, val=LogicalValue(tuple(shape), strides, dtype, device))
+        self._after = node
+        return node
+
+
+def sizes_of(node: fx.Node) -> list[int]:
+    """The sizes of a value, but for dims of size one."""
+    return [size for size in node.meta["val"].shape if size != 1]
+
+
+def digest(node: fx.Node, known: dict[fx.Node, str]) -> str:
+    """A text that is the same for values computed in the same way from the same inputs."""
+    if node not in known:
+        if node.op != "call_function":
+            known[node] = node.name
+        else:
+            args = fx.node.map_arg((node.args, node.kwargs), lambda item: digest(item, known))
+            known[node] = hashlib.sha256(f"{node.target}{args}".encode()).hexdigest()
+    return known[node]

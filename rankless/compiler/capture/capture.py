@@ -1,0 +1,225 @@
+"""Capture: a job's function becomes a logical program.
+
+The road is PyTorch's AOTAutograd: the function is traced on fake tensors of logical shapes into one functional ATen
+graph, forward and backward (docs/decisions/0002-road-of-capture.md says why this road).
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from rankless.compiler.capture.autocast import autocast_as, autocast_state, without_autocast
+from rankless.compiler.capture.decompositions import DECOMPOSITIONS
+from rankless.compiler.capture.graph_cleanup import cleaned, named
+from rankless.compiler.capture.refusals import capture_error
+from rankless.compiler.capture.side_effects import Effects, require_no_parameter_hooks
+from rankless.compiler.capture.torch_modes import require_gradients
+from rankless.compiler.guards.guards import Guards
+from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.tracing.operator_lines import lines_recorded
+from rankless.compiler.tracing.symbolic_sizes import Environment, Sizes, sizes_spelled_out
+from rankless.errors import CaptureError
+
+ArgumentsOf = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Puts the tensor arguments of a call among its plain ones: positional and keyword arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgumentShape:
+    """The logical shape and dtype of one tensor argument."""
+
+    shape: tuple[int, ...]
+    """Sizes that vary from call to call are symbols (see `sizes`)."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSource:
+    """What is captured: the function, the modules it may use (by name), and whether it trains."""
+
+    name: str
+    function: Callable[..., Any]
+    modules: Mapping[str, nn.Module]
+    trains: bool
+    line: str = ""
+    """Where the function stands, for errors that no nearer line is known of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A logical program and how to put its results together again."""
+
+    program: LogicalProgram
+    result_spec: pytree.TreeSpec
+    result_leaves: tuple[Any, ...]
+    """One entry per leaf of the job's result: `LEAF` for the next tensor result, else the plain value itself."""
+    guards: Guards
+    """What the job's Python has read: if it changes, this is no longer its program."""
+    modes_set: Sequence[tuple[nn.Module, bool]]
+    """The modules that the job puts into train or eval mode."""
+    printed: str | None
+    """The line of a print in the job, which a program does not do."""
+
+
+LEAF = object()
+SHAPE_LOGGER = "torch.fx.experimental.symbolic_shapes"
+
+
+class TracedJob(nn.Module):
+    """The job's function as a module whose parameters are those of the modules it may use."""
+
+    def __init__(self, source: JobSource, arguments: ArgumentsOf, device: torch.device) -> None:
+        super().__init__()
+        for name, module in source.modules.items():
+            self.add_module(name, module)
+        self.source = source
+        self.arguments = arguments
+        self.autocast = autocast_state(device.type)
+        self.effects = Effects(source.function, source.modules)
+        self.result_spec: pytree.TreeSpec | None = None
+        self.result_leaves: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Like `forward`: hooks that the script has put on all modules are not for this one."""
+        return self.forward(*tensors)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
+        traced = [*self.parameters(), *self.buffers()]
+        with self.effects.watched() as trail, lines_recorded(traced, trail), sizes_spelled_out():
+            args, kwargs = self.arguments(tensors)
+            with autocast_as(self.autocast):
+                result = self.source.function(*args, **kwargs)
+        leaves, self.result_spec = pytree.tree_flatten(result)
+        self.result_leaves = tuple(LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        # A result may be an argument, or a view of one; a clone makes it a value of the program.
+        values = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor))
+        if not self.source.trains:
+            return values
+        return (objective(result, self.source.name), *values)
+
+
+def objective(result: Any, job: str) -> Tensor:
+    """What a train job minimises: its loss, or the mean of its losses per sample."""
+    loss = result
+    if isinstance(result, Mapping):
+        loss = result.get("loss")
+    elif isinstance(result, tuple | list):
+        loss = result[0] if result else None
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or not loss.requires_grad:
+        raise CaptureError(
+            expected=f"train job {job!r} to return its loss: a tensor that depends on the model's parameters, "
+            'alone, first in a tuple, or as "loss" in a dict',
+            found=describe(loss),
+            fix="return the loss, or take optimizer= away if the job only predicts",
+        )
+    return loss if loss.dim() == 0 else loss.mean()
+
+
+def describe(value: Any) -> str:
+    """A value in a few words, for an error."""
+    if isinstance(value, Tensor):
+        gradient = "" if value.requires_grad else ", without gradient"
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}{gradient}"
+    return f"a value of type {type(value).__name__}"
+
+
+def capture(
+    source: JobSource,
+    arguments: ArgumentsOf,
+    shapes: Sequence[ArgumentShape],
+    device: torch.device,
+    *,
+    sizes: Sizes | None = None,
+) -> Captured:
+    """The logical program of a job for arguments of the given logical shapes.
+
+    `arguments` puts the tensor arguments back among the plain ones; `sizes` made the symbols in `shapes`, if there
+    are any. Raises `CaptureError`, with the line of the
+    user's script, if the job cannot be one program.
+    """
+    if source.trains:
+        require_gradients(source.name, source.line)
+    job = TracedJob(source, arguments, device)
+    environment = Environment() if sizes is None else sizes.environment
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+    with contextlib.ExitStack() as stack:
+        # PyTorch keeps the last capture's fake tensors here, which then die noisily with the interpreter.
+        stack.callback(PhiloxStateTracker.reset)
+        # The backward is traced outside of an autocast that stands around the call.
+        stack.enter_context(without_autocast(device.type))
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(torch.set_grad_enabled(source.trains))
+        stack.enter_context(unlogged())
+        with fake:
+            inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
+        with capture_error(source.name, source.line), seems_compiling(), tensors_kept(source.modules):
+            require_no_parameter_hooks(source.modules)
+            joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+            job.effects.require_none()
+            if not job.effects.settled():
+                # The first pass may have set the model up; then two more are the same, or nothing ever is.
+                joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+                job.effects.require_none()
+                job.effects.require_settled()
+            program = cleaned(named(source.name, source.line, joint.graph_module), source.modules)
+    assert job.result_spec is not None
+    return Captured(
+        program=program,
+        result_spec=job.result_spec,
+        result_leaves=job.result_leaves,
+        guards=job.effects.guards(),
+        modes_set=job.effects.modes_set(),
+        printed=job.effects.printed(),
+    )
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Within, PyTorch does not log what fails: it is raised as well, and under varying sizes it may be no error."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SHAPE_LOGGER)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+@contextlib.contextmanager
+def tensors_kept(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """After, every module has its own tensors again: PyTorch leaves traced ones in a module that has two names."""
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table))
+        for module in modules.values()
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
+    ]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.update(before)
+
+
+@contextlib.contextmanager
+def seems_compiling() -> Iterator[None]:
+    """Within, `torch.compiler.is_compiling()` is true: models then leave out checks that read values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

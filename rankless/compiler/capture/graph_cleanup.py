@@ -1,0 +1,284 @@
+"""From the graph that PyTorch traced to a logical program: inputs and outputs named, what is superfluous removed."""
+
+from collections.abc import Mapping
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    ForwardTokenAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+from rankless.compiler.ir.logical_program import (
+    LogicalProgram,
+    LogicalValue,
+    ProgramInput,
+    ProgramOutput,
+    described,
+    draws,
+)
+from rankless.compiler.tracing.symbolic_sizes import is_size
+from rankless.errors import CaptureError
+
+aten = torch.ops.aten
+ALIASES = (aten.detach.default, aten.alias.default)
+
+
+def named(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
+    """The program in a traced graph whose placeholders and outputs carry PyTorch's descriptors.
+
+    Operators that the system adds (the mean of losses per sample, a result's copy) get the job's own `line`.
+    """
+    graph = graph_module.graph
+    returned = next(node for node in graph.nodes if node.op == "output")
+    meanings = [named_output(descriptor) for descriptor in returned.meta["desc"]]
+    inputs: dict[fx.Node, ProgramInput] = {}
+    for node in list(graph.nodes):
+        value, descriptor = described(node.meta.get("val")), node.meta.get("desc")
+        # Nothing else of tracing is kept: its fake tensors would live as long as the program.
+        node.meta = {"line": node.meta.get("stack_trace") or line, "val": value, "desc": descriptor}
+        if node.op == "placeholder":
+            stands_for = named_input(node.meta["desc"])
+            if stands_for is None:
+                replace_by_one(node)
+            else:
+                inputs[node] = stands_for
+        elif node.op == "get_attr":
+            inputs[node] = constant_input(node, graph_module)
+    sizes_inlined(graph)
+    (values,) = returned.args
+    outputs = tuple(
+        (value, output)
+        for value, output in zip(values, meanings, strict=True)
+        if isinstance(value, fx.Node) and output is not None
+    )
+    return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
+
+
+def sizes_inlined(graph: fx.Graph) -> None:
+    """Put sizes themselves where nodes stand that compute them: they are known before the program runs."""
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), size_itself)
+    computed = [node for node in graph.nodes if is_size(node.meta.get("val"))]
+    for node in reversed(computed):
+        graph.erase_node(node)
+
+
+def size_itself(node: fx.Node) -> Any:
+    """The size that a node computes, or the node."""
+    value = node.meta.get("val")
+    return value if is_size(value) else node
+
+
+def named_input(descriptor: Any) -> ProgramInput | None:
+    """What a placeholder stands for; None for the gradient of the loss by itself, which is one."""
+    match descriptor:
+        case ParamAOTInput(target=target):
+            return ProgramInput(kind="parameter", name=target)
+        case BufferAOTInput(target=target):
+            return ProgramInput(kind="buffer", name=target)
+        case PlainAOTInput(idx=index):
+            return ProgramInput(kind="argument", name=f"argument {index}", index=index)
+        case TangentAOTInput(output=PlainAOTOutput(idx=0)):
+            return None
+        case ForwardTokenAOTInput():
+            raise CaptureError(
+                expected="operators that give a value and do nothing else",
+                found="one that also raises errors or prints while it runs, as torch.linalg.solve and inv do",
+                fix="use another (torch.linalg.solve_ex, inv_ex, cholesky_ex), or compute it outside the job",
+            )
+    raise CaptureError(
+        expected="a program of parameters, buffers and tensor arguments",
+        found=f"an input of the kind {type(descriptor).__name__}",
+        fix="report this with the job that caused it",
+    )
+
+
+def named_output(descriptor: Any) -> ProgramOutput | None:
+    """What an output stands for; None for one that nobody reads."""
+    match descriptor:
+        case PlainAOTOutput(idx=index):
+            return ProgramOutput(kind="result", name=f"result {index}", index=index)
+        case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+            return ProgramOutput(kind="gradient", name=target)
+        case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
+            return ProgramOutput(kind="mutation", name=target)
+        case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
+            raise CaptureError(
+                expected="a job that leaves parameters to its optimizer",
+                found=f"parameter {target!r} is changed in place inside the job",
+                fix="change it outside the job, or make it a buffer",
+            )
+        case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+            raise CaptureError(
+                expected="a job that does not change its arguments",
+                found=f"tensor argument {index} is changed in place",
+                fix="work on a copy: argument = argument.clone()",
+            )
+    return None
+
+
+def replace_by_one(node: fx.Node) -> None:
+    """Turn the placeholder for the loss's own gradient into the constant one."""
+    value: LogicalValue = node.meta["val"]
+    with node.graph.inserting_before(node):
+        one = node.graph.call_function(aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
+    one.meta.update(node.meta)
+    node.replace_all_uses_with(one)
+    node.graph.erase_node(node)
+
+
+def constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramInput:
+    """A tensor the job read from its surroundings; parameters are refused, for their gradients would be lost."""
+    constant = getattr(graph_module, str(node.target))
+    if not isinstance(constant, Tensor):
+        raise CaptureError(
+            expected="random operators that draw from torch's own generator",
+            found=f"one that draws from a {type(constant).__name__} of the script's",
+            fix="leave generator= away, or draw outside the job and pass the numbers as an argument",
+            where=", ".join(sorted({user.meta.get("stack_trace") or "" for user in node.users})),
+        )
+    if constant.requires_grad:
+        users = {user.meta.get("stack_trace") or user.meta.get("line", "") for user in node.users}
+        raise CaptureError(
+            expected="every parameter that the job uses to belong to a module given as model=",
+            found=f"a parameter of shape {list(constant.shape)} of a module that was not given",
+            fix="pass the module too: @rankless.job(model=[model, other], …)",
+            where=", ".join(sorted(users)),
+        )
+    node.meta["val"] = described(constant)
+    return ProgramInput(kind="constant", name=str(node.target), constant=constant)
+
+
+def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> LogicalProgram:
+    """The same program with tied parameters as one input, and no aliases, final copies or unused nodes."""
+    replacements: dict[fx.Node, fx.Node] = {}
+    inputs = tie(program, modules, replacements)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target in ALIASES:
+            replacements[node] = node.args[0]
+            node.replace_all_uses_with(node.args[0])
+    outputs = [(resolve(node, replacements), output) for node, output in program.outputs]
+    outputs = tied_gradients_added(program.graph, outputs, named_tensors(modules))
+    outputs = [(without_final_copy(node) if output.kind == "result" else node, output) for node, output in outputs]
+    returned = next(node for node in program.graph.nodes if node.op == "output")
+    returned.args = (tuple(node for node, _ in outputs),)
+    drop_double_transposes(program.graph)
+    outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
+    # Random operators stay even if unused: the script's generator moves past them.
+    program.graph.eliminate_dead_code(is_impure_node=is_kept)
+    copy, copied = copy_of(program.graph)
+    return LogicalProgram(
+        name=program.name,
+        graph=copy,
+        inputs={copied[node]: given for node, given in inputs.items() if node in copied},
+        outputs=tuple((copied[node], output) for node, output in outputs),
+    )
+
+
+def copy_of(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph without the nodes that tracing made and dropped, and the fake tensors that they hold; node by node."""
+    copy, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        # Arguments are set afterwards, for PyTorch warns of sizes among those that a node is made with.
+        new = copy.create_node(node.op, node.target, name=node.name)
+        new.args, new.kwargs = fx.node.map_arg((node.args, node.kwargs), copied.__getitem__)
+        new.meta = dict(node.meta)
+        copied[node] = new
+    return copy, copied
+
+
+def drop_double_transposes(graph: fx.Graph) -> None:
+    """A matrix transposed twice is itself; autograd leaves such pairs behind every weight's gradient."""
+    for node in graph.nodes:
+        if node.target is aten.t.default and node.args[0].target is aten.t.default:
+            node.replace_all_uses_with(node.args[0].args[0])
+
+
+def is_kept(node: fx.Node) -> bool:
+    """Whether a node stays although nobody uses its value."""
+    return node.op in ("placeholder", "output") or draws(node)
+
+
+def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Follow replacements to the node that stands now."""
+    while node in replacements:
+        node = replacements[node]
+    return node
+
+
+def tie(
+    program: LogicalProgram, modules: Mapping[str, nn.Module], replacements: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, ProgramInput]:
+    """One input for parameters that are the same tensor under several names."""
+    tensors = named_tensors(modules)
+    first: dict[int, fx.Node] = {}
+    inputs = {}
+    for node, given in program.inputs.items():
+        tensor = tensors.get(given.name) if given.kind in ("parameter", "buffer") else given.constant
+        if tensor is None:
+            inputs[node] = given
+            continue
+        known = first.setdefault(id(tensor), node)
+        if known is node:
+            inputs[node] = given
+        else:
+            replacements[node] = known
+            node.replace_all_uses_with(known)
+    for node in replacements:
+        program.graph.erase_node(node)
+    return inputs
+
+
+def named_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of all modules, tied ones under each of their names."""
+    found: dict[str, Tensor] = {}
+    for name, module in modules.items():
+        found |= dict(module.named_parameters(name, remove_duplicate=False))
+        found |= dict(module.named_buffers(name, remove_duplicate=False))
+    return found
+
+
+def tied_gradients_added(
+    graph: fx.Graph, outputs: list[tuple[fx.Node, ProgramOutput]], tensors: Mapping[str, Tensor]
+) -> list[tuple[fx.Node, ProgramOutput]]:
+    """The outputs, with one gradient per parameter tensor: the sum of those under each of its names."""
+    returned = next(node for node in graph.nodes if node.op == "output")
+    added: dict[object, tuple[fx.Node, ProgramOutput]] = {}
+    for node, output in outputs:
+        key = id(tensors[output.name]) if output.kind == "gradient" else output
+        if key not in added:
+            added[key] = (node, output)
+            continue
+        first, kept = added[key]
+        with graph.inserting_before(returned):
+            total = graph.call_function(aten.add.Tensor, (first, node))
+        total.meta.update(node.meta)
+        added[key] = (total, kept)
+    return list(added.values())
+
+
+def without_final_copy(node: fx.Node) -> fx.Node:
+    """The value behind a result's last copy, if that is memory of its own and not a view."""
+    if node.target is not aten.clone.default:
+        return node
+    (source,) = node.all_input_nodes
+    return source if is_fresh(source) else node
+
+
+def is_fresh(node: fx.Node) -> bool:
+    """Whether a value shares no memory with another, by its operator's own schema."""
+    if node.target is getitem:
+        return is_fresh(node.all_input_nodes[0])
+    operator = node.target
+    return isinstance(operator, torch._ops.OpOverload) and all(
+        result.alias_info is None for result in operator._schema.returns
+    )

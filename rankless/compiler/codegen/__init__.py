@@ -1,0 +1,1 @@
+"""Code generation: a scheduled program becomes straight-line Python."""

@@ -1,0 +1,161 @@
+"""Run: one rank's program as straight-line code, called below autograd."""
+
+import linecache
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
+from rankless.compiler.lowering.lower import LocalGraph, lower
+from rankless.compiler.scheduling.schedule import GradientMemory, scheduled
+from rankless.compiler.sharding.redistribute import Move
+from rankless.compiler.sharding.sharding_propagation import PlacedProgram, place
+from rankless.compiler.tracing.symbolic_sizes import NUMBERS, is_size, text_of
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalProgram:
+    """What one rank runs: `function` takes varying sizes and the values of `inputs`, and returns those of `outputs`."""
+
+    inputs: tuple[ProgramInput, ...]
+    outputs: tuple[ProgramOutput, ...]
+    function: Callable[..., Sequence[Tensor]]
+    lines: Mapping[int, str]
+    """The script's line, as "file.py:12", for each line of `function`."""
+    placed: PlacedProgram
+    moves: tuple[Move, ...]
+
+    def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
+        """Run it once; no gradient is recorded, and autocast's casts are those that were captured.
+
+        What an operator raises gets a note of the script's line that it serves.
+        """
+        try:
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+                return self.function(*sizes, *values)
+        except Exception as error:  # operators are foreign code, and this program has no lines that a user knows
+            if note := self._place_of(error):
+                error.add_note(note)
+            raise
+
+    def _place_of(self, error: Exception) -> str:
+        """Which line of the script an error came from, in words; empty if that cannot be told."""
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if frame.f_code is self.function.__code__ and (line := self.lines.get(number)):
+                file, _, place = line.rpartition(":")
+                text = linecache.getline(file, int(place)).strip() if place.isdigit() else ""
+                return f"in the job's line {line}" + (f": {text}" if text else "")
+        return ""
+
+
+def compiled(graph: fx.Graph, sizes: Sequence[str] = ()) -> tuple[Callable[..., Sequence[Tensor]], Mapping[int, str]]:
+    """A graph as one Python function: an assignment per node, each value dropped after its last use.
+
+    `sizes` names the varying sizes, which it takes first. Beside it the script's line for each of its own.
+    """
+    code = CodeWriter(sizes)
+    last_use = {}
+    for node in graph.nodes:
+        for value in node.all_input_nodes:
+            last_use[value] = node
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            code.parameters.append(node.name)
+        elif node.op == "output":
+            code.lines.append(f"return ({''.join(f'{value.name}, ' for value in node.args[0])})")
+            continue
+        else:
+            arguments = [code.text(item) for item in node.args]
+            arguments += [f"{key}={code.text(item)}" for key, item in node.kwargs.items()]
+            code.lines.append(f"{node.name} = {code.constant(node.target)}({', '.join(arguments)})")
+            code.origins[len(code.lines)] = node.meta.get("line", "")
+        dropped = [value.name for value in node.all_input_nodes if last_use.get(value) is node]
+        if node not in last_use:
+            dropped.append(node.name)
+        if dropped:
+            code.lines.append(f"del {', '.join(dropped)}")
+    return code.function(), code.origins_by_line()
+
+
+class CodeWriter:
+    """Collects lines of code and the constants they name."""
+
+    def __init__(self, sizes: Sequence[str]) -> None:
+        self.parameters: list[str] = list(sizes)
+        self.lines: list[str] = []
+        self.origins: dict[int, str] = {}
+        self.constants: dict[str, Any] = dict(NUMBERS)
+        self.computed: dict[str, str] = {}
+
+    def text(self, argument: Any) -> str:
+        """An argument as code."""
+        if isinstance(argument, fx.Node):
+            return argument.name
+        if argument is None or isinstance(argument, bool | int | str):
+            return repr(argument)
+        if is_size(argument):
+            return self.size(text_of(argument))
+        if isinstance(argument, list):
+            return f"[{', '.join(map(self.text, argument))}]"
+        if type(argument) in (tuple, torch.Size):
+            return f"({''.join(f'{self.text(item)}, ' for item in argument)})"
+        return self.constant(argument)
+
+    def size(self, expression: str) -> str:
+        """The name of a number that depends on varying sizes, each computed once per call."""
+        if expression not in self.computed:
+            self.computed[expression] = f"size_{len(self.computed)}"
+        return self.computed[expression]
+
+    def constant(self, value: Any) -> str:
+        """The name of a constant."""
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def origins_by_line(self) -> dict[int, str]:
+        """The script's line for each line of the function, which begins with its name and the sizes it computes."""
+        return {1 + len(self.computed) + place: line for place, line in self.origins.items()}
+
+    def function(self) -> Callable[..., Sequence[Tensor]]:
+        """The lines as a function."""
+        computed = [f"{name} = {expression}" for expression, name in self.computed.items()]
+        body = "\n    ".join(computed + self.lines)
+        source = f"def program({', '.join(self.parameters)}):\n    {body}\n"
+        exec(compile(source, "<rankless program>", "exec"), self.constants)
+        function: Callable[..., Sequence[Tensor]] = self.constants["program"]
+        return function
+
+
+def built(
+    program: LogicalProgram,
+    arguments: tuple[Placement, ...],
+    mesh: Mesh,
+    *,
+    memory: GradientMemory,
+    sizes: Sequence[str] = (),
+) -> LocalProgram:
+    """Place, lower and schedule a logical program for the rank that `mesh` says we are; `sizes` names what varies."""
+    placed = place(program, arguments, mesh.size)
+    local = lower(placed, mesh)
+    local = scheduled(local, logical_gradients(local, program), mesh, memory)
+    function, lines = compiled(local.graph, sizes)
+    return LocalProgram(
+        inputs=tuple(described for _, described in local.inputs),
+        outputs=tuple(described for _, described in local.outputs),
+        function=function,
+        lines=lines,
+        placed=placed,
+        moves=local.moves,
+    )
+
+
+def logical_gradients(local: LocalGraph, program: LogicalProgram) -> Mapping[fx.Node, fx.Node]:
+    """The logical node behind each local output."""
+    return {node: logical for (node, _), (logical, _) in zip(local.outputs, program.outputs, strict=True)}

@@ -1,0 +1,1 @@
+"""Lowering: a placed program becomes the program of one rank."""

@@ -1,0 +1,117 @@
+"""Operators that treat every element by itself, with broadcasting."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rankless.compiler.rules.pattern import LETTERS, split, sums
+from rankless.compiler.rules.strategy import Call, Rule, Strategy, shape_of
+from rankless.parallel.placement import Partial, Replicate
+
+aten = torch.ops.aten
+
+ALSO_POINTWISE = {
+    aten.native_dropout_backward.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.masked_fill.Tensor,
+    aten.masked_fill.Scalar,
+    aten.where.self,
+    aten.elu_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.softplus_backward.default,
+    aten.log_sigmoid_backward.default,
+    aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+    aten.mish_backward.default,
+}
+"""Pointwise operators that PyTorch does not tag as such."""
+
+BOTH = {aten.add.Tensor, aten.sub.Tensor}
+EITHER = {aten.mul.Tensor}
+FIRST = {
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten.clone.default,
+    aten.native_dropout_backward.default,
+}
+SHAPE_ONLY = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+}
+"""Operators that read no value: of a partial sum they give the whole, and not a term of it."""
+
+
+def broadcast_pattern(call: Call) -> str:
+    """One letter per dim of the output; a dim of size one that is stretched stays whole."""
+    (shape, *_) = call.output_shapes
+    out = "".join("." if size == 1 else LETTERS[dim] for dim, size in enumerate(shape))
+    texts = []
+    for node in call.slots:
+        if node is None:
+            texts.append("")
+            continue
+        sizes = shape_of(node)
+        offset = len(shape) - len(sizes)
+        texts.append("".join(out[offset + dim] if size != 1 else "." for dim, size in enumerate(sizes)))
+    return ",".join(texts) + "->" + ",".join([out] * len(call.output_shapes))
+
+
+def pointwise(call: Call) -> Iterator[Strategy]:
+    """Split on any dim; partial sums pass where the operator is linear."""
+    yield from split(call, broadcast_pattern(call))
+    if call.operator in SHAPE_ONLY and isinstance(call.current[0], Partial):
+        yield Strategy(call.current, (Replicate(),))
+    elif call.operator in BOTH and len(call.inputs) == 2:
+        yield from sums(call, (0, 1))
+    elif call.operator in EITHER:
+        yield from sums(call, *((position,) for position in range(len(call.inputs))))
+    elif (call.operator in FIRST and call.slots[0] is not None) or is_widening(call):
+        yield from sums(call, (0,))
+
+
+def is_widening(call: Call) -> bool:
+    """Whether a call only changes the dtype, to a floating one no narrower than before."""
+    if call.operator is not aten._to_copy.default:
+        return False
+    before, after = call.inputs[0].meta["val"].dtype, call.node.meta["val"].dtype
+    if not after.is_floating_point:
+        return bool(before == after)
+    return not before.is_floating_point or torch.promote_types(before, after) == after
+
+
+def is_pointwise(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator treats every element by itself."""
+    return operator in ALSO_POINTWISE or (
+        torch.Tag.pointwise in operator.tags and torch.Tag.nondeterministic_seeded not in operator.tags
+    )
+
+
+def log_sigmoid(call: Call) -> Iterator[Strategy]:
+    """The second output is a buffer that has the input's shape on CPU and is empty on CUDA."""
+    if call.output_shapes[0] == call.output_shapes[1]:
+        yield from split(call, broadcast_pattern(call))
+
+
+def fresh(call: Call) -> Iterator[Strategy]:
+    """A new tensor of a size of its own: the input gives only dtype and device, however it lies."""
+    yield Strategy(call.current, (Replicate(),))
+
+
+RULES: dict[Any, Rule] = {
+    aten.log_sigmoid_forward.default: log_sigmoid,
+    aten.new_zeros.default: fresh,
+    aten.new_ones.default: fresh,
+    aten.new_full.default: fresh,
+    aten.new_empty.default: fresh,
+}

@@ -1,0 +1,107 @@
+"""Random operators: every rank draws the whole logical value in the script's order and keeps its part.
+
+So the numbers are those of the plain script, bit for bit, and the generators of all ranks stay equal.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rankless.compiler.ir import local_kernels
+from rankless.compiler.rules.strategy import Call, Emit, Local, Rule, Strategy
+from rankless.parallel.placement import Placement, Replicate, Shard
+
+aten = torch.ops.aten
+
+
+def part_of(emit: Emit, placement: Placement) -> tuple[int, int, int] | None:
+    """The (dim, start, length) of a rank's part, or None for the whole."""
+    if not isinstance(placement, Shard):
+        return None
+    return placement.dim, placement.start(emit.rank), placement.lengths[emit.rank]
+
+
+def example_of(call: Call, index: int = 0) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Logical shape, strides and dtype of an input: numbers are drawn in its memory order."""
+    value = call.inputs[index].meta["val"]
+    return tuple(value.shape), tuple(value.stride()), value.dtype
+
+
+def like(call: Call) -> Iterator[Strategy]:
+    """Operators that read only the shape of their input; it may lie in any way."""
+    placement = call.current[0]
+    kept: Placement = placement if isinstance(placement, Shard) else Replicate()
+
+    def lower(emit: Emit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Local:
+        device = call.inputs[0].meta["val"].device
+        arguments = tuple(args[1:])
+        if kwargs.get("dtype") is not None:
+            shape, strides, _ = example_of(call)
+            example = (shape, strides, kwargs["dtype"])
+        else:
+            example = example_of(call)
+        return emit.call(local_kernels.drawn, call.operator, example, device, arguments, part_of(emit, kept))
+
+    yield Strategy((kept,), (kept,), lower)
+
+
+def dropout(call: Call) -> Iterator[Strategy]:
+    """Dropout with its mask; see local_kernels.dropout_mask."""
+    if call.argument("train") is False:
+        return
+    placement = call.current[0]
+    kept: Placement = placement if isinstance(placement, Shard) else Replicate()
+
+    def lower(emit: Emit, call: Call, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Local:
+        device = call.inputs[0].meta["val"].device
+        probability = call.argument("p")
+        mask = emit.call(local_kernels.dropout_mask, example_of(call), device, probability, part_of(emit, kept))
+        return emit.call(local_kernels.dropped, args[0], mask, probability), mask
+
+    yield Strategy((kept,), (kept, kept), lower)
+
+
+def whole(_call: Call) -> Iterator[Strategy]:
+    """Operators that read values, or draw a fresh tensor: computed whole on every rank, from equal generators."""
+    return iter(())
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_dropout.default: dropout,
+    **dict.fromkeys(
+        (
+            aten.bernoulli.p,
+            aten.rand_like.default,
+            aten.randn_like.default,
+            aten.randint_like.default,
+            aten.randint_like.low_dtype,
+            aten.uniform.default,
+            aten.normal_functional.default,
+            aten.exponential.default,
+            aten.geometric.default,
+            aten.cauchy.default,
+            aten.log_normal.default,
+            aten.random.default,
+            aten.random.to,
+        ),
+        like,
+    ),
+    **dict.fromkeys(
+        (
+            aten.rand.default,
+            aten.randn.default,
+            aten.randint.default,
+            aten.randint.low,
+            aten.randperm.default,
+            aten.normal.float_float,
+            aten.bernoulli.default,
+            aten.multinomial.default,
+            aten.normal.Tensor_float,
+            aten.normal.float_Tensor,
+            aten.normal.Tensor_Tensor,
+            aten.poisson.default,
+        ),
+        whole,
+    ),
+}

@@ -1,0 +1,137 @@
+"""A call to be placed, and one way of placing it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.parallel.placement import Placement, Replicate, Shard
+
+Operator = torch._ops.OpOverload
+Local = fx.Node | tuple[fx.Node | None, ...]
+"""A value of the local program, or several where the operator has several outputs."""
+
+
+class Emit(Protocol):
+    """What a lowering may do: add operators and collectives to one rank's program."""
+
+    rank: int
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Add an operator, or a function of ours, on local values."""
+        ...
+
+    def output_size(self, index: int) -> list[int]:
+        """The local size of an output of the call that is being lowered."""
+        ...
+
+    def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
+        """Add a sum over all ranks of a value of `size` bytes."""
+        ...
+
+    def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
+        """Add a gathering of equal pieces, of `size` bytes each, along a new dim 0."""
+        ...
+
+
+Lowering = Callable[[Emit, "Call", tuple[Any, ...], dict[str, Any]], Local]
+"""Adds a call to one rank's program, given its arguments with local values in place of logical ones."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way of placing a call: how its tensor inputs must lie, how its outputs then do.
+
+    Without `lower` the same operator runs on the local values.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    lower: Lowering | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator in the logical program. `slots` are its tensor arguments in the order of its schema."""
+
+    node: fx.Node
+    operator: Operator
+    slots: tuple[fx.Node | None, ...]
+    placements: Mapping[fx.Node, Placement]
+    mesh_size: int
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The tensor arguments that are there."""
+        return tuple(node for node in self.slots if node is not None)
+
+    @property
+    def current(self) -> tuple[Placement, ...]:
+        """How the inputs lie now."""
+        return tuple(self.placements[node] for node in self.inputs)
+
+    def argument(self, name: str) -> Any:
+        """A plain argument by its schema name, or its default."""
+        for position, described in enumerate(self.operator._schema.arguments):
+            if described.name == name:
+                if position < len(self.node.args):
+                    return self.node.args[position]
+                return self.node.kwargs.get(name, described.default_value)
+        raise KeyError(name)
+
+    @property
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The logical shape of every output (an empty shape for one that is absent)."""
+        value = self.node.meta["val"]
+        values = value if isinstance(value, tuple | list) else (value,)
+        return tuple(tuple(item.shape) if isinstance(item, LogicalValue) else () for item in values)
+
+
+Rule = Callable[[Call], Iterator[Strategy]]
+
+
+def operator_of(node: fx.Node) -> Operator:
+    """The operator that a node calls; only operators are placed."""
+    assert isinstance(node.target, Operator), node.target
+    return node.target
+
+
+def call_of(node: fx.Node, placements: Mapping[fx.Node, Placement], mesh_size: int) -> Call:
+    """A node of the logical program as a call to be placed or lowered."""
+    return Call(node, operator_of(node), tensor_slots(node), placements, mesh_size)
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The logical shape of a value."""
+    return tuple(node.meta["val"].shape)
+
+
+def tensor_slots(node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """The tensor arguments of a call in the order of its schema, lists flattened, absent ones None."""
+    operator = operator_of(node)
+    slots: list[fx.Node | None] = []
+    for position, described in enumerate(operator._schema.arguments):
+        if "Tensor" not in str(described.type):
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(described.name)
+        if isinstance(value, list | tuple):
+            slots.extend(item for item in value if isinstance(item, fx.Node))
+        else:
+            slots.append(value if isinstance(value, fx.Node) else None)
+    return tuple(slots)
+
+
+def replicated(call: Call) -> Strategy:
+    """The strategy that is always right: everything whole, on every rank."""
+    return Strategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.output_shapes))
+
+
+def local_shape(shape: tuple[int, ...], placement: Placement, rank: int) -> list[int]:
+    """The shape of one rank's piece of a logical value."""
+    sizes = list(shape)
+    if isinstance(placement, Shard):
+        sizes[placement.dim] = placement.lengths[rank]
+    return sizes

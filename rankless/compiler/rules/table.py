@@ -1,0 +1,47 @@
+"""All rules in one table, and what holds for operators that are not in it."""
+
+from typing import Any
+
+import torch
+
+from rankless.compiler.rules import (
+    attention,
+    images,
+    indexing,
+    losses,
+    matrices,
+    normalizations,
+    pointwise,
+    random,
+    reductions,
+    views,
+)
+from rankless.compiler.rules.strategy import Operator, Rule
+
+aten = torch.ops.aten
+
+TABLE: dict[Any, Rule] = {
+    **views.RULES,
+    **reductions.RULES,
+    **matrices.RULES,
+    **normalizations.RULES,
+    **losses.RULES,
+    **attention.RULES,
+    **images.RULES,
+    **indexing.RULES,
+    **random.RULES,
+    **pointwise.RULES,
+}
+
+REFUSED = {
+    aten.as_strided.default: "it reads memory by strides, which a part of a value does not share with the whole",
+    aten.as_strided_scatter.default: "it writes memory by strides",
+}
+"""Operators that would be wrong even on gathered values."""
+
+
+def rule_for(operator: Operator) -> Rule | None:
+    """The rule of an operator, or None: it is then gathered and computed whole."""
+    if operator in TABLE:
+        return TABLE[operator]
+    return pointwise.pointwise if pointwise.is_pointwise(operator) else None

@@ -1,0 +1,1 @@
+"""Scheduling: when collectives start, and when the program waits for them."""

@@ -1,0 +1,137 @@
+"""Schedule: gradients travel in buckets, each started as soon as its last gradient is there, waited for at the end.
+
+The scheme of PyTorch's DistributedDataParallel (Li et al., VLDB 2020), here as a pass over the local graph.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from rankless.collectives.tensor_collectives import start_all_reduce
+from rankless.compiler.ir.custom_ops import run_linear_weight
+from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.compiler.lowering.lower import LocalGraph
+from rankless.compiler.sharding.redistribute import Move, reduced_bytes
+from rankless.parallel.mesh import Mesh
+
+aten = torch.ops.aten
+
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that reducing begins early."""
+
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: aten.mm.out,
+    run_linear_weight: run_linear_weight,
+}
+"""Operators that give most gradients, and the same with an `out` argument: a copy of every weight saved per step."""
+
+
+class GradientMemory:
+    """The memory of a job's buckets, shared by its programs, of which one runs at a time."""
+
+    def __init__(self) -> None:
+        self._flats: dict[Hashable, Tensor] = {}
+
+    def flat(self, number: int, size: int, like: LogicalValue) -> Tensor:
+        """The memory of the bucket with this number among a program's."""
+        key = number, size, like.dtype, like.device
+        if key not in self._flats:
+            self._flats[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._flats[key]
+
+
+class Bucket:
+    """Gradients that travel together. Its memory lives from step to step; `.grad` of the parameters are views of it."""
+
+    def __init__(self, mesh: Mesh, values: Sequence[LogicalValue], flat: Tensor) -> None:
+        self.mesh = mesh
+        sizes = [value.numel() for value in values]
+        self.flat = flat
+        pieces = self.flat.split(sizes)
+        self.views: list[Tensor] = [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
+        self.work: dist.Work | None = None
+
+    def slot(self, index: int) -> Tensor:
+        """The memory of one gradient, for an operator to write into."""
+        return self.views[index]
+
+    def start(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Copy in the gradients that were not written in place, and begin to reduce all."""
+        if gradients:
+            torch._foreach_copy_([self.views[index] for index in indices], list(gradients))
+        self.work = start_all_reduce(self.flat, mesh=self.mesh)
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the sums."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        # Fresh tensors over the same memory: an optimizer or a user may keep or detach them.
+        return [view.detach() for view in self.views]
+
+
+def scheduled(
+    local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mesh, memory: GradientMemory
+) -> LocalGraph:
+    """The same program with its pending gradients reduced; `gradients` maps each to its logical node."""
+    order = {node: place for place, node in enumerate(local.graph.nodes)}
+    pending = sorted(local.pending, key=order.__getitem__)
+    reduced: dict[fx.Node, fx.Node] = {}
+    names = {node: described.name for node, described in local.outputs}
+    returned = next(node for node in local.graph.nodes if node.op == "output")
+    for number, nodes in enumerate(buckets(pending, gradients)):
+        values = [gradients[node].meta["val"] for node in nodes]
+        bucket = Bucket(mesh, values, memory.flat(number, sum(value.numel() for value in values), values[0]))
+        copied = [index for index, node in enumerate(nodes) if not written_in_place(local.graph, node, bucket, index)]
+        with local.graph.inserting_after(nodes[-1]):
+            started = local.graph.call_function(bucket.start, (copied, [nodes[index] for index in copied]))
+        with local.graph.inserting_before(returned):
+            finished = local.graph.call_function(bucket.finish, ())
+            for index, node in enumerate(nodes):
+                reduced[node] = local.graph.call_function(getitem, (finished, index))
+        size = sum(value.numel() * value.element_size() for value in values)
+        started.meta["move"] = Move(
+            kind="all_reduce",
+            value=", ".join(names[node] for node in nodes),
+            bytes=size,
+            sent_bytes=reduced_bytes(size, mesh.size),
+            line=str(nodes[-1].meta.get("line", "")),
+            reason=f"{len(nodes)} gradients" if len(nodes) > 1 else "a gradient",
+            overlapped=True,
+        )
+    outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)
+    returned.args = (tuple(node for node, _ in outputs),)
+    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending=())
+
+
+def written_in_place(graph: fx.Graph, node: fx.Node, bucket: Bucket, index: int) -> bool:
+    """Let a gradient that is a product of matrices be written where it travels from; False if it is another."""
+    if node.target not in PRODUCTS or len(node.users) > 1:
+        return False
+    with graph.inserting_before(node):
+        slot = graph.call_function(bucket.slot, (index,))
+    node.target = PRODUCTS[node.target]
+    node.kwargs = {"out": slot}
+    return True
+
+
+def buckets(pending: Sequence[fx.Node], gradients: Mapping[fx.Node, fx.Node]) -> list[list[fx.Node]]:
+    """Gradients in the order in which they are computed, in groups of one dtype and of limited size."""
+    groups: list[list[fx.Node]] = []
+    filled, kind = 0, None
+    for node in pending:
+        value: Any = gradients[node].meta["val"]
+        size = value.numel() * value.element_size()
+        limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
+        if not groups or kind != value.dtype or filled + size > limit:
+            groups.append([])
+            filled, kind = 0, value.dtype
+        groups[-1].append(node)
+        filled += size
+    return groups

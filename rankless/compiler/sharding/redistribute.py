@@ -1,0 +1,140 @@
+"""Redistributions: what it takes to bring a value from one placement to another, and what that costs."""
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import fx
+
+from rankless.collectives import tensor_collectives
+from rankless.compiler.ir import local_kernels
+from rankless.compiler.rules.pattern import is_sum
+from rankless.compiler.tracing.symbolic_sizes import known
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.placement import Partial, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """One collective of a program, with the line of the script that it serves.
+
+    `bytes` is the size of the whole value; `sent_bytes` what one worker sends, when the collective goes round a ring.
+    """
+
+    kind: str
+    value: str
+    bytes: int
+    sent_bytes: int
+    line: str
+    reason: str
+    overlapped: bool = False
+    """Whether it travels while the program goes on."""
+
+
+def bytes_of(node: fx.Node) -> int:
+    """The size of a logical value."""
+    value = node.meta["val"]
+    return int(known(value.numel()) * value.element_size())
+
+
+def cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
+    """Bytes that move, roughly, from one placement to another; infinite where there is no way."""
+    if source == target:
+        return 0
+    match source, target:
+        case Replicate(), Shard() | Replicate():
+            return 0
+        case Replicate(), Partial():
+            return 0 if is_sum(target) else inf
+        case Shard(), Replicate():
+            return size
+        case Shard(), Shard():
+            return size / ranks if source.dim != target.dim else size
+        case Partial(), Replicate():
+            return 2 * size
+        case Partial(), Shard():
+            return size if is_sum(source) else 2 * size
+    return inf
+
+
+def reduced_bytes(size: int, ranks: int) -> int:
+    """What one worker sends when a value is summed round a ring: each part goes round twice, but for one place."""
+    return 2 * size * (ranks - 1) // ranks
+
+
+class Collective:
+    """A collective as a step of a local program: a function of one tensor, and of lengths, that knows its mesh."""
+
+    def __init__(self, mesh: Mesh, source: Placement, target: Placement) -> None:
+        self.mesh = mesh
+        self.source = source
+        self.target = target
+        self.__name__ = self.kind
+
+    @property
+    def kind(self) -> str:
+        """The name of what moves the value."""
+        match self.source, self.target:
+            case Shard(), Shard():
+                return "all_to_all"
+            case Shard(), _:
+                return "all_gather"
+            case _, Shard():
+                return "reduce_scatter"
+        return "all_reduce"
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """The shard lengths before and after, where there are any: they may vary from call to call."""
+        return tuple(item.lengths for item in (self.source, self.target) if isinstance(item, Shard))
+
+    def sent_bytes(self, size: int) -> int:
+        """What one worker sends for a whole value of `size` bytes; a gathering's pieces are padded to the longest."""
+        source, target, ranks = self.source, self.target, self.mesh.size
+        if isinstance(source, Shard) and isinstance(target, Shard):
+            return size * (ranks - 1) // ranks**2
+        if isinstance(source, Shard):
+            lengths = [int(known(length)) for length in source.lengths]
+            return size * max(lengths) * (ranks - 1) // max(1, sum(lengths))
+        if not is_sum(source) and not isinstance(target, Shard):
+            return size * (ranks - 1)
+        return reduced_bytes(size, ranks)  # a reduce_scatter is an all_reduce, of which each worker keeps its part
+
+    def __call__(self, value: torch.Tensor, *lengths: tuple[int, ...]) -> torch.Tensor:
+        """Move this rank's piece; `lengths` are those of `self.lengths` in the present call."""
+        source, target = self.source, self.target
+        if isinstance(source, Shard) and isinstance(target, Shard):
+            return tensor_collectives.all_to_all(
+                value,
+                mesh=self.mesh,
+                from_dim=source.dim,
+                from_lengths=lengths[0],
+                to_dim=target.dim,
+                to_lengths=lengths[1],
+            )
+        if isinstance(source, Shard):
+            return tensor_collectives.all_gather(value, mesh=self.mesh, dim=source.dim, lengths=lengths[0])
+        if isinstance(target, Shard):
+            return tensor_collectives.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=lengths[0])
+        if isinstance(source, Partial) and not is_sum(source):
+            everyone = tensor_collectives.all_gather(
+                value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size
+            )
+            return local_kernels.extreme_of(everyone, source.reduce_op)
+        return tensor_collectives.all_reduce(value, mesh=self.mesh)
+
+
+class StackedGather:
+    """Equal pieces of all ranks along a new dim 0, as a step of a local program."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.__name__ = "all_gather"
+
+    def sent_bytes(self, size: int) -> int:
+        """What one worker sends for `size` bytes of all ranks together."""
+        return size * (self.mesh.size - 1) // self.mesh.size
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        """Gather this rank's piece with the others'."""
+        return tensor_collectives.all_gather(value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size)

@@ -1,0 +1,38 @@
+"""Calls of PyTorch's functions while a job is captured: what they are given is noted, what they do is not watched."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+
+from rankless.compiler.tracing.plain_values import SIMPLE
+
+
+def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], profile: Any) -> Any:
+    """Call a function of PyTorch's; if it is given Python code of the user's, that is watched by `profile`."""
+    if profile is None or not any(map(is_called_back, (*args, *kwargs.values()))):
+        return function(*args, **kwargs)
+    sys.setprofile(profile)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+
+
+def is_called_back(argument: Any) -> bool:
+    """Whether an argument may be Python code of the user's."""
+    return callable(argument) and not isinstance(argument, type)
+
+
+def plain_parts(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The plain values among a call's arguments, as text, and of others their type."""
+    parts: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, tuple | list):
+            parts.append(plain_parts(tuple(argument)))
+        elif isinstance(argument, numpy.ndarray):
+            parts.append(argument.tobytes())
+        else:
+            parts.append(repr(argument) if isinstance(argument, SIMPLE) else type(argument).__name__)
+    return tuple(parts)

@@ -1,0 +1,96 @@
+"""What Horovod's own launcher, or one that does as it does (Ray's, Spark's), tells a process that it has started."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from rankless.errors import JoinError
+from rankless.records.elastic_messages import Seat
+
+ADDRESS = "GLOO_RENDEZVOUS_ADDR"
+PORT = "GLOO_RENDEZVOUS_PORT"
+START_SECONDS = 600.0
+LAST_PORT = 65535
+
+
+class HorovodWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a job that another launcher has started by Horovod's ways."""
+
+    rank: int
+    world_size: int
+    address: str
+    """Of the launcher's HTTP key-value server."""
+    port: int
+    seat: Seat | None = None
+    """None where the launcher has not told all of it."""
+    interface: str | None = None
+    """The network card by which the ranks are to talk, if the launcher has named one."""
+    timeout_seconds: float = START_SECONDS
+    """How long the ranks may take to come together."""
+
+
+def horovod_worker(variables: Mapping[str, str]) -> HorovodWorker | None:
+    """What Horovod's variables, given without `HOROVOD_`, say; None where they name no server to meet at.
+
+    Raises JoinError for what cannot be meant, and for a worker of an elastic job.
+    """
+    address = variables.get(ADDRESS)
+    if not address:
+        return None
+    _refuse_elastic(variables)
+    told = {name: _whole_number(name, variables) for name in ("RANK", "SIZE", PORT)}
+    rank, size, port = told.values()
+    if not rank < size:
+        raise _unreadable("RANK", f"a rank below HOROVOD_SIZE={size}", variables)
+    if not 0 < port <= LAST_PORT:
+        raise _unreadable(PORT, f"a port from 1 to {LAST_PORT}", variables)
+    return HorovodWorker(
+        rank=rank,
+        world_size=size,
+        address=address,
+        port=port,
+        seat=seat_of_variables(variables),
+        interface=variables.get("GLOO_IFACE") or None,
+        timeout_seconds=_seconds(variables.get("START_TIMEOUT", "")),
+    )
+
+
+def _refuse_elastic(variables: Mapping[str, str]) -> None:
+    if variables.get("ELASTIC", "0") not in ("", "0"):
+        raise JoinError(
+            expected="a worker of `rankless horovodrun`, which gives elastic jobs their rounds",
+            found="HOROVOD_ELASTIC=1 and a server at HOROVOD_GLOO_RENDEZVOUS_ADDR: an elastic job of another launcher",
+            fix="start it by `rankless horovodrun --min-np …`, with the same options; "
+            "or by the other launcher without --min-np and --host-discovery-script",
+        )
+
+
+def seat_of_variables(variables: Mapping[str, str]) -> Seat | None:
+    """The seat that a launcher has told; None where it has not told all of it. Raises JoinError if one is no number."""
+    names = [name.upper() for name in Seat.__struct_fields__]
+    if not all(name in variables for name in names):
+        return None
+    return Seat(**{name.lower(): _whole_number(name, variables) for name in names})
+
+
+def _whole_number(name: str, variables: Mapping[str, str]) -> int:
+    value = variables.get(name, "")
+    if not (value.isascii() and value.isdigit()):
+        raise _unreadable(name, "a number, as horovodrun sets it", variables)
+    return int(value)
+
+
+def _unreadable(name: str, expected: str, variables: Mapping[str, str]) -> JoinError:
+    found = repr(variables[name]) if name in variables else "nothing"
+    return JoinError(
+        expected=f"in HOROVOD_{name} {expected}",
+        found=found,
+        fix=f"start the processes by one launcher; or unset HOROVOD_{ADDRESS}, if none has started this one",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return START_SECONDS

@@ -1,0 +1,196 @@
+"""The hosts of a job: from a list, a file or code; which of them this one is."""
+
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import psutil  # type: ignore[import-untyped]  # it has no stubs
+
+from rankless.errors import ConfigError
+
+DEFAULT_PORT = 9988
+
+_ITEM = re.compile(r"^(?:(?P<user>[^@\[\]:]+)@)?(?P<address>\[[0-9A-Fa-f:.%\w]+\]|[^@\[\]:]+)(?::(?P<workers>[^:]*))?$")
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine of the job, by the name or address under which the others reach it."""
+
+    address: str
+    workers: int
+    user: str | None = None
+    """As whom ssh logs in there; None leaves it to ssh."""
+
+    def __str__(self) -> str:
+        return self.address
+
+
+def parse_hosts(text: str, *, workers_per_host: int | None) -> tuple[Host, ...]:
+    """The hosts of `--hosts a:4,b:4`; `workers_per_host` is `-n`, for those without a number of their own."""
+    items = [item.strip() for item in text.split(",")]
+    found = []
+    for item in items:
+        match = _ITEM.match(item)
+        if match is None:
+            raise _unreadable(item, "--hosts as a:4,b:4, user@a:4 or [::1]:4")
+        found.append(_host(match["address"].strip("[]"), match["workers"], match["user"], workers_per_host, item))
+    return checked(found)
+
+
+def read_hostfile(path: str, *, workers_per_host: int | None) -> tuple[Host, ...]:
+    """The hosts of a file with lines as `host slots=N`; `#` begins a comment."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.partition("#")[0].split() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            expected="a file of hosts, one a line, as `10.0.0.1 slots=4`",
+            found=f"{path}: {getattr(error, 'strerror', None) or error}",
+            fix="check the path given to --hostfile",
+        ) from None
+    found = []
+    for words in filter(None, lines):
+        options = dict(word.partition("=")[::2] for word in words[1:])
+        user, _, address = words[0].rpartition("@")
+        slots = options.get("slots")
+        if slots is None and words[0].count(":") == 1:
+            address, _, slots = address.partition(":")
+        if set(options) - {"slots", "max_slots", "max-slots"}:
+            raise _unreadable(" ".join(words), f"lines as `10.0.0.1 slots=4` in {path}")
+        found.append(_host(address.strip("[]"), slots, user or None, workers_per_host, " ".join(words)))
+    if not found:
+        raise ConfigError(expected=f"hosts in {path}", found="none", fix="write one a line, as `10.0.0.1 slots=4`")
+    return checked(found)
+
+
+def hosts_of_settings(items: Sequence[Any], *, workers_per_host: int) -> tuple[Host, ...]:
+    """The hosts that a script names: strings, or OneFlow's `{"addr": …}`."""
+    found = []
+    for item in items:
+        address = item.get("addr") if isinstance(item, Mapping) else item
+        if not isinstance(address, str) or not address or (isinstance(item, Mapping) and set(item) != {"addr"}):
+            raise ConfigError(
+                expected='hosts=["10.7.0.1", {"addr": "10.7.0.2"}]: names or addresses',
+                found=repr(item),
+                fix="name each host by the address under which the others reach it",
+            )
+        found.append(_host(address.strip("[]"), None, None, workers_per_host, address))
+    return checked(found)
+
+
+def numbered_hosts(address: str, count: int, *, workers: int) -> tuple[Host, ...]:
+    """Hosts of which only the first one's address is known, and how many there are."""
+    names = [address.strip("[]"), *(f"host {number}" for number in range(1, count))]
+    return tuple(Host(address=name, workers=workers) for name in names)
+
+
+def checked(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """The hosts. Raises ConfigError for none, and for one that is named twice."""
+    if not hosts:
+        raise ConfigError(expected="at least one host", found="none", fix="name the hosts, as a:4,b:4")
+    addresses = [host.address for host in hosts]
+    twice = sorted({address for address in addresses if addresses.count(address) > 1})
+    if twice:
+        raise ConfigError(
+            expected="each host once",
+            found=f"{twice[0]} {addresses.count(twice[0])} times",
+            fix=f"name it once, with the number of its workers: {twice[0]}:{sum_of(hosts, twice[0])}",
+        )
+    return tuple(hosts)
+
+
+def sum_of(hosts: Sequence[Host], address: str) -> int:
+    """How many workers all entries of one host have together."""
+    return sum(host.workers for host in hosts if host.address == address)
+
+
+def own_place(hosts: Sequence[Host]) -> int:
+    """Which of the hosts this one is, by its own addresses and names. Raises ConfigError if it is none, or two."""
+    own = own_addresses()
+    found = [place for place, host in enumerate(hosts) if addresses_of(host.address) & own]
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(map(str, hosts))
+    if not found:
+        outward = sorted(address for address in own if not is_loopback(address) and not address.startswith("fe80"))
+        raise ConfigError(
+            expected=f"this host among {listed}",
+            found=f"{socket.gethostname()}, with {', '.join(outward) or 'no address but loopback'}",
+            fix="list it by an address of its own, or start the job on a host of the list",
+        )
+    raise ConfigError(
+        expected="hosts that are different machines",
+        found=f"{' and '.join(str(hosts[place]) for place in found)}, which are both this one",
+        fix="name each machine once; a name that every host has for itself (localhost) names none",
+    )
+
+
+def own_addresses() -> frozenset[str]:
+    """The addresses of this host's network interfaces, without zones."""
+    families = {socket.AF_INET, socket.AF_INET6}
+    cards = psutil.net_if_addrs().values()
+    found = {item.address.partition("%")[0] for items in cards for item in items if item.family in families}
+    return frozenset(found | {"127.0.1.1"})
+
+
+def addresses_of(name: str) -> frozenset[str]:
+    """The addresses that a name has; none where it has none."""
+    with suppress(OSError, UnicodeError):
+        return frozenset(str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(name, None))
+    return frozenset()
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means this host to itself alone."""
+    return address.startswith("127.") or address == "::1"
+
+
+def is_here(name: str) -> bool:
+    """Whether a host's name, perhaps with a user before it, means this machine."""
+    found = addresses_of(name.rpartition("@")[2])
+    return bool(found & own_addresses()) or (bool(found) and all(map(is_loopback, found)))
+
+
+def interface_towards(address: str) -> tuple[str, str]:
+    """The name of the network interface whose way leads to `address`, and this host's own address on it.
+
+    Raises OSError if no way leads there.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)  # sends nothing: it asks the kernel for the way
+        own = str(probe.getsockname()[0]).partition("%")[0]
+    return interface_of(own), own
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has an address of this host. Raises OSError if none has."""
+    for name, items in psutil.net_if_addrs().items():
+        if any(item.address.partition("%")[0] == address for item in items):
+            return str(name)
+    raise OSError(f"no interface has the address {address}")
+
+
+def _host(address: str, workers: str | None, user: str | None, workers_per_host: int | None, item: str) -> Host:
+    if workers is None or workers == "":
+        count = 1 if workers_per_host is None else workers_per_host
+    elif workers.isdigit() and int(workers) > 0:
+        count = int(workers)
+        if workers_per_host not in (None, count):
+            raise ConfigError(
+                expected="one number of workers for each host",
+                found=f"{item}, and -n {workers_per_host}",
+                fix="leave -n away, or the number of the host",
+            )
+    else:
+        raise _unreadable(item, "a number of workers from 1 up, as a:4")
+    if not address:
+        raise _unreadable(item, "a name or an address")
+    return Host(address=address, workers=count, user=user)
+
+
+def _unreadable(item: str, expected: str) -> ConfigError:
+    return ConfigError(expected=expected, found=repr(item), fix="write each host as NAME or NAME:WORKERS")

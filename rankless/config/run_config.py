@@ -1,0 +1,261 @@
+"""The two plans: one for a whole run, one for each of its workers."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from rankless.config.elastic import Elastic
+from rankless.config.fleetrun import Fleet
+from rankless.config.horovodrun import Horovod
+from rankless.config.hosts import DEFAULT_PORT, Host
+from rankless.config.torchrun import Foreign, Hosts
+
+ProgramKind = Literal["script", "module", "code", "command"]
+ShowChoice = Literal["first", "all"]
+Precision = Literal["float64"]
+NOT_YET = -1
+Way = Literal["ssh", "hand", "script"]
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's program: a script's path, a module's name (`-m`), code (`-c`), or any command that is no Python."""
+
+    kind: ProgramKind
+    target: str
+    arguments: tuple[str, ...] = ()
+    has_macros: bool = False
+    """Whether `${local_rank}` in an argument means the worker's number."""
+
+
+class InspectedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A job call of which every value is to be written down: the `call`-th of the job, from 1."""
+
+    job: str
+    call: int
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run leaves behind, beside its recording, for those who look at it; and how soon it ends."""
+
+    stop_after_steps: int | None = None
+    """End the script, as `sys.exit(0)` would, after so many training steps."""
+    programs: str | None = None
+    """A folder into which the jobs' programs are written (for `rankless plan`), or None."""
+    inspected: InspectedCall | None = None
+    is_twin: bool = False
+    """The script is plain PyTorch, and recorded by its optimizers' steps instead of by jobs."""
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The hosts of a job that has several, and how they come together."""
+
+    hosts: tuple[Host, ...]
+    """In the order of their ranks; host 0 plans, shows and saves."""
+    place: int
+    """This host's; NOT_YET until host 0 has numbered it."""
+    port: int = DEFAULT_PORT
+    """On which host 0's agent listens."""
+    way: Way = "ssh"
+    """How the agents of the other hosts are started: by ssh from host 0; or each by hand, and the token is in a file
+    that each has, or (by script) is brought to them by ssh from host 0.
+    """
+    is_listed: bool = True
+    """Whether every host knows all the others' addresses; else only host 0's, and how many there are."""
+    insecure: bool = False
+    """Let whoever reaches the port join: there is no token."""
+    join_timeout_seconds: float = 60.0
+    copies: bool = False
+    """Send the script to hosts that have another one."""
+    variables: Mapping[str, str] = {}
+    """Of the environment, on every host; by ssh only."""
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    """None leaves both to ssh."""
+
+
+class JobStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What host 0 decides once all hosts are there, the same for all of them."""
+
+    run_id: str
+    seed: int | None
+    workers: tuple[int, ...]
+    """On each host."""
+    backend: Literal["gloo", "nccl"]
+    master_address: str
+    master_port: int
+    store_address: str
+    store_port: int
+    addresses: tuple[str, ...] = ()
+    """Of each host, the numeric one by which its way to host 0 leads; none if there is only one host."""
+    rendezvous_port: int | None = None
+    """Where, at `store_address`, the ranks of a real Horovod find each other; None where none is expected."""
+    endpoints: tuple[str, ...] = ()
+    """HOST:PORT of every rank, for a program that was written for Paddle's launcher."""
+    recording: str | None = None
+    perturbation_seed: int | None = None
+    dtype: Precision | None = None
+    watch: Watch = Watch()
+
+    @property
+    def world_size(self) -> int:
+        """How many workers the job has."""
+        return sum(self.workers)
+
+    def first_rank(self, place: int) -> int:
+        """The rank of a host's first worker."""
+        return sum(self.workers[:place])
+
+    def host_of(self, rank: int) -> int:
+        """The place of the host on which a rank runs."""
+        return next(place for place in range(len(self.workers)) if rank < self.first_rank(place + 1))
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user asks for; `config.validation.make_run_config` makes a `RunConfig` of it."""
+
+    worker_count: int
+    devices: str | None = None
+    """"cpu", or GPU numbers as "0,1"; without it each worker gets a GPU if the host has any, else the CPU."""
+    threads: int | None = None
+    """Per worker; without it the cores are shared out evenly."""
+    seed: int | None = None
+    """Without it one is drawn."""
+    log_folder: str = "log"
+    show: ShowChoice = "first"
+    warm: bool = True
+    progress: bool = True
+    recording: str | None = None
+    perturbation_seed: int | None = None
+    dtype: Precision | None = None
+    watch: Watch = Watch()
+    hosts: Hosts = Hosts()
+    foreign: Foreign | None = None
+    fleet: Fleet | None = None
+    horovod: Horovod | None = None
+    cluster: Cluster | None = None
+    """None: this host alone."""
+    elastic: Elastic | None = None
+    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
+    hang_timeout_seconds: float | None = None
+    """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the agent needs to run one job on this host."""
+
+    program: Program
+    worker_count: int
+    devices: tuple[str, ...]
+    """One torch device name per worker, as "cpu" or "cuda:0"; two workers may share one."""
+    threads_per_worker: int
+    log_folder: str
+    """The folder under which a new folder per run is made."""
+    show: ShowChoice = "first"
+    warm: bool = True
+    """Fork the workers from a parent that has imported torch; False starts plain processes."""
+    seed: int | None
+    """Every worker's generators start from it; None: from seeds of their own, as separate processes' do."""
+    recording: str | None = None
+    """A folder into which each worker records its job results (for `rankless verify`), or None."""
+    perturbation_seed: int | None = None
+    """Set only for `verify`'s noise-floor run: gradients are disturbed in their last bit, drawn from this
+    seed.
+    """
+    dtype: Precision | None = None
+    """What jobs compute in, whatever the script says; None leaves it to the script."""
+    watch: Watch = Watch()
+    progress: bool = True
+    hosts: Hosts = Hosts()
+    foreign: Foreign | None = None
+    fleet: Fleet | None = None
+    horovod: Horovod | None = None
+    cluster: Cluster | None = None
+    """None: this host alone."""
+    elastic: Elastic | None = None
+    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
+    hang_timeout_seconds: float | None = None
+    """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
+    request: RunRequest
+    """What was asked for: each host makes a plan of its own of it."""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one worker is told. It travels in one environment variable, beside torchrun's own."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: str
+    threads: int
+    backend: Literal["gloo", "nccl"]
+    master_address: str
+    master_port: int
+    run_id: str
+    seed: int | None
+    log_file: str
+    error_log_file: str | None = None
+    """Where standard error goes, if not to the log file too."""
+    recording: str | None = None
+    perturbation_seed: int | None = None
+    dtype: Precision | None = None
+    watch: Watch = Watch()
+    progress: bool = True
+    """Send progress records up."""
+    records_descriptor: int | None = None
+    """The inherited socket on which records go up."""
+    store_descriptor: int | None = None
+    """Rank 0 only: an inherited socket that listens already, on which it serves the store that all ranks
+    meet at.
+    """
+    interface: str | None = None
+    """The network interface by which other hosts are reached; None where all workers are on this one."""
+    host: int = 0
+    """The place of its host among the job's."""
+    host_count: int = 1
+    store_address: str = "127.0.0.1"
+    store_port: int | None = None
+    whereabouts_descriptor: int | None = None
+    """The inherited memory in which it writes its steps, and, asked, its stacks; None where nobody looks."""
+    rounds_descriptor: int | None = None
+    """The inherited socket to the driver of an elastic job."""
+    process_id: int | None = None
+    """The worker's own; a child of it inherits the environment but is not the worker."""
+
+
+class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as its parent starts it."""
+
+    config: WorkerConfig
+    environment: dict[str, str | None]
+    """Variables to set, or to remove, on top of the parent's own."""
+
+
+class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the parent of the workers is told. It comes in through its standard input, as JSON."""
+
+    program: Program
+    warm: bool
+    workers: tuple[WorkerLaunch, ...]
+    other_hosts: tuple[str, ...] = ()
+    """The addresses of the job's other hosts, where they are known."""
+    lifeline_descriptor: int
+    records_descriptor: int
+    store_descriptor: int | None
+    orders_descriptor: int | None = None
+    """The socket on which further workers are ordered, in an elastic job."""
+
+    def descriptors(self) -> list[int]:
+        """Those that the parent is to inherit, under these numbers."""
+        pages = (launch.config.whereabouts_descriptor for launch in self.workers)
+        sockets = (self.lifeline_descriptor, self.records_descriptor, self.store_descriptor, self.orders_descriptor)
+        return [descriptor for descriptor in (*sockets, *pages) if descriptor is not None]
+
+
+class ForkServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a fork server is told at its start, as `HostConfig` is."""
+
+    connection_descriptor: int
+    with_jobs: bool
+    """Whether the programs of its runs call jobs."""

@@ -1,0 +1,112 @@
+"""The source of a user's program: read, never run."""
+
+import ast
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator
+
+from rankless.config.run_config import Program
+
+MOST_FILES = 100
+
+
+def program_file(program: Program) -> str | None:
+    """The Python file that runs first, or None where there is none to be read."""
+    if program.kind == "script":
+        return program.target if os.path.isfile(program.target) else None
+    return _module_file(program.target, [os.getcwd(), *sys.path], runs=True) if program.kind == "module" else None
+
+
+def names_rankless(program: Program) -> bool:
+    """Whether the text of the program, or of what it imports from beside it, names Rankless."""
+    return _names(program, "rankless")
+
+
+def names_horovod(program: Program) -> bool:
+    """Whether it names Horovod."""
+    return _names(program, "horovod")
+
+
+def _names(program: Program, word: str) -> bool:
+    if program.kind == "code":
+        return word in program.target
+    return any(word.encode() in text for text, _ in _own_files(program))
+
+
+def own_syntax(program: Program) -> Iterator[ast.Module]:
+    """The syntax trees of the program's first file and of what it imports from beside it, as far as they can be read.
+
+    Nothing is imported: a package's own code might do anything.
+    """
+    return (tree for _, tree in _own_files(program) if tree is not None)
+
+
+def _own_files(program: Program) -> Iterator[tuple[bytes, ast.Module | None]]:
+    """Text and, if it can be read, syntax of the first file, and then of what it imports from beside it."""
+    first = program_file(program)
+    if first is None:
+        return
+    # Where Python looks first: beside a script, and in the current folder for a module.
+    root = os.getcwd() if program.kind == "module" else os.path.dirname(os.path.realpath(first))
+    waiting, known = [first], {os.path.realpath(first)}
+    while waiting:
+        path = waiting.pop(0)
+        text = _text(path)
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError):
+            yield text, None
+            continue
+        yield text, tree
+        for found in _imported(tree, path, root):
+            if os.path.realpath(found) not in known and len(known) < MOST_FILES:
+                known.add(os.path.realpath(found))
+                waiting.append(found)
+
+
+def _imported(tree: ast.Module, path: str, root: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names: list[str] = []
+        base = root
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = os.path.join(os.path.dirname(path), *[os.pardir] * (node.level - 1))
+            start = [node.module] if node.module else []
+            names = [*start, *(".".join([*start, alias.name]) for alias in node.names)]
+        for name in names:
+            found = _module_file(name, [base])
+            if found is not None:
+                yield found
+
+
+def _module_file(name: str, path: list[str], *, runs: bool = False) -> str | None:
+    """The source file of a module found on `path`; with `runs`, of a package what `python -m` runs."""
+    parts, places = name.split("."), path
+    found = None
+    for number in range(len(parts)):
+        try:
+            found = importlib.machinery.PathFinder.find_spec(".".join(parts[: number + 1]), places)
+        except (ImportError, ValueError):
+            return None
+        if found is None:
+            return None
+        places = list(found.submodule_search_locations or [])
+        if not places and number + 1 < len(parts):
+            return None
+    for folder in places if runs else ():
+        main = os.path.join(folder, "__main__.py")
+        if os.path.isfile(main):
+            return main
+    origin = None if found is None else found.origin
+    return origin if origin is not None and origin.endswith(".py") else None
+
+
+def _text(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""

@@ -1,0 +1,147 @@
+"""All checks of what `rankless run` was asked for, before any process starts."""
+
+import glob
+import importlib.util
+import os
+import secrets
+import shutil
+from typing import Literal
+
+from rankless.config.elastic import check_elastic
+from rankless.config.environment import user_hang_timeout, user_threads, user_visible_devices
+from rankless.config.run_config import Program, RunConfig, RunRequest
+from rankless.config.script_source import names_rankless
+from rankless.errors import ConfigError
+
+
+def make_run_config(program: Program, request: RunRequest) -> RunConfig:
+    """A plan that can be run; raises `ConfigError` for one that cannot."""
+    threads, seed, cluster = request.threads, request.seed, request.cluster
+    count = request.worker_count if cluster is None else cluster.hosts[cluster.place].workers
+    if request.elastic is not None:
+        # Its hosts come and go: the driver makes what is for one host, as it starts workers there.
+        check_elastic(request.elastic, request.worker_count)
+        count, cluster = request.worker_count, None
+    if cluster is not None and len(cluster.hosts) == 1:
+        cluster = None
+    if count < 1:
+        raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
+    if threads is not None and threads < 1:
+        raise ConfigError(expected="at least 1 thread per worker", found=threads, fix="give --threads 1 or more")
+    steps = request.watch.stop_after_steps
+    if steps is not None and steps < 1:
+        raise ConfigError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
+    check_program(program)
+    # Somebody else's program draws its own random numbers in each process; one that names Rankless wants ours.
+    is_apart = request.recording is None and (request.horovod is not None or not names_rankless(program))
+    return RunConfig(
+        program=program,
+        worker_count=count,
+        devices=choose_devices(request.devices, worker_count=count),
+        threads_per_worker=threads or user_threads() or max(1, core_count() // count),
+        log_folder=request.log_folder,
+        show=request.show,
+        warm=request.warm,
+        seed=seed if seed is not None else None if is_apart else secrets.randbelow(2**32),
+        recording=request.recording,
+        perturbation_seed=request.perturbation_seed,
+        dtype=request.dtype,
+        watch=request.watch,
+        progress=request.progress,
+        hosts=request.hosts,
+        foreign=request.foreign,
+        fleet=request.fleet,
+        horovod=request.horovod,
+        cluster=cluster,
+        elastic=request.elastic,
+        hang_timeout_seconds=hang_timeout(request),
+        request=request,
+    )
+
+
+def hang_timeout(request: RunRequest) -> float | None:
+    """How long the job may stand still, in seconds: the option's, or RANKLESS_HANG_TIMEOUT's. Raises ConfigError."""
+    seconds, given = request.hang_timeout_seconds, user_hang_timeout()
+    if seconds is None and given is not None:
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = -1.0
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        raise ConfigError(
+            expected="seconds without progress after which a job is ended, or 0 for never",
+            found=seconds if request.hang_timeout_seconds is not None else f"RANKLESS_HANG_TIMEOUT={given}",
+            fix="give --hang-timeout a number from 0 up, or leave it away: what is usual for the job is then learned",
+        )
+    return seconds
+
+
+def check_program(program: Program) -> None:
+    """Raise `ConfigError` unless the program is there to be run."""
+    target = program.target
+    if program.kind == "script" and not os.path.isfile(target):
+        raise ConfigError(
+            expected="a Python script",
+            found=f"a folder, {target}" if os.path.isdir(target) else f"no file {target} in {os.getcwd()}",
+            fix="check the path; a module is run by -m NAME, code by -c CODE",
+        )
+    if program.kind == "script" and not os.access(target, os.R_OK):
+        raise ConfigError(expected=f"to be allowed to read {target}", found="not allowed", fix=f"chmod u+r {target}")
+    if program.kind == "command" and shutil.which(target) is None:
+        raise ConfigError(
+            expected=f"a command {target}",
+            found="none of that name that may be executed, here or on PATH",
+            fix=f"check the name; a file here is ./{target}, and needs chmod +x",
+        )
+    if program.kind == "module" and not _module_may_exist(target.partition(".")[0]):
+        raise ConfigError(
+            expected=f"a module {target}",
+            found="no such module here or among the installed packages",
+            fix="check the name; run from the folder that holds it; a script is run without -m",
+        )
+
+
+def choose_devices(wish: str | None, *, worker_count: int) -> tuple[str, ...]:
+    """One torch device name per worker, numbered as CUDA numbers the GPUs that are visible now."""
+    if wish == "cpu":
+        return ("cpu",) * worker_count
+    present = count_gpus()
+    if wish is None:
+        return tuple(f"cuda:{rank % present}" for rank in range(worker_count)) if present else ("cpu",) * worker_count
+    numbers = [number.strip().removeprefix("cuda:") for number in wish.split(",")]
+    if not all(number.isdigit() for number in numbers):
+        raise ConfigError(expected="--devices cpu, or GPU numbers as 0,1", found=wish, fix="correct --devices")
+    absent = [number for number in numbers if int(number) >= present]
+    if absent:
+        raise ConfigError(
+            expected=f"GPU {', '.join(absent)} on this host",
+            found=f"{present} GPUs" if present != 1 else "1 GPU, number 0",
+            fix="use --devices cpu" if not present else f"use --devices with numbers below {present}",
+        )
+    return tuple(f"cuda:{int(numbers[rank % len(numbers)])}" for rank in range(worker_count))
+
+
+def choose_backend(devices: tuple[str, ...]) -> Literal["gloo", "nccl"]:
+    """NCCL where every worker has a GPU of its own; it refuses two on one GPU, so Gloo elsewhere."""
+    on_gpus = all(device.startswith("cuda") for device in devices)
+    return "nccl" if on_gpus and len(set(devices)) == len(devices) else "gloo"
+
+
+def count_gpus() -> int:
+    """How many NVIDIA GPUs are visible, asked without CUDA: the driver's device files."""
+    files = glob.glob("/dev/nvidia[0-9]*")
+    visible = user_visible_devices()
+    return len(files) if visible is None else min(len(files), len(visible))
+
+
+def core_count() -> int:
+    """How many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _module_may_exist(name: str) -> bool:
+    here = os.path.join(os.getcwd(), name)
+    return os.path.isfile(here + ".py") or os.path.isdir(here) or importlib.util.find_spec(name) is not None

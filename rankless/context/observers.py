@@ -1,0 +1,61 @@
+"""The observers that a run may attach to its jobs: recorders for `rankless verify` and `rankless plan`.
+
+Jobs and loaders call them through these protocols, so that they import no recorder.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class JobRecorder(Protocol):
+    """Records job results and training steps for `rankless verify`."""
+
+    def register(self, name: str, module: nn.Module) -> str:
+        """Add a model whose parameters are recorded, and return the name under which they are recorded."""
+        ...
+
+    def record_call(self, *, job: str, line: str, results: Any) -> None:
+        """Record the result of one job call."""
+        ...
+
+    def record_step(self, *, job: str, model: Mapping[str, nn.Module]) -> None:
+        """Record the parameters of a job's models after an optimizer step."""
+        ...
+
+    def finish(self, *, stopped: bool = False) -> None:
+        """Write the end of the recording."""
+        ...
+
+
+class ProgramObserver(Protocol):
+    """Receives the program of each job, for `rankless plan`."""
+
+    def record(self, job: Any, local: Any) -> None:
+        """Record the program of one job."""
+        ...
+
+    def finish(self, known: Iterable[Any]) -> None:
+        """Record which jobs exist, and close."""
+        ...
+
+
+class CallInspector(Protocol):
+    """Records every value of one job call, so that `rankless verify` can name the first value that differs."""
+
+    def begins(self, job: str) -> bool:
+        """Count a call of a job, and return whether it is the call to inspect."""
+        ...
+
+    def instrument(self, placed: Any, world: Any) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
+        """Return a placed program that also records its values."""
+        ...
+
+    def run_beside(self, job: Any, world: Any, arguments: Any) -> None:
+        """Record the values of the call on one worker, without side effects."""
+        ...
+
+    def record_plain(self, job: Any, result: Any) -> None:
+        """Record the results of the plain call on one worker."""
+        ...

@@ -1,0 +1,118 @@
+"""Collating samples: by PyTorch's own function, or by the user's, of which a part of the batch must be a part of all.
+
+Note [a part collated is a part]: in split reading each rank collates its own rows only. That is right if each row
+depends on its own sample alone, and stands where the sample stood. PyTorch's function does so. A user's function is
+tried on its first batches: given the samples in reverse with one of them twice, it must give the rows in reverse with
+one of them twice. One that sorts, mixes or normalises over the batch, or adds lists that are not per sample, does not.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate, default_convert, get_worker_info
+
+from rankless.data.batch_tree import PerSample, leaves_of, with_lists_marked
+from rankless.data.generators import drawn_between, generators_restored, process_states
+from rankless.data.reading import BatchRead, ReadingFailure, SamplesRead
+
+_TRIED_BATCHES = 3
+_WHOLE = 'pass reading="replicated": every rank then collates the whole batch as one device does'
+
+
+class Collation:
+    """The user's `collate_fn`, or PyTorch's own, around what a reader gives."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any] | None) -> None:
+        self.collate_fn = collate_fn
+        self._to_try = _TRIED_BATCHES
+
+    def __call__(self, read: SamplesRead | ReadingFailure) -> BatchRead | ReadingFailure:
+        """The batch; a failure passes through."""
+        if isinstance(read, ReadingFailure):
+            return read
+        if read.columns is not None:
+            return BatchRead(data=read.columns, request=read.request)
+        if read.request.rows is None:
+            convert = self.collate_fn or default_convert
+            return BatchRead(data=convert(read.batch), request=read.request)
+        if not read.request.divided:
+            collate = self.collate_fn or default_collate
+            return BatchRead(data=collate(read.samples), request=read.request)
+        data = default_collate(read.samples) if self.collate_fn is None else self._collated(read.samples)
+        if isinstance(data, ReadingFailure):
+            return data
+        return BatchRead(data=with_lists_marked(data, len(read.samples)), request=read.request)
+
+    def _collated(self, samples: Any) -> Any:
+        """The user's function's result for this rank's rows, once it is known to be the whole's rows."""
+        assert self.collate_fn is not None
+        tried = [*reversed(_copied(samples)), *_copied(samples[:1])] if self._to_try else None
+        before = process_states()
+        data = self.collate_fn(samples)
+        if drawn_between(before, process_states()):
+            return _refused("a collate_fn that draws random numbers, which each rank would draw for its own rows")
+        if tried is None:
+            return data
+        self._to_try -= 1
+        try:
+            with generators_restored({}):
+                again = self.collate_fn(tried)
+        except Exception as error:  # the function is foreign code, and has just done well with the samples in order
+            return _refused(f"a collate_fn that raised {type(error).__name__}: {error} on one sample more, in reverse")
+        different = _first_that_is_no_part(data, again, rows=len(samples))
+        if different is not None:
+            return _refused(
+                f"a collate_fn that makes {different} of the batch as a whole (it sorts, mixes or counts, say): with "
+                "the samples in reverse, and one of them twice, the rows are not"
+            )
+        return data
+
+
+def _refused(found: str) -> ReadingFailure:
+    failure = ReadingFailure(found=found, fix=_WHOLE)
+    if get_worker_info() is None:
+        raise failure.as_error()
+    return failure
+
+
+def _copied(samples: Any) -> list[Any]:
+    try:
+        copied: list[Any] = copy.deepcopy(samples)
+    except (TypeError, RuntimeError):  # samples that hold a file, say, or a tensor on its way through autograd
+        return [copy.copy(sample) for sample in samples]
+    return copied
+
+
+def _first_that_is_no_part(data: Any, again: Any, *, rows: int) -> str | None:
+    """The way to the first leaf whose rows did not follow their samples; leaves without rows are judged elsewhere."""
+    expected, found = (
+        dict(leaves_of(with_lists_marked(data, rows))),
+        dict(leaves_of(with_lists_marked(again, rows + 1))),
+    )
+    for path, leaf in expected.items():
+        other = found.get(path)
+        if isinstance(leaf, PerSample):
+            same = isinstance(other, PerSample) and _equal([*reversed(leaf.values), leaf.values[0]], other.values)
+        elif isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows:
+            same = isinstance(other, Tensor) and _same_bits(torch.cat([leaf.flip(0), leaf[:1]]), other)
+        else:
+            continue
+        if not same:
+            return path
+    return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(
+        left is right or bool(numpy.all(left == right)) for left, right in zip(one, other, strict=True)
+    )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return one.numel() == 0 or one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))

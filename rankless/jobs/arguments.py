@@ -1,0 +1,124 @@
+"""A job's arguments taken apart: tensors, which travel through the program, and plain values, which are part of it."""
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from rankless.compiler.capture.capture import ArgumentShape
+from rankless.data.logical_tensor import LogicalTensor
+from rankless.errors import CaptureError
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.placement import Placement, Replicate, Shard, split_lengths
+
+TENSOR = "tensor"
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The tensors of a call in order, and how to put a call together from others like them."""
+
+    tensors: tuple[Tensor, ...]
+    spec: pytree.TreeSpec
+    plain: tuple[Any, ...]
+    """One entry per leaf: `TENSOR` where a tensor was, else the leaf."""
+    batch_dims: tuple[int | None, ...] = ()
+    """The dim of each tensor that holds the batch; None for one that is not batch."""
+
+    def joined(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with the given tensors in place."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if leaf is TENSOR else leaf for leaf in self.plain]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def key(self, job: str) -> Hashable:
+        """What tells calls of different programs apart, as far as the arguments go."""
+        try:
+            hash(self.plain)
+        except TypeError as error:
+            kinds = {type(leaf).__name__ for leaf in self.plain if not isinstance(leaf, Hashable)}
+            raise CaptureError(
+                expected=f"tensors, numbers, text or None as arguments of job {job!r}, in any nesting",
+                found=f"arguments of type {', '.join(sorted(kinds)) or 'unhashable'}",
+                fix="pass tensors and plain values, or let the job read the object from its closure",
+            ) from error
+        return self.spec, self.plain, tuple([tensor.dtype for tensor in self.tensors])
+
+
+def leaf_names(function: Callable[..., Any], arguments: Arguments) -> list[str]:
+    """The argument of the function that each leaf of a call belongs to."""
+    return [name for name, _ in leaf_paths(function, arguments)]
+
+
+def leaf_paths(function: Callable[..., Any], arguments: Arguments) -> list[tuple[str, str]]:
+    """The argument of the function that each leaf of a call belongs to, and the way to it from there: "['ids'][0]"."""
+    parameters = inspect.signature(function).parameters
+    positional = [name for name, item in parameters.items() if item.kind in POSITIONAL]
+    variadic = [name for name, item in parameters.items() if item.kind is inspect.Parameter.VAR_POSITIONAL]
+    tree = pytree.tree_unflatten(list(arguments.plain), arguments.spec)
+    found = []
+    for path, _ in pytree.tree_flatten_with_path(tree)[0]:
+        rest = pytree.keystr(path[2:])
+        # Positional arguments are a tuple, those by keyword a dict.
+        match path[1]:
+            case pytree.SequenceKey(place) if place < len(positional):
+                found.append((positional[place], rest))
+            case pytree.SequenceKey(place):
+                found.append((variadic[0], f"[{place - len(positional)}]{rest}"))
+            case pytree.MappingKey(name):
+                found.append((name, rest))
+    return found
+
+
+def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
+    """A call's arguments; NumPy arrays become tensors, and tensors come to the model's device."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors: list[Tensor] = []
+    plain: list[Any] = []
+    for leaf in leaves:
+        value = torch.from_numpy(leaf) if isinstance(leaf, numpy.ndarray) else leaf
+        if isinstance(value, Tensor):
+            tensors.append(value if value.device == device else value.to(device))
+            plain.append(TENSOR)
+        else:
+            plain.append(value)
+    return Arguments(tuple(tensors), spec, tuple(plain), (0,) * len(tensors))
+
+
+def shapes_of(arguments: Arguments) -> list[ArgumentShape]:
+    """The logical shapes of the tensors."""
+    return [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments.tensors]
+
+
+def placements_of(arguments: Arguments, mesh: Mesh) -> tuple[Placement, ...]:
+    """How the tensors of a call lie."""
+    return tuple(
+        [placement_of(tensor, dim, mesh) for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)]
+    )
+
+
+def placement_of(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Placement:
+    """How an argument lies: a loader's batch as it was read; another tensor split on the dim that holds the batch,
+    if that is long enough.
+    """
+    if isinstance(argument, LogicalTensor):
+        return argument.placement
+    if batch_dim is None or argument.dim() <= batch_dim or argument.shape[batch_dim] < mesh.size:
+        return Replicate()
+    return Shard(batch_dim, split_lengths(argument.shape[batch_dim], mesh.size))
+
+
+def piece_of(argument: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+    """This rank's piece of an argument."""
+    if isinstance(argument, LogicalTensor):
+        return argument.local
+    if isinstance(placement, Shard):
+        return argument.narrow(placement.dim, placement.start(mesh.rank), placement.lengths[mesh.rank])
+    return argument

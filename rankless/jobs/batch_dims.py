@@ -1,0 +1,72 @@
+"""Which dim of a job's arguments holds the batch, where the script says so.
+
+It decides how a tensor is split, and so what a call costs; results are the same in any case.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from rankless.data.logical_tensor import LogicalTensor
+from rankless.errors import ConfigError, DataError
+from rankless.jobs.arguments import TENSOR, Arguments, leaf_names
+from rankless.parallel.placement import Shard
+
+
+class BatchDims:
+    """The marks of one job: argument names to dims, None for what is not batch. Others hold it in dim 0."""
+
+    def __init__(self, function: Callable[..., Any], marks: Mapping[str, int | None]) -> None:
+        self._parameters = inspect.signature(function).parameters
+        self._function = function
+        self._name = getattr(function, "__name__", "job")
+        self._marks = dict(marks)
+        self._leaves: dict[tuple[pytree.TreeSpec, tuple[bool, ...]], tuple[int | None, ...]] = {}
+        for name, dim in self._marks.items():
+            self._require_known(name)
+            if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
+                raise ConfigError(
+                    expected=f"batch_dims= of job {self._name!r} to give a dim counted from 0, or None for no batch",
+                    found=f"{name!r}: {dim!r}",
+                    fix="write the number of the dim that holds the samples",
+                )
+
+    def marked(self, arguments: Arguments) -> Arguments:
+        """The call with the dim of every tensor that holds the batch; raises `DataError` for a loader's batch that
+        is split on another.
+        """
+        is_tensor = tuple([leaf is TENSOR for leaf in arguments.plain])
+        key = arguments.spec, is_tensor
+        if key not in self._leaves:
+            names = leaf_names(self._function, arguments)
+            self._leaves[key] = tuple(
+                self._marks.get(name, 0) for name, there in zip(names, is_tensor, strict=True) if there
+            )
+        dims = self._leaves[key]
+        for tensor, dim in zip(arguments.tensors, dims, strict=True):
+            if (
+                isinstance(tensor, LogicalTensor)
+                and isinstance(tensor.placement, Shard)
+                and tensor.placement.dim != dim
+            ):
+                raise DataError(
+                    expected=f"batches of a loader in job {self._name!r} in dim {tensor.placement.dim}, where it "
+                    "collates the samples",
+                    found=f"batch_dims= says {dim} for a tensor of shape {list(tensor.shape)}",
+                    fix="leave the argument out of batch_dims, or collate samples in dim 0 and transpose in the job",
+                )
+        return replace(arguments, batch_dims=dims)
+
+    def _require_known(self, name: str) -> None:
+        open_ended = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in self._parameters.values())
+        if name in self._parameters or open_ended:
+            return
+        known = ", ".join(self._parameters) or "it has none"
+        raise ConfigError(
+            expected=f"batch_dims= to name arguments of job {self._name!r}: {known}",
+            found=repr(name),
+            fix="write the name that stands in the function's signature",
+        )

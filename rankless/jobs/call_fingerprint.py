@@ -1,0 +1,71 @@
+"""A job's call in a few bytes, by which ranks tell that they make the same one.
+
+Note [cheap digests]: a call's values are sampled: 256 pieces of 64 bytes of every tensor, spread evenly, or all of one
+that is no larger. Ranks that read different batches differ everywhere; the few that differ in one element only are
+found by `check_every`, which compares models. A batch of a loader is not looked at: its digest is that of the indices
+of all its samples, which every rank knows. Values on a GPU are not looked at either: that would wait for it.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankless.compiler.tracing.plain_values import SIMPLE
+from rankless.data.logical_tensor import LogicalTensor
+from rankless.jobs.arguments import TENSOR, Arguments, leaf_paths
+
+PIECES = 256
+PIECE_BYTES = 64
+GENERATOR = "state of torch's random generator"
+
+
+def call_text(job: str, call: int, arguments: Arguments) -> str:
+    """What a call is: the job, its number, the shapes of tensors, plain values."""
+    tensors = iter(arguments.tensors)
+    leaves = [tensor_text(next(tensors)) if leaf is TENSOR else plain_text(leaf) for leaf in arguments.plain]
+    return f"call {call} of job {job!r} with {', '.join(leaves) or 'no arguments'}"
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """A tensor's dtype and logical shape, as float32[8, 3]."""
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def plain_text(value: Any) -> str:
+    """A plain value; of what has an address in its text, only the type."""
+    return repr(value) if isinstance(value, SIMPLE) else type(value).__qualname__
+
+
+def names_of(function: Callable[..., Any], arguments: Arguments) -> list[str]:
+    """What the function calls its tensor arguments: "images", "batch['ids']"."""
+    paths = leaf_paths(function, arguments)
+    return [name + rest for (name, rest), leaf in zip(paths, arguments.plain, strict=True) if leaf is TENSOR]
+
+
+def digests_of(tensors: Sequence[Tensor]) -> list[int]:
+    """A digest of each tensor's values, equal on all ranks that are given the same."""
+    return [digest_of(tensor) for tensor in tensors]
+
+
+def digest_of(tensor: Tensor) -> int:
+    """A digest of a tensor's values; see the note at the top."""
+    if isinstance(tensor, LogicalTensor):
+        return tensor.identity
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return 0
+    plain = tensor.detach()
+    while not plain.is_contiguous() and plain.dim() > 1:
+        plain = plain[plain.shape[0] // 2]
+    data = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
+    if data.nbytes <= PIECES * PIECE_BYTES:
+        return zlib.crc32(data.data)
+    stride = data.nbytes // PIECES
+    return zlib.crc32(data[: stride * PIECES].reshape(PIECES, stride)[:, :PIECE_BYTES].tobytes())
+
+
+def generator_digest() -> int:
+    """A digest of the state of torch's generator on the CPU."""
+    return zlib.crc32(torch.default_generator.get_state().numpy().data)

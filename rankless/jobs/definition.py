@@ -1,0 +1,136 @@
+"""What a job is, before it runs anywhere."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rankless.errors import ConfigError
+from rankless.jobs.gradient_accumulation import Count
+
+View = Literal["consistent", "mirrored"]
+"""How a job sees several devices: as one, with whole tensors, or as a list with one element per device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepping:
+    """How a train job's gradients become a step: over how many calls, cut to which size, checked for what."""
+
+    accumulate: int = 1
+    """Calls per step."""
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    gradient_norm: bool = False
+    check_finite: bool = False
+    check_every: int | None = None
+    """Calls after which the models of all ranks are compared."""
+
+    @property
+    def measures_norm(self) -> bool:
+        """Whether every step measures the norm of the whole gradient."""
+        return self.gradient_norm or self.clip_norm is not None
+
+    def require_sound(self) -> None:
+        """Raise ConfigError for what cannot be meant."""
+        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
+            raise ConfigError(
+                expected="accumulate= as the number of calls that make one step, at least 1",
+                found=f"accumulate={self.accumulate!r}",
+                fix="pass a whole number, or leave it out for a step at each call",
+            )
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ConfigError(
+                expected="clip_norm= or clip_value=: which of two comes first would change the result",
+                found=f"clip_norm={self.clip_norm!r} and clip_value={self.clip_value!r}",
+                fix="choose one",
+            )
+        every = self.check_every
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise ConfigError(expected="check_every= as a number of calls, from 1 up", found=every, fix="leave it away")
+        for name in ("clip_norm", "clip_value"):
+            limit = getattr(self, name)
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+                raise ConfigError(
+                    expected=f"{name}= as a number above 0",
+                    found=f"{name}={limit!r}",
+                    fix="pass the largest norm (clip_norm=1.0) or the largest value (clip_value=0.5) that may stay",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDefinition:
+    """A function, the modules it may use, and the optimizers that make it a train job."""
+
+    name: str
+    function: Callable[..., Any]
+    modules: Mapping[str, nn.Module]
+    optimizers: tuple[Optimizer, ...] = ()
+    stepping: Stepping = field(default_factory=Stepping)
+    view: View = "consistent"
+    line: str
+
+    @property
+    def check_every(self) -> int | None:
+        """Compare the models of all ranks before every so many calls; None: only when there is a reason."""
+        return self.stepping.check_every
+
+    @property
+    def trains(self) -> bool:
+        """Whether a call makes a training step, or a part of one."""
+        return bool(self.optimizers)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a step is made of several calls."""
+        return self.trains and self.stepping.accumulate > 1
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all modules, tied ones once, and the optimizer's that stand in a module no longer."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        everywhere = [
+            *(module.parameters() for module in self.modules.values()),
+            *(group["params"] for group in groups),
+        ]
+        return list({id(item): item for some in everywhere for item in some}.values())
+
+    def stepped_parameters(self) -> list[Tensor]:
+        """The parameters that the optimizers step, once each, in the order of the modules."""
+        # A script clips `model.parameters()`: in another order the norm would round otherwise.
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        stepped = {id(item) for group in groups for item in group["params"]}
+        return [item for item in self.parameters() if id(item) in stepped]
+
+    def parameter_name(self, parameter: Tensor) -> str:
+        """A parameter's name in the script's words, as "model.head.weight"."""
+        for name, module in self.modules.items():
+            for path, known in module.named_parameters(prefix=name):
+                if known is parameter:
+                    return path
+        return f"a parameter of shape {list(parameter.shape)}"
+
+    def device(self, default: torch.device) -> torch.device:
+        """The device of the first parameter or buffer; `default` if there is none."""
+        for module in self.modules.values():
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                return tensor.device
+        return default
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call of a job gave, before any step."""
+
+    result: Any
+    loss: Tensor | None = None
+    """A train job's loss, as one number."""
+    counts: tuple[Count, ...] = ()
+    """What the loss was divided by, where calls are gathered into a step."""
+
+
+def without_gradient(leaf: Any) -> Any:
+    """A leaf of a result as the script gets it."""
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,314 @@
+"""Jobs: functions on whole batches that the system runs on one device or on many.
+
+On one device a job runs as the plain script would. On a mesh it is captured, placed, lowered and run (see `program`).
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Generic, ParamSpec, Self, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from rankless.compiler.capture.autocast import without_autocast
+from rankless.compiler.capture.refusals import as_the_script_raised_it
+from rankless.context.once import require_not_in_once
+from rankless.context.world import World, WorldSource
+from rankless.errors import ConfigError, RanklessError
+from rankless.jobs.arguments import taken_apart
+from rankless.jobs.batch_dims import BatchDims
+from rankless.jobs.consistent import Consistent
+from rankless.jobs.definition import JobDefinition, Stepping, View
+from rankless.jobs.mirrored import Mirrored
+from rankless.jobs.optimizer_step import Stepper, group_sizes, require_known_parameters
+from rankless.jobs.placeholders import Check, PerDevice, Placeholder, placeholders_of
+from rankless.jobs.plain import Plain
+from rankless.jobs.precision import cast_arguments, cast_job
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+class Job(Generic[Parameters, Result]):
+    """A function that trains (if it has an optimizer) or predicts on whole batches.
+
+    Calling it gives the whole result on every rank: tensors without gradient, plain values as they are.
+    """
+
+    def __init__(self, definition: JobDefinition, world: WorldSource) -> None:
+        functools.update_wrapper(self, definition.function)
+        self.definition = definition
+        self._world = world
+        self._view: Plain | Consistent | Mirrored | None = None
+        self._stepper: Stepper | None = None
+        self._stepped = False
+        self._group_sizes = group_sizes(definition)
+        self._batch_dims: BatchDims | None = None
+        placeholders = placeholders_of(definition.function, definition.name, definition.line)
+        self._check = Check(definition.function, placeholders, definition.line)
+        self._dtype: torch.dtype | None = None
+
+    def mark(self, batch_dims: Mapping[str, int | None], dtype: torch.dtype | None = None) -> Self:
+        """Say which dim of which argument holds the batch, None for one that is not batch, and the dtype where neither
+        a placeholder nor the function names one; the job itself.
+        """
+        if batch_dims:
+            self._batch_dims = BatchDims(self.definition.function, batch_dims)
+        if dtype is not None:
+            require_floating(dtype, self.definition.line)
+            self._dtype = dtype
+            self._check = replace(self._check, dtype=dtype)
+        return self
+
+    @property
+    def called(self) -> bool:
+        """Whether it has been called in this process."""
+        return self._view is not None
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        """Run the job on a whole batch; a train job also makes its optimizer's step.
+
+        Raises `CaptureError` on a mesh if the job cannot be one program.
+        """
+        world, job = self._world(), self.definition
+        require_not_in_once(world, f"job {job.name!r}")
+        if self._check.placeholders:
+            self._check(args, kwargs, recast=world.dtype is not None)
+        if self._view is None:
+            if world.dtype is not None:
+                cast_job(job, world.dtype)
+            self._view = view_of(job, world)
+        if job.trains and group_sizes(job) != self._group_sizes:
+            require_known_parameters(job)
+            self._group_sizes = group_sizes(job)
+        if world.recorder is not None:
+            for name, module in job.modules.items():
+                world.recorder.register(name, module)
+        arguments = taken_apart(args, kwargs, job.device(world.mesh.device))
+        if self._batch_dims is not None:
+            arguments = self._batch_dims.marked(arguments)
+        if world.dtype is not None:
+            arguments = cast_arguments(arguments, world.dtype)
+        try:
+            with default_dtype(world.dtype or self._dtype):
+                outcome = self._view.run(arguments)
+            if outcome.loss is not None:
+                with without_autocast(job.device(world.mesh.device).type):
+                    self._stepped = self._stepper_of(world).take(outcome.loss, outcome.counts)
+        except RanklessError as error:
+            # The message has the script's line; the frames below this one are ours and PyTorch's.
+            raise error.with_traceback(None) from error.__cause__
+        except Exception as error:  # the script's own code raised it, under capture with a hundred frames between
+            raise as_the_script_raised_it(error) from error.__cause__
+        if world.recorder is not None:
+            world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
+        loss = outcome.loss
+        if world.meter is not None and loss is not None:
+            world.meter.trained(job=job.name, loss=lambda: float(loss))
+        if self._stepped and self._stepper is not None:
+            self._stepper.tell()
+        result: Result = outcome.result
+        return result
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the last call made the optimizer's step; with `accumulate=k` every k-th does, and a pass's last."""
+        return self._stepped
+
+    @property
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole gradient at the last step, before clipping: one number, the same on every rank.
+
+        Raises `ConfigError` unless the job was asked for it, and before the first step.
+        """
+        norm = None if self._stepper is None else self._stepper.gradient_norm
+        if norm is None:
+            asked = self.definition.stepping.measures_norm
+            raise ConfigError(
+                expected=f"a step of job {self.definition.name!r} whose gradient was measured",
+                found="no step yet" if asked else "a job that does not measure it",
+                fix="read it after a step" if asked else "pass gradient_norm=True (or clip_norm=) to rankless.job",
+                where=self.definition.line,
+            )
+        return norm
+
+    def flush(self) -> bool:
+        """Make a step of the calls gathered since the last one (`accumulate=k`); False if there are none.
+
+        The end of a pass over a `rankless.loader` does this by itself; loops without one call it at their end.
+        """
+        if self._stepper is None or not self._stepper.flush():
+            return False
+        self._stepper.tell()
+        return True
+
+    def _stepper_of(self, world: World) -> Stepper:
+        if self._stepper is None:
+            self._stepper = Stepper(self.definition, world)
+        return self._stepper
+
+    def __get__(self, instance: object, owner: type) -> Self:
+        """The job itself from its class; from an instance it could not take its `self`, and that is refused."""
+        if instance is None:
+            return self
+        name = self.definition.name
+        raise ConfigError(
+            expected="a job made of a function, or of a method that has its object",
+            found=f"@rankless.job on the method {owner.__name__}.{name}",
+            fix=f"leave the method plain, and in __init__: self.{name} = rankless.job(model=…)(self.{name})",
+            where=self.definition.line,
+        )
+
+
+def make_job(
+    function: Callable[Parameters, Result],
+    *,
+    model: Models,
+    optimizer: Optimizers | None,
+    view: str | None,
+    world: WorldSource,
+    stepping: Stepping | None = None,
+) -> Job[Parameters, Result]:
+    """A job from a function; see `rankless.job` for what the arguments mean."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", "job")
+    line = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    definition = JobDefinition(
+        name=name,
+        function=function,
+        modules=named_modules(model),
+        optimizers=named_optimizers(optimizer),
+        stepping=stepping or Stepping(),
+        view=view_meant(view, placeholders_of(function, name, line), line),
+        line=line,
+    )
+    definition.stepping.require_sound()
+    require_optimizer(definition)
+    require_known_parameters(definition)
+    return Job(definition, world)
+
+
+def view_meant(view: str | None, placeholders: Mapping[str, Placeholder], line: str) -> View:
+    """The view that is named, or that the placeholders imply."""
+    is_list = {name for name, item in placeholders.items() if isinstance(item, PerDevice)}
+    if view not in (None, *get_args(View)):
+        raise ConfigError(
+            expected='view="consistent" or view="mirrored"',
+            found=f"view={view!r}",
+            fix="leave view= away for whole batches; the mirrored view takes lists, one element per device",
+            where=line,
+        )
+    if view == "consistent" and is_list:
+        raise ConfigError(
+            expected="whole batches in the consistent view",
+            found=f"PerDevice on {', '.join(sorted(is_list))}",
+            fix='use Whole there, or view="mirrored"',
+            where=line,
+        )
+    return "mirrored" if view == "mirrored" or is_list else "consistent"
+
+
+def view_of(job: JobDefinition, world: World) -> Plain | Consistent | Mirrored:
+    """What runs a job's calls in this world."""
+    if job.view == "mirrored":
+        return Mirrored(job, world)
+    return Plain(job, world) if world.mesh.size == 1 else Consistent(job, world)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Let `dtype` be torch's default inside; None leaves it as it is."""
+    before = torch.get_default_dtype()
+    if dtype in (None, before):
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def require_floating(dtype: torch.dtype, line: str) -> None:
+    """Refuse a default dtype that torch would not have as one."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ConfigError(
+            expected="dtype= as a floating-point dtype of torch, the default of tensors made in the job",
+            found=str(dtype),
+            fix="pass torch.float32, say; the dtype of labels stands in their placeholder",
+            where=line,
+        )
+
+
+def named_modules(model: Models) -> dict[str, nn.Module]:
+    """The modules of a job by name: "model", "model_0" and so on, or the names given."""
+    if isinstance(model, nn.Module):
+        named = {"model": model}
+    elif isinstance(model, Mapping):
+        named = dict(model)
+    else:
+        named = {f"model_{place}": module for place, module in enumerate(model)}
+    for name, module in named.items():
+        if not isinstance(module, nn.Module) or not name.isidentifier():
+            raise ConfigError(
+                expected="model= to be a torch.nn.Module, a list of them, or a dict of them by name",
+                found=f"{type(module).__name__} under the name {name!r}",
+                fix="pass modules; other things the job may read from its closure",
+            )
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            raise ConfigError(
+                expected="model= to be the model itself: its job is what runs on all devices",
+                found=f"{type(module).__name__} around it",
+                fix="leave the wrapper away, or pass and call its .module",
+            )
+    return named
+
+
+def named_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
+    """The optimizers of a job, in the order in which they step."""
+    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    for item in given:
+        if not isinstance(item, Optimizer):
+            raise ConfigError(
+                expected="optimizer= to be a torch.optim optimizer, or a list of them",
+                found=type(item).__name__,
+                fix="pass the optimizer itself; schedulers stay in the script",
+            )
+        for kind, (found, fix) in REFUSED_OPTIMIZERS.items():
+            if isinstance(item, kind):
+                raise ConfigError(
+                    expected="an optimizer that makes its step from the gradients of one backward",
+                    found=found,
+                    fix=fix,
+                )
+    return given
+
+
+REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
+    torch.optim.LBFGS: (
+        "LBFGS, which calls the loss several times per step, where a job has one call and one gradient",
+        "use another optimizer",
+    ),
+    torch.optim.SparseAdam: (
+        "SparseAdam, which needs sparse gradients, where the gradients of a job are whole tensors",
+        "use torch.optim.Adam, and sparse=False in the embedding",
+    ),
+}
+"""Optimizers that could not be right, and why."""
+
+
+def require_optimizer(job: JobDefinition) -> None:
+    """Refuse settings of a step on a job that makes none."""
+    if not job.trains and job.stepping != Stepping(check_every=job.check_every):
+        raise ConfigError(
+            expected="accumulate=, clip_norm=, clip_value=, gradient_norm= and check_finite= on a train job",
+            found=f"job {job.name!r} without optimizer=, which makes no steps",
+            fix="pass optimizer=, or leave these away",
+        )

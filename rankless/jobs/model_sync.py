@@ -1,0 +1,95 @@
+"""Are a job's models the same on every rank? Asked at its first call, after changes outside jobs, and on request."""
+
+import hashlib
+
+import msgspec
+import torch
+
+from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.collectives.tensor_collectives import broadcast
+from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.capture.side_effects import require_initialised
+from rankless.context.world import World
+from rankless.errors import ConfigError, RanksDiverged
+from rankless.jobs.definition import JobDefinition
+
+SHOWN = 3
+
+
+def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
+    """Refuse a model on the CPU in a job of GPUs, or the reverse: its values could not be moved."""
+    device = job.device(world.mesh.device)
+    if device.type != world.mesh.device.type:
+        raise ConfigError(
+            expected=f"the models of job {job.name!r} on this worker's device, {world.mesh.device}",
+            found=f"on {device}",
+            fix=f"model.to({world.mesh.device.type!r}) before the optimizer is made, or --devices {device.type}",
+        )
+
+
+def equalise(job: JobDefinition, world: World, *, when: str) -> None:
+    """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
+    require_initialised(job.modules, job.line)
+    parted = differing(job, world)
+    if not parted:
+        return
+    for _, tensor in sorted(named_tensors(job.modules).items()):
+        with torch.no_grad():
+            broadcast(tensor, mesh=world.mesh)
+    world.say(
+        f"{job.line}: the models of job {job.name!r} differed between ranks {when} ({listed(parted)}); "
+        "all now have rank 0's"
+    )
+
+
+def require_equal(job: JobDefinition, world: World, *, call: int) -> None:
+    """Raise `RanksDiverged`, on every rank, if a parameter or buffer is not the same on all."""
+    parted = differing(job, world)
+    if parted:
+        raise RanksDiverged(
+            expected=f"the same parameters and buffers on every rank before call {call} of job {job.name!r}",
+            found=listed(parted),
+            fix="look for what changes a model outside jobs on one rank, or otherwise there: through .data or NumPy",
+            where=job.line,
+        )
+
+
+def differing(job: JobDefinition, world: World) -> dict[str, list[int]]:
+    """Names of the tensors that are not rank 0's on some rank, and on which. Collective."""
+    names, mine = [], []
+    for name, tensor in sorted(named_tensors(job.modules).items()):
+        names.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        mine.append(hashlib.blake2b(data, digest_size=8).digest())
+    whole = hashlib.blake2b(msgspec.msgpack.encode([names, mine]), digest_size=16).digest()
+    if len(set(all_gather_bytes(whole, mesh=world.mesh))) == 1:
+        return {}
+    gathered = all_gather_bytes(msgspec.msgpack.encode([names, mine]), mesh=world.mesh)
+    states = [msgspec.msgpack.decode(data, type=tuple[list[str], list[bytes]]) for data in gathered]
+    first = dict(zip(*states[0], strict=True))
+    parted: dict[str, list[int]] = {}
+    for rank, (their_names, their_digests) in enumerate(states):
+        if their_names != states[0][0]:
+            raise RanksDiverged(
+                expected=f"the same parameters and buffers in the models of job {job.name!r} on every rank",
+                found=f"rank {rank} has others than rank 0: {first_other(states[0][0], their_names)}",
+                fix="build the models alike on every rank",
+                where=job.line,
+            )
+        for name, digest in zip(their_names, their_digests, strict=True):
+            if first[name] != digest:
+                parted.setdefault(name.partition(" ")[0], []).append(rank)
+    return parted
+
+
+def first_other(ours: list[str], theirs: list[str]) -> str:
+    """The first tensor that only one of two ranks has."""
+    only = [name for name in theirs if name not in ours] or [name for name in ours if name not in theirs]
+    return only[0] if only else "in another order"
+
+
+def listed(parted: dict[str, list[int]]) -> str:
+    """Which tensors differ, in a few words."""
+    shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(parted.items())[:SHOWN]]
+    more = len(parted) - len(shown)
+    return f"{'; '.join(shown)}{f'; and {more} more' if more > 0 else ''} not rank 0's"

@@ -1,0 +1,167 @@
+"""Typed placeholders: what an argument of a job must be, declared in its annotation and checked before a call runs.
+
+def train(images: Annotated[Tensor, Whole((100, 1, 28, 28), torch.float32)]): ...
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from rankless.errors import ConfigError, DataError
+from rankless.jobs.mirrored import Local
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An argument that is one tensor or NumPy array of this shape (None: any size in a dim) and dtype.
+
+    Without `dtype` it is the job's `dtype`, and without that torch's default dtype when the job is called.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class PerDevice:
+    """An argument that is a list of tensors or NumPy arrays of this shape and dtype, one per device: it makes the job's
+    view the mirrored one. Without `dtype` it is the one that `Whole` would have.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype | None = None
+
+
+Placeholder = Whole | PerDevice
+
+
+def placeholders_of(function: Callable[..., Any], job: str, line: str) -> dict[str, Placeholder]:
+    """The placeholders in a function's annotations, by argument. Raises ConfigError for one that cannot be meant."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError, AttributeError):
+        # Annotations as text that names what is not there at run time; those that are objects still count.
+        hints = dict(getattr(function, "__annotations__", {}))
+    found: dict[str, Placeholder] = {}
+    for name, hint in hints.items():
+        for extra in getattr(hint, "__metadata__", ()):
+            if extra in (Whole, PerDevice):
+                raise ConfigError(
+                    expected=f"{extra.__name__} with a shape and a dtype, on argument {name!r} of job {job!r}",
+                    found=f"{extra.__name__} alone",
+                    fix=f"write {extra.__name__}((100, None), torch.float32); None stands for any size",
+                    where=line,
+                )
+            if isinstance(extra, Whole | PerDevice):
+                found[name] = extra
+    return found
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the arguments of one job must be."""
+
+    function: Callable[..., Any]
+    placeholders: Mapping[str, Placeholder]
+    where: str
+    dtype: torch.dtype | None = None
+    """Of placeholders that name none; None: torch's default dtype at the call."""
+
+    def __call__(self, args: Any, kwargs: Any, *, recast: bool) -> None:
+        """Raise DataError for an argument that is not what its placeholder says.
+
+        `recast`: the run has all floating-point numbers in a precision of its own, whatever the script says.
+        """
+        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        for name, placeholder in self.placeholders.items():
+            if name in bound.arguments:
+                dtype = placeholder.dtype or self.dtype or torch.get_default_dtype()
+                one = OneTensor(placeholder.shape, dtype, self.where, recast and dtype.is_floating_point)
+                _check_argument(name, bound.arguments[name], placeholder, one)
+
+
+@dataclass(frozen=True)
+class OneTensor:
+    """What one tensor of an argument must be."""
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+    where: str
+    any_precision: bool
+
+    def __str__(self) -> str:
+        """As "float32 [100, any]"."""
+        return f"{str(self.dtype).removeprefix('torch.')} {shape_text(self.shape)}"
+
+    def has_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether a tensor of `dtype` is meant too."""
+        return dtype == self.dtype or (self.any_precision and dtype.is_floating_point)
+
+
+def _check_argument(name: str, value: Any, placeholder: Placeholder, one: OneTensor) -> None:
+    if isinstance(placeholder, Whole):
+        _check_one(name, value, one)
+    elif isinstance(value, Local):
+        _check_one(f"{name}, this device's own,", value.value, one)
+    elif isinstance(value, list):
+        for place, element in enumerate(value):
+            _check_one(f"{name}[{place}]", element, one)
+    else:
+        raise DataError(
+            expected=f"{name} as a list with one element per device: {one}",
+            found=kind_of(value),
+            fix="pass a list, as [images1, images2], or rankless.local(x) for what is this device's own",
+            where=one.where,
+        )
+
+
+def _check_one(name: str, value: Any, one: OneTensor) -> None:
+    if not isinstance(value, Tensor | numpy.ndarray):
+        raise DataError(
+            expected=f"{name} as a tensor or a NumPy array: {one}",
+            found=kind_of(value),
+            fix="pass torch.tensor(…)",
+            where=one.where,
+        )
+    shape, wanted = tuple(value.shape), one.shape
+    fits = len(shape) == len(wanted) and all(size in (None, own) for size, own in zip(wanted, shape, strict=True))
+    if not fits:
+        raise DataError(
+            expected=f"{name} of shape {shape_text(wanted)}",
+            found=f"shape {list(shape)}",
+            fix="pass a batch of that shape, or change the placeholder: None stands for any size of a dim",
+            where=one.where,
+        )
+    dtype = torch.from_numpy(value[:0] if value.ndim else value.reshape(1)).dtype if is_array(value) else value.dtype
+    if not one.has_dtype(dtype):
+        short = str(one.dtype).removeprefix("torch.")
+        convert = f'{name.partition(",")[0]}.astype("{short}")' if is_array(value) else f"to({one.dtype})"
+        raise DataError(
+            expected=f"{name} of dtype {short}",
+            found=str(dtype).removeprefix("torch."),
+            fix=f"convert it before the call: {convert}",
+            where=one.where,
+        )
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is NumPy's."""
+    return isinstance(value, numpy.ndarray)
+
+
+def shape_text(shape: tuple[int | None, ...]) -> str:
+    """A shape in which sizes may be any."""
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in a few words."""
+    if isinstance(value, Tensor | numpy.ndarray):
+        return f"a {type(value).__name__} of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"

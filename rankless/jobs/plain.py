@@ -1,0 +1,70 @@
+"""A job on one device: exactly what the plain script would do."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rankless.compiler.capture.autocast import fresh_casts, without_autocast
+from rankless.compiler.capture.capture import objective
+from rankless.compiler.capture.training_calls import steps_refused
+from rankless.context.world import World
+from rankless.jobs.arguments import Arguments
+from rankless.jobs.definition import JobDefinition, Outcome, without_gradient
+from rankless.jobs.loss_weights import LossWeights
+from rankless.jobs.perturbation import disturb, nudged
+
+
+class Plain:
+    """Runs a job eagerly. In `verify`'s noise-floor run parameters and gradients are disturbed in their last bits."""
+
+    def __init__(self, job: JobDefinition, world: World) -> None:
+        self._job = job
+        self._world = world
+        self._device = job.device(world.mesh.device)
+        self._counting = LossWeights(job, world, alone=True) if job.gathers else None
+        seed = world.perturbation_seed
+        self._is_first = True
+        self._noise = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def run(self, arguments: Arguments) -> Outcome:
+        """The job's result; a train job's gradients are made."""
+        args, kwargs = arguments.joined(arguments.tensors)
+        inspector = self._world.inspector
+        if inspector is not None and not inspector.begins(self._job.name):
+            inspector = None
+        if not self._job.trains:
+            if inspector is not None:
+                inspector.run_beside(self._job, self._world, arguments)
+            with self._checked(), fresh_casts(), torch.no_grad():
+                result: Any = self._job.function(*args, **kwargs)
+            if inspector is not None:
+                inspector.record_plain(self._job, result)
+            return Outcome(pytree.tree_map(without_gradient, result))
+        # Before the job, which may change the buffers that its counts are made of.
+        counts = () if self._counting is None else self._counting.of_call(arguments)
+        parameters = self._job.parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        with contextlib.ExitStack() as stack:
+            if self._noise is not None:
+                stack.enter_context(nudged(parameters, self._noise))
+            if inspector is not None:
+                inspector.run_beside(self._job, self._world, arguments)
+            with fresh_casts():
+                with self._checked():
+                    result = self._job.function(*args, **kwargs)
+                loss = objective(result, self._job.name)
+                with without_autocast(self._device.type):
+                    loss.backward()
+        if inspector is not None:
+            inspector.record_plain(self._job, result)
+        if self._noise is not None:
+            disturb([item.grad for item in parameters if item.grad is not None], self._noise)
+        return Outcome(pytree.tree_map(without_gradient, result), loss=loss.detach(), counts=counts)
+
+    def _checked(self) -> contextlib.AbstractContextManager[None]:
+        """At the first call what the job may not do is refused; later calls cost nothing."""
+        first, self._is_first = self._is_first, False
+        return steps_refused() if first else contextlib.nullcontext()

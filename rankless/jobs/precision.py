@@ -1,0 +1,37 @@
+"""A job in another precision than its script's: `--dtype float64` tells rounding from a fault.
+
+Models are turned once, in place, so that optimizers and schedulers keep their parameters; floating-point
+arguments are turned at each call. Whole numbers and truth values stay; complex numbers turn with the floats.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rankless.jobs.arguments import Arguments
+from rankless.jobs.definition import JobDefinition
+
+
+def cast_job(job: JobDefinition, dtype: torch.dtype) -> None:
+    """Turn a job's parameters, gradients and buffers, and what its optimizer has gathered about them, to `dtype`."""
+    for module in job.modules.values():
+        # `module.to(dtype)` would drop the imaginary part of what is complex.
+        module._apply(lambda tensor: cast(tensor, dtype))
+    for optimizer in job.optimizers:
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = cast(value, dtype)
+
+
+def cast_arguments(arguments: Arguments, dtype: torch.dtype) -> Arguments:
+    """A call with its floating-point tensors in `dtype`; a loader's batches stay logical."""
+    return replace(arguments, tensors=tuple(cast(tensor, dtype) for tensor in arguments.tensors))
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in `dtype`, or in its complex twin; itself if it holds no floating-point numbers."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

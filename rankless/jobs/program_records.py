@@ -1,0 +1,102 @@
+"""What a worker writes down of its jobs' programs, for `rankless plan` and for what `rankless verify` did not cover."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import fx
+
+from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput
+from rankless.compiler.sharding.redistribute import bytes_of
+from rankless.compiler.tracing.symbolic_sizes import known
+from rankless.jobs.definition import JobDefinition
+from rankless.parallel.placement import Placement, Shard
+from rankless.records.job_programs import (
+    AnyFact,
+    GatheredOperator,
+    JobProgram,
+    KnownJob,
+    PlannedInput,
+    PlannedMove,
+    encode_fact,
+    programs_file,
+)
+
+
+class ProgramRecorder:
+    """Rank 0's file of programs, open from the joining of the world to the end of the script."""
+
+    def __init__(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._stream = programs_file(folder).open("wb")
+
+    def record(self, job: JobDefinition, local: LocalProgram) -> None:
+        """Write down a program of a job, as soon as it is ready to run."""
+        self._write(job_program(job, local))
+
+    def finish(self, known: Iterable[KnownJob]) -> None:
+        """Write down which jobs there are, and close. Again: nothing happens."""
+        if not self._stream.closed:
+            for job in known:
+                self._write(job)
+            self._stream.close()
+
+    def _write(self, fact: AnyFact) -> None:
+        if not self._stream.closed:
+            self._stream.write(encode_fact(fact))
+            self._stream.flush()
+
+
+def job_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
+    """A job after lowering, as plain facts."""
+    placed = local.placed
+    logical = placed.logical
+    return JobProgram(
+        job=job.name,
+        line=job.line,
+        trains=job.trains,
+        workers=placed.mesh_size,
+        operators=operator_count(logical),
+        inputs=tuple(planned_input(node, given, placed.placements[node]) for node, given in logical.inputs.items()),
+        moves=tuple(
+            PlannedMove(
+                kind=move.kind,
+                value=move.value,
+                bytes=move.bytes,
+                sent_bytes=move.sent_bytes,
+                line=move.line,
+                reason=move.reason,
+                overlapped=move.overlapped,
+            )
+            for move in local.moves
+        ),
+        gathered=tuple(
+            GatheredOperator(operator=str(node.target), line=str(node.meta.get("line", ""))) for node in placed.ruleless
+        ),
+    )
+
+
+def operator_count(logical: LogicalProgram) -> int:
+    """How many operators a program has."""
+    return sum(node.op == "call_function" and "getitem" not in str(node.target) for node in logical.graph.nodes)
+
+
+def planned_input(node: fx.Node, given: ProgramInput, placement: Placement) -> PlannedInput:
+    """An input of a program as plain facts."""
+    value = node.meta["val"]
+    assert isinstance(value, LogicalValue)
+    return PlannedInput(
+        kind=given.kind,
+        name=given.name,
+        shape=tuple(int(known(size)) for size in value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        bytes=bytes_of(node),
+        placement=placement_text(placement),
+    )
+
+
+def placement_text(placement: Placement) -> str:
+    """How a value lies, in words."""
+    if isinstance(placement, Shard):
+        return f"dim {placement.dim} split {'+'.join(str(known(length)) for length in placement.lengths)}"
+    return "whole on every worker"

@@ -1,0 +1,107 @@
+"""A round that stands still: which of its members the others wait for, and whether that one is to be ended.
+
+Its members are on several hosts, whose crews tell where each worker is that stands still. As long as one of them moves,
+the round does. Which of them is to blame, and after how long, is judged as in any other job (`launch.watchdog.diagnosis`); here
+only that one is ended, and a replacement goes on from the last commit. Once some have come to the end of the script,
+who has not may take its time, but is spoken of; there is no next round for it, so if it is ended, the job has failed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from rankless.launch.watchdog.diagnosis import Finding, find
+from rankless.launch.watchdog.report import ranks_text, waiting_text, where_text
+from rankless.launch.watchdog.step_rate import FIRST_SECONDS
+from rankless.records.elastic_messages import Seat
+from rankless.records.events import Where
+from rankless.records.quantities import timed
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is to be said of a round that stands still."""
+
+    text: str
+    culprits: Mapping[int, str]
+    """The workers that are to be ended, by their numbers, and why."""
+
+
+class Standstill:
+    """Told where workers are that stand still. Without a timeout of the user's only a round in which nothing at all
+    runs loses a worker, and after many minutes.
+    """
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._told: dict[int, tuple[Where, float]] = {}
+        self._round, self._began = 0, 0.0
+        self._spoken_of = 0.0
+
+    def take(self, where: Where, now: float) -> None:
+        """What is told of a worker."""
+        if where.state == "moves":
+            self._told.pop(where.rank, None)
+        else:
+            self._told[where.rank] = where, now
+
+    def forget(self, number: int) -> None:
+        """A worker has ended."""
+        self._told.pop(number, None)
+
+    def finished(self, number: int, now: float) -> None:
+        """A worker has come to the end of its script."""
+        self._told[number] = Where(rank=number, time_ns=0, state="ended"), now
+
+    def turn(self, round: int, seats: Mapping[int, Seat], hosts: Mapping[int, str], now: float) -> Report | None:
+        """Whether to say something of the round, now: first after FIRST_SECONDS, and then after twice the time."""
+        if round != self._round:
+            self._round, self._began, self._spoken_of = round, now, 0.0
+        members = self._members(seats, now)
+        if len(members) < len(seats):
+            self._spoken_of = 0.0
+            return None
+        ended = sorted(where.rank for where in members.values() if where.state == "ended")
+        living = [where for where in members.values() if where.state != "ended"]
+        if not living:
+            return None
+        still = min(where.still_seconds for where in living)
+        timeout = self._timeout_seconds
+        least = FIRST_SECONDS if timeout is None else min(FIRST_SECONDS, timeout)
+        is_due = still >= max(least, 2 * self._spoken_of) or self._spoken_of < (timeout or 0.0) <= still
+        finding = find(members, seconds=still, steps=1, limit=least) if is_due else None
+        if finding is None:
+            return None
+        self._spoken_of = still
+        names = {seat.rank: (number, hosts[number]) for number, seat in seats.items()}
+        ends = still >= finding.end_after(timeout=timeout, limit=FIRST_SECONDS)
+        culprits = {}
+        if ends and ended:
+            why = f"did not come to its end for {timed(still)}, and others have"
+            culprits = {names[where.rank][0]: why for where in living}
+        elif ends and finding.waiting:  # were all to blame, nobody would be left who has the state
+            why = f"did not come while {waiting_text(finding)} for {timed(still)}"
+            culprits = {names[where.rank][0]: why for where in finding.culprits}
+        return Report(_text(round, finding, names, ended), culprits)
+
+    def _members(self, seats: Mapping[int, Seat], now: float) -> dict[int, Where]:
+        """Those of the round that stand still, by rank; what was told before it began was of the wait for it."""
+        found = {}
+        for number, seat in seats.items():
+            where, told = self._told.get(number, (None, 0.0))
+            if where is not None and told >= self._began:
+                still = min(where.still_seconds + now - told, now - self._began)
+                found[seat.rank] = msgspec.structs.replace(where, rank=seat.rank, still_seconds=still)
+        return found
+
+
+def _text(round: int, finding: Finding, names: Mapping[int, tuple[int, str]], ended: Sequence[int]) -> str:
+    waiting = [waiting_text(finding)] if finding.waiting or not ended else []
+    how = "; ".join([*waiting, *([f"{ranks_text(ended)} ended"] if ended else [])])
+    lines = [f"round {round} has stood still for {timed(finding.seconds)}: {how}"]
+    for where in finding.culprits:
+        if where.state != "ended":
+            number, host = names[where.rank]
+            lines.append(f"  rank {where.rank}, worker {number} on {host}: {where_text(where)}")
+    return "\n".join(lines)

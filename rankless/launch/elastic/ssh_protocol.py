@@ -1,0 +1,175 @@
+"""What the driver and the agent of another host say to each other through ssh, as two tagged unions of typed frames.
+
+ssh has proven who both sides are, and encrypts. A frame is its length and its content; what a login shell prints before
+the first one is passed over.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from rankless.config.run_config import JobStart, Program, RunRequest
+from rankless.config.torchrun import Source
+from rankless.records.elastic_messages import WordDown, WordUp
+from rankless.records.events import AnyRecord
+
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 8.0
+"""Without a word for so long, the other side is lost."""
+_HAIL = b"\0rankless elastic 1\0"
+_LENGTH_BYTES = 4
+_MOST_BYTES = 16 << 20
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
+    """What the host is to do."""
+
+    program: Program
+    request: RunRequest
+    start: JobStart
+    folder: str
+    """For log files."""
+    environment: dict[str, str]
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
+    """Start a worker."""
+
+    number: int
+    host: str
+    slot: int
+
+
+class Say(msgspec.Struct, frozen=True, kw_only=True, tag="say"):
+    """Say something to a worker."""
+
+    number: int
+    word: WordDown
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """End one worker, unless it computes."""
+
+    number: int
+    why: str
+
+
+class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
+    """Send all workers a signal; they are to end."""
+
+    number: int
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True, tag="kill"):
+    """End all workers at once."""
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
+    """A sign of life."""
+
+
+class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
+    """The agent is there, and how it was reached."""
+
+    address: str
+    """Its host's, by which the driver's host reaches it."""
+    interface: str
+    driver_address: str
+    versions: Mapping[str, str]
+    """Of Python, torch, NCCL and Rankless."""
+
+
+class Unable(msgspec.Struct, frozen=True, kw_only=True, tag="unable"):
+    """The host cannot take part."""
+
+    why: str
+
+
+class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
+    """What a worker has said."""
+
+    number: int
+    word: WordUp
+
+
+class Happened(msgspec.Struct, frozen=True, kw_only=True, tag="happened"):
+    """What has happened to a worker."""
+
+    record: AnyRecord
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True, tag="shown"):
+    """What workers have written."""
+
+    source: Source
+    data: bytes
+
+
+FrameDown = Task | Order | Say | End | Signal | Kill | Beat
+FrameUp = Here | Unable | Heard | Happened | Shown | Beat
+
+
+class Pipe:
+    """Frames out of one descriptor and into another, without ever waiting."""
+
+    def __init__(self, incoming: int, outgoing: int) -> None:
+        self._incoming, self._outgoing = incoming, outgoing
+        for descriptor in (incoming, outgoing):
+            os.set_blocking(descriptor, False)
+        self._read = bytearray()
+        self._unsent = bytearray(_HAIL)
+        self._is_hailed = False
+        self.is_over = False
+        """Whether the other side is gone."""
+
+    def fileno(self) -> int:
+        """What to select on."""
+        return self._incoming
+
+    def send(self, frame: FrameDown | FrameUp) -> None:
+        """Send a frame as soon as the other side takes it."""
+        data = msgspec.msgpack.encode(frame)
+        self._unsent += len(data).to_bytes(_LENGTH_BYTES, "big") + data
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what could not be sent before."""
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._outgoing, self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.is_over = True
+
+    def receive(self, kind: Any) -> list[Any]:
+        """The frames that have come, of this union of types."""
+        self.flush()
+        with suppress(BlockingIOError):
+            while data := os.read(self._incoming, 1 << 16):
+                self._read += data
+            self.is_over = True
+        if not self._is_hailed:
+            _, hail, rest = self._read.partition(_HAIL)
+            if not hail:
+                return []
+            self._is_hailed, self._read = True, bytearray(rest)
+        frames = []
+        while (frame := self._next()) is not None:
+            frames.append(msgspec.msgpack.decode(frame, type=kind))
+        return frames
+
+    def _next(self) -> bytes | None:
+        length = int.from_bytes(self._read[:_LENGTH_BYTES], "big")
+        if length > _MOST_BYTES:
+            self.is_over = True
+            return None
+        end = _LENGTH_BYTES + length
+        if len(self._read) < _LENGTH_BYTES or len(self._read) < end:
+            return None
+        data = bytes(self._read[_LENGTH_BYTES:end])
+        del self._read[:end]
+        return data

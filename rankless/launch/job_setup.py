@@ -1,0 +1,234 @@
+"""From a plan to a job all of whose hosts are there: alone, as host 0, or as one of the others."""
+
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from rankless.config import environment
+from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
+from rankless.config.run_config import Cluster, JobStart, RunConfig
+from rankless.config.validation import choose_backend
+from rankless.errors import ConfigError, JoinError
+from rankless.launch.doctor.preflight import quick_check
+from rankless.launch.log_files import run_name
+from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
+from rankless.launch.rendezvous.control_server import Hub
+from rankless.launch.rendezvous.follower import reach
+from rankless.launch.rendezvous.host_facts import HostFacts, own_facts
+from rankless.launch.rendezvous.job_token import Known, must_be_brought, token_of_host_0, tokens_of
+from rankless.launch.rendezvous.leader import gather, let_start
+from rankless.launch.rendezvous.peers import FollowerHost, LeaderHost, SingleHost
+from rankless.launch.rendezvous.ssh import RemoteAgent, RemoteTask, TokenBringer
+from rankless.launch.signals import Interrupts
+from rankless.launchers.fleetrun.endpoints import endpoints_of, free_endpoints
+from rankless.launchers.horovodrun.installed_horovod import rendezvous_port
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembled:
+    """A job whose hosts are there."""
+
+    others: SingleHost | FollowerHost | LeaderHost
+    start: JobStart
+    place: int = 0
+    names: Sequence[str] = ("",)
+    """Of the hosts."""
+    devices: Sequence[Sequence[str]]
+    """Of each host's workers, where they are known."""
+    interface: str | None = None
+    store: socket.socket | None = None
+    """Host 0's, on which rank 0 will serve."""
+
+
+@contextlib.contextmanager
+def assembled(
+    config: RunConfig, *, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
+) -> Iterator[Assembled]:
+    """The job, once all its hosts are there. Raises JoinError if they do not come, and `gathering.Interrupted`."""
+    if config.cluster is None:
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(open_store_socket())
+            reserved = stack.enter_context(reserve_master_port(config.hosts.master_port))
+            endpoints = stack.enter_context(free_endpoints(config))
+            start = _start(config, [config.devices], endpoints, store=store, reserved=reserved)
+            rendezvous = stack.enter_context(rendezvous_port(config, start.store_address))
+            start = msgspec.structs.replace(start, rendezvous_port=rendezvous)
+            yield Assembled(others=SingleHost(), start=start, devices=(config.devices,), store=store)
+        return
+    quick_check(config, tell)
+    if config.cluster.place == 0:
+        with _as_host_0(config, config.cluster, interrupts, tell, token) as found:
+            yield found
+    else:
+        with _as_another(config, config.cluster, interrupts, tell, token) as found:
+            yield found
+
+
+@contextlib.contextmanager
+def _as_host_0(
+    config: RunConfig, cluster: Cluster, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
+) -> Iterator[Assembled]:
+    require_own_name(cluster)
+    environment.apply(cluster.variables)
+    token = token_of_host_0(cluster) if token is None else token
+    interface, address = own_address(cluster)
+    own = _facts(config, cluster, address)
+    with contextlib.ExitStack() as stack:
+        hub = Hub(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
+        stack.callback(hub.close)
+        starters: Mapping[int, RemoteAgent | TokenBringer] = {}
+        if cluster.way == "ssh":
+            starters = {place: _started(config, cluster, place, token, tell) for place in range(1, len(cluster.hosts))}
+        elif must_be_brought(cluster):
+            starters = {place: TokenBringer(cluster, place, token) for place in range(1, len(cluster.hosts))}
+        for starter in starters.values():
+            stack.callback(starter.close)
+        store = stack.enter_context(open_store_socket(address))
+        reserved = stack.enter_context(reserve_master_port())
+        facts = gather(hub, cluster, own=own, starters=starters, interrupts=interrupts, tell=tell)
+        devices = [config.devices, *(facts[place].devices for place in sorted(facts))]
+        addresses = [_address(cluster, place, facts, own=address) for place in range(len(cluster.hosts))]
+        endpoints = endpoints_of(config, addresses, [len(some) for some in devices])
+        start = _start(config, devices, endpoints, store=store, reserved=reserved)
+        start = msgspec.structs.replace(
+            start,
+            addresses=(address, *(facts[place].address for place in sorted(facts))),
+            rendezvous_port=stack.enter_context(rendezvous_port(config, address)),
+        )
+        let_start(hub, start)
+        names = [cluster.hosts[0].address, *(_name(cluster, place, facts) for place in sorted(facts))]
+        others = FollowerHost(hub, start, names)
+        yield Assembled(others=others, start=start, names=names, devices=devices, interface=interface, store=store)
+
+
+@contextlib.contextmanager
+def _as_another(
+    config: RunConfig, cluster: Cluster, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
+) -> Iterator[Assembled]:
+    tokens = tokens_of(cluster) if token is None else Known(token)
+
+    def facts() -> HostFacts:
+        _, address = interface_towards(cluster.hosts[0].address)
+        return _facts(config, cluster, address)
+
+    uplink, told = reach(cluster, facts, tokens, interrupts=interrupts, tell=tell)
+    try:
+        interface, _ = interface_towards(cluster.hosts[0].address)
+        name = cluster.hosts[told.place].address
+        names = [host.address for host in cluster.hosts]
+        yield Assembled(
+            others=LeaderHost(uplink, told.start, told.place, name),
+            start=told.start,
+            place=told.place,
+            names=names,
+            devices=(config.devices,),
+            interface=interface,
+        )
+    finally:
+        uplink.close()
+
+
+def require_own_name(cluster: Cluster) -> None:
+    """Raise ConfigError unless host 0's name is one of this host's."""
+    if not addresses_of(cluster.hosts[0].address) & own_addresses():
+        raise ConfigError(
+            expected=f"host 0, the master, on the host that is called {cluster.hosts[0]}",
+            found="this host, which has no such address",
+            fix="--node-rank 0 (--host-rank 0, --rank 0) is the master's own host: number or name this one otherwise",
+        )
+
+
+def own_address(cluster: Cluster) -> tuple[str, str]:
+    """Host 0's interface and the address on it that the others reach.
+
+    Raises ConfigError where no way leads from here to them.
+    """
+    outward = sorted(each for each in addresses_of(cluster.hosts[0].address) if not is_loopback(each))
+    # As Debian has it, a host's own name means itself alone, there; then the way to another host tells its address.
+    towards = cluster.hosts[1 if cluster.is_listed else 0].address
+    try:
+        return (interface_of(outward[0]), outward[0]) if outward else interface_towards(towards)
+    except OSError as error:
+        raise ConfigError(
+            expected=f"a way from host 0 to {towards}",
+            found=error.strerror or str(error),
+            fix="check that the names resolve and the network is up: rankless doctor --hosts …",
+        ) from None
+
+
+def _listen(address: str, cluster: Cluster) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, cluster.port), family=family, backlog=1024)
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        found = f"taken by {owner_of(cluster.port) or 'a connection that lingers'}" if is_taken else error.strerror
+        raise JoinError(
+            expected=f"port {cluster.port} of {address} to be free, for the other hosts to come to",
+            found=found,
+            fix="end what has it, or choose another with --port (port=, --master), on every host",
+        ) from None
+
+
+def _started(config: RunConfig, cluster: Cluster, place: int, token: bytes, tell: Callable[[str], None]) -> RemoteAgent:
+    there = msgspec.structs.replace(cluster, place=place)
+    script = None
+    if cluster.copies and config.program.kind == "script":
+        with open(config.program.target, "rb") as file:
+            script = file.read()
+    carried = environment.carried_variables() if config.horovod is None else environment.exported_variables()
+    task = RemoteTask(
+        program=config.program,
+        request=msgspec.structs.replace(config.request, cluster=there, seed=config.seed),
+        token=token,
+        environment=carried | dict(cluster.variables),
+        script=script,
+    )
+    return RemoteAgent(task, tell=tell)
+
+
+def _facts(config: RunConfig, cluster: Cluster, address: str) -> HostFacts:
+    hosts = [f"{host.address}:{host.workers}" for host in cluster.hosts]
+    told = hosts if cluster.is_listed else [f"{len(hosts)} hosts"]
+    return own_facts(config.program, hosts=told, devices=config.devices, address=address)
+
+
+def _name(cluster: Cluster, place: int, facts: Mapping[int, HostFacts]) -> str:
+    return cluster.hosts[place].address if cluster.is_listed else facts[place].name
+
+
+def _address(cluster: Cluster, place: int, facts: Mapping[int, HostFacts], *, own: str) -> str:
+    if cluster.is_listed:
+        return cluster.hosts[place].address
+    return own if place == 0 else facts[place].address
+
+
+def _start(
+    config: RunConfig,
+    devices: Sequence[Sequence[str]],
+    endpoints: tuple[str, ...],
+    *,
+    store: socket.socket,
+    reserved: socket.socket,
+) -> JobStart:
+    address = str(store.getsockname()[0])
+    apart = [choose_backend(tuple(some)) for some in devices]
+    return JobStart(
+        run_id=run_name(config),
+        seed=config.seed,
+        workers=tuple(map(len, devices)),
+        backend="nccl" if set(apart) == {"nccl"} else "gloo",
+        master_address=config.hosts.master_address if config.cluster is None else address,
+        master_port=reserved.getsockname()[1],
+        store_address=address,
+        store_port=store.getsockname()[1],
+        endpoints=endpoints,
+        recording=config.recording,
+        perturbation_seed=config.perturbation_seed,
+        dtype=config.dtype,
+        watch=config.watch,
+    )

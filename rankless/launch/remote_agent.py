@@ -1,0 +1,63 @@
+"""The agent of a host that ssh has started: told by host 0 what to do, through standard input."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from rankless.config import environment
+from rankless.config.validation import make_run_config
+from rankless.errors import RanklessError
+from rankless.launch import agent
+from rankless.launch.rendezvous.ssh import RemoteTask
+from rankless.runtime.fast_exit import Ending
+
+
+def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+    """Read the task, and return what runs it."""
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RemoteTask)
+    environment.apply(task.environment)
+    joined = threading.Event()
+    threading.Thread(target=_watch_input, args=(joined,), name="lifeline until joined", daemon=True).start()
+
+    def run() -> None:
+        try:
+            if task.script is not None:
+                _take_over(task.program.target, task.script)
+            code = agent.run(
+                make_run_config(task.program, task.request),
+                on_record=lambda _: None,
+                out=sys.stdout,
+                err=sys.stderr,
+                outside=agent.Outside(token=task.token, on_joined=joined.set),
+            )
+        except RanklessError as error:
+            print(f"rankless: {type(error).__name__}{error}", file=sys.stderr, flush=True)
+            code = 2
+        raise SystemExit(code)
+
+    return run
+
+
+def _take_over(path: str, text: bytes) -> None:
+    """Make the script here that of host 0."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read() == text:
+            return
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(text)
+    print(f"rankless: {path} is now host 0's", file=sys.stderr, flush=True)
+
+
+def _watch_input(joined: threading.Event) -> None:
+    """End this process if the one that started it goes before the job has begun."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 1024):  # not sys.stdin: its lock, held here, would be a fault at the interpreter's end
+            pass
+    if not joined.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)

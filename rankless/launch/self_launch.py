@@ -1,0 +1,115 @@
+"""A plain `python train.py` that becomes the launcher of its own script: `rankless.configure`.
+
+Note [two runs of the script's beginning]: what stands before `configure` runs once in the process that becomes the
+launcher, and again in every worker, where `configure` returns at once. The process is replaced, not forked: signals,
+exit code, terminal and process id are those of the command that the user typed.
+"""
+
+import builtins
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from rankless.config import environment
+from rankless.config.hosts import hosts_of_settings
+from rankless.config.run_config import Program, ProgramKind
+from rankless.errors import ConfigError
+from rankless.runtime.python_command import rankless_command
+
+_KINDS: Mapping[str, ProgramKind] = {"c": "code", "m": "module"}
+_LONG_OPTION = "--check-hash-based-pycs"
+"""Python's one long option that a value follows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """The hosts of a job, as a script names them: it is started by hand on each."""
+
+    hosts: Sequence[Any]
+    port: int | None = None
+    insecure: bool = False
+
+    def options(self, devices_per_host: int) -> list[str]:
+        """Those of `rankless run` that say the same."""
+        hosts = hosts_of_settings(self.hosts, workers_per_host=devices_per_host)
+        listed = [f"[{host.address}]" if ":" in host.address else host.address for host in hosts]
+        options = ["--no-ssh", "--hosts", ",".join(listed)]
+        options += [] if self.port is None else ["--port", str(self.port)]
+        return [*options, "--insecure" if self.insecure else "--token-by-ssh"]
+
+
+def relaunch(devices_per_host: int, elsewhere: Elsewhere | None = None) -> None:
+    """Become `rankless run -n devices_per_host` of the script that runs; return in its workers and where one is enough.
+
+    Raises ConfigError where there is no script that could be started again.
+    """
+    if not isinstance(devices_per_host, int) or isinstance(devices_per_host, bool) or devices_per_host < 1:
+        raise ConfigError(
+            expected="devices_per_host= as a number of workers, from 1 up",
+            found=f"devices_per_host={devices_per_host!r}",
+            fix="pass how many devices of this host are to be used",
+        )
+    if environment.is_launched():
+        _tell_who_decides(devices_per_host)
+    elif (devices_per_host > 1 or elsewhere is not None) and multiprocessing.parent_process() is None:
+        options = [] if elsewhere is None else elsewhere.options(devices_per_host)
+        _become_launcher(devices_per_host, running_program(sys.orig_argv, _main_file()), options)
+
+
+def running_program(command: Sequence[str], main_file: str | None) -> Program:
+    """The program that this interpreter was started with: `command` is `sys.orig_argv`, `main_file` the script's file.
+
+    Raises ConfigError in the interactive interpreter, a notebook, and for a script read from standard input.
+    """
+    rest = list(command[1:])
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        option = rest.pop(0)
+        for place, letter in enumerate(option) if not option.startswith("--") else ():
+            if letter in "cmWX":
+                value = option[place + 1 :] or (rest.pop(0) if rest else "")
+                if letter in "cm":
+                    return Program(kind=_KINDS[letter], target=value, arguments=tuple(rest))
+                break
+        if option == _LONG_OPTION and rest:
+            rest.pop(0)
+    if not rest or rest[0] == "-" or main_file is None:
+        raise ConfigError(
+            expected="a script, started as `python train.py`: this process becomes its launcher",
+            found="the interactive interpreter, a notebook, or a script read from standard input",
+            fix="start workers from there by rankless.spawn(function, args, nprocs=4)",
+        )
+    # The script may have gone to another folder since, or be a folder with a __main__.py.
+    is_found = os.path.isfile(rest[0]) and os.path.samefile(rest[0], main_file)
+    return Program(kind="script", target=rest[0] if is_found else main_file, arguments=tuple(rest[1:]))
+
+
+def _main_file() -> str | None:
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__")
+    return None if is_interactive else getattr(sys.modules["__main__"], "__file__", None)
+
+
+def _become_launcher(count: int, program: Program, options: Sequence[str]) -> NoReturn:
+    option = {"script": [], "module": ["-m"], "code": ["-c"]}[program.kind]
+    command = ["run", "-n", str(count), *options, *option, program.target, *program.arguments]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(sys.executable, rankless_command(*command))
+
+
+def _tell_who_decides(devices_per_host: int) -> None:
+    config = environment.read_worker_config()
+    if (
+        config is not None
+        and config.rank == 0
+        and config.recording is None
+        and config.local_world_size != devices_per_host
+    ):
+        print(
+            f"rankless: rankless.configure(devices_per_host={devices_per_host}) gives way to the command line's "
+            f"-n {config.local_world_size}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,1 @@
+"""Paddle's fleetrun: its options, its tables, and the profile of its programs."""

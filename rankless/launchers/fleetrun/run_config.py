@@ -1,0 +1,134 @@
+"""fleetrun's command line as a plan: what each of its options means for a run of ours."""
+
+import os
+import shutil
+from collections.abc import Sequence
+
+from rankless.config.environment import user_first_port, user_visible_devices
+from rankless.config.fleetrun import Fleet, share_out
+from rankless.config.run_config import Program, RunRequest
+from rankless.config.validation import count_gpus
+from rankless.errors import ConfigError
+from rankless.launchers.fleetrun.hosts import cluster_of
+from rankless.launchers.fleetrun.options import FleetrunFlags
+from rankless.launchers.fleetrun.parameter_server_options import require_no_servers
+
+_CPU_BACKENDS = ("gloo",)
+_GPU_BACKENDS = ("nccl",)
+_EITHER = ("auto", "")
+_FALSE = ("", "0", "false", "False", "no", "off")
+
+
+def fleetrun_program(flags: FleetrunFlags) -> Program:
+    """The program that the flags name: a Python script, or else a command. Raises ConfigError if there is none."""
+    if not flags.training_script:
+        raise ConfigError(
+            expected="a script to run", found="none", fix="name one, as in `rankless fleetrun --gpus=0,1 train.py`"
+        )
+    target, *arguments = flags.training_script
+    is_file = os.path.isfile(target)
+    can_be_run = os.access(target, os.X_OK) if is_file else shutil.which(target) is not None
+    is_command = can_be_run and not target.endswith(".py")
+    return Program(kind="command" if is_command else "script", target=target, arguments=tuple(arguments))
+
+
+def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
+    """What the flags ask for. Raises ConfigError for what cannot be meant, and for what is not there yet."""
+    require_no_servers(flags)
+    _require_known(flags)
+    gpus = chosen_gpus(flags)
+    count = flags.nproc_per_node
+    if count is None:
+        count = len(gpus) or 1
+    if count < 1:
+        raise ConfigError(expected="--nproc_per_node from 1 up", found=count, fix="leave it away: one process per GPU")
+    first_port = flags.start_port if flags.start_port is not None else user_first_port()
+    if first_port is not None and not 0 < first_port < 2**16 - count:
+        raise ConfigError(expected="--start_port from 1 to 65535", found=first_port, fix="leave it away")
+    shares = share_out(gpus, count) if gpus else ()
+    return RunRequest(
+        worker_count=count,
+        devices=",".join(str(share[0]) for share in shares) or "cpu",
+        log_folder=flags.log_dir or "log",
+        warm=program.kind != "command",
+        fleet=Fleet(job_id=flags.job_id, shares=shares, hides_gpus=_wants_cpu(flags), first_port=first_port),
+        cluster=cluster_of(flags, workers=count),
+    )
+
+
+def chosen_gpus(flags: FleetrunFlags) -> Sequence[int]:
+    """The GPUs to use, numbered as CUDA numbers those that are visible now; none for the CPU.
+
+    `--gpus` names GPUs as CUDA_VISIBLE_DEVICES does, where that is set, as in Paddle. Raises ConfigError.
+    """
+    if _wants_cpu(flags):
+        return ()
+    present = count_gpus()
+    visible = user_visible_devices()
+    names = [str(number) for number in range(present)] if visible is None else visible[:present]
+    wanted = names if not flags.devices else [name.strip() for name in flags.devices.split(",")]
+    absent = [name for name in wanted if name not in names]
+    if absent or (flags.backend in _GPU_BACKENDS and not wanted):
+        seen = f"GPU {', '.join(names)}" if names else "no GPU"
+        raise ConfigError(
+            expected=f"GPU {', '.join(absent)} on this host" if absent else "a GPU, as NCCL needs one",
+            found=seen if visible is None else f"{seen} with CUDA_VISIBLE_DEVICES={','.join(visible)}",
+            fix=f"choose from --gpus={','.join(names)}"
+            if names
+            else "leave --gpus and --backend away: one process on the CPU, or more by --nproc_per_node=2",
+        )
+    return [names.index(name) for name in wanted]
+
+
+def _wants_cpu(flags: FleetrunFlags) -> bool:
+    return flags.backend in _CPU_BACKENDS or flags.devices == "cpu"
+
+
+def notes(flags: FleetrunFlags) -> list[str]:
+    """What the user is told of flags that mean nothing here, or something else than in Paddle."""
+    said = {
+        "--host": flags.host is not None and "not needed, a host is found by its own addresses",
+        "--log_level": flags.log_level is not None and "not heeded, there is little to say",
+        "--log_overwrite": flags.log_overwrite is not None and "not needed, each run has files of its own",
+        "--with_gloo": flags.with_gloo is not None and "not heeded, the script makes its own groups",
+        "--max_restart": bool(flags.max_restart) and "nothing is restarted, the first failure ends the run",
+        "--elastic_level, --elastic_timeout": (flags.elastic_level or -1, flags.elastic_timeout) != (-1, None)
+        and "not heeded, hosts neither come nor go",
+        "--elastic_pre_hook": flags.elastic_pre_hook is not None and "not run",
+        "--force": _is_on(flags.force) and "not heeded, hosts neither come nor go",
+        "--sort_ip": _is_on(flags.sort_ip) and "not heeded, hosts are numbered as --ips names them, or by --rank",
+        "--legacy": _is_on(flags.legacy) and "not needed, there is one launcher",
+        "--enable_gpu_log": _is_on(flags.enable_gpu_log) and "not heeded, GPUs are not watched",
+        "--ranks, --rank_mapping_path": _maps_ranks(flags) and "not heeded, ranks follow the order of hosts and GPUs",
+        "--auto_parallel_config, --auto_tuner_json": _tunes(flags) and "not heeded, nothing is tuned",
+    }
+    return [f"{name}: {why}" for name, why in said.items() if why]
+
+
+def _require_known(flags: FleetrunFlags) -> None:
+    if flags.run_mode not in (None, "", "collective"):
+        raise ConfigError(expected="--run_mode collective", found=flags.run_mode, fix="leave it away")
+    if flags.backend is not None and flags.backend not in (*_EITHER, *_CPU_BACKENDS, *_GPU_BACKENDS):
+        raise ConfigError(
+            expected="--backend auto, nccl (GPUs) or gloo (the CPU)", found=flags.backend, fix="leave it away"
+        )
+    for name in ("npus", "xpus"):
+        if getattr(flags, name):
+            raise ConfigError(
+                expected="--gpus, or the CPU",
+                found=f"--{name}={getattr(flags, name)}",
+                fix="torch here knows NVIDIA GPUs",
+            )
+
+
+def _is_on(text: str | None) -> bool:
+    return text is not None and text not in _FALSE
+
+
+def _maps_ranks(flags: FleetrunFlags) -> bool:
+    switches = (flags.enable_rank_mapping, flags.enable_auto_mapping)
+    return any((flags.ranks, flags.rank_mapping_path, flags.cluster_topo_path, *map(_is_on, switches)))
+
+
+def _tunes(flags: FleetrunFlags) -> bool:
+    return any((flags.auto_parallel_config, flags.auto_tuner_json, _is_on(flags.auto_cluster_config)))

@@ -1,0 +1,66 @@
+"""What fleetrun's users see at the start: the arguments, and the first process's environment."""
+
+import os
+from collections.abc import Mapping
+
+from rankless.config.run_config import RunConfig
+from rankless.launch.job_setup import Assembled
+from rankless.launch.log_files import FLEET_LOG, run_folder
+from rankless.launch.supervisor.announcements import counted
+
+SHOWN = (
+    "PADDLE_CURRENT_ENDPOINT",
+    "PADDLE_TRAINERS_NUM",
+    "FLAGS_selected_gpus",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_TRAINER_ID",
+)
+MOST_LINES = 8
+"""Of one variable's value."""
+_TITLE = " Configuration Arguments "
+_WIDTH = 48
+
+
+def arguments_table(arguments: Mapping[str, object]) -> str:
+    """Each argument and its value."""
+    lines = [f"{name}: {value}" for name, value in arguments.items()]
+    return "\n".join([_TITLE.center(_WIDTH, "-"), *lines, "-" * _WIDTH]) + "\n"
+
+
+def environment_table(environment: Mapping[str, str | None], *, local_count: int) -> str:
+    """A box of Paddle's variables of one worker."""
+    rows = [("Distributed Envs", "Value")]
+    for name in SHOWN:
+        value = environment.get(name)
+        items = [value] if value is not None else ["(not set: on the CPU)"]
+        if name == "PADDLE_TRAINER_ENDPOINTS":
+            items = items[0].split(",")
+        if len(items) > MOST_LINES:
+            items = [*items[: MOST_LINES - 1], f"... {len(items)} in all"]
+        rows += [("" if number else name, item) for number, item in enumerate(items)]
+    left, right = (max(len(row[column]) for row in rows) + 4 for column in range(2))
+    head, *body = [f"    |{name.center(left)}{value.center(right)}|" for name, value in rows]
+    thick, thin = (f"    +{mark * (left + right)}+" for mark in "=-")
+    count = "1 process" if local_count == 1 else f"{local_count} processes"
+    said = f"Local start {count}. First process distributed environment info:"
+    return "\n".join([said, thick, head, thin, *body, thick]) + "\n"
+
+
+def fleet_line(config: RunConfig, job: Assembled) -> str:
+    """Where this host's workers run, and their log files; on other hosts, too, who shows the training."""
+    first, count = job.start.first_rank(job.place), config.worker_count
+    devices = list(dict.fromkeys(config.devices))
+    where = "the CPU" if devices == ["cpu"] else ", ".join(devices)
+    shared = (
+        "" if devices == ["cpu"] or count <= len(devices) else ", which they share: they talk through Gloo, not NCCL"
+    )
+    names = [os.path.join(config.log_folder, FLEET_LOG.format(rank)) for rank in (first, first + count - 1)]
+    logs = names[0] if count == 1 else f"{names[0]} to {FLEET_LOG.format(first + count - 1)}"
+    kept = run_folder(config, job.start.run_id, job.place)
+    lines = [
+        f"rankless: on {where}{shared}; {counted(config.threads_per_worker, 'thread')} each; "
+        f"logs: {logs} (in {kept}, where they stay)"
+    ]
+    if job.place > 0:
+        lines.append(f"rankless: host {job.place + 1} of {len(job.start.workers)}; {job.names[0]} shows the training")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""horovodrun: its options and config files, and the profile of its programs."""

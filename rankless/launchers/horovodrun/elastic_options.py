@@ -1,0 +1,37 @@
+"""horovodrun's elastic flags as a plan."""
+
+from rankless.config.elastic import Elastic
+from rankless.config.environment import horovod_variables
+from rankless.launchers.horovodrun.hosts import listed_hosts
+from rankless.launchers.horovodrun.options import HorovodrunFlags
+
+ELASTIC_SECONDS = 600.0
+"""horovodrun's own, where neither `--elastic-timeout` nor HOROVOD_ELASTIC_TIMEOUT says otherwise."""
+
+
+def elastic_of(flags: HorovodrunFlags, count: int) -> Elastic:
+    """What the flags say of workers that come and go. `config.validation` looks whether it can be meant. Raises ConfigError."""
+    cooldown = flags.blacklist_cooldown_range
+    return Elastic(
+        min_workers=count if flags.min_num_proc is None else flags.min_num_proc,
+        max_workers=flags.max_num_proc,
+        discovery_script=flags.host_discovery_script,
+        hosts=() if flags.host_discovery_script is not None else _fixed_hosts(flags, count),
+        slots_per_host=flags.slots_per_host,
+        elastic_timeout_seconds=_timeout(flags),
+        reset_limit=flags.reset_limit,
+        ssh_port=flags.ssh_port,
+        ssh_identity_file=flags.ssh_identity_file,
+        cooldown_range_seconds=None if cooldown is None else (float(cooldown[0]), float(cooldown[1])),
+    )
+
+
+def _timeout(flags: HorovodrunFlags) -> float:
+    if flags.elastic_timeout is not None:
+        return float(flags.elastic_timeout)
+    given = horovod_variables().get("ELASTIC_TIMEOUT", "")
+    return float(given) if given.replace(".", "", 1).isdigit() else ELASTIC_SECONDS
+
+
+def _fixed_hosts(flags: HorovodrunFlags, count: int) -> tuple[tuple[str, int], ...]:
+    return tuple((host.address, host.workers) for host in listed_hosts(flags, count))

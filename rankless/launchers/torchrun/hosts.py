@@ -1,0 +1,119 @@
+"""torchrun's options about hosts: how many, which this one is, and where they meet."""
+
+from collections.abc import Iterator
+
+from rankless.config.hosts import addresses_of, numbered_hosts, own_addresses
+from rankless.config.run_config import NOT_YET, Cluster
+from rankless.config.torchrun import Hosts
+from rankless.errors import ConfigError
+from rankless.launchers.torchrun.options import TorchrunFlags
+
+STATIC_PORT = 29500
+RENDEZVOUS_PORT = 29400
+"""torchrun's own, where none is given."""
+
+
+def hosts_of(flags: TorchrunFlags) -> Hosts:
+    """What the flags say of hosts. Raises ConfigError for what cannot be meant."""
+    least, most = _host_counts(flags.nnodes or "1")
+    address, port = flags.master_addr or "127.0.0.1", flags.master_port
+    backend = "c10d" if flags.standalone else flags.rdzv_backend or "static"
+    endpoint = "" if flags.standalone else flags.rdzv_endpoint or ""
+    if backend == "static" and endpoint:
+        host, _, number = endpoint.rpartition(":")
+        if not host or not number.isdigit():
+            raise ConfigError(
+                expected="--rdzv-endpoint as HOST:PORT", found=endpoint, fix="or use --master-addr and --master-port"
+            )
+        address, port = host, int(number)
+    elif backend != "static" and most == 1:
+        port = None  # torchrun, too, takes a free one then
+    if port is not None and not 0 <= port < 2**16:
+        raise ConfigError(expected="a port from 1 to 65535", found=port, fix="choose another --master-port")
+    return Hosts(
+        least=least,
+        most=most,
+        number=flags.node_rank or 0,
+        master_address=address.strip("[]"),
+        master_port=port or None,
+        local_address=flags.local_addr,
+        rendezvous=backend,
+        endpoint=endpoint,
+        settings=tuple(_settings(flags.rdzv_conf or "")),
+    )
+
+
+def _host_counts(text: str) -> tuple[int, int]:
+    numbers = text.split(":")
+    if not all(number.isdigit() for number in numbers) or not 1 <= len(numbers) <= 2:
+        raise ConfigError(expected="--nnodes as N or MIN:MAX", found=text, fix="one host is --nnodes 1")
+    least, most = int(numbers[0]), int(numbers[-1])
+    if not 0 < least <= most:
+        raise ConfigError(expected="--nnodes from 1 up, MIN no more than MAX", found=text, fix="one host is --nnodes 1")
+    return least, most
+
+
+def _settings(text: str) -> Iterator[tuple[str, str]]:
+    for pair in text.split(",") if text.strip() else ():
+        name, _, value = (part.strip() for part in pair.partition("="))
+        if not name or not value:
+            raise ConfigError(expected="--rdzv-conf as NAME=VALUE,NAME=VALUE", found=text, fix="correct it")
+        yield name, value
+
+
+def cluster_of(hosts: Hosts, *, workers: int, insecure: bool) -> Cluster | None:
+    """The hosts as ours come together: each started by its own line. None for one alone.
+
+    Agents meet at torchrun's master port; the workers' own is a free one of host 0's. Raises ConfigError for what cannot
+    be meant.
+    """
+    if hosts.most == 1:
+        if hosts.number != 0:
+            raise ConfigError(
+                expected="--node-rank 0, the only host's number",
+                found=hosts.number,
+                fix="leave it away, or say --nnodes",
+            )
+        return None
+    if hosts.least != hosts.most:
+        raise ConfigError(
+            expected="a number of hosts that stays: none can come or go while the job runs",
+            found=f"--nnodes {hosts.least}:{hosts.most}",
+            fix=f"--nnodes {hosts.most}",
+        )
+    if hosts.rendezvous == "static":
+        address, port, place = hosts.master_address, hosts.master_port or STATIC_PORT, hosts.number
+        if not 0 <= place < hosts.most:
+            raise ConfigError(
+                expected=f"--node-rank from 0 to {hosts.most - 1}", found=place, fix="number the hosts from 0"
+            )
+    else:
+        address, _, number = hosts.endpoint.rpartition(":")
+        if not number.isdigit():
+            address, number = hosts.endpoint, str(RENDEZVOUS_PORT)
+        if not address:
+            raise ConfigError(
+                expected="--rdzv-endpoint HOST:PORT, where the hosts meet",
+                found=f"none, with --nnodes {hosts.most}",
+                fix="name the first host, on every host alike",
+            )
+        port, place = int(number), 0 if addresses_of(address) & own_addresses() else NOT_YET
+    return Cluster(
+        hosts=numbered_hosts(address, hosts.most, workers=workers),
+        place=place,
+        port=port,
+        way="hand",
+        is_listed=False,
+        insecure=insecure,
+        join_timeout_seconds=_join_seconds(dict(hosts.settings)),
+    )
+
+
+def _join_seconds(settings: dict[str, str]) -> float:
+    given = settings.get("join_timeout") or settings.get("timeout") or "60"
+    try:
+        return float(given)
+    except ValueError:
+        raise ConfigError(
+            expected="join_timeout= in --rdzv-conf as seconds", found=given, fix="as in --rdzv-conf join_timeout=300"
+        ) from None

@@ -1,0 +1,197 @@
+"""torchrun's command line as a plan: what each of its options means for a run on one host."""
+
+import re
+import signal
+import string
+from collections.abc import Iterator, Sequence
+
+from rankless.config.environment import (
+    user_line_prefix,
+    user_python,
+    user_shutdown_seconds,
+    user_threads,
+    user_visible_devices,
+)
+from rankless.config.run_config import Program, ProgramKind, RunRequest
+from rankless.config.torchrun import Foreign, ShownStream, Source
+from rankless.config.validation import core_count, count_gpus
+from rankless.errors import ConfigError
+from rankless.launchers.torchrun.hosts import cluster_of, hosts_of
+from rankless.launchers.torchrun.options import TorchrunFlags
+
+LOCAL_RANK = "${local_rank}"
+"""In an argument of the program: the worker's local rank."""
+
+_BITS: tuple[tuple[Source, int], ...] = (("out", 1), ("err", 2))
+
+
+def torchrun_program(flags: TorchrunFlags) -> Program:
+    """The program that the flags name. Raises ConfigError if there is none, or two flags contradict each other."""
+    if not flags.training_script:
+        raise ConfigError(
+            expected="a script to run",
+            found="none",
+            fix="name one, as in `rankless torchrun --nproc-per-node 2 train.py`",
+        )
+    target, *arguments = flags.training_script
+    if flags.no_python and flags.module and not flags.run_path:
+        raise ConfigError(
+            expected="--no-python or --module", found="both", fix="a module is Python: leave --no-python away"
+        )
+    kind: ProgramKind = "script"
+    if flags.no_python and not flags.run_path:
+        kind = "command"
+    elif flags.module and not flags.run_path:
+        kind = "module"
+    return Program(kind=kind, target=target, arguments=tuple(arguments), has_macros=True)
+
+
+def under_own_python(program: Program) -> Program:
+    """The program as a command of the interpreter that PYTHON_EXEC names, if it names one."""
+    python = user_python()
+    if python is None or program.kind == "command":
+        return program
+    how = ("-u", "-m") if program.kind == "module" else ("-u",)
+    return Program(kind="command", target=python, arguments=(*how, program.target, *program.arguments), has_macros=True)
+
+
+def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
+    """What the flags ask for. Raises ConfigError for what cannot be meant."""
+    count = worker_count(flags.nproc_per_node or "1")
+    visible = user_visible_devices()
+    if flags.virtual_local_rank and visible is not None and len(visible) < count:
+        raise ConfigError(
+            expected=f"a GPU for each of {count} workers, as --virtual-local-rank gives each its own",
+            found=f"CUDA_VISIBLE_DEVICES={','.join(visible)}",
+            fix="name more GPUs there, or start fewer workers",
+        )
+    if flags.max_restarts is not None and flags.max_restarts < 0:
+        raise ConfigError(expected="--max-restarts from 0 up", found=flags.max_restarts, fix="leave it away")
+    hosts = hosts_of(flags)
+    return RunRequest(
+        worker_count=count,
+        threads=1 if user_threads() is None and count > 1 else None,
+        log_folder=flags.log_dir or "log",
+        warm=program.kind != "command" and flags.start_method in (None, "fork"),
+        hosts=hosts,
+        foreign=_foreign(flags, count),
+        cluster=cluster_of(hosts, workers=count, insecure=flags.insecure),
+    )
+
+
+def worker_count(text: str) -> int:
+    """How many workers `--nproc-per-node` asks for. Raises ConfigError."""
+    if re.fullmatch(r"\d+", text) and int(text) > 0:
+        return int(text)
+    gpus = count_gpus()
+    if text == "cpu" or (text == "auto" and not gpus):
+        return core_count()
+    if text in ("auto", "gpu") and gpus:
+        return gpus
+    raise ConfigError(
+        expected="--nproc-per-node as a number from 1 up, or auto, gpu, cpu",
+        found=f"{text}, and no such device on this host" if text in ("gpu", "xpu") else text,
+        fix="say cpu for one process per core, or a number",
+    )
+
+
+def notes(flags: TorchrunFlags) -> list[str]:
+    """What the user is told of flags that mean nothing here, or something else than under torchrun."""
+    found = []
+    is_alone = (flags.nnodes or "1") in ("1", "1:1")
+    unheeded = {
+        "--rdzv-backend": flags.rdzv_backend not in (None, "static", "c10d"),
+        "--rdzv-conf": bool(flags.rdzv_conf),
+        "--local-addr": flags.local_addr is not None,
+    }
+    if is_alone and any(unheeded.values()):
+        names = ", ".join(name for name, given in unheeded.items() if given)
+        found.append(f"{names}: not needed, on one host nobody has to be met")
+    if flags.max_restarts:
+        found.append(f"--max-restarts {flags.max_restarts}: nothing is restarted, the first failure ends the run")
+    if flags.monitor_interval is not None:
+        found.append("--monitor-interval: not needed, the end of a worker is noticed at once")
+    if flags.event_log_handler not in (None, "null"):
+        found.append("--event-log-handler: not heeded, torch's events are not made")
+    if flags.logs_specs is not None:
+        found.append("--logs-specs: not heeded, logs are written as torch's default does")
+    if flags.numa_binding is not None:
+        found.append("--numa-binding: not heeded, workers may use every core")
+    return found
+
+
+def _foreign(flags: TorchrunFlags, count: int) -> Foreign:
+    shutdown = flags.shutdown_timeout if flags.shutdown_timeout is not None else user_shutdown_seconds()
+    if shutdown is not None and shutdown < 0:
+        raise ConfigError(expected="--shutdown-timeout from 0 up", found=shutdown, fix="give seconds")
+    return Foreign(
+        role=flags.role or "default",
+        run_id=None if flags.standalone else flags.rdzv_id,
+        signals=_signals(flags.signals_to_handle or "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+        shutdown_seconds=30.0 if shutdown is None else float(shutdown),
+        virtual_local_rank=flags.virtual_local_rank,
+        streams=tuple(_streams(flags, count)),
+    )
+
+
+def _signals(text: str) -> tuple[int, ...]:
+    numbers = []
+    for name in text.split(","):
+        number = signal.__dict__.get(name.strip())
+        if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ConfigError(
+                expected="--signals-to-handle as names of signals that can be caught",
+                found=name.strip(),
+                fix="as in --signals-to-handle SIGTERM,SIGINT,SIGUSR1",
+            )
+        numbers.append(int(number))
+    return tuple(numbers)
+
+
+def _streams(flags: TorchrunFlags, count: int) -> Iterator[ShownStream]:
+    redirects = _per_rank(flags.redirects or "0", count, option="--redirects")
+    tee = _per_rank(flags.tee or "0", count, option="--tee")
+    shown = _ranks(flags.local_ranks_filter, count)
+    template = string.Template(user_line_prefix() or "[${role_name}${local_rank}]:")
+    needles = {"out": flags.duplicate_stdout_filters, "err": flags.duplicate_stderr_filters}
+    for rank in range(count):
+        prefix = template.safe_substitute(role_name=flags.role or "default", rank=rank, local_rank=rank)
+        for source, bit in _BITS:
+            if rank not in shown or (redirects[rank] & bit and not tee[rank] & bit):
+                continue
+            teed = tee[rank] & bit
+            yield ShownStream(
+                rank=rank,
+                source=source,
+                prefix=prefix if teed else "",
+                needles=_texts(needles[source] or "") if teed else (),
+            )
+
+
+def _per_rank(text: str, count: int, *, option: str) -> list[int]:
+    if re.fullmatch("[0-3]", text):
+        return [int(text)] * count
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        raise ConfigError(
+            expected=f"{option} as 0 to 3 (1: standard output, 2: standard error), or as RANK:0 to 3, with commas",
+            found=text,
+            fix=f"as in {option} 3, or {option} 0:3,1:1",
+        )
+    chosen = {int(rank): int(bits) for rank, bits in (pair.split(":") for pair in text.split(","))}
+    return [chosen.get(rank, 0) for rank in range(count)]
+
+
+def _ranks(text: str | None, count: int) -> Sequence[int]:
+    if not text:
+        return range(count)
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise ConfigError(
+            expected="--local-ranks-filter as numbers with commas", found=text, fix="as in --local-ranks-filter 0,1"
+        )
+    return [int(part) for part in parts]
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    """A list with commas; two of them are one that belongs to a text."""
+    return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")) if text else ()

@@ -1,0 +1,131 @@
+"""What `rankless verify` compares: one file per rank, a frame for every job call and every training step.
+
+A frame is a length of 4 bytes, little-endian, then a struct below in MessagePack.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rankless.records.job_programs import KnownJob
+
+LENGTH_BYTES = 4
+TEXT = "text"
+"""The dtype of a leaf that is no number; its data are the bytes of its text, one whole number each."""
+
+
+def results_file(folder: str, rank: int) -> Path:
+    """Where a rank writes its frames."""
+    return Path(folder) / f"rank{rank}.results"
+
+
+def tensors_file(folder: str, rank: int) -> Path:
+    """Where a rank writes its final parameters and buffers, as safetensors of float64 and int64."""
+    return Path(folder) / f"rank{rank}.safetensors"
+
+
+class Leaf(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor or number of a job's result; `data` is float64 or int64, whatever `dtype` was."""
+
+    path: str
+    """As "['loss']"; empty where the result is the leaf."""
+    dtype: str
+    shape: tuple[int, ...]
+    is_integer: bool
+    data: bytes
+
+
+class Summary(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in a few numbers, of which the differences tell how far two tensors are apart.
+
+    `sketch` holds signed sums of its elements (`verify.recording.recorder` says which); `norm` is its Euclidean norm.
+    """
+
+    norm: float
+    sketch: tuple[float, ...]
+
+
+class TensorState(msgspec.Struct, frozen=True, array_like=True):
+    """A parameter or buffer as it was at one time; `gradient` is None without one."""
+
+    name: str
+    dtype: str
+    size: int
+    value: Summary
+    gradient: Summary | None
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """A model became known, before its first step."""
+
+    model: str
+    tensors: list[TensorState]
+
+
+class Called(msgspec.Struct, frozen=True, tag="called"):
+    """A job was called: its `call`-th call, from 1, when `steps` training steps were done before it."""
+
+    job: str
+    call: int
+    steps: int
+    line: str
+    leaves: list[Leaf]
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    """The training step of the job call written just before; `step` counts all jobs' steps, from 1."""
+
+    job: str
+    step: int
+    tensors: list[TensorState]
+
+
+class FinalTensor(msgspec.Struct, frozen=True, array_like=True):
+    """What the tensor file cannot say of one of its tensors."""
+
+    name: str
+    dtype: str
+    is_parameter: bool
+
+
+class Survey(msgspec.Struct, frozen=True, array_like=True):
+    """What the script held at the end: its jobs, and modules with parameters that no job has been given."""
+
+    jobs: tuple[KnownJob, ...] = ()
+    outside: tuple[str, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The run is over and the tensor file is whole. `stopped` if the script was ended before its own end."""
+
+    steps: int
+    tensors: list[FinalTensor]
+    stopped: bool = False
+    survey: Survey = Survey()
+
+
+AnyResult = Registered | Called | Stepped | Finished
+
+
+def frame(result: msgspec.Struct) -> bytes:
+    """A result as it stands in the file."""
+    body = msgspec.msgpack.encode(result)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def read_frames(file: Path) -> Iterator[AnyResult]:
+    """The results of a file, up to the last whole one: a worker may have died while it wrote."""
+    decoder = msgspec.msgpack.Decoder(AnyResult)
+    for body in read_bodies(file):
+        yield decoder.decode(body)
+
+
+def read_bodies(file: Path) -> Iterator[bytes]:
+    """What stands in the frames of a file, up to the last whole one."""
+    with file.open("rb") as stream:
+        while len(header := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
+            body = stream.read(length := int.from_bytes(header, "little"))
+            if len(body) < length:
+                return
+            yield body

@@ -1,4 +1,0 @@
-"""A folder that workers put first on PYTHONPATH, so that every Python that they start finds `sitecustomize` in it.
-
-Enters: nothing. Leaves: `runtime.import_names` in that interpreter, once it is needed. Python itself calls it.
-"""

@@ -1,0 +1,89 @@
+"""One host's process of the doctor's trial: all hosts sum tensors by Gloo, over the card that a job would use."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from rankless.config import environment
+from rankless.config.collective_test import (
+    MARK,
+    AreYouThere,
+    Here,
+    NotReduced,
+    OpenStore,
+    Reduce,
+    Reduced,
+    StoreOpened,
+    TrialResult,
+    TrialTask,
+)
+from rankless.runtime.fast_exit import Ending
+
+SIZES_AND_TIMES = ((4 << 10, 20), (16 << 20, 3))
+"""Bytes, and how often."""
+
+
+def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+    """Torch is imported: return what does as standard input says, until it ends."""
+    return _serve
+
+
+def _serve() -> None:
+    store: Any = None  # torch's stubs have no stores
+    for line in sys.stdin.buffer:
+        task = msgspec.json.decode(line, type=TrialTask)
+        try:
+            if isinstance(task, AreYouThere):
+                _tell(Here())
+            elif isinstance(task, OpenStore):
+                store, port = _served(task.address)
+                _tell(StoreOpened(port=port))
+            else:
+                _tell(_reduced(task, store))
+        except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
+            _tell(NotReduced(text=str(error).strip().partition("\n")[0]))
+
+
+def _served(address: str) -> tuple[Any, int]:
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # as below
+    return store, int(store.port)
+
+
+def _reduced(task: Reduce, store: Any) -> Reduced:
+    environment.apply({"GLOO_SOCKET_IFNAME": task.interface})
+    limit = timedelta(seconds=task.timeout_seconds)
+    start = time.monotonic()
+    if store is None:
+        store = dist.TCPStore(task.address, task.port, timeout=limit)  # type: ignore[attr-defined]  # not in the stubs
+    store.set_timeout(limit)
+    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=limit)
+    _sum_once(torch.ones(1), task.size)
+    joined = time.monotonic() - start
+    seconds = {}
+    for byte_count, times in SIZES_AND_TIMES:
+        tensor = torch.ones(byte_count // 4)
+        seconds[byte_count] = statistics.median(_sum_once(tensor.fill_(1.0), task.size) for _ in range(times))
+    return Reduced(
+        join_seconds=joined, seconds=seconds, torch=str(torch.__version__), cuda_devices=torch.cuda.device_count()
+    )
+
+
+def _sum_once(tensor: torch.Tensor, size: int) -> float:
+    start = time.monotonic()
+    dist.all_reduce(tensor)
+    taken = time.monotonic() - start
+    if not bool((tensor == size).all()):
+        raise RuntimeError(f"the sum over {size} hosts is wrong: {tensor[tensor != size][0].item()}")
+    return taken
+
+
+def _tell(result: TrialResult) -> None:
+    sys.stdout.buffer.write(MARK + msgspec.json.encode(result) + b"\n")
+    sys.stdout.buffer.flush()

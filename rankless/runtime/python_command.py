@@ -1,0 +1,45 @@
+"""How another Python process of ours is started: with this one's flags, and nothing of ours in its way."""
+
+import os
+import subprocess
+import sys
+
+# Not `-m`: that puts the current folder first on the path, where a user's `queue.py` would break torch's
+# import.
+_START = (
+    "import sys; root = sys.argv[1]\n"
+    "if not sys.flags.safe_path: del sys.path[0]\n"
+    "if root not in sys.path: sys.path.append(root)\n"
+    "from rankless.runtime.fast_exit import Ending\n"
+    "ending = Ending()\n"
+    "from {module} import main\n"
+    "work = main(ending)\n"
+    "if work is not None: work()\n"
+)
+_COMMAND_LINE = (
+    "import sys; root = sys.argv.pop(1)\n"
+    "if not sys.flags.safe_path: del sys.path[0]\n"
+    "if root not in sys.path: sys.path.append(root)\n"
+    "from rankless.cli import main\n"
+    "sys.exit(main())\n"
+)
+_ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
+
+
+def python_command(module: str) -> list[str]:
+    """The command that imports `module` in a new interpreter like this one, calls its `main`, then what
+    that returns.
+    """
+    return [sys.executable, *interpreter_flags(), "-c", _START.format(module=module), _ROOT]
+
+
+def rankless_command(*arguments: str) -> list[str]:
+    """The command that is `rankless` with these arguments, in a new interpreter like this one."""
+    return [sys.executable, *interpreter_flags(), "-c", _COMMAND_LINE, _ROOT, *arguments]
+
+
+def interpreter_flags() -> list[str]:
+    """The flags this interpreter was started with, as -O, -W and -X."""
+    # Private, but what multiprocessing itself uses for its children.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # not in the stubs
+    return [*flags, *(["-u"] if sys.flags.unbuffered else [])] if hasattr(sys.flags, "unbuffered") else flags

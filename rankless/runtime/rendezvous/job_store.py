@@ -1,0 +1,150 @@
+"""Where the ranks of a job meet, whoever has started them: this process's place among them, and a store they share."""
+
+import contextlib
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rankless.config import environment
+from rankless.config.horovod_variables import HorovodWorker
+from rankless.config.hosts import interface_towards
+from rankless.config.rank_layout import seats_of
+from rankless.config.run_config import WorkerConfig
+from rankless.errors import JoinError
+from rankless.records.elastic_messages import Seat
+from rankless.runtime.rendezvous.address import Invitation
+from rankless.runtime.rendezvous.horovod import meet_by_horovod
+from rankless.runtime.rendezvous.tcp import meet
+
+STORE_TIMEOUT = timedelta(minutes=5)
+JOINING_SECONDS = 1800.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One process's place in its job."""
+
+    rank: int
+    size: int
+    store: Any
+    """A `torch.distributed.Store` of all ranks."""
+    address: str = LOOPBACK
+    """At which rank 0's host is reached by all."""
+    seat: Seat | None = None
+    """Also on its host, and its host among the others; None where the launcher has not told."""
+
+
+def find_place() -> Place:
+    """The place that a launcher has told: Rankless, Horovod's own, torchrun or mpirun; or that torch.distributed's
+    default group has; a place alone if there is none. Raises JoinError if the ranks do not come together.
+    """
+    config = environment.read_worker_config()
+    if config is not None:
+        return _place_of_worker(config)
+    horovod = environment.read_horovod_worker()
+    if horovod is not None:
+        # Before torchrun's: what sets those for a pod as a whole, horovodrun hands on to all of its workers.
+        return _place_by_horovod(horovod)
+    torchrun = environment.read_torchrun()
+    has_group = dist.is_available() and dist.is_initialized() and not environment.is_child_of_worker()
+    if torchrun is not None and torchrun.world_size > 1 and (torchrun.master_address is not None or not has_group):
+        return _place_by_torchrun(torchrun)
+    if has_group:
+        store = dist.distributed_c10d._get_default_store()
+        return Place(rank=dist.get_rank(), size=dist.get_world_size(), store=store)
+    return Place(rank=0, size=1, store=dist.HashStore())  # type: ignore[attr-defined]  # missing in the stubs
+
+
+def invitation_from(torchrun: environment.Torchrun) -> Invitation:
+    """Where torchrun, or a launcher like it, has its processes meet. Raises JoinError where it has not said."""
+    if torchrun.master_address is None or torchrun.master_port == 0:
+        missing = "MASTER_ADDR" if torchrun.master_address is None else "MASTER_PORT"
+        raise JoinError(
+            expected="a launcher that tells where the ranks meet",
+            found=f"rank {torchrun.rank} of {torchrun.world_size}, and no {missing}",
+            fix=f"start the job by `rankless horovodrun -np {torchrun.world_size} …`, also in the place of mpirun; or "
+            "set MASTER_ADDR to an address of rank 0's host, and MASTER_PORT to a free port there; "
+            "RANK=0 WORLD_SIZE=1 let a process train alone",
+        )
+    return Invitation(
+        kind="tcp",
+        host=torchrun.master_address,
+        port=torchrun.master_port,
+        rank=torchrun.rank,
+        world_size=torchrun.world_size,
+        timeout_seconds=JOINING_SECONDS,
+        served=torchrun.has_store,
+    )
+
+
+def _place_of_worker(config: WorkerConfig) -> Place:
+    return Place(
+        rank=config.rank,
+        size=config.world_size,
+        store=_store_of(config) if config.world_size > 1 else dist.HashStore(),  # type: ignore[attr-defined]  # as above
+        address=config.store_address,
+        seat=Seat(
+            rank=config.rank,
+            size=config.world_size,
+            local_rank=config.local_rank,
+            local_size=config.local_world_size,
+            cross_rank=config.host,
+            cross_size=config.host_count,
+        ),
+    )
+
+
+def _place_by_torchrun(torchrun: environment.Torchrun) -> Place:
+    invitation = invitation_from(torchrun)
+    meeting = meet(invitation, say_alone)
+    if meeting.is_on_one_host:
+        environment.prefer_loopback()
+    return Place(
+        rank=torchrun.rank,
+        size=torchrun.world_size,
+        store=meeting.store,
+        address=LOOPBACK if meeting.is_on_one_host else invitation.host,
+    )
+
+
+def _place_by_horovod(told: HorovodWorker) -> Place:
+    if told.world_size == 1:
+        return Place(rank=0, size=1, store=dist.HashStore(), seat=told.seat)  # type: ignore[attr-defined]  # as above
+    meeting, served = meet_by_horovod(told, say_alone)
+    environment.prefer_interface(told.interface or interface_towards(told.address)[0])
+    return Place(
+        rank=told.rank,
+        size=told.world_size,
+        store=meeting.store,
+        address=served.host,
+        seat=told.seat or seats_of([one.host for one in meeting.arrived])[told.rank],
+    )
+
+
+def _store_of(config: WorkerConfig) -> Any:
+    """The store at which ranks meet; rank 0 serves it on the local socket that the agent has opened."""
+    if config.store_port is None:
+        raise RuntimeError("a worker plan without a store")
+    listening = None
+    if config.store_descriptor is not None:
+        with contextlib.suppress(OSError):
+            listening = socket.socket(fileno=config.store_descriptor).detach()
+    return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
+        config.store_address,
+        config.store_port,
+        config.world_size,
+        config.rank == 0,
+        timeout=STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def say_alone(text: str) -> None:
+    """Tell the user something in a process that has nobody to tell it for it."""
+    print(f"rankless: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,84 @@
+"""A process that `rankless.spawn` has started: takes its function, calls it with its rank, gives back the outcome."""
+
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
+
+from rankless.runtime.fast_exit import Ending
+from rankless.runtime.hooks import horovod_imports
+from rankless.runtime.process_tree import set_parent_death_signal
+
+_LENGTH = struct.Struct("<Q")
+
+
+def main(_ending: Ending) -> Callable[[], None]:
+    """What runs the function that comes in through the inherited socket."""
+    descriptor, rank, parent = map(int, sys.argv[2:5])
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before the line above
+    channel = socket.socket(fileno=descriptor)
+    sys.argv = ["-c"]
+    horovod_imports.install()
+    return lambda: _serve(channel, rank)
+
+
+def _serve(channel: socket.socket, rank: int) -> None:
+    payload = receive(channel)
+    if payload is None:
+        os._exit(1)  # the parent is gone
+    try:
+        path, call = cloudpickle.loads(payload)
+        sys.path[:] = path
+        function, args = cloudpickle.loads(call)
+        answer = ("result", function(rank, *args), "")
+        data = cloudpickle.dumps(answer)
+    except Exception as error:  # the function is the script's own; its error goes to whoever called spawn
+        data = _described(error)
+        send(channel, data)
+        channel.close()
+        sys.exit(1)
+    send(channel, data)
+    channel.close()
+
+
+def _described(error: Exception) -> bytes:
+    trace = "".join(traceback.format_exception(error))
+    bare = error.with_traceback(None)
+    try:
+        data: bytes = cloudpickle.dumps(("error", bare, trace))
+        cloudpickle.loads(data)
+    except Exception:  # an error that does not travel is told in words
+        data = cloudpickle.dumps(("error", RuntimeError(f"{type(error).__name__}: {error}"), trace))
+    return data
+
+
+def send(channel: socket.socket, data: bytes) -> None:
+    """Write one message."""
+    channel.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(channel: socket.socket) -> bytes | None:
+    """Read one message; None if the other end is gone."""
+    head = _exactly(channel, _LENGTH.size)
+    return None if head is None else _exactly(channel, _LENGTH.unpack(head)[0])
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes | None:
+    data: Any = bytearray()
+    while len(data) < size:
+        try:
+            piece = channel.recv(min(size - len(data), 1 << 20))
+        except ConnectionResetError:
+            return None
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)

@@ -1,0 +1,136 @@
+"""The recording that a worker writes for `rankless verify`."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rankless.records.job_results import (
+    TEXT,
+    AnyResult,
+    Called,
+    FinalTensor,
+    Finished,
+    Leaf,
+    Registered,
+    Stepped,
+    Survey,
+    TensorState,
+    frame,
+    results_file,
+    tensors_file,
+)
+from rankless.verify.recording.tensor_sketch import Sketches, wide
+
+
+class Recorder:
+    """One rank's file of results, open from the first line of the script to its end."""
+
+    def __init__(
+        self, folder: str, rank: int, *, survey: Callable[[Iterable[nn.Module]], Survey] | None = None
+    ) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._tensors_file = tensors_file(folder, rank)
+        self._stream = results_file(folder, rank).open("wb")
+        self._models: dict[str, nn.Module] = {}
+        self._calls: dict[str, int] = {}
+        self._steps = 0
+        self._sketches = Sketches()
+        self._survey = survey
+
+    def register(self, name: str, module: nn.Module) -> str:
+        """Make a model known, in its state before the first step, under a name of its own, which is returned.
+
+        Once is enough, more does nothing.
+        """
+        for unique, known in self._models.items():
+            if known is module:
+                return unique
+        unique, number = name, 1
+        while unique in self._models:
+            number += 1
+            unique = f"{name}#{number}"
+        self._models[unique] = module
+        self._write(Registered(unique, self._states(_named({unique: module}))))
+        return unique
+
+    def record_call(self, *, job: str, line: str, results: Any) -> None:
+        """Write down a job call and its (whole) results; `line` is where the job stands, as "train.py:14"."""
+        call = self._calls[job] = self._calls.get(job, 0) + 1
+        leaves = [_leaf(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(results)[0]]
+        self._write(Called(job, call, self._steps, line, leaves))
+
+    def record_step(self, *, job: str, model: Mapping[str, nn.Module]) -> None:
+        """Write down the training step of the call just recorded: its models' tensors and their gradients."""
+        for name, module in model.items():
+            self.register(name, module)
+        stepped = {id(module) for module in model.values()}
+        ours = {name: known for name, known in self._models.items() if id(known) in stepped}
+        self.record_tensors(job=job, tensors=_named(ours))
+
+    def record_tensors(self, *, job: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write down a training step that has used and made these parameters and buffers, by their full names."""
+        self._steps += 1
+        self._write(Stepped(job, self._steps, self._states(tensors)))
+
+    def finish(self, *, stopped: bool = False) -> None:
+        """Write all models' parameters and buffers whole, and close; after that nothing is recorded any more.
+
+        `stopped` says that the run was ended before its script was.
+        """
+        if self._stream.closed:
+            return
+        tensors: dict[str, Tensor] = {}
+        described = []
+        for model, module in self._models.items():
+            for name, tensor in _tensors(module):
+                tensors[f"{model}.{name}"] = wide(tensor).cpu().clone()
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                described.append(FinalTensor(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
+        safetensors.torch.save_file(tensors, self._tensors_file)
+        survey = Survey() if self._survey is None else self._survey(self._models.values())
+        self._write(Finished(self._steps, described, stopped, survey))
+        self._stream.close()
+
+    def _write(self, result: AnyResult) -> None:
+        if self._stream.closed:
+            return  # the script has caught the end that `--steps` set it, and goes on
+        self._stream.write(frame(result))
+        self._stream.flush()
+
+    def _states(self, tensors: Mapping[str, Tensor]) -> list[TensorState]:
+        states = []
+        for name, tensor in tensors.items():
+            gradient = None if tensor.grad is None else self._sketches.of(tensor.grad)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            states.append(TensorState(name, dtype, tensor.numel(), self._sketches.of(tensor), gradient))
+        return states
+
+
+def _named(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of models, by their full names."""
+    return {f"{model}.{name}": tensor for model, module in models.items() for name, tensor in _tensors(module)}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's parameters and buffers, tied ones once."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _leaf(path: str, value: Any) -> Leaf:
+    """A leaf of a result; what is no number is kept as its text's bytes."""
+    if isinstance(value, bool | int | float | complex):
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    dtype = TEXT
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+    else:
+        value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
+    numbers = wide(value).cpu()
+    data = numbers.numpy().tobytes()
+    return Leaf(path, dtype, tuple(numbers.shape), not numbers.is_floating_point(), data)

@@ -1,0 +1,34 @@
+"""What a script holds at the end of a run: jobs, and modules that no job was given. Asked for by `rankless verify`."""
+
+import gc
+from collections.abc import Iterable
+
+from torch import nn
+
+from rankless.jobs.job import Job
+from rankless.records.job_programs import KnownJob
+from rankless.records.job_results import Survey
+
+
+def surveyed(models: Iterable[nn.Module]) -> Survey:
+    """Jobs that are alive, and modules with parameters of which none belongs to one of `models`."""
+    jobs: list[KnownJob] = []
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    strangers: list[nn.Module] = []
+    # By type: asking an arbitrary object for its class may run code of the script's.
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Job):
+            definition = thing.definition
+            jobs.append(KnownJob(job=definition.name, line=definition.line, called=thing.called))
+            known.update(id(parameter) for parameter in definition.parameters())
+        elif issubclass(type(thing), nn.Module) and "_parameters" in thing.__dict__:
+            strangers.append(thing)
+    inner = {id(child) for module in strangers for child in module.modules() if child is not module}
+    outside = [
+        f"{type(module).__name__} ({sum(parameter.numel() for parameter in module.parameters()):,} parameters)"
+        for module in strangers
+        if id(module) not in inner
+        and any(True for _ in module.parameters())
+        and not any(id(parameter) in known for parameter in module.parameters())
+    ]
+    return Survey(tuple(sorted(jobs, key=lambda job: job.line)), tuple(sorted(outside)))

@@ -1,0 +1,198 @@
+"""One job call with every value written down: on several workers as it runs, on one beside the plain call.
+
+# Note [taps]: the program is lowered once more, and after every operator of the logical program a tap is added that
+# makes the value whole and writes down a few numbers of it. Operators, collectives and their order stay as they were,
+# so a fault shows in the very value in which it began. On one worker the same logical program runs whole, on copies of
+# nothing: it is functional, and the random state is put back, so that the plain call that follows is what it was.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from rankless.compiler.codegen.codegen import LocalProgram, compiled, logical_gradients
+from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput
+from rankless.compiler.lowering.lower import Lowering
+from rankless.compiler.scheduling.schedule import GradientMemory, scheduled
+from rankless.compiler.sharding.sharding_propagation import PlacedProgram, place
+from rankless.context.world import World
+from rankless.jobs.arguments import Arguments, placements_of
+from rankless.jobs.definition import JobDefinition
+from rankless.jobs.program_cache import ProgramCache
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.placement import Placement, Replicate
+from rankless.records.job_values import Role
+from rankless.user_code import user_line
+from rankless.verify.recording.value_recorder import ValueRecorder, whole
+
+
+class ValueInspector:
+    """Inspects one job call: implements `context.observers.CallInspector` with a recorder of values."""
+
+    def __init__(self, recorder: ValueRecorder) -> None:
+        self._recorder = recorder
+
+    def begins(self, job: str) -> bool:
+        """Count a call of a job, and return whether it is the call to inspect."""
+        return self._recorder.begins(job)
+
+    def instrument(
+        self, placed: PlacedProgram, world: World
+    ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
+        """Return a placed program that also records its values, for the call that runs now."""
+        return tapped(placed, world.mesh, self._recorder)
+
+    def run_beside(self, job: JobDefinition, world: World, arguments: Arguments) -> None:
+        """Run the job's logical program on one worker and record its values, without side effects."""
+        run_beside(job, world, arguments, self._recorder)
+
+    def record_plain(self, job: JobDefinition, result: Any) -> None:
+        """Record the results of the plain call."""
+        record_plain(job, result, self._recorder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tap:
+    """A step of a program that writes down one value."""
+
+    recorder: ValueRecorder
+    mesh: Mesh
+    placement: Placement
+    role: Role
+    name: str
+    operator: str
+    line: str
+    inputs: tuple[str, ...]
+
+    __name__ = "tap"
+
+    def __call__(self, local: Any) -> None:
+        """Write the value down, if it is a tensor."""
+        if isinstance(local, Tensor):
+            self.recorder.record(
+                self.role,
+                self.name,
+                whole(local, self.placement, self.mesh),
+                operator=self.operator,
+                line=self.line,
+                inputs=self.inputs,
+            )
+
+
+def tapped(
+    placed: PlacedProgram, mesh: Mesh, recorder: ValueRecorder
+) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
+    """A placed program that gives what it gives, and writes down its values; for the call that is being made now."""
+    logical = placed.logical
+    lowering = Lowering(placed, mesh)
+    graph = lowering.run()
+    values = {node: lowering.values[node][placed.placements[node]] for node in lowering.values}
+    local = scheduled(graph, logical_gradients(graph, logical), mesh, GradientMemory())
+    call_line = user_line(sys._getframe(1))
+    for node, value in values.items():
+        is_input = node in logical.inputs
+        tap = Tap(
+            recorder=recorder,
+            mesh=mesh,
+            placement=placed.placements[node],
+            role="input" if is_input else "value",
+            name=value_name(node, logical),
+            operator="" if is_input else operator_name(node),
+            line=call_line if is_input else str(node.meta.get("line", "")),
+            inputs=tuple(value_name(item, logical) for item in node.all_input_nodes),
+        )
+        with local.graph.inserting_after(value):
+            local.graph.call_function(tap, (value,))
+    function, lines = compiled(local.graph)
+    program = LocalProgram(
+        inputs=tuple(described for _, described in local.inputs),
+        outputs=tuple(described for _, described in local.outputs),
+        function=function,
+        lines=lines,
+        placed=placed,
+        moves=(),
+    )
+
+    def run(inputs: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
+        assert not sizes, "a program with sizes that vary is not one to be looked at"
+        outputs = program(inputs)
+        for output, described, (node, _) in zip(outputs, program.outputs, logical.outputs, strict=True):
+            recorder.record(
+                "output",
+                output_name(described.kind, described.name),
+                output,
+                operator=operator_name(node),
+                line=str(node.meta.get("line", "")),
+                inputs=(value_name(node, logical),),
+            )
+        return outputs
+
+    return run
+
+
+def run_beside(job: JobDefinition, world: World, arguments: Arguments, recorder: ValueRecorder) -> None:
+    """On one worker: run the job's logical program whole, with its values written down, and change nothing."""
+    state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    programs = ProgramCache(job, world)
+    prepared = programs.captured_exactly(programs.look_up(arguments, placements_of(arguments, world.mesh)))
+    values = []
+    for slot in prepared.slots:
+        if isinstance(slot, int):
+            values.append(arguments.tensors[slot])
+        else:
+            values.append(slot if isinstance(slot, Tensor) else slot.tensor())
+    # Whole, though a mesh of one could split as well: what runs is PyTorch's own operators, none of ours.
+    placed = place(prepared.captured.program, (Replicate(),) * len(arguments.tensors), 1)
+    tapped(placed, world.mesh, recorder)([value.detach() for value in values], ())
+    torch.set_rng_state(state)
+    for device, device_state in enumerate(cuda):
+        torch.cuda.set_rng_state(device_state, device)
+
+
+def record_plain(job: JobDefinition, result: Any, recorder: ValueRecorder) -> None:
+    """Write down what the plain call gave, under the names of the program's outputs."""
+    found: dict[str, Tensor] = {}
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    for index, leaf in enumerate(leaves, start=int(job.trains)):
+        found[output_name("result", f"result {index}")] = leaf
+    if job.trains:
+        found |= plain_gradients(job)
+    for name, tensor in found.items():
+        recorder.record("plain", name, tensor, operator="", line=job.line, inputs=())
+
+
+def plain_gradients(job: JobDefinition) -> Mapping[str, Tensor]:
+    """The gradients of a job's parameters by the names of the program's outputs."""
+    return {
+        output_name("gradient", name): parameter.grad
+        for model, module in job.modules.items()
+        for name, parameter in module.named_parameters(model)
+        if parameter.grad is not None
+    }
+
+
+def input_name(given: ProgramInput) -> str:
+    """What an input is called in words, as "parameter model.0.weight" or "argument 1"."""
+    return given.name if given.kind == "argument" else f"{given.kind} {given.name}"
+
+
+def value_name(node: fx.Node, logical: LogicalProgram) -> str:
+    """What a value of a program is recorded as."""
+    return input_name(logical.inputs[node]) if node in logical.inputs else str(node.name)
+
+
+def output_name(kind: str, name: str) -> str:
+    """What an output is called in words."""
+    return {"gradient": f"gradient of {name}", "mutation": f"new value of {name}"}.get(kind, name)
+
+
+def operator_name(node: fx.Node) -> str:
+    """An operator's name without its overload, as "native_layer_norm"; that of the source for one of its outputs."""
+    if "getitem" in str(node.target):
+        return operator_name(node.all_input_nodes[0])
+    return str(node.target).removeprefix("aten.").removeprefix("rankless.").rpartition(".")[0] or str(node.target)

@@ -1,0 +1,65 @@
+"""The recordings of one run, read back: one per rank."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from rankless.records.job_results import (
+    AnyResult,
+    FinalTensor,
+    Finished,
+    Leaf,
+    Survey,
+    read_frames,
+    results_file,
+    tensors_file,
+)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What one rank wrote down. `finished` is False if the rank ended before its script did."""
+
+    rank: int
+    results: tuple[AnyResult, ...]
+    finished: bool
+    steps: int
+    described: tuple[FinalTensor, ...]
+    tensors: dict[str, Array]
+    stopped: bool = False
+    """Whether the run was ended before the script was."""
+    survey: Survey = field(default_factory=Survey)
+
+
+def read_recordings(folder: str, worker_count: int) -> list[Recording | None]:
+    """The recordings of a run's ranks, in their order; None for a rank that recorded nothing."""
+    return [_read(folder, rank) for rank in range(worker_count)]
+
+
+def array_of(leaf: Leaf) -> Array:
+    """A result's numbers, in float64 or int64."""
+    return np.frombuffer(leaf.data, dtype=np.int64 if leaf.is_integer else np.float64).reshape(leaf.shape)
+
+
+def _read(folder: str, rank: int) -> Recording | None:
+    file: Path = results_file(folder, rank)
+    if not file.exists():
+        return None
+    results = tuple(read_frames(file))
+    last = results[-1] if results else None
+    ended = last if isinstance(last, Finished) else None
+    return Recording(
+        rank=rank,
+        results=results[:-1] if ended else results,
+        finished=ended is not None,
+        steps=ended.steps if ended else 0,
+        described=tuple(ended.tensors) if ended else (),
+        tensors=safetensors.numpy.load_file(tensors_file(folder, rank)) if ended else {},
+        stopped=ended.stopped if ended else False,
+        survey=ended.survey if ended else Survey(),
+    )

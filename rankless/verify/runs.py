@@ -1,0 +1,181 @@
+"""The runs that `rankless verify` compares: recorded one after the other, read back, and checked to be whole."""
+
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TextIO
+
+from rankless.config.run_config import Cluster, InspectedCall, Precision, Program, RunConfig, RunRequest, Watch
+from rankless.config.validation import make_run_config
+from rankless.records.job_programs import AnyFact, read_facts
+from rankless.records.job_values import Computed, read_values
+from rankless.verify.first_difference import FirstValue, first_value
+from rankless.verify.recordings import Recording, read_recordings
+from rankless.verify.reference_run import ReferenceRun
+
+INTERRUPTED = 130
+
+RunJob = Callable[[RunConfig, TextIO, TextIO], int]
+"""Runs a job, with its output on two streams, and returns its exit code: see `launch.agent.job_runner`."""
+
+
+class RunFailed(Exception):
+    """Why runs cannot be compared: one failed, was interrupted, or recorded nothing."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRuns:
+    """A script that is run several times with the same seeds; the recordings go to folders in `folder`."""
+
+    program: Program
+    folder: str
+    seed: int
+    run_job: RunJob
+    devices: str | None = None
+    cluster: Cluster | None = None
+    """The hosts of the runs on several workers; None for this one alone."""
+    log_folder: str = "log"
+    show: bool = False
+    dtype: Precision | None = None
+    """What all its runs compute in; None leaves it to the script."""
+    steps: int | None = None
+    """End each run after so many training steps; None leaves it to the script."""
+    inspected: InspectedCall | None = None
+    """A job call of which all runs write down every value."""
+    against: str | None = None
+    """A plain script that takes the same arguments, or None."""
+
+    def on_one(self) -> Recording:
+        """The run on one worker. Raises `RunFailed`, as all runs do."""
+        return self._recorded("one", workers=1)[0]
+
+    def on_many(self, workers: int) -> list[Recording]:
+        """What every rank of the run on several workers recorded."""
+        return self._recorded("many", workers=workers)
+
+    def disturbed(self, repetitions: int) -> list[Recording]:
+        """The run on one worker, repeated with its last bits disturbed, each time otherwise."""
+        noise: list[Recording] = []
+        for number in range(repetitions):
+            noise += self._recorded(f"noise{number}", workers=1, perturbation_seed=self.seed + number)
+        return noise
+
+    def twin(self) -> ReferenceRun | None:
+        """The run of the plain script on one worker, if there is one."""
+        if self.against is None:
+            return None
+        program = Program(kind="script", target=self.against, arguments=self.program.arguments)
+        (recording,) = replace(self, program=program)._recorded("twin", workers=1)
+        if not recording.steps:
+            raise RunFailed(f"{self.against} made no optimizer step: there is nothing to compare", 1)
+        return ReferenceRun(name=os.path.basename(self.against), recording=recording)
+
+    def programs(self) -> list[AnyFact]:
+        """What the jobs became in the run on several workers."""
+        return list(read_facts(self._folder("many")))
+
+    def first_value(
+        self, wanted: InspectedCall, *, workers: int, step: int, tolerance: float | None = None
+    ) -> FirstValue | None:
+        """The first value of a job call, no later than training step `step`, that differs on `workers` workers.
+
+        None if the call was not made again, or could not be captured.
+        """
+        looking = replace(self, inspected=wanted, steps=step)
+        looking.on_one()
+        looking.on_many(workers)
+        looking.disturbed(1)
+        (one,), many, (noise,) = looking.values("one"), looking.values("many", workers), looking.values("noise0")
+        return first_value(one, many, noise, call=wanted, tolerance=tolerance)
+
+    def values(self, run: Literal["one", "many", "noise0"], workers: int = 1) -> list[list[Computed]]:
+        """What each rank of a run has written down of the inspected call."""
+        return [list(read_values(self._folder(run), rank)) for rank in range(workers)]
+
+    def _folder(self, name: str) -> str:
+        endings = ["" if self.dtype is None else f"-{self.dtype}", "" if self.inspected is None else "-values"]
+        return os.path.abspath(os.path.join(self.folder, name + "".join(endings)))
+
+    def _recorded(self, name: str, *, workers: int, perturbation_seed: int | None = None) -> list[Recording]:
+        folder = self._folder(name)
+        watch = Watch(
+            stop_after_steps=self.steps,
+            programs=folder if name == "many" else None,
+            inspected=self.inspected,
+            is_twin=name == "twin",
+        )
+        config = make_run_config(
+            self.program,
+            RunRequest(
+                worker_count=workers,
+                devices=self.devices,
+                seed=self.seed,
+                log_folder=self.log_folder,
+                progress=False,
+                recording=folder,
+                perturbation_seed=perturbation_seed,
+                dtype=self.dtype,
+                watch=watch,
+                cluster=self.cluster if workers > 1 else None,
+            ),
+        )
+        what = _what(config)
+        _remove_old(folder)
+        silent_run(config, what, show=self.show, run_job=self.run_job)
+        return _whole(read_recordings(folder, workers), what, single=workers == 1)
+
+
+def _what(config: RunConfig) -> str:
+    """A run in a few words."""
+    words = [f"{config.worker_count} worker{'s' if config.worker_count != 1 else ''}"]
+    if config.cluster is not None:
+        words = [f"{sum(host.workers for host in config.cluster.hosts)} workers on {len(config.cluster.hosts)} hosts"]
+    words += ["disturbed"] if config.perturbation_seed is not None else []
+    words += [config.dtype] if config.dtype is not None else []
+    words += [os.path.basename(config.program.target)] if config.watch.is_twin else []
+    words += ["every value"] if config.watch.inspected is not None else []
+    return ", ".join(words)
+
+
+def silent_run(config: RunConfig, what: str, *, show: bool, run_job: RunJob) -> None:
+    """Make one run, its output not shown unless asked for, and print how long it took. Raises `RunFailed`."""
+    started = time.monotonic()
+    with ExitStack() as stack:
+        words = io.StringIO()
+        out = sys.stdout if show else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        err = sys.stderr if show else words
+        exit_code = run_job(config, out, err)
+    if exit_code != 0:
+        print(words.getvalue(), file=sys.stderr, end="")
+        raise RunFailed(f"the run on {what} failed with exit code {exit_code}", exit_code)
+    print(f"  {what:30}{time.monotonic() - started:6.1f} s", flush=True)
+
+
+def _whole(recordings: Sequence[Recording | None], what: str, *, single: bool) -> list[Recording]:
+    """The recordings, if each rank's is there to its end; a lone worker without any has called no job."""
+    whole = []
+    for rank, recording in enumerate(recordings):
+        if recording is None and single:
+            recording = Recording(rank=0, results=(), finished=True, steps=0, described=(), tensors={})
+        if recording is None:
+            raise RunFailed(f"rank {rank} of the run on {what} called no job", 1)
+        if not recording.finished:
+            raise RunFailed(f"rank {rank} of the run on {what} ended without leaving (os._exit?)", 1)
+        whole.append(recording)
+    return whole
+
+
+def _remove_old(folder: str) -> None:
+    """Recordings that an earlier run has left in the same place would be taken for this one's."""
+    for pattern in (".rank*.coming", "rank*.results", "rank*.safetensors", "rank*.values", "jobs.programs"):
+        for file in Path(folder).glob(pattern):
+            file.unlink()

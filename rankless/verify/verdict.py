@@ -1,0 +1,221 @@
+"""A comparison as people and programs read it: a table with a verdict line, and a JSON report."""
+
+import math
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from rankless.verify.comparison import Comparison, Finding, Row, ToleranceUse
+from rankless.verify.first_difference import FirstValue
+
+HEADERS = ("compared", "number", "largest difference", "noise floor", "nearest to its limit")
+
+
+class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the two trainings part."""
+
+    step: int
+    tensor: str
+    line: str
+    expected: str
+    found: str
+
+
+class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
+    """A bound of the user's own and what was measured, each as a part of the tensor, the largest of all tensors."""
+
+    tolerance: float
+    largest_difference: float
+    noise_floor: float
+    unmet: str | None
+    """The first tensor in which not even the script on one worker, repeated, stays within the tolerance."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The file that `rankless verify --json` writes. A number that is not finite is null."""
+
+    same: bool
+    workers: int
+    steps: int
+    calls: int
+    largest_loss_difference: float
+    largest_parameter_difference: float
+    noise_floor: dict[str, float]
+    """Of "loss" and "parameter": the largest difference of the one-worker run's disturbed repetition."""
+    first_difference: FirstDifference | None
+    losses_one: tuple[float, ...]
+    losses_many: tuple[float, ...]
+    failure: str | None = None
+    """What kept the runs from being compared."""
+    decided_in: str = ""
+    """The precision of the runs that all the figures above are of, as "float64"."""
+    own_precision: "Report | None" = None
+    """What the runs in the script's own precision gave, where float64 decided instead."""
+    float64_failure: str | None = None
+    """Why float64 could not decide, where it was tried and failed."""
+    stopped: bool = False
+    """Whether the runs were ended after `steps`, before the script was."""
+    tolerance: Tolerance | None = None
+    """The user's own bound, if there is one; it then takes the place of the measured one."""
+    against: str | None = None
+    """The plain script that the runs were compared with, too."""
+    first_value: FirstValue | None = None
+    """The first value, in the job call where the runs part, that differs; None if nobody looked, or nothing did."""
+    not_covered: tuple[str, ...] = ()
+    """What the comparison did not cover."""
+
+
+def failed_report(failure: str, *, workers: int) -> Report:
+    """The report on runs that could not be compared."""
+    return Report(
+        same=False,
+        workers=workers,
+        steps=0,
+        calls=0,
+        largest_loss_difference=math.nan,
+        largest_parameter_difference=math.nan,
+        noise_floor={"loss": math.nan, "parameter": math.nan},
+        first_difference=None,
+        losses_one=(),
+        losses_many=(),
+        failure=failure,
+    )
+
+
+def make_report(comparison: Comparison, *, workers: int) -> Report:
+    """The report on a comparison: the same training if nothing was found."""
+    first = comparison.findings[0] if comparison.findings else None
+    return Report(
+        same=first is None,
+        workers=workers,
+        steps=comparison.steps,
+        calls=comparison.calls,
+        largest_loss_difference=comparison.largest_loss_difference,
+        largest_parameter_difference=comparison.largest_parameter_difference,
+        noise_floor={"loss": comparison.loss_noise, "parameter": comparison.parameter_noise},
+        first_difference=None if first is None else _first_difference(first),
+        losses_one=comparison.losses_one,
+        losses_many=comparison.losses_many,
+        decided_in=comparison.precision,
+        stopped=comparison.stopped,
+        tolerance=None if comparison.tolerance is None else _tolerance(comparison.tolerance),
+    )
+
+
+def _tolerance(use: ToleranceUse) -> Tolerance:
+    unmet = use.unmet
+    return Tolerance(
+        tolerance=use.tolerance,
+        largest_difference=use.largest,
+        noise_floor=use.noise,
+        unmet=None if unmet is None else f"{unmet.tensor}, step {unmet.place.step}",
+    )
+
+
+def render_tolerance(tolerance: Tolerance) -> str:
+    """The user's bound beside the noise floor, in a line or two."""
+    line = (
+        f"tolerance {tolerance.tolerance:g} of each tensor: the largest difference is "
+        f"{tolerance.largest_difference:.2g}, the noise floor {tolerance.noise_floor:.2g}"
+    )
+    if tolerance.unmet is None:
+        return line
+    return (
+        f"{line};\nnot even the script on one worker, with its last bits disturbed, stays within it ({tolerance.unmet})"
+    )
+
+
+def render_coverage(not_covered: Sequence[str]) -> str:
+    """What the comparison did not cover, a line for each kind; empty if there is nothing."""
+    return "\n".join(["not covered:", *(f"  - {text}" for text in not_covered)]) if not_covered else ""
+
+
+def render_table(comparison: Comparison) -> str:
+    """The table of what was compared, in columns."""
+    lines = [HEADERS, *(_cells(row) for row in comparison.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
+    rendered = []
+    for name, *numbers, nearest in lines:
+        middle = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True))
+        rendered.append(f"{name.ljust(widths[0])}  {middle}  {nearest}".rstrip())
+    return "\n".join(rendered)
+
+
+def render_verdict(report: Report) -> str:
+    """One line that begins with "same training:" or "NOT the same training:"."""
+    workers = f"{report.workers} worker{'s' if report.workers != 1 else ''}"
+    if report.failure is not None:
+        return f"NOT the same training: {report.failure}"
+    first = report.first_difference
+    if first is not None:
+        return (
+            f"NOT the same training: first at {_place(first)}: expected {first.expected}, found {first.found}"
+            f"{_decision(report)}"
+        )
+    return (
+        f"same training: {report.steps} steps and {report.calls} job calls on 1 and on {workers}; "
+        f"losses within {report.largest_loss_difference:.2g} (noise {report.noise_floor['loss']:.2g}), "
+        f"final parameters within {report.largest_parameter_difference:.2g} "
+        f"(noise {report.noise_floor['parameter']:.2g}){_stop(report)}{_decision(report)}"
+    )
+
+
+def _place(first: FirstDifference) -> str:
+    """Where two trainings part, as "step 2, result of train (train.py:14)"."""
+    where = f" ({os.path.basename(first.line)})" if first.line else ""
+    return f"step {first.step}, {first.tensor}{where}"
+
+
+def render_doubt(own: Report) -> str:
+    """Why what the runs in the script's own precision gave is not enough."""
+    first = own.first_difference
+    if first is None:
+        return f"in {own.decided_in} noise of {own.noise_floor['loss']:.2g} in the losses could hide faults"
+    return f"in {own.decided_in} the runs part at {_place(first)}"
+
+
+def _stop(report: Report) -> str:
+    """Where the runs were ended, and within which bound they were compared; with a space before it."""
+    stop = f", and as in {report.against}" if report.against is not None else ""
+    stop += f" (stopped after {report.steps} step{'s' if report.steps != 1 else ''})" if report.stopped else ""
+    return stop + (f" (within the tolerance {report.tolerance.tolerance:g})" if report.tolerance is not None else "")
+
+
+def _decision(report: Report) -> str:
+    """Which runs decided, where there were others; with a space before it."""
+    if report.float64_failure is not None:
+        return f" ({render_doubt(report)}; float64 could not decide: {report.float64_failure})"
+    own = report.own_precision
+    if own is None:
+        return ""
+    rounding = ", by rounding, which can turn over a max-pool, ReLU or argmax"
+    why = rounding if report.same and own.first_difference is not None else ""
+    return f" (decided in float64: {render_doubt(own)}{why})"
+
+
+def encode_report(report: Report) -> bytes:
+    """The report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def _first_difference(finding: Finding) -> FirstDifference:
+    return FirstDifference(
+        step=finding.place.step,
+        tensor=finding.tensor,
+        line=finding.place.line,
+        expected=finding.expected,
+        found=finding.found,
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    noise = "" if row.noise is None else f"{row.noise:.2g}"
+    return (row.name, f"{row.compared:,}", f"{row.largest:.2g}", noise, _nearest(row))
+
+
+def _nearest(row: Row) -> str:
+    worst = row.worst
+    if worst is None or worst.size == 0:
+        return "all equal" if row.compared else "nothing to compare"
+    return f"{worst.tensor}, step {worst.place.step}: {worst.size:.2g} of {row.worst_allowed:.2g}"

@@ -1,0 +1,105 @@
+"""Ranks that part are found by whoever comes later, without a message."""
+
+from dataclasses import replace
+
+import pytest
+from support.processes import on_mesh
+
+from rankless.collectives.byte_messages import barrier
+from rankless.collectives.desync_detection import SLOTS, DesyncDetector
+from rankless.errors import RanksDiverged
+
+UNLIKE = (1, 3)
+SAME = [("call 1 of job 'train'", (1, 2))] * 3
+
+
+def come(mesh, steps):
+    """What a rank that comes to `steps[rank]` in turn meets with: an error's text, or the notices said."""
+    said: list[str] = []
+    lockstep = DesyncDetector(mesh, say=said.append)
+    met = replace(mesh, meeting=lockstep)
+    met.come("the start")
+    outcome = ""
+    for text, digests in steps[mesh.rank]:
+        try:
+            if text == "end":
+                lockstep.end()
+            else:
+                remark = f"the step is {mesh.rank}" if digests == UNLIKE else ""
+                met.come(text, names=lambda: ["images", "labels"], digests=digests, remark=remark)
+        except RanksDiverged as error:
+            outcome = str(error)
+            break
+    barrier(mesh)
+    return outcome, said
+
+
+def outcomes(steps):
+    return [outcome for outcome, _ in on_mesh(len(steps), come, steps)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_make_the_same_calls_hear_nothing(size):
+    steps = [[(f"call {number} of job 'train'", (number, 7)) for number in range(3 * SLOTS)] + [("end", ())]] * size
+    assert on_mesh(size, come, steps) == [("", [])] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_another_call_is_named_with_its_ranks_and_line(size):
+    last = [*SAME, ("call 1 of job 'evaluate'", (1, 2))]
+    first = [*SAME, ("call 4 of job 'train'", (1, 2))]
+    found = [text for text in outcomes([*([first] * (size - 1)), last]) if text]
+    assert found
+    assert all("call 1 of job 'evaluate'" in text and "call 4 of job 'train'" in text for text in found)
+    assert all(f"rank {size - 1} came" in text and "test_desync_detection.py:" in text for text in found)
+
+
+def test_other_values_are_named_with_the_argument_and_the_odd_rank():
+    found = [text for text in outcomes([SAME, SAME, [*SAME[:-1], (SAME[0][0], UNLIKE)]]) if text]
+    assert found
+    assert all("labels of rank" in text for text in found)
+    assert all("; on rank 2 the step is 2" in text for text in found)
+    assert not any("images" in text for text in found)
+
+
+def test_a_rank_whose_script_ended_is_named():
+    found = [text for text in outcomes([SAME, [*SAME[:2], ("end", ())]]) if text]
+    assert found
+    assert all("the end of the script" in text for text in found)
+
+
+def test_a_rank_that_is_far_ahead_is_not_compared_with_what_it_has_overwritten():
+    ahead = [(f"call {number}", ()) for number in range(SLOTS + 5)]
+    behind = [(f"call {number}", ()) for number in range(3)]
+    assert outcomes([ahead, behind]) == ["", ""]
+
+
+def test_long_texts_and_many_digests_fit():
+    steps = [[("x" * 5000, tuple(range(2**63, 2**63 + 100)))] * 2] * 2
+    assert outcomes(steps) == ["", ""]
+
+
+def test_a_difference_at_the_end_of_a_long_text_is_found_by_its_digest():
+    steps = [[("x" * 5000 + end, ())] for end in "ab"]
+    assert any(outcomes(steps))
+
+
+def without_memory(mesh):
+    said: list[str] = []
+    lockstep = DesyncDetector(mesh, say=said.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.mkstemp", full)
+        for number in range(3):
+            lockstep.come(f"call {number} on rank {mesh.rank}")
+    barrier(mesh)
+    return said
+
+
+def full(**_: object):
+    raise OSError(28, "No space left on device")
+
+
+def test_without_shared_memory_nothing_is_compared_and_that_is_said():
+    said = on_mesh(2, without_memory)
+    assert [len(texts) for texts in said] == [1, 1]
+    assert "is not checked" in said[0][0]

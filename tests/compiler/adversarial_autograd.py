@@ -1,0 +1,226 @@
+"""Traps of autograd: hooks, custom functions, gradients of gradients, checkpointing, shared and frozen parameters."""
+
+import torch
+import torch.nn.functional as F
+from adversarial_cases import Script, Trap, batches, perceptron
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Twice(torch.autograd.Function):
+    """Doubles; its backward is deliberately another factor, so that a derived one would be noticed."""
+
+    @staticmethod
+    def forward(_context, value):
+        return value * 2
+
+    @staticmethod
+    def backward(_context, gradient):
+        return gradient * 7
+
+
+def custom_function():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(Twice.apply(model(features)), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def hook_on_a_tensor():
+    model = perceptron()
+
+    def loss(features, labels):
+        scores = model(features)
+        scores.register_hook(lambda gradient: gradient * 3)
+        return F.cross_entropy(scores, labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def hook_on_a_parameter():
+    model = perceptron()
+    model[0].weight.register_hook(lambda gradient: gradient * 3)
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def hook_after_a_gradient_has_been_added():
+    model = perceptron()
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(3) and None)
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def tripled(_module, gradients_of_inputs, _gradients_of_outputs):
+    return tuple(None if gradient is None else gradient * 3 for gradient in gradients_of_inputs)
+
+
+def full_backward_hook_of_a_module():
+    model = perceptron()
+    model[0].register_full_backward_hook(tripled)
+    model[2].register_full_backward_hook(tripled)
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def smooth_perceptron():
+    return nn.Sequential(nn.Linear(6, 8), nn.Softplus(), nn.Linear(8, 4)).double()
+
+
+def gradient_penalty():
+    model = smooth_perceptron()
+
+    def loss(features, labels):
+        features = features + 0 * model[0].weight.sum()
+        scores = model(features)
+        (slope,) = torch.autograd.grad(scores.sum(), features, create_graph=True)
+        return slope.pow(2).sum() + F.cross_entropy(scores, labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6).double()
+        self.output = nn.Linear(6, 9, bias=False).double()
+        self.output.weight = self.embedding.weight
+
+    def forward(self, words):
+        return self.output(torch.tanh(self.embedding(words)))
+
+
+def tied_weights():
+    model = Tied()
+
+    def loss(words, following):
+        return F.cross_entropy(model(words), following)
+
+    def words():
+        return torch.randint(0, 9, (5,)), torch.randint(0, 9, (5,))
+
+    return Script(function=loss, modules={"model": model}, batches=batches(words))
+
+
+def checkpoint_without_reentry():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(checkpoint(model, features, use_reentrant=False), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def checkpoint_of_dropout():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 4)).double()
+
+    def loss(features, labels):
+        return F.cross_entropy(checkpoint(model, features, use_reentrant=False), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def checkpoint_with_reentry():
+    model, first = perceptron(), nn.Linear(6, 6).double()
+
+    def loss(features, labels):  # the line
+        scores = checkpoint(model, first(features), use_reentrant=True)
+        return F.cross_entropy(scores, labels)
+
+    return Script(function=loss, modules={"model": model, "first": first}, batches=batches())
+
+
+def requires_grad_that_changes_between_calls():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels)
+
+    def change(number):
+        model[0].weight.requires_grad_(number != 1)
+
+    return Script(function=loss, modules={"model": model}, batches=batches(), before_call=change)
+
+
+def requires_grad_set_inside():
+    model = perceptron()
+
+    def loss(features, labels):
+        model[0].weight.requires_grad_(False)  # the line
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def frozen_parameters():
+    model = perceptron()
+    model[0].requires_grad_(False)
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def no_grad_inside():
+    model = perceptron()
+
+    def loss(features, _labels):
+        with torch.no_grad():
+            target = model(features) * 2
+        return F.mse_loss(model(features), target)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def backward_inside():
+    model = perceptron()
+
+    def loss(features, labels):
+        value = F.cross_entropy(model(features), labels)
+        value.backward()  # the line
+        return value
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def parameter_changed_inside():
+    model = perceptron()
+
+    def loss(features, labels):  # the line
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+TRAPS = [
+    Trap(build=custom_function),
+    Trap(build=hook_on_a_tensor),
+    Trap(build=hook_on_a_parameter, refused=r"a hook on parameter model\.0\.weight"),
+    Trap(build=hook_after_a_gradient_has_been_added, refused=r"a hook on parameter model\.0\.weight"),
+    Trap(build=full_backward_hook_of_a_module),
+    Trap(build=gradient_penalty),
+    Trap(build=tied_weights),
+    Trap(build=checkpoint_without_reentry),
+    Trap(build=checkpoint_of_dropout),
+    Trap(build=checkpoint_with_reentry, refused=r"use_reentrant=True"),
+    Trap(build=requires_grad_that_changes_between_calls),
+    Trap(build=requires_grad_set_inside, refused=r"requires_grad"),
+    Trap(build=frozen_parameters),
+    Trap(build=no_grad_inside),
+    Trap(build=backward_inside, refused=r"backward\(\) inside the job"),
+    Trap(build=parameter_changed_inside, refused=r"parameter 'model\.0\.weight' is changed in place"),
+]

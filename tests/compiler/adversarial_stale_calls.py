@@ -1,0 +1,346 @@
+"""Traps of jobs that ask for what is another each time, or that move something on: all refused, with the line."""
+
+import datetime
+import io
+import itertools
+import os
+import pathlib
+import queue
+import random
+import secrets
+import sqlite3
+import subprocess
+import sys
+import time
+import uuid
+from random import random as draw
+from time import perf_counter as clock
+
+import numpy
+import torch
+import torch.nn.functional as F
+from adversarial_cases import Script, Trap, batches, perceptron
+from torch import nn
+
+CALLS = 0
+
+
+def script(loss, model):
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def count_that_is_taken_from():
+    model, numbers = perceptron(), itertools.count()
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels) * next(numbers)
+
+    return script(loss, model)
+
+
+def generator_that_is_taken_from():
+    model = perceptron()
+
+    def endless():
+        number = 0
+        while True:
+            yield number
+            number += 1
+
+    numbers = endless()
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels) * next(numbers)
+
+    return script(loss, model)
+
+
+def iterator_of_a_cycle_of_equal_values():
+    model, numbers = perceptron(), itertools.cycle([1.0, 1.0, 1.0, 1.0, 2.0])
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels) * next(numbers)
+
+    return script(loss, model)
+
+
+def queue_that_is_taken_from():
+    model, waiting = perceptron(), queue.Queue()
+    for number in range(20):
+        waiting.put(number)
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels) * waiting.get_nowait()
+
+    return script(loss, model)
+
+
+class Counter:
+    def __init__(self):
+        self.number = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        return self.number
+
+
+def iterator_of_the_scripts_own():
+    model, numbers = perceptron(), Counter()
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels) * next(numbers)
+
+    return script(loss, model)
+
+
+def counter_in_an_object_in_a_list():
+    model, counters = perceptron(), [Counter()]
+
+    def loss(features, labels):  # the line
+        counters[0].number += 1
+        return F.cross_entropy(model(features), labels) * counters[0].number
+
+    return script(loss, model)
+
+
+def global_counter():
+    model = perceptron()
+
+    def loss(features, labels):  # the line
+        global CALLS
+        CALLS += 1
+        return F.cross_entropy(model(features), labels) * CALLS
+
+    return script(loss, model)
+
+
+def counter_that_a_hook_keeps():
+    model, calls = perceptron(), []
+    model[0].register_forward_hook(lambda *_: calls.append(None))
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels)
+
+    return script(loss, model)
+
+
+def own_random_numbers():
+    model, numbers = perceptron(), random.Random(3)
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels) * numbers.uniform(1, 2)  # the line
+
+    return script(loss, model)
+
+
+def random_number_imported_by_name():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels) * draw()  # the line
+
+    return script(loss, model)
+
+
+def clock_imported_by_name():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels) * clock()  # the line
+
+    return script(loss, model)
+
+
+def generator_of_numpy():
+    model, numbers = perceptron(), numpy.random.default_rng(3)
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels) * numbers.uniform(1, 2)
+
+    return script(loss, model)
+
+
+def generator_of_numpy_behind_a_method():
+    model, draw_number = perceptron(), numpy.random.default_rng(3).random
+
+    def loss(features, labels):  # the line
+        value = F.cross_entropy(model(features), labels)
+        return value * draw_number()
+
+    return script(loss, model)
+
+
+def random_number_of_a_database():
+    model, database = perceptron(), sqlite3.connect(":memory:")
+
+    def loss(features, labels):
+        (number,) = database.execute("select random()").fetchone()
+        value = F.cross_entropy(model(features), labels)
+        return value * (number / 2**63)  # the line
+
+    return script(loss, model)
+
+
+def generator_of_numpy_made_inside():
+    model = perceptron()
+
+    def loss(features, labels):
+        numbers = numpy.random.default_rng()  # the line
+        return F.cross_entropy(model(features), labels) * numbers.random()
+
+    return script(loss, model)
+
+
+def asking(ask, model=None):
+    """A script whose job calls a function; the mark stands where the function is."""
+    model = perceptron() if model is None else model
+
+    def loss(features, labels):
+        ask()
+        return F.cross_entropy(model(features), labels)
+
+    return script(loss, model)
+
+
+def date_and_time():
+    return asking(lambda: datetime.datetime.now())  # the line
+
+
+def date_of_today():
+    return asking(lambda: datetime.date.today())  # the line
+
+
+def token():
+    return asking(lambda: secrets.token_hex())  # the line
+
+
+def identifier():
+    return asking(lambda: uuid.uuid4())  # the line
+
+
+def random_bytes():
+    return asking(lambda: os.urandom(3))  # the line
+
+
+def working_folder():
+    return asking(lambda: os.getcwd())  # the line
+
+
+def file_opened():
+    return asking(lambda: open(__file__).close())  # the line
+
+
+def file_read_by_its_path():
+    return asking(lambda: pathlib.Path(__file__).read_text())  # the line
+
+
+def file_that_may_exist():
+    return asking(lambda: os.path.exists("stop"))  # the line
+
+
+def file_of_arrays():
+    return asking(lambda: numpy.load("scales.npy"))  # the line
+
+
+def file_of_tensors():
+    return asking(lambda: torch.load("scales.pt"))  # the line
+
+
+def seed_of_torch():
+    return asking(lambda: torch.initial_seed())  # the line
+
+
+def seed_drawn():
+    model = perceptron()
+
+    def loss(features, labels):  # the line
+        torch.seed()
+        return F.cross_entropy(model(features), labels)
+
+    return script(loss, model)
+
+
+def answer_of_the_user():
+    return asking(lambda: input())  # the line
+
+
+def command_of_the_system():
+    return asking(lambda: subprocess.run([sys.executable, "-V"], check=True))  # the line
+
+
+def time_of_a_file_in_a_function_of_a_hook():
+    model = perceptron()
+    model[0].register_forward_hook(lambda *_: time.monotonic() and None)  # the line
+    return asking(lambda: None, model)
+
+
+def file_that_is_read_on():
+    model, file = perceptron(), io.StringIO("1\n2\n3\n4\n5\n6\n7\n8\n9\n")
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels) * float(file.readline())
+
+    return script(loss, model)
+
+
+def lazy_layer():
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4)).double()
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels)
+
+    return script(loss, model)
+
+
+def training_without_gradients():
+    model = perceptron()
+
+    def loss(features, labels):  # the line
+        return F.cross_entropy(model(features), labels)
+
+    change = lambda number: torch.set_grad_enabled(number != 1)  # noqa: E731 - as scripts have it
+    return Script(function=loss, modules={"model": model}, batches=batches(), before_call=change)
+
+
+MOVED = r"would move on once"
+ASKED = r"the job asks for "
+
+TRAPS = [
+    Trap(build=count_that_is_taken_from, refused=r"reads numbers, an iterator \(count\), which would move on once"),
+    Trap(build=generator_that_is_taken_from, refused=MOVED),
+    Trap(build=iterator_of_a_cycle_of_equal_values, refused=MOVED),
+    Trap(build=queue_that_is_taken_from, refused=r"waiting.queue was of length \d+ and is of length \d+ after the job"),
+    Trap(build=iterator_of_the_scripts_own, refused=r"\.number was \d and is \d after the job"),
+    Trap(build=counter_in_an_object_in_a_list, refused=r"counters\[0\]\.number was \d and is \d after the job"),
+    Trap(build=global_counter, refused=r"CALLS was \d and is \d after the job"),
+    Trap(build=counter_that_a_hook_keeps, refused=r"calls was \[None\] and is \[None, None\] after the job"),
+    Trap(build=own_random_numbers, refused=ASKED + r"random\.uniform;"),
+    Trap(build=random_number_imported_by_name, refused=ASKED + r"random\.random;"),
+    Trap(build=clock_imported_by_name, refused=ASKED + r"time\.perf_counter;"),
+    Trap(build=generator_of_numpy, refused=r"numbers was '\w+' and is '\w+' after the job"),
+    Trap(build=generator_of_numpy_behind_a_method, refused=r"draw_number was '\w+' and is '\w+' after the job"),
+    Trap(build=random_number_of_a_database, refused=r"mul.*, where it was mul.* a moment before"),
+    Trap(build=generator_of_numpy_made_inside, refused=ASKED),
+    Trap(build=date_and_time, refused=ASKED + r"datetime\.datetime\.now;"),
+    Trap(build=date_of_today, refused=ASKED + r"datetime\.date\.today;"),
+    Trap(build=token, refused=ASKED + r"secrets\.token_hex;"),
+    Trap(build=identifier, refused=ASKED + r"uuid\.uuid4;"),
+    Trap(build=random_bytes, refused=ASKED + r"posix\.urandom;"),
+    Trap(build=working_folder, refused=ASKED + r"posix\.getcwd;"),
+    Trap(build=file_opened, refused=ASKED + r"io\.open;"),
+    Trap(build=file_read_by_its_path, refused=ASKED + r"pathlib\.read_text;"),
+    Trap(build=file_that_may_exist, refused=ASKED + r"genericpath\.exists;"),
+    Trap(build=file_of_arrays, refused=ASKED),
+    Trap(build=file_of_tensors, refused=ASKED + r"torch\.load;"),
+    Trap(build=seed_of_torch, refused=ASKED + r"torch\.initial_seed;"),
+    Trap(build=seed_drawn, refused=r"seeds torch's generator"),
+    Trap(build=answer_of_the_user, refused=ASKED + r"builtins\.input;"),
+    Trap(build=command_of_the_system, refused=ASKED + r"subprocess\.run;"),
+    Trap(build=time_of_a_file_in_a_function_of_a_hook, refused=ASKED + r"time\.monotonic;"),
+    Trap(build=file_that_is_read_on, refused=r"file was \d+ and is \d+ after the job"),
+    Trap(build=lazy_layer, refused=r"model\.0\.weight, which a lazy module has not made yet"),
+    Trap(build=training_without_gradients, refused=r"a call inside torch\.no_grad\(\) or torch\.inference_mode\(\)"),
+]

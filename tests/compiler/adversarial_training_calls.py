@@ -1,0 +1,100 @@
+"""Traps of jobs that do a part of the step themselves, or write files: refused, parts of the step on one device too."""
+
+import csv
+import io
+
+import torch
+import torch.nn.functional as F
+from adversarial_cases import Script, Trap, batches, perceptron
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+
+def doing(act):
+    """A script whose job does something with its model, loss and optimizer beside computing."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(features, labels):
+        value = F.cross_entropy(model(features), labels)
+        act(model, value, optimizer)
+        return value
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def step_of_an_optimizer():
+    def act(_model, _loss, optimizer):
+        optimizer.step()  # the line
+
+    return doing(act)
+
+
+def step_of_a_scheduler():
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(perceptron().parameters(), lr=0.1), 1)
+
+    def act(_model, _loss, _optimizer):
+        scheduler.step()  # the line
+
+    return doing(act)
+
+
+def loss_scaled():
+    scaler = torch.amp.GradScaler("cpu")
+
+    def act(_model, loss, _optimizer):
+        scaler.scale(loss)  # the line
+
+    return doing(act)
+
+
+def norm_clipped():
+    def act(model, _loss, _optimizer):
+        clip_grad_norm_(model.parameters(), 1.0)  # the line
+
+    return doing(act)
+
+
+def values_clipped():
+    def act(model, _loss, _optimizer):
+        clip_grad_value_(model.parameters(), 1.0)  # the line
+
+    return doing(act)
+
+
+def backward_of_the_loss():
+    def act(_model, loss, _optimizer):
+        loss.backward()  # the line
+
+    return doing(act)
+
+
+def line_written():
+    file = io.StringIO()
+
+    def act(_model, _loss, _optimizer):
+        file.write("a step")  # the line
+
+    return doing(act)
+
+
+def row_written():
+    writer = csv.writer(io.StringIO())
+
+    def act(_model, _loss, _optimizer):
+        writer.writerow(["a step"])  # the line
+
+    return doing(act)
+
+
+PARTS = [
+    Trap(build=step_of_an_optimizer, refused=r"an optimizer's step\(\) inside the job"),
+    Trap(build=step_of_a_scheduler, refused=r"a scheduler's step\(\) inside the job"),
+    Trap(build=loss_scaled, refused=r"a GradScaler's scale\(\) inside the job"),
+    Trap(build=norm_clipped, refused=r"clipping gradients inside the job"),
+    Trap(build=values_clipped, refused=r"clipping gradients inside the job"),
+    Trap(build=backward_of_the_loss, refused=r"backward\(\) inside the job"),
+]
+WRITTEN = [
+    Trap(build=line_written, refused=r"write\(\) of a file inside the job"),
+    Trap(build=row_written, refused=r"writerow\(\) of a file inside the job"),
+]

@@ -1,0 +1,238 @@
+"""Traps of values: reading what a tensor holds, random numbers, changed arguments, precision, several results."""
+
+import torch
+import torch.nn.functional as F
+from adversarial_cases import Script, Trap, batches, perceptron, rows
+from torch import nn
+
+
+def plain():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def branch_on_a_value():
+    model = perceptron()
+
+    def loss(features, labels):
+        scores = model(features)
+        if scores.sum() > 0:  # the line
+            scores = scores * 2
+        return F.cross_entropy(scores, labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def item_of_a_tensor():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels) * labels.sum().item()  # the line
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def float_of_a_tensor():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels) * float(labels.sum())  # the line
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def list_of_a_tensor():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels) * labels.tolist()[0]  # the line
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def numpy_of_a_tensor():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels) * float(features.numpy().sum())  # the line
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def item_of_a_tensor_of_the_closure():
+    model, scale = perceptron(), torch.tensor(1.0)
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels) * scale.item()  # the line
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def value_of_a_parameter():
+    model = perceptron()
+
+    def loss(features, labels):
+        factor = float(model[0].weight.detach().sum())  # the line
+        return F.cross_entropy(model(features), labels) * factor
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def shape_that_depends_on_values():
+    model = perceptron()
+
+    def loss(features, labels):
+        chosen = labels > 0
+        scores = model(features)[chosen]  # the line
+        return F.cross_entropy(scores, labels[chosen])
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def count_of_nonzero_places():
+    model = perceptron()
+
+    def loss(features, labels):
+        places = torch.nonzero(labels)  # the line
+        return model(features).sum() + places.shape[0]
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def ctc_loss_with_tensor_lengths():
+    model = perceptron()
+
+    def loss(features, labels, input_lengths, label_lengths):
+        scores = model(features).log_softmax(-1)
+        return F.ctc_loss(scores, labels, input_lengths, label_lengths)  # the line
+
+    def sequences():
+        return (
+            torch.randn(7, 3, 6).double(),
+            torch.randint(1, 4, (3, 2)),
+            torch.tensor([7, 5, 6]),
+            torch.tensor([2, 1, 2]),
+        )
+
+    return Script(function=loss, modules={"model": model}, batches=batches(sequences))
+
+
+def print_of_the_loss():
+    model = perceptron()
+
+    def loss(features, labels):
+        value = F.cross_entropy(model(features), labels)
+        print("loss", value)  # the line
+        return value
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def loss_formatted_as_text():
+    model, texts = perceptron(), {}
+
+    def loss(features, labels):
+        value = F.cross_entropy(model(features), labels)
+        texts["loss"] = f"{value}"  # the line
+        return value
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def argument_changed_in_place():
+    model = perceptron()
+
+    def loss(features, labels):  # the line
+        features.mul_(2)
+        return F.cross_entropy(model(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def random_numbers_inside():
+    model = perceptron()
+
+    def loss(features, labels):
+        noisy = features + 0.1 * torch.randn_like(features)
+        return F.cross_entropy(model(noisy), labels) + torch.rand(())
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def seed_set_inside():
+    model = perceptron()
+
+    def loss(features, labels):  # the line
+        torch.manual_seed(3)
+        return F.cross_entropy(model(F.dropout(features, 0.5)), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def generator_of_the_scripts_own():
+    model, generator = perceptron(), torch.Generator().manual_seed(5)
+
+    def loss(features, labels):
+        noise = torch.randn(features.shape, generator=generator, dtype=features.dtype)  # the line
+        return F.cross_entropy(model(features + noise), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def autocast_inside():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def loss(features, labels):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(features.unsqueeze(1)).squeeze(1), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches(lambda: rows(dtype=torch.float32)))
+
+
+def metrics_beside_the_loss():
+    model = perceptron()
+
+    def loss(features, labels):
+        scores = model(features)
+        return F.cross_entropy(scores, labels), (scores.argmax(1) == labels).sum(), scores, "text"
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def loss_per_sample():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features), labels, reduction="none")
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+NEEDS_A_VALUE = r"needs the value of a tensor"
+
+TRAPS = [
+    Trap(build=plain),
+    Trap(build=branch_on_a_value, refused=NEEDS_A_VALUE),
+    Trap(build=item_of_a_tensor, refused=NEEDS_A_VALUE),
+    Trap(build=float_of_a_tensor, refused=NEEDS_A_VALUE),
+    Trap(build=list_of_a_tensor, refused=NEEDS_A_VALUE),
+    Trap(build=numpy_of_a_tensor, refused=r"a tensor turned into a NumPy array"),
+    Trap(build=item_of_a_tensor_of_the_closure, refused=NEEDS_A_VALUE),
+    Trap(build=value_of_a_parameter, refused=NEEDS_A_VALUE),
+    Trap(build=shape_that_depends_on_values, refused=r"nonzero\(\), or indexing with a mask, needs the value"),
+    Trap(build=count_of_nonzero_places, refused=r"nonzero\(\), or indexing with a mask, needs the value"),
+    Trap(build=ctc_loss_with_tensor_lengths, refused=r"_ctc_loss\S* needs the value of a tensor"),
+    Trap(build=print_of_the_loss, refused=r"print of a tensor|formatted as text"),
+    Trap(build=loss_formatted_as_text, refused=r"a tensor formatted as text"),
+    Trap(build=argument_changed_in_place, refused=r"tensor argument 0 is changed in place"),
+    Trap(build=random_numbers_inside),
+    Trap(build=seed_set_inside, refused=r"seeds torch's generator"),
+    Trap(build=generator_of_the_scripts_own, refused=r"draws from a Generator of the script's"),
+    Trap(build=autocast_inside, tolerance=1e-5),
+    Trap(build=metrics_beside_the_loss),
+    Trap(build=loss_per_sample),
+]

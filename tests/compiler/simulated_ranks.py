@@ -1,0 +1,232 @@
+"""N ranks in one process, for tests of capture, placing and lowering: their programs run node by node in step.
+
+Collectives are computed from the list of all ranks' values; random operators start from the same generator state on
+every rank, as they do in real processes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
+from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.ir.local_kernels import extreme_of
+from rankless.compiler.lowering.lower import LocalGraph, lower
+from rankless.compiler.sharding.redistribute import Collective, StackedGather
+from rankless.compiler.sharding.sharding_propagation import PlacedProgram, place
+from rankless.compiler.tracing.symbolic_sizes import Sizes, condition_of, numbers_of
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.placement import Placement, Replicate, Shard, split_lengths
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What every rank's program gave: the same on all ranks, which is asserted."""
+
+    results: list[Tensor]
+    gradients: dict[str, Tensor]
+    mutations: dict[str, Tensor]
+    placed: PlacedProgram
+    local: LocalGraph
+
+
+def run_in_step(
+    function: Callable[..., Any],
+    modules: Mapping[str, nn.Module],
+    arguments: Sequence[Tensor],
+    ranks: int,
+    trains: bool = True,
+    captured_at: Sequence[Tensor] | None = None,
+) -> Outcome:
+    """Capture, place and lower a job for `ranks` ranks, and run all of them.
+
+    With `captured_at` the program is made for the shapes of those, with symbols where the arguments' differ.
+    """
+    source = JobSource(name="job", function=function, modules=modules, trains=trains)
+    sizes = Sizes()
+    shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
+    program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
+    placed = place(program, tuple(batch_placement(item.shape, ranks) for item in shapes), ranks)
+    meshes = [Mesh(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
+    graphs = [lower(placed, mesh) for mesh in meshes]
+    if not condition_of(sizes.conditions(), len(symbols))(list(symbols.values())):
+        raise OtherProgram(sizes.conditions())
+    placements = [batch_placement(item.shape, ranks) for item in arguments]
+    tensors = named_tensors(modules)
+    inputs = [
+        [
+            piece_of(arguments[described.index], placements[described.index], rank)
+            if described.kind == "argument"
+            else described.constant
+            if described.kind == "constant"
+            else tensors[described.name]
+            for _, described in graphs[rank].inputs
+        ]
+        for rank in range(ranks)
+    ]
+    values = interpret(graphs, inputs, symbols)
+    return outcome(placed, graphs, values)
+
+
+class OtherProgram(Exception):
+    """The guards of a program do not hold for the arguments that it was to be run on."""
+
+
+def varying_shapes(
+    sizes: Sizes, captured_at: Sequence[Tensor], arguments: Sequence[Tensor]
+) -> tuple[list[ArgumentShape], dict[str, int]]:
+    """Shapes to capture for, with a symbol for each pair of sizes that differ; and the symbols' later values."""
+    symbols: dict[tuple[int, int], Any] = {}
+    shapes = []
+    for before, after in zip(captured_at, arguments, strict=True):
+        shape = []
+        for pair in zip(before.shape, after.shape, strict=True):
+            if pair[0] != pair[1] and pair not in symbols:
+                symbols[pair] = sizes.size(pair[0], f"size {len(symbols)}")
+            shape.append(symbols.get(pair, pair[0]))
+        shapes.append(ArgumentShape(shape=tuple(shape), dtype=before.dtype))
+    return shapes, dict(zip(sizes.symbols, (after for _, after in symbols), strict=True))
+
+
+def batch_placement(shape: Sequence[int], ranks: int) -> Placement:
+    """Split on dim 0 where there are rows enough."""
+    if not shape or shape[0] < ranks:
+        return Replicate()
+    return Shard(0, split_lengths(shape[0], ranks))
+
+
+def piece_of(value: Tensor, placement: Placement, rank: int) -> Tensor:
+    """One rank's piece."""
+    if not isinstance(placement, Shard):
+        return value
+    return value.narrow(placement.dim, placement.start(rank), placement.lengths[rank]).clone()
+
+
+def interpret(
+    graphs: Sequence[LocalGraph], inputs: Sequence[Sequence[Tensor]], symbols: Mapping[str, int]
+) -> list[dict[fx.Node, Any]]:
+    """Run all ranks' graphs, the i-th node of each before the next."""
+    values: list[dict[fx.Node, Any]] = [
+        {node: value.detach() for (node, _), value in zip(graph.inputs, given, strict=True)}
+        for graph, given in zip(graphs, inputs, strict=True)
+    ]
+    for nodes in zip(*(graph.graph.nodes for graph in graphs), strict=True):
+        if nodes[0].op in ("placeholder", "output"):
+            continue
+        called = [
+            fx.node.map_aggregate(
+                (node.args, node.kwargs),
+                lambda item, known=known: known[item] if isinstance(item, fx.Node) else numbers_of(item, symbols),
+            )
+            for node, known in zip(nodes, values, strict=True)
+        ]
+        if isinstance(nodes[0].target, Collective | StackedGather):
+            pieces, lengths = [args[0] for args, _ in called], called[0][0][1:]
+            results = [moved(node.target, pieces, lengths, rank) for rank, node in enumerate(nodes)]
+        else:
+            state = torch.get_rng_state()
+            results = []
+            with torch.no_grad():
+                for node, (args, kwargs) in zip(nodes, called, strict=True):
+                    torch.set_rng_state(state)
+                    results.append(node.target(*args, **kwargs))
+        for node, known, result in zip(nodes, values, results, strict=True):
+            known[node] = result
+    return values
+
+
+def moved(
+    collective: Collective | StackedGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
+) -> Tensor:
+    """What a collective gives to one rank."""
+    if isinstance(collective, StackedGather):
+        return torch.stack(pieces)
+    source, target = collective.source, collective.target
+    if isinstance(source, Shard):
+        assert [piece.shape[source.dim] for piece in pieces] == list(lengths[0])
+        whole = torch.cat(pieces, dim=source.dim)
+    elif source.reduce_op == "sum":
+        whole = torch.stack(pieces).sum(0).to(pieces[0].dtype)
+    else:
+        whole = extreme_of(torch.stack(pieces), source.reduce_op)
+    return piece_of(whole, Shard(target.dim, lengths[-1]) if isinstance(target, Shard) else target, rank)
+
+
+def outcome(placed: PlacedProgram, graphs: Sequence[LocalGraph], values: Sequence[dict[fx.Node, Any]]) -> Outcome:
+    """The outputs of rank 0, equal on all ranks; pending gradients summed."""
+    results: list[Tensor] = []
+    gradients, mutations = {}, {}
+    for index, (node, described) in enumerate(graphs[0].outputs):
+        everyone = [known[graph.outputs[index][0]] for graph, known in zip(graphs, values, strict=True)]
+        if node in graphs[0].pending:
+            value = torch.stack(everyone).sum(0)
+        else:
+            value = everyone[0]
+            for other in everyone[1:]:
+                torch.testing.assert_close(other, value, rtol=0, atol=0, equal_nan=True)
+        if described.kind == "gradient":
+            gradients[described.name] = value
+        elif described.kind == "mutation":
+            mutations[described.name] = value
+        else:
+            results.append(value)
+    return Outcome(results, gradients, mutations, placed, graphs[0])
+
+
+def assert_same_as_plain(
+    function: Callable[..., Any],
+    modules: Mapping[str, nn.Module],
+    arguments: Sequence[Tensor],
+    ranks: int,
+    bound: float = 1e-12,
+    captured_at: Sequence[Tensor] | None = None,
+) -> Outcome:
+    """Loss, results, gradients, buffers and the generator's state equal the plain script's, within `bound`.
+
+    The bound is relative to the loss, or to a tensor's largest entry, or to the largest gradient of all. For
+    `captured_at` see `run_in_step`.
+    """
+    before = {name: tensor.detach().clone() for name, tensor in named_tensors(modules).items()}
+    state = torch.get_rng_state()
+    found = run_in_step(function, modules, arguments, ranks, captured_at=captured_at)
+    state_after = torch.get_rng_state()
+    for name, tensor in named_tensors(modules).items():
+        assert torch.equal(tensor.detach(), before[name]), f"capture or run changed {name}"
+    torch.set_rng_state(state)
+    result = function(*arguments)
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    loss = leaves[0] if leaves[0].dim() == 0 else leaves[0].mean()
+    parameters = {name: item for module in modules.values() for name, item in named_tensors(modules).items()}
+    wanted = {name: item for name, item in parameters.items() if item.requires_grad}
+    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    assert torch.equal(torch.get_rng_state(), state_after), "the generator moved differently"
+    assert_near(found.results[0], loss.detach(), bound, "the loss")
+    for position, leaf in enumerate(leaves):
+        assert_near(found.results[position + 1], leaf.detach(), bound, f"result {position}")
+    largest = max((float(grad.abs().max()) for grad in grads if grad is not None), default=0.0)
+    by_identity = {id(wanted[name]): value for name, value in found.gradients.items()}
+    by_tensor = {id(item): name for name, item in reversed(wanted.items())}
+    for (name, item), grad in zip(wanted.items(), grads, strict=True):
+        if grad is not None and by_tensor[id(item)] == name:
+            assert_near(by_identity[id(item)], grad, bound, f"the gradient of {name}", floor=largest)
+    for name, value in found.mutations.items():
+        assert_near(value, named_tensors(modules)[name].detach(), bound, f"buffer {name}")
+    return found
+
+
+def assert_near(found: Tensor, wanted: Tensor, bound: float, what: str, floor: float = 0.0) -> None:
+    """Equal shapes and dtypes; values within `bound` of the largest entry; NaN where NaN is wanted."""
+    assert found.shape == wanted.shape, f"{what}: shape {list(found.shape)}, wanted {list(wanted.shape)}"
+    assert found.dtype == wanted.dtype, f"{what}: {found.dtype}, wanted {wanted.dtype}"
+    if not wanted.is_floating_point():
+        assert torch.equal(found, wanted), what
+        return
+    assert torch.equal(found.isnan(), wanted.isnan()), f"{what}: NaN in other places"
+    if wanted.numel() == 0 or wanted.isnan().all():
+        return
+    scale = max(float(wanted.nan_to_num().abs().max()), floor, 1e-30)
+    difference = float((found - wanted).nan_to_num().abs().max()) / scale
+    assert difference <= bound, f"{what}: off by {difference:.3g}, allowed {bound}"

@@ -1,0 +1,106 @@
+"""Every trap of capture: the job does what the plain script does, or is refused with the line of the script."""
+
+import inspect
+import re
+
+import adversarial_autograd as traps_autograd
+import adversarial_modules as traps_modules
+import adversarial_python_state as traps_python_state
+import adversarial_values as traps_values
+import pytest
+import torch
+import torch.nn.functional as F
+from adversarial_cases import Script, Trap, assert_alike, perceptron, rows, run_captured, run_plainly, started
+from support.processes import on_mesh
+
+from rankless.compiler.capture.capture import JobSource, capture
+from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.errors import CaptureError
+from rankless.jobs.arguments import shapes_of, taken_apart
+from rankless.parallel.mesh import Mesh
+
+TRAPS = [*traps_python_state.TRAPS, *traps_autograd.TRAPS, *traps_modules.TRAPS, *traps_values.TRAPS]
+RIGHT = [trap for trap in TRAPS if trap.refused is None]
+REFUSED = [trap for trap in TRAPS if trap.refused is not None]
+WORKERS = 2
+# Sums over rows are rounded to bfloat16 on each rank, so parts of a batch round otherwise than the whole.
+ROUNDED_IN_PARTS = {"autocast_inside"}
+
+
+@pytest.fixture(autouse=True)
+def _random_state_is_put_back():
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+@pytest.mark.parametrize("trap", RIGHT, ids=str)
+def test_the_captured_job_does_what_the_plain_script_does(trap: Trap):
+    wanted = run_plainly(trap)
+    assert_alike(run_captured(Mesh.solo(), trap), wanted, trap.tolerance)
+
+
+@pytest.mark.parametrize("trap", REFUSED, ids=str)
+def test_the_job_is_refused_with_what_was_found_and_the_line(trap: Trap):
+    with pytest.raises(CaptureError) as raised:
+        run_captured(Mesh.solo(), trap)
+    assert re.search(trap.refused, str(raised.value.found)), raised.value.found
+    assert raised.value.where == trap.line()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trap", [trap for trap in RIGHT if str(trap) not in ROUNDED_IN_PARTS], ids=str)
+def test_on_two_workers_every_rank_does_what_the_plain_script_does(trap: Trap):
+    wanted = run_plainly(trap)
+    for calls in on_mesh(WORKERS, run_captured, trap):
+        assert_alike(calls, wanted, trap.tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trap", REFUSED[::4], ids=str)
+def test_on_two_workers_the_job_is_refused_as_on_one(trap: Trap):
+    with pytest.raises(CaptureError) as raised:
+        on_mesh(WORKERS, run_captured, trap)
+    assert re.search(trap.refused, str(raised.value.found)), raised.value.found
+    assert raised.value.where == trap.line()
+
+
+def captured(script: Script) -> LogicalProgram:
+    device = torch.device("cpu")
+    arguments = taken_apart(tuple(script.batches[0]), {}, device)
+    code = script.function.__code__
+    line = f"{code.co_filename}:{code.co_firstlineno}"
+    source = JobSource(name="loss", function=script.function, modules=script.modules, trains=True, line=line)
+    return capture(source, arguments.joined, shapes_of(arguments), device).program
+
+
+@pytest.mark.parametrize("trap", RIGHT, ids=str)
+def test_every_operator_of_the_script_forward_and_backward_has_a_line_of_it(trap: Trap):
+    script, _ = started(trap)
+    operators = [node for node in captured(script).graph.nodes if node.op == "call_function"]
+    source = inspect.getsourcefile(trap.build)
+    without = [str(node.target) for node in operators if not node.meta["line"].startswith(f"{source}:")]
+    assert operators
+    assert without == []
+
+
+def loss_of_several_lines() -> Script:
+    model = perceptron()
+
+    def loss(features, labels):
+        scores = model(features)
+        bent = scores.sigmoid()  # the line
+        doubled = bent * 2
+        return F.cross_entropy(doubled, labels)
+
+    return Script(function=loss, modules={"model": model}, batches=[rows()])
+
+
+def test_an_operator_and_its_backward_have_the_very_line_that_they_come_from():
+    operators = [node for node in captured(loss_of_several_lines()).graph.nodes if node.op == "call_function"]
+    lines = {str(node.target): node.meta["line"] for node in operators}
+    marked = Trap(build=loss_of_several_lines).line()
+    source, number = marked.rsplit(":", 1)
+    assert lines["aten.sigmoid.default"] == lines["aten.sigmoid_backward.default"] == marked
+    softmax, backward = "aten._log_softmax.default", "aten._log_softmax_backward_data.default"
+    assert lines[softmax] == lines[backward] == f"{source}:{int(number) + 2}"
+    assert [node.meta["line"] for node in operators if "mul" in str(node.target)] == [f"{source}:{int(number) + 1}"] * 2

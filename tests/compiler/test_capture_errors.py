@@ -1,0 +1,136 @@
+"""What a job that cannot be one program is told; an error of the script's own passes as it is."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adversarial_cases import perceptron, rows
+
+from rankless.context.world import World
+from rankless.errors import CaptureError
+from rankless.jobs.arguments import taken_apart
+from rankless.jobs.consistent import Consistent
+from rankless.jobs.job import make_job
+from rankless.parallel.mesh import Mesh
+
+
+def called(function, model, *arguments):
+    """What the captured train job gives for a batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+    job = make_job(function, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
+    return Consistent(job.definition, world).run(taken_apart(arguments, {}, torch.device("cpu")))
+
+
+def test_an_error_of_the_scripts_own_passes_unchanged():
+    def loss(features, labels):
+        raise RuntimeError(f"no model for {tuple(features.shape)} and {tuple(labels.shape)}")
+
+    with pytest.raises(RuntimeError, match=r"^no model for \(5, 6\) and \(5,\)$"):
+        called(loss, perceptron(), *rows())
+
+
+def test_an_error_of_pytorch_about_shapes_passes_unchanged():
+    model = perceptron()
+
+    def loss(features, labels):
+        return F.cross_entropy(model(features.t()), labels)
+
+    with pytest.raises(RuntimeError, match="same reduction dim") as raised:
+        called(loss, model, *rows())
+    assert not isinstance(raised.value, CaptureError)
+
+
+def test_what_runs_when_garbage_is_collected_is_not_the_jobs():
+    model = perceptron()
+    seen = []
+
+    def loss(features, labels):
+        rounds = [[number] for number in range(200)]
+        return F.cross_entropy(model(features), labels) * len(rounds)
+
+    def collected(phase, _info):
+        seen.append(phase)
+
+    before = gc.get_threshold()
+    # At each pass of the job's Python at another moment, as under a library that watches collections (hypothesis does).
+    gc.callbacks.append(lambda phase, info: collected(phase, info) if len(seen) % 3 else seen.append(phase))
+    gc.set_threshold(37)
+    try:
+        called(loss, model, *rows())
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.pop()
+    assert seen
+
+
+def no_loss(_model, _features, _labels):
+    return None
+
+
+def count(model, features, labels):
+    return (model(features).argmax(1) == labels).sum()
+
+
+def detached(model, features, labels):
+    return F.cross_entropy(model(features), labels).detach()
+
+
+def empty(_model, _features, _labels):
+    return ()
+
+
+def dictionary_without_loss(model, features, labels):
+    return {"error": F.cross_entropy(model(features), labels)}
+
+
+NOT_A_LOSS = {
+    no_loss: "a value of type NoneType",
+    count: "a int64 tensor of shape [], without gradient",
+    detached: "a float64 tensor of shape [], without gradient",
+    empty: "a value of type NoneType",
+    dictionary_without_loss: "a value of type NoneType",
+}
+
+
+@pytest.mark.parametrize(("function", "found"), NOT_A_LOSS.items(), ids=lambda item: getattr(item, "__name__", None))
+def test_a_train_job_that_does_not_return_its_loss_is_told_what_it_returned(function, found):
+    model = perceptron()
+
+    def loss(features, labels):
+        return function(model, features, labels)
+
+    with pytest.raises(CaptureError) as raised:
+        called(loss, model, *rows())
+    assert raised.value.found == found
+    assert "train job 'loss' to return its loss" in str(raised.value.expected)
+    assert raised.value.where == f"{__file__}:{loss.__code__.co_firstlineno}"
+
+
+def test_an_argument_that_cannot_tell_calls_apart_is_refused_by_its_type():
+    model = perceptron()
+
+    def loss(features, labels, seen):
+        return F.cross_entropy(model(features), labels) + len(seen)
+
+    with pytest.raises(CaptureError) as raised:
+        called(loss, model, *rows(), {1, 2})
+    assert raised.value.found == "arguments of type set"
+
+
+def test_a_refused_job_leaves_parameters_and_the_generator_as_they_were():
+    torch.manual_seed(3)
+    model, batch = perceptron(), rows()
+    before, generator = [item.detach().clone() for item in model.parameters()], torch.get_rng_state()
+
+    def loss(features, labels):
+        scores = model(F.dropout(features, 0.5))
+        return F.cross_entropy(scores, labels) * labels.sum().item()
+
+    with pytest.raises(CaptureError):
+        called(loss, model, *batch)
+    assert torch.equal(torch.get_rng_state(), generator)
+    for item, wanted in zip(model.parameters(), before, strict=True):
+        assert torch.equal(item, wanted)
+        assert item.grad is None

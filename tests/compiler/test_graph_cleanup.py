@@ -1,0 +1,34 @@
+"""What cleaning must leave in a program: results that are the script's own memory."""
+
+import pytest
+import torch
+from simulated_ranks import run_in_step
+from torch import nn
+
+VIEWS_OF_A_PARAMETER = {
+    "itself": lambda weight: weight,
+    "a row by unbind": lambda weight: weight.unbind(0)[1],
+    "a part by split": lambda weight: weight.split(2)[0],
+    "windows by unfold": lambda weight: weight.unfold(0, 2, 1),
+    "a view of a view": lambda weight: weight.t()[1:].unbind(1)[0],
+    "a diagonal": lambda weight: weight.diagonal(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS_OF_A_PARAMETER.values(), ids=VIEWS_OF_A_PARAMETER.keys())
+def test_a_result_that_is_a_view_of_a_parameter_does_not_change_with_it(view):
+    model = nn.Linear(4, 4)
+    before = view(model.weight).detach().clone()
+    found = run_in_step(
+        lambda x: (model(x), view(model.weight)), {"model": model}, [torch.randn(6, 4)], 2, trains=False
+    )
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert torch.equal(found.results[1], before)
+
+
+def test_a_fresh_result_is_not_copied_once_more():
+    model = nn.Linear(4, 4)
+    found = run_in_step(lambda x: model(x).relu(), {"model": model}, [torch.randn(6, 4)], 2, trains=False)
+    operators = [str(node.target) for node in found.placed.logical.graph.nodes if node.op == "call_function"]
+    assert "aten.clone.default" not in operators

@@ -1,0 +1,219 @@
+"""Guards: which plain values a job reads, and when they make it another program."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from rankless.compiler.capture import capture as capturing
+from rankless.compiler.guards.guard_discovery import guards_of
+from rankless.compiler.guards.guards import Guards
+from rankless.context.world import World
+from rankless.jobs import program_cache
+from rankless.jobs.arguments import taken_apart
+from rankless.jobs.consistent import Consistent
+from rankless.jobs.job import make_job
+from rankless.parallel.mesh import Mesh
+
+SCALE = 2.0
+SETTINGS = types.SimpleNamespace(optimizer=types.SimpleNamespace(scale=2.0), unread=1.0)
+
+
+def doubled(value):
+    return value * 2
+
+
+def tripled(value):
+    return value * 3
+
+
+FACTORS = [1.0, 2.0]
+APPLIED = doubled
+
+
+def labels(guards: Guards) -> set[str]:
+    return {guard.label for guard in guards.guards}
+
+
+def changed(guards: Guards) -> str:
+    """The label of the value that is not what it was."""
+    assert not guards.hold()
+    guard = guards.first_changed()
+    assert guard is not None
+    return guard.label
+
+
+def test_a_closure_value_is_guarded_until_it_changes():
+    scale = 1.0
+
+    def job(value):
+        return value * scale
+
+    guards = guards_of(job, {})
+    assert guards.hold()
+    assert guards.first_changed() is None
+    scale = 3.0
+    assert changed(guards) == "scale"
+
+
+def test_a_value_that_changes_back_holds_again():
+    scale = 1.0
+
+    def job(value):
+        return value * scale
+
+    guards = guards_of(job, {})
+    scale = 3.0
+    assert not guards.hold()
+    scale = 1.0
+    assert guards.hold()
+
+
+def test_an_equal_number_of_another_type_is_another_value():
+    scale = 1
+
+    def job(value):
+        return value / scale
+
+    guards = guards_of(job, {})
+    scale = 1.0
+    assert changed(guards) == "scale"
+
+
+def test_a_global_is_guarded_until_it_changes(monkeypatch: pytest.MonkeyPatch):
+    def job(value):
+        return value * SCALE
+
+    guards = guards_of(job, {})
+    assert guards.hold()
+    monkeypatch.setitem(globals(), "SCALE", 5.0)
+    assert changed(guards) == "SCALE"
+
+
+def test_an_attribute_two_levels_deep_is_guarded_and_one_that_is_not_read_is_not(monkeypatch: pytest.MonkeyPatch):
+    def job(value):
+        return value * SETTINGS.optimizer.scale
+
+    guards = guards_of(job, {})
+    monkeypatch.setattr(SETTINGS, "unread", 7.0)
+    assert guards.hold()
+    monkeypatch.setattr(SETTINGS.optimizer, "scale", 7.0)
+    assert changed(guards) == "SETTINGS.optimizer.scale"
+
+
+def test_a_value_read_by_a_function_that_the_job_calls_is_guarded():
+    scale = 1.0
+
+    def scaled(value):
+        return value * scale
+
+    def job(value):
+        return scaled(value)
+
+    guards = guards_of(job, {})
+    assert "scale" in labels(guards)
+    scale = 2.0
+    assert changed(guards) == "scale"
+
+
+def test_a_list_that_grows_or_has_another_entry_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    def job(value):
+        return value * sum(FACTORS)
+
+    monkeypatch.setitem(globals(), "FACTORS", [1.0, 2.0])
+    guards = guards_of(job, {})
+    assert guards.hold()
+    FACTORS.append(3.0)
+    assert changed(guards) == "FACTORS"
+    FACTORS.pop()
+    assert guards.hold()
+    FACTORS[0] = 9.0
+    assert changed(guards) == "FACTORS"
+
+
+def test_a_list_of_tensors_that_grows_is_noticed():
+    kept = [torch.ones(1)]
+
+    def job(value):
+        return value + sum(kept)
+
+    guards = guards_of(job, {})
+    assert guards.hold()
+    kept.append(torch.ones(1))
+    assert changed(guards) == "kept"
+
+
+def test_a_function_replaced_under_its_name_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    def job(value):
+        return APPLIED(value)
+
+    guards = guards_of(job, {})
+    assert guards.hold()
+    monkeypatch.setitem(globals(), "APPLIED", tripled)
+    assert changed(guards) == "APPLIED"
+
+
+def test_a_tensor_changed_in_place_is_the_same_value_and_a_rebound_one_is_not():
+    weights = torch.ones(2)
+
+    def job(value):
+        return value * weights
+
+    guards = guards_of(job, {})
+    weights.add_(1.0)
+    assert guards.hold()
+    weights = torch.full((2,), 2.0)
+    assert changed(guards) == "weights"
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.scale = 1.0
+        self.note = "unread"
+
+    def forward(self, value):
+        return self.linear(value) * self.scale
+
+
+def test_an_attribute_that_a_modules_forward_reads_is_guarded():
+    model = nn.Sequential(Scaled())
+
+    def job(value):
+        return model(value)
+
+    guards = guards_of(job, {"model": model})
+    model[0].note = "still unread"
+    assert guards.hold()
+    model[0].scale = 2.0
+    assert changed(guards) == "model.0.scale"
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows by one entry per capture."""
+    captures: list[str] = []
+
+    def capture(source, *arguments, **options):
+        captures.append(source.name)
+        return capturing.capture(source, *arguments, **options)
+
+    monkeypatch.setattr(program_cache, "capture", capture)
+    return captures
+
+
+def test_a_changed_value_captures_exactly_once_and_an_unchanged_one_never(monkeypatch: pytest.MonkeyPatch):
+    captures, model, scale = counted(monkeypatch), Scaled(), 1.0
+
+    def job(features):
+        return model(features) * scale
+
+    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+    definition = make_job(job, model=model, optimizer=None, view="consistent", world=lambda: world).definition
+    view, arguments = Consistent(definition, world), taken_apart((torch.ones(2, 3),), {}, torch.device("cpu"))
+    wanted = job(arguments.tensors[0]).detach()
+    for value, captured in ((1.0, 1), (1.0, 1), (2.0, 2), (2.0, 2), (1.0, 2), (2.0, 2)):
+        scale = value
+        torch.testing.assert_close(view.run(arguments).result, wanted * value)
+        assert len(captures) == captured

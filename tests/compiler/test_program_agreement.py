@@ -1,0 +1,155 @@
+"""Ranks that captured different programs stop at once; models that differ, and missing rules, are told once."""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.processes import on_mesh
+from torch import Tensor, nn
+
+from rankless.context.world import World
+from rankless.errors import ProgramMismatch
+from rankless.jobs.job import Job, make_job
+from rankless.parallel.mesh import Mesh
+
+pytestmark = pytest.mark.slow
+WORKERS = 2
+MARK = "# the line"
+
+
+def marked_line(script: Callable[..., object]) -> str:
+    lines, first = inspect.getsourcelines(script)
+    (place,) = (number for number, text in enumerate(lines) if MARK in text)
+    return f"{inspect.getsourcefile(script)}:{first + place}"
+
+
+def model_of(seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2).double()
+
+
+def job_on(mesh: Mesh, model: nn.Module, function: Callable[..., Tensor], said: list[str]) -> Job[..., Tensor]:
+    world = World(mesh=mesh, say=said.append, record=lambda _: None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return make_job(function, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
+
+
+def features() -> Tensor:
+    return torch.arange(12, dtype=torch.float64).reshape(4, 3)
+
+
+def branch_on_the_rank(mesh: Mesh, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def loss(rows):
+        scores = model(rows)
+        if mesh.rank == 1:
+            scores = scores.sin()  # the line
+        return scores.mean()
+
+    return loss
+
+
+def another_constant(mesh: Mesh, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    factor = 2.0 + mesh.rank
+
+    def loss(rows):
+        scores = model(rows)
+        scores = scores * factor  # the line
+        return scores.mean()
+
+    return loss
+
+
+def another_tensor(mesh: Mesh, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    weights = torch.full((2,), 1.0 + mesh.rank, dtype=torch.float64)
+
+    def loss(rows):
+        scores = model(rows)
+        return (scores * weights).mean()  # the line
+
+    return loss
+
+
+def another_order(mesh: Mesh, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def loss(rows):
+        scores = model(rows)
+        for function in (torch.sin, torch.cos)[:: 1 if mesh.rank == 0 else -1]:
+            scores = function(scores)  # the line
+        return scores.mean()
+
+    return loss
+
+
+DIFFERENT = {
+    branch_on_the_rank: "sin",
+    another_constant: "3.0",
+    another_tensor: "constant",
+    another_order: "cos",
+}
+
+
+def mismatch(mesh: Mesh, script: Callable[..., Callable[..., Tensor]]) -> tuple[str, str, str | None, bool]:
+    """What this rank is told, and whether its model is as it was."""
+    model = model_of(0)
+    try:
+        job_on(mesh, model, script(mesh, model), [])(features())
+    except ProgramMismatch as error:
+        unchanged = torch.equal(model.weight, model_of(0).weight)
+        return str(error.expected), str(error.found), error.where, unchanged
+    raise AssertionError("the ranks' programs differ, and nobody said so")
+
+
+@pytest.mark.parametrize(("script", "difference"), DIFFERENT.items(), ids=lambda item: getattr(item, "__name__", item))
+def test_ranks_with_different_programs_all_stop_and_name_the_first_difference_and_its_line(script, difference):
+    answers = on_mesh(WORKERS, mismatch, script)
+    assert answers[0] == answers[1]
+    expected, found, where, unchanged = answers[0]
+    assert "on rank 1:" in found
+    assert difference in found
+    assert found.removeprefix("on rank 1: ") not in expected
+    assert where == marked_line(script)
+    assert unchanged
+
+
+def trained_from_another_model(mesh: Mesh) -> tuple[list[str], Tensor, Tensor]:
+    """What was said, and weight and bias after two steps."""
+    model, said = model_of(mesh.rank), []
+    job = job_on(mesh, model, lambda rows: model(rows).mean(), said)
+    job(features())
+    job(features())
+    return said, model.weight.detach(), model.bias.detach()
+
+
+def test_models_that_differ_at_the_first_call_get_rank_0s_and_that_is_said_once():
+    answers = on_mesh(WORKERS, trained_from_another_model)
+    model = model_of(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(features()).mean().backward()
+        optimizer.step()
+    for said, weight, bias in answers:
+        assert [text for text in said if "differed between ranks at the first call" in text] == said
+        assert len(said) == 1
+        torch.testing.assert_close(weight, model.weight.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(bias, model.bias.detach(), rtol=1e-12, atol=1e-12)
+
+
+def without_a_rule(mesh: Mesh) -> list[str]:
+    model, said = model_of(0), []
+
+    def loss(rows):
+        scores = model(rows)
+        return torch.cummax(scores, dim=0).values.mean()  # the line
+
+    job = job_on(mesh, model, loss, said)
+    for _ in range(3):
+        job(features())
+    return said
+
+
+def test_an_operator_without_a_rule_is_said_once_with_its_line():
+    for said in on_mesh(WORKERS, without_a_rule):
+        told = [text for text in said if "cummax.default" in text]
+        assert len(told) == 1
+        assert told[0].startswith(f"{marked_line(without_a_rule)}: no rule to split")

@@ -1,0 +1,85 @@
+"""What Horovod's own launcher tells its workers, and what of it cannot be meant."""
+
+import pytest
+
+from rankless.config.horovod_variables import HorovodWorker, horovod_worker
+from rankless.errors import JoinError
+from rankless.records.elastic_messages import Seat
+
+TOLD = {
+    "GLOO_RENDEZVOUS_ADDR": "10.1.2.3",
+    "GLOO_RENDEZVOUS_PORT": "4001",
+    "RANK": "3",
+    "SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "2",
+    "CROSS_RANK": "1",
+    "CROSS_SIZE": "2",
+    "HOSTNAME": "b",
+    "CONTROLLER": "gloo",
+    "GLOO_IFACE": "eth0",
+}
+
+
+def test_a_worker_of_horovodrun():
+    assert horovod_worker(TOLD) == HorovodWorker(
+        rank=3,
+        world_size=4,
+        address="10.1.2.3",
+        port=4001,
+        seat=Seat(rank=3, size=4, local_rank=1, local_size=2, cross_rank=1, cross_size=2),
+        interface="eth0",
+        timeout_seconds=600.0,
+    )
+    assert horovod_worker({**TOLD, "ELASTIC": "0", "START_TIMEOUT": "7"}).timeout_seconds == 7
+
+
+def test_a_launcher_that_tells_less():
+    least = {name: TOLD[name] for name in ("GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "RANK", "SIZE")}
+    found = horovod_worker(least)
+    assert (found.seat, found.interface) == (None, None)
+
+
+@pytest.mark.parametrize("address", [None, ""])
+def test_without_a_server_nobody_has_told_anything(address: str | None):
+    assert horovod_worker({}) is None
+    others = {name: value for name, value in TOLD.items() if name != "GLOO_RENDEZVOUS_ADDR"}
+    assert horovod_worker(others if address is None else {**others, "GLOO_RENDEZVOUS_ADDR": address}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("RANK", "first", "a number"),
+        ("RANK", "-1", "a number"),
+        ("RANK", "4", "a rank below HOROVOD_SIZE=4"),
+        ("SIZE", "", "a number"),
+        ("SIZE", "٤", "a number"),
+        ("LOCAL_RANK", "one", "a number"),
+        ("GLOO_RENDEZVOUS_PORT", "http", "a number"),
+        ("GLOO_RENDEZVOUS_PORT", "0", "a port from 1 to 65535"),
+        ("GLOO_RENDEZVOUS_PORT", "65536", "a port from 1 to 65535"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(name: str, value: str, expected: str):
+    with pytest.raises(JoinError) as caught:
+        horovod_worker({**TOLD, name: value})
+    assert caught.value.expected.startswith(f"in HOROVOD_{name} {expected}")
+    assert caught.value.found == repr(value)
+    assert "unset HOROVOD_GLOO_RENDEZVOUS_ADDR" in caught.value.fix
+
+
+def test_a_variable_that_is_missing_is_nothing():
+    with pytest.raises(JoinError) as caught:
+        horovod_worker({name: value for name, value in TOLD.items() if name != "RANK"})
+    assert (caught.value.expected, caught.value.found) == (
+        "in HOROVOD_RANK a number, as horovodrun sets it",
+        "nothing",
+    )
+
+
+def test_an_elastic_job_of_another_launcher_is_refused():
+    with pytest.raises(JoinError) as caught:
+        horovod_worker({**TOLD, "ELASTIC": "1"})
+    assert "HOROVOD_ELASTIC=1" in caught.value.found
+    assert "rankless horovodrun --min-np" in caught.value.fix

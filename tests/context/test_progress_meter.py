@@ -1,0 +1,117 @@
+"""Progress records come from batches and steps at a bounded rate, and say where the loop is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from rankless.context.progress_meter import ProgressMeter
+from rankless.context.world import World
+from rankless.data.loader import Loader, LoaderOptions
+from rankless.parallel.mesh import Mesh
+from rankless.records.events import Progress
+
+
+class Script:
+    """A training script with a clock that it moves itself."""
+
+    def __init__(self, rows: int = 100) -> None:
+        self.nanoseconds = 0
+        self.records: list[Progress] = []
+        self.losses_read = 0
+        self.dataset = TensorDataset(torch.zeros(rows))
+        self.meter = ProgressMeter(rank=0, record=self.records.append, clock=lambda: self.nanoseconds)
+
+    def loader(self, **options: Any) -> Loader:
+        world = World(mesh=Mesh.solo(), say=print, record=print, meter=self.meter)
+        return Loader(self.dataset, options=LoaderOptions(batch_size=10, **options), world=lambda: world)
+
+    def train(self, seconds: float, job: str = "train") -> None:
+        self.nanoseconds += round(seconds * 1e9)
+        self.meter.trained(job=job, loss=self.read_loss)
+
+    def read_loss(self) -> float:
+        self.losses_read += 1
+        return 0.5
+
+    def places(self) -> list[tuple[int, int]]:
+        return [(record.epoch, record.step) for record in self.records]
+
+
+def epochs_of_one_loader(script: Script) -> None:
+    loader = script.loader()
+    for _ in range(2):
+        for _ in loader:
+            script.train(0.0625)
+
+
+def epochs_of_new_loaders(script: Script) -> None:
+    for _ in range(2):
+        for _ in script.loader():
+            script.train(0.0625)
+
+
+def epochs_with_evaluation_between(script: Script) -> None:
+    loader = script.loader()
+    for _ in range(2):
+        for step, _ in enumerate(loader):
+            script.train(0.0625)
+            if step == 4:
+                list(script.loader())
+
+
+@pytest.mark.parametrize("run", [epochs_of_one_loader, epochs_of_new_loaders, epochs_with_evaluation_between])
+def test_records_come_five_times_a_second_and_at_each_epochs_end(run: Callable[[Script], None]):
+    script = Script()
+    run(script)
+    assert script.places() == [(1, 1), (1, 5), (1, 9), (1, 10), (2, 4), (2, 8), (2, 10)]
+    assert [record.last_of_epoch for record in script.records] == [place[1] == 10 for place in script.places()]
+    assert script.losses_read == len(script.records)
+
+
+def test_speed_and_time_left_are_those_of_the_last_seconds():
+    script = Script()
+    batches = iter(script.loader())
+    for seconds in [100, 1, 1, 1, 1, 1]:
+        next(batches)
+        script.train(seconds)
+    slow, *_, steady = script.records
+    assert (slow.samples_per_second, slow.seconds_left) == (0.1, 900.0)
+    assert (steady.samples_per_second, steady.seconds_left) == (10.0, 4.0)
+
+
+def test_two_jobs_on_one_batch_count_its_rows_once():
+    script = Script()
+    for _ in script.loader():
+        script.train(0.5, job="judge")
+        script.train(0.5, job="forger")
+    last = script.records[-1]
+    assert (last.job, last.epoch, last.step, last.steps_per_epoch) == ("forger", 1, 10, 10)
+    assert last.samples_per_second == pytest.approx(10.0)
+    assert last.seconds_left == 0.0
+
+
+class Endless:
+    """A sampler that does not say how long it is."""
+
+    def __iter__(self):
+        return iter(range(30))
+
+
+def test_where_the_length_is_unknown_the_last_step_is_recorded_when_the_pass_is_over():
+    script = Script()
+    for _ in script.loader(sampler=Endless()):
+        script.train(0.0625)
+    assert script.places() == [(1, 1), (1, 3)]
+    assert [record.steps_per_epoch for record in script.records] == [None, None]
+    assert [record.last_of_epoch for record in script.records] == [False, True]
+
+
+def test_a_job_without_a_loader_counts_its_steps():
+    script = Script()
+    for _ in range(3):
+        script.train(1.0)
+    assert script.places() == [(1, 1), (1, 2), (1, 3)]
+    assert script.records[-1].seconds_left is None

@@ -1,0 +1,224 @@
+"""On one worker a loader is a DataLoader: the same batches in the same order, the same draws left behind."""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from rankless.context.world import World
+from rankless.data.loader import Loader, LoaderOptions
+from rankless.errors import DataError
+from rankless.parallel.mesh import Mesh
+
+
+def loader_of(dataset: Any, **options: Any) -> Loader:
+    world = World(mesh=Mesh.solo(), say=print, record=print)
+    return Loader(dataset, options=LoaderOptions(**options), world=lambda: world)
+
+
+def numbers(rows: int) -> TensorDataset:
+    return TensorDataset(torch.arange(rows * 3, dtype=torch.float64).reshape(rows, 3), torch.arange(rows))
+
+
+class Samples(Dataset[Any]):
+    """Dicts of tensors, NumPy arrays, numbers, text and nested tuples."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "tensor": torch.full((2,), index),
+            "array": numpy.full((2, 2), index, dtype=numpy.float32),
+            "number": index / 2,
+            "pair": (index, [index, float(index)]),
+            "text": f"sample {index}",
+        }
+
+
+class Noisy(Dataset[Any]):
+    """Each sample draws from all three generators."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return index, torch.rand(2), numpy.random.rand(), random.random()
+
+
+def flat(batches: Iterable[Any]) -> list[Any]:
+    return [repr(batch) for batch in batches]
+
+
+def all_generators() -> tuple[Any, ...]:
+    return torch.rand(1).item(), numpy.random.rand(), random.random()
+
+
+def start_generators() -> None:
+    torch.manual_seed(5)
+    numpy.random.seed(5)
+    random.seed(5)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 10, 11])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_three_epochs_are_a_data_loaders_and_leave_the_generators_alike(rows, drop_last, seed, shuffle):
+    torch.manual_seed(1)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    plain = DataLoader(numbers(rows), 5, shuffle=shuffle, drop_last=drop_last, generator=generator)
+    expected = [(flat(plain), torch.rand(1).item()) for _ in range(3)]
+    torch.manual_seed(1)
+    ours = loader_of(numbers(rows), batch_size=5, shuffle=shuffle, drop_last=drop_last, seed=seed)
+    assert [(flat(ours), torch.rand(1).item()) for _ in range(3)] == expected
+    assert len(ours) == len(plain)
+    assert ours.epoch == 3
+
+
+def test_shuffled_epochs_differ_from_each_other():
+    ours = loader_of(numbers(50), batch_size=50, shuffle=True, seed=0)
+    assert flat(ours) != flat(ours)
+
+
+def test_two_loaders_in_step_draw_as_two_data_loaders_do():
+    torch.manual_seed(1)
+    expected = flat(zip(*(DataLoader(numbers(9), 2, shuffle=True) for _ in range(2)), strict=True))
+    torch.manual_seed(1)
+    ours = (loader_of(numbers(9), batch_size=2, shuffle=True) for _ in range(2))
+    assert flat(zip(*ours, strict=True)) == expected
+
+
+@pytest.mark.parametrize("collate_fn", [None, lambda samples: [sample["tensor"].sum() for sample in samples]])
+def test_batches_are_collated_as_a_data_loader_does(collate_fn):
+    expected = flat(DataLoader(Samples(), 4, collate_fn=collate_fn))
+    assert flat(loader_of(Samples(), batch_size=4, collate_fn=collate_fn)) == expected
+
+
+@pytest.mark.parametrize("tensor", [torch.rand(3, 8).T, torch.rand(8, 2, 4, 4).to(memory_format=torch.channels_last)])
+def test_a_tensor_data_set_of_any_layout_gives_the_same_values_and_strides(tensor):
+    (expected,), (ours,) = (
+        DataLoader(TensorDataset(tensor), 8),
+        loader_of(TensorDataset(tensor), batch_size=8),
+    )
+    assert torch.equal(ours[0], expected[0])
+    assert ours[0].stride() == expected[0].stride()
+
+
+def test_a_sampler_of_the_users_draws_as_under_a_data_loader():
+    def sampler() -> WeightedRandomSampler:
+        return WeightedRandomSampler([1.0, 2.0, 3.0, 4.0], 9)
+
+    torch.manual_seed(1)
+    plain = DataLoader(numbers(4), 2, sampler=sampler())
+    expected = [flat(plain) for _ in range(2)]
+    torch.manual_seed(1)
+    ours = loader_of(numbers(4), batch_size=2, sampler=sampler())
+    assert [flat(ours) for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["in-process", "two readers"])
+def test_replicated_reading_draws_what_a_data_loader_draws(num_workers):
+    start_generators()
+    expected = flat(DataLoader(Noisy(), 4, shuffle=True, num_workers=num_workers)), all_generators()
+    start_generators()
+    ours = loader_of(Noisy(), batch_size=4, shuffle=True, num_workers=num_workers, reading="replicated")
+    assert (flat(ours), all_generators()) == expected
+
+
+def by_index(batches: Iterable[Any]) -> dict[int, tuple[Any, ...]]:
+    return {
+        int(index): (draw.tolist(), float(one), float(two))
+        for indices, draws, ones, twos in batches
+        for index, draw, one, two in zip(indices, draws, ones, twos, strict=True)
+    }
+
+
+@pytest.mark.slow
+def test_split_reading_draws_by_seed_epoch_and_index_alone():
+    ours = loader_of(Noisy(), batch_size=4, shuffle=True, seed=7)
+    first, second = by_index(ours), by_index(ours)
+    other = loader_of(Noisy(), batch_size=3, seed=7, num_workers=2)
+    assert by_index(other) == first
+    assert by_index(other) == second
+    assert first != second
+    assert by_index(loader_of(Noisy(), batch_size=4, seed=8)) != first
+    assert len({repr(draws) for draws in first.values()}) == 10
+
+
+def test_split_reading_leaves_the_scripts_generators_as_they_were():
+    start_generators()
+    expected = all_generators()
+    start_generators()
+    list(loader_of(Noisy(), batch_size=4, seed=7))
+    assert all_generators() == expected
+
+
+def test_without_a_seed_split_reading_draws_anew_for_a_loader_made_anew():
+    torch.manual_seed(1)
+    first, second = (by_index(loader_of(Noisy(), batch_size=4)) for _ in range(2))
+    torch.manual_seed(1)
+    again = by_index(loader_of(Noisy(), batch_size=4))
+    assert first == again
+    assert first != second
+
+
+class Broken(Samples):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 6:
+            raise KeyError("no such file")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["in-process", "two readers"])
+def test_a_data_set_that_raises_is_named_with_its_index_and_line(num_workers):
+    with pytest.raises(DataError, match="KeyError: 'no such file' \\(index 6\\)") as raised:
+        list(loader_of(Broken(), batch_size=4, num_workers=num_workers))
+    assert raised.value.where.startswith(__file__)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Unmeasured:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (numbers(4), {"batch_size": 0}, "batch_size of at least 1"),
+        (numbers(4), {"batch_size": None, "drop_last": True}, "a batch_size with drop_last"),
+        (numbers(4), {"batch_size": 2, "batch_sampler": [[0, 1]]}, "found:    both: batch_size=2"),
+        (numbers(4), {"batch_sampler": [[0, 1]], "drop_last": True}, "batch_sampler or drop_last"),
+        (numbers(4), {"seed": 1, "generator": torch.Generator()}, "seed or generator"),
+        (numbers(4), {"persistent_workers": True, "prefetch_factor": 2}, "prefetch_factor and persistent_workers"),
+        (numbers(4), {"timeout": -1}, "a timeout of at least 0"),
+        (numbers(4), {"batch_size": True}, "found:    True"),
+        (numbers(4), {"batch_size": 2, "num_workers": -1}, "num_workers of at least 0"),
+        (numbers(4), {"batch_size": 2, "seed": 0.5}, "a seed that is an integer"),
+        (numbers(4), {"batch_size": 2, "sampler": [1, 2], "shuffle": True}, "found:    both"),
+        (numbers(4), {"batch_size": 2, "reading": "whole"}, "split, replicated, first"),
+        (numbers(0), {"batch_size": 2, "shuffle": True}, "at least one sample"),
+        (Stream(), {"batch_size": 2, "shuffle": True}, "Stream with shuffle"),
+        (Unmeasured(), {"batch_size": 2}, "Unmeasured without __len__"),
+        ({1, 2}, {"batch_size": 2}, "set without __getitem__"),
+    ],
+)
+def test_what_no_loader_can_do_is_refused_at_once(dataset, options, message):
+    with pytest.raises(DataError, match=message):
+        loader_of(dataset, **options)
+
+
+def test_a_data_set_without_a_length_is_read_in_a_samplers_order():
+    assert [batch.tolist() for batch in loader_of(Unmeasured(), batch_size=2, sampler=[3, 1, 2])] == [
+        [3, 1],
+        [2],
+    ]

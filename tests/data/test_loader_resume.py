@@ -1,0 +1,233 @@
+"""A pass that was interrupted goes on with its next batch, and all that is drawn later is as if it had not been."""
+
+from typing import Any
+
+import pytest
+import torch
+from data.loading import (
+    ALL_CASES,
+    CASES,
+    READER_CASES,
+    STREAM_CASES,
+    STREAM_READER_CASES,
+    DrawsLate,
+    Items,
+    Noisy,
+    Stream,
+    StreamDrawsLate,
+    StreamThatKnows,
+    interrupted,
+    loader_on,
+    our_passes,
+    passes_over,
+    plain_passes,
+    start_generators,
+    taken_up,
+)
+from support.processes import on_mesh
+
+from rankless.checkpoint.state_tree import TreeWriter, decode
+from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.data.generators import process_states, restore_process
+from rankless.errors import DataError
+from rankless.parallel.mesh import Mesh
+
+READERS = READER_CASES | STREAM_READER_CASES
+
+
+def require_continued(case: str, batches: int, passes: list[Any], position: int) -> None:
+    """The rest must be that of a plain script that was never interrupted."""
+    _, (second, drawn_after), third = plain_passes(case)
+    assert position == batches, case
+    if batches == 0:
+        assert passes == [(second, drawn_after), third], case
+    else:
+        assert passes == [(second[batches:], drawn_after), third], case
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2])
+@pytest.mark.parametrize("case", CASES | STREAM_CASES)
+def test_on_one_worker_the_rest_is_that_of_a_script_never_interrupted(case, batches):
+    saved = interrupted(Mesh.solo(), case, "split", batches)
+    require_continued(case, batches, *taken_up(Mesh.solo(), case, "split", saved))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", READERS)
+def test_batches_that_readers_had_prepared_and_nobody_got_are_not_counted(case):
+    saved = interrupted(Mesh.solo(), case, "split", 2)
+    require_continued(case, 2, *taken_up(Mesh.solo(), case, "split", saved))
+
+
+@pytest.mark.slow
+def test_persistent_readers_taken_up_between_passes_draw_no_second_base_seed():
+    saved = interrupted(Mesh.solo(), "persistent readers", "split", 0)
+    require_continued("persistent readers", 0, *taken_up(Mesh.solo(), "persistent readers", "split", saved))
+
+
+def all_interrupted(mesh: Mesh, cases: list[str], reading: str, batches: int) -> list[bytes]:
+    return [interrupted(mesh, case, reading, batches) for case in cases]
+
+
+def all_taken_up(mesh: Mesh, cases: list[str], reading: str, saved: list[bytes]) -> list[Any]:
+    return [taken_up(mesh, case, reading, state) for case, state in zip(cases, saved, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "later_size"), [(2, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize("reading", ["split", "first"])
+def test_what_was_saved_on_a_mesh_is_taken_up_on_another(size, later_size, reading):
+    cases = list(CASES | STREAM_CASES)
+    saved = on_mesh(size, all_interrupted, cases, reading, 2)[0]
+    if later_size == 1:
+        ranks = [all_taken_up(Mesh.solo(), cases, reading, saved)]
+    else:
+        ranks = on_mesh(later_size, all_taken_up, cases, reading, saved)
+    for results in ranks:
+        for case, (passes, position) in zip(cases, results, strict=True):
+            require_continued(case, 2, passes, position)
+
+
+@pytest.mark.parametrize("reading", ["split", "replicated"])
+def test_what_samples_draw_goes_on_too(reading):
+    def make() -> Any:
+        return loader_on(Mesh.solo(), Noisy(), batch_size=3, shuffle=True, reading=reading)
+
+    start_generators()
+    (expected, after), later = passes_over(make(), 2)
+    start_generators()
+    loader = make()
+    for number, _ in enumerate(loader, start=1):
+        torch.rand(1)
+        if number == 2:
+            saved = encode_value((loader.state_dict(), process_states()))
+            break
+    torch.manual_seed(4)
+    again = make()
+    state, generators = decode_value(saved)
+    again.load_state_dict(state)
+    restore_process(generators)
+    assert passes_over(again, 2) == [(expected[2:], after), later]
+
+
+def test_a_pass_that_the_script_has_left_is_over():
+    start_generators()
+    loader = loader_on(Mesh.solo(), Items(), batch_size=5, shuffle=True)
+    for _ in loader:
+        break
+    saved, generators = loader.state_dict(), process_states()
+    expected = passes_over(loader, 2)
+    again = loader_on(Mesh.solo(), Items(), batch_size=5, shuffle=True)
+    again.load_state_dict(saved)
+    restore_process(generators)
+    assert saved["pass"] is None
+    assert again.position == 0
+    assert passes_over(again, 2) == expected
+
+
+def test_a_pass_is_taken_up_in_the_state_that_was_loaded_and_can_be_saved_again_before_it_begins():
+    saved = interrupted(Mesh.solo(), "shuffled", "split", 2)
+    state, generators = decode_value(saved)
+    dataset, options = ALL_CASES["shuffled"]()
+    loader = loader_on(Mesh.solo(), dataset, **options)
+    loader.load_state_dict(state)
+    again = encode_value((loader.state_dict(), generators))
+    require_continued("shuffled", 2, *taken_up(Mesh.solo(), "shuffled", "split", again))
+
+
+@pytest.mark.parametrize("case", ["own generator", "stream", "knows itself"])
+def test_a_state_can_stand_in_a_checkpoint(case):
+    state, generators = decode_value(interrupted(Mesh.solo(), case, "split", 2))
+    writer = TreeWriter()
+    node = writer.encode(state, ("loader",))
+    read = encode_value((decode(node, writer.tensors), generators))
+    require_continued(case, 2, *taken_up(Mesh.solo(), case, "split", read))
+
+
+class Counted(Items):
+    read = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read += 1
+        return super().__getitem__(index)
+
+
+def test_skipped_samples_are_not_read():
+    def make(dataset: Items) -> Any:
+        return loader_on(Mesh.solo(), dataset, batch_size=5, seed=1, shuffle=True)
+
+    loader = make(Counted())
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    dataset = Counted()
+    again = make(dataset)
+    again.load_state_dict(loader.state_dict())
+    assert len(list(again)) == 2
+    assert dataset.read == 8
+
+
+def test_a_stream_that_knows_where_it_is_reads_nothing_twice():
+    state, _ = decode_value(interrupted(Mesh.solo(), "stream that knows where it is", "split", 2))
+    dataset = StreamThatKnows()
+    loader = loader_on(Mesh.solo(), dataset, batch_size=4)
+    loader.load_state_dict(state)
+    assert [batch.flatten().tolist() for batch in loader] == [[9, 10, 11, 12], [13, 14, 15, 16], [17, 18, 19]]
+    assert dataset.read == 11
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "name"),
+    [(Items(), {"sampler": DrawsLate(list(range(9)))}, "Python"), (StreamDrawsLate(), {}, "torch")],
+)
+def test_what_draws_in_turn_with_the_script_cannot_be_saved_in_mid_pass(dataset, options, name):
+    loader = loader_on(Mesh.solo(), dataset, batch_size=2, **options)
+    for number, _ in enumerate(loader):
+        torch.rand(1)
+        if number == 2:
+            with pytest.raises(DataError, match=f"draws from {name}'s global generator at every batch"):
+                loader.state_dict()
+    assert loader.state_dict()["pass"] is None
+
+
+class Forgetful(Stream):
+    """Gives other samples when it is read again."""
+
+    passes = 0
+
+    def __iter__(self) -> Any:
+        Forgetful.passes += 1
+        return (torch.tensor(number * Forgetful.passes) for number in range(9))
+
+
+def test_a_stream_that_gives_other_samples_when_read_again_is_refused():
+    loader = loader_on(Mesh.solo(), Forgetful(), batch_size=3)
+    next(batches := iter(loader))
+    again = loader_on(Mesh.solo(), Forgetful(), batch_size=3)
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(DataError, match="found:    other batches from its sampler or stream"):
+        next(iter(again))
+    batches.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 4}, "found:    batch_size=4"),
+        ({"batch_size": 5, "shuffle": True, "seed": 2}, r"samplers=\['BatchSampler', 'RandomSampler'\], seed=2"),
+    ],
+)
+def test_a_state_of_another_loader_is_refused(options, message):
+    state = loader_on(Mesh.solo(), Items(), batch_size=5).state_dict()
+    with pytest.raises(DataError, match=message):
+        loader_on(Mesh.solo(), Items(), **options).load_state_dict(state)
+    with pytest.raises(DataError, match="samples=7"):
+        loader_on(Mesh.solo(), Items(7), batch_size=5).load_state_dict(state)
+
+
+def test_a_pass_whose_last_batch_was_handed_out_ends_at_once_and_the_next_is_a_new_one():
+    expected = our_passes(Mesh.solo(), "shuffled", "split")
+    saved = interrupted(Mesh.solo(), "shuffled", "split", 3)
+    (rest, _), third = taken_up(Mesh.solo(), "shuffled", "split", saved)[0]
+    assert rest == []
+    assert third == expected[2]

@@ -1,0 +1,127 @@
+"""Loaders in real runs: what fails is named and ends the run, and an interrupted run goes on."""
+
+import time
+from pathlib import Path
+
+import pytest
+from support.warm_runs import run_script
+
+pytestmark = pytest.mark.slow
+
+TRAINING = """
+import os, time, torch, rankless
+model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(rows):
+    return (model(rows["x"]) - rows["y"]).square().mean()
+"""
+
+BROKEN = (
+    TRAINING
+    + """
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 27:
+            open("failed", "w").write(str(time.time()))
+            raise OSError("disk gone")
+        return {"x": torch.ones(3).double(), "y": torch.ones(1).double()}
+
+for batch in rankless.loader(Broken(), batch_size=8, num_workers=READERS):
+    train(batch)
+print("the end")
+"""
+)
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_sample_that_cannot_be_read_ends_the_run_and_is_named_with_its_rank(readers: int, tmp_path: Path) -> None:
+    job = run_script(BROKEN.replace("READERS", str(readers)), "-n", "2", folder=tmp_path)
+    assert time.time() - float((tmp_path / "failed").read_text()) < 4.0
+    assert job.returncode == 1
+    assert "the end" not in job.stdout
+    assert "rankless: rank 0 raised DataError" in job.stderr
+    assert "OSError: disk gone (index 27)" in job.stderr
+    assert "script.py" in job.stderr
+
+
+ALONE = """
+import time, torch, rankless
+from rankless.data import logical_tensor
+logical_tensor.WAIT_SECONDS = 0.3
+for batch in rankless.loader(torch.arange(8.0), batch_size=8):
+    if rankless.rank() == 1:
+        print(batch.sum())
+    else:
+        time.sleep(1.5)
+"""
+
+
+def test_an_operation_on_a_batch_that_one_rank_makes_alone_is_named_and_ends_the_run(tmp_path: Path) -> None:
+    job = run_script(ALONE, "-n", "2", folder=tmp_path)
+    assert "rank 1 has waited 0 s at" in job.stderr
+    assert "script.py:7 for the other ranks to come to the same operation" in job.stderr
+    assert "raised RanksDiverged" in job.stderr
+    assert job.returncode == 1
+
+
+IN_A_JOB = (
+    TRAINING
+    + """
+@rankless.job(model=model)
+def predict(rows):
+    return model(rows["x"]) * rankless.once(time.time)
+
+(batch,) = rankless.loader([{"x": torch.ones(3).double()}] * 4, batch_size=4)
+predict(batch)
+"""
+)
+
+
+def test_once_inside_a_job_is_refused(tmp_path: Path) -> None:
+    job = run_script(IN_A_JOB, "-n", "2", folder=tmp_path)
+    assert job.returncode == 1
+    assert "rankless.once(time) inside it, which would run at capture and never again" in job.stderr
+
+
+RESUMED = (
+    TRAINING
+    + """
+torch.manual_seed(1)
+samples = [{"x": torch.rand(3).double(), "y": torch.rand(1).double(), "name": f"s{number}"} for number in range(22)]
+loader = rankless.loader(samples, batch_size=4, shuffle=True)
+first = 0
+if os.path.exists("state"):
+    rankless.load("state", model=model, optimizer=optimizer, loader=loader)
+    first = loader.epoch - 1
+for epoch in range(first, 3):
+    for batch in loader:
+        print(epoch, loader.position, batch["name"], train(batch).item())
+        if (epoch, loader.position) == (1, 2) and INTERRUPTED:
+            rankless.save("state", model=model, optimizer=optimizer, loader=loader)
+            raise SystemExit
+"""
+)
+
+
+@pytest.mark.parametrize(("size", "later_size"), [("2", "2"), pytest.param("3", "2", marks=pytest.mark.exhaustive)])
+def test_an_interrupted_run_goes_on_with_its_next_batch(size: str, later_size: str, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    uninterrupted = run_script(RESUMED.replace("INTERRUPTED", "False"), "-n", size, "--seed", "1", folder=whole)
+    before = run_script(RESUMED.replace("INTERRUPTED", "True"), "-n", size, "--seed", "1", folder=parts)
+    after = run_script(RESUMED.replace("INTERRUPTED", "False"), "-n", later_size, "--seed", "2", folder=parts)
+    expected, found = uninterrupted.stdout.splitlines(), (before.stdout + after.stdout).splitlines()
+    assert len(expected) == 18, uninterrupted.stderr
+    assert len(found) == 18, before.stderr + after.stderr
+    for one, other in zip(expected, found, strict=True):
+        if size == later_size:
+            assert other == one
+        else:
+            assert other.rpartition(" ")[0] == one.rpartition(" ")[0]
+            assert float(other.rpartition(" ")[2]) == pytest.approx(float(one.rpartition(" ")[2]), rel=1e-9)

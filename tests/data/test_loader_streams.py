@@ -1,0 +1,164 @@
+"""A stream's batches are a DataLoader's, whoever reads them; what the ranks cannot all read is noticed."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from data.loading import STREAM_CASES, STREAM_READER_CASES, Stream, frozen, loader_on, our_passes, plain_passes
+from support.processes import on_mesh
+from torch.utils.data import IterableDataset
+
+from rankless.errors import DataError
+from rankless.parallel.mesh import Mesh
+
+READINGS = ["split", "replicated", "first"]
+
+
+@pytest.mark.parametrize("case", STREAM_CASES)
+def test_on_one_worker_a_streams_passes_are_a_data_loaders(case):
+    expected = plain_passes(case)
+    for reading in READINGS:
+        assert our_passes(Mesh.solo(), case, reading) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STREAM_READER_CASES)
+def test_with_reader_processes_a_streams_passes_are_a_data_loaders(case):
+    assert our_passes(Mesh.solo(), case, "split", 2) == plain_passes(case, 2)
+
+
+def all_passes(mesh: Mesh, cases: list[str], reading: str) -> list[Any]:
+    return [our_passes(mesh, case, reading, 2) for case in cases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("reading", READINGS)
+def test_on_a_mesh_a_streams_batches_put_together_are_a_data_loaders(size, reading):
+    expected = [plain_passes(case, 2) for case in STREAM_CASES]
+    for found in on_mesh(size, all_passes, list(STREAM_CASES), reading):
+        for case, passes, plain in zip(STREAM_CASES, found, expected, strict=True):
+            assert passes == plain, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_on_a_mesh_reader_processes_divide_a_stream_as_under_a_data_loader(size):
+    expected = [plain_passes(case, 2) for case in STREAM_READER_CASES]
+    for reading in ("split", "first"):
+        assert on_mesh(size, all_passes, list(STREAM_READER_CASES), reading) == [expected] * size
+
+
+class Queue(IterableDataset[Any]):
+    """What one rank takes from it no other rank gets."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rank == 0:
+            yield from (torch.tensor([number, number]) for number in range(7))
+        else:
+            yield from (torch.tensor([number, -1]) for number in range(7))
+
+
+def read_queue(mesh: Mesh, reading: str) -> list[Any]:
+    return [frozen(batch) for batch in loader_on(mesh, Queue(mesh.rank), batch_size=4, reading=reading)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_gives_each_rank_other_samples_is_noticed_and_read_by_the_first_rank_instead(size):
+    for reading in ("split", "replicated"):
+        with pytest.raises(DataError, match="rank 1 has other samples") as raised:
+            on_mesh(size, read_queue, reading)
+        assert 'reading="first"' in raised.value.fix
+    found = on_mesh(size, read_queue, "first")
+    assert found == [read_queue(Mesh.solo(), "split")] * size
+
+
+class Shorter(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        rows = 8 if torch.distributed.get_rank() == 0 else 4
+        return (torch.tensor(number) for number in range(rows))
+
+
+def read_shorter(mesh: Mesh) -> int:
+    return len(list(loader_on(mesh, Shorter(), batch_size=4)))
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_shorter_on_one_rank_stops_every_rank():
+    with pytest.raises(DataError, match="rank 1 is at its end, rank 0 has another batch"):
+        on_mesh(2, read_shorter)
+
+
+class Broken(IterableDataset[Any]):
+    def __init__(self, rank: int | None = None) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(20):
+            if number == 9 and (self.rank is None or self.rank == torch.distributed.get_rank()):
+                raise OSError("line cut off")
+            yield torch.tensor(number)
+
+
+def read_broken(mesh: Mesh, rank: int | None, options: dict[str, Any]) -> int:
+    return len(list(loader_on(mesh, Broken(rank), batch_size=4, **options)))
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_stream_that_raises_names_the_sample_and_the_line(num_workers):
+    with pytest.raises(DataError, match=r"OSError: line cut off \(sample 9 of the stream, from 0") as raised:
+        read_broken(Mesh.solo(), None, {"num_workers": num_workers})
+    assert raised.value.where.startswith(__file__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"rank 1 failed: OSError: line cut off \(sample 9"),
+        ({"reading": "replicated", "num_workers": 1}, r"rank 1 failed: OSError: line cut off \(sample 9"),
+    ],
+)
+def test_a_stream_that_raises_on_one_rank_stops_every_rank(options, message):
+    with pytest.raises(DataError, match=message):
+        on_mesh(2, read_broken, 1, options)
+
+
+@pytest.mark.slow
+def test_a_stream_that_raises_on_the_rank_that_reads_for_all_stops_every_rank():
+    with pytest.raises(DataError, match="line cut off") as raised:
+        on_mesh(3, read_broken, 0, {"reading": "first"})
+    assert "sample 9 of the stream" in str(raised.value)
+
+
+class Unsendable(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from ({"x": torch.ones(1), "where": os.scandir("/")} for _ in range(4))
+
+
+def read_unsendable(mesh: Mesh) -> int:
+    return len(list(loader_on(mesh, Unsendable(), batch_size=4, collate_fn=list, reading="first")))
+
+
+@pytest.mark.slow
+def test_what_the_first_rank_cannot_send_is_refused_by_name_on_every_rank():
+    with pytest.raises(DataError, match=r"posix\.ScandirIterator|plain values, which rank 0 can send"):
+        on_mesh(2, read_unsendable)
+
+
+def test_a_stream_has_a_length_if_its_data_set_has_one():
+    assert len(loader_on(Mesh.solo(), MeasuredLike(), batch_size=4)) == 6
+    assert len(loader_on(Mesh.solo(), MeasuredLike(), batch_size=4, drop_last=True)) == 5
+    with pytest.raises(TypeError):
+        len(loader_on(Mesh.solo(), Stream(), batch_size=4))
+
+
+class MeasuredLike(Stream):
+    def __len__(self) -> int:
+        return self.rows

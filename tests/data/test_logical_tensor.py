@@ -1,0 +1,241 @@
+"""Outside jobs a logical tensor is the whole tensor to whatever PyTorch, NumPy and Python do with it."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from data.logical_operations import CHANGING, COMPUTING, READING
+from support.processes import on_mesh
+
+from rankless.data.logical_tensor import GatherNotice, LogicalTensor
+from rankless.errors import DataError
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.placement import Shard, split_lengths
+
+pytestmark = pytest.mark.slow
+
+
+def whole_tensor() -> torch.Tensor:
+    return torch.arange(35.0).reshape(7, 5) - 11
+
+
+def logical(mesh: Mesh, whole: torch.Tensor, said: list[str] | None = None, dim: int = 0) -> LogicalTensor:
+    placement = Shard(dim, split_lengths(whole.shape[dim], mesh.size))
+    local = whole.narrow(dim, placement.start(mesh.rank), placement.lengths[mesh.rank]).clone()
+    notice = GatherNotice((said if said is not None else []).append)
+    return LogicalTensor(local, placement=placement, mesh=mesh, notice=notice)
+
+
+def saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.requires_grad_()
+    (tensor * tensor).sum().backward()
+    return tensor.grad
+
+
+OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "repr": repr,
+    "format": "{}".format,
+    "item": lambda t: t[2, 3].item(),
+    "tolist": lambda t: t.tolist(),
+    "numpy": lambda t: t.numpy(),
+    "asarray": numpy.asarray,
+    "numpy function": lambda t: numpy.concatenate([t, t]),
+    "iteration": lambda t: [row.sum().item() for row in t],
+    "last row": lambda t: t[-1],
+    "mask": lambda t: t[t > 0],
+    "list index": lambda t: t[[0, 6]],
+    "contains": lambda t: 3.0 in t,
+    "comparison": lambda t: (t == t).all().item(),
+    "truth": lambda t: bool(t.sum() > 0),
+    "property": lambda t: t.T,
+    "data": lambda t: t.data,
+    "stack": lambda t: torch.stack([t, t + 1]),
+    "reflected": lambda t: torch.ones(7, 5) - t,
+    "in place on another": lambda t: torch.ones(7, 5).add_(t),
+    "out": lambda t: torch.mul(t, 2, out=torch.empty(0)),
+    "linear": lambda t: F.linear(t, torch.ones(2, 5)),
+    "module": lambda t: torch.nn.BatchNorm1d(5)(t),
+    "einsum": lambda t: torch.einsum("ij,kj->ik", t, t),
+    "gradient": gradient_of,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "torch.save": saved_and_loaded,
+    "length": len,
+    "shape": lambda t: (t.shape, t.size(0), t.dim(), t.ndim, t.numel(), t.dtype, t.device, t.stride()),
+    "cast": lambda t: t.double() / 3,
+    "cast to int": lambda t: t.to(torch.int16).sum(),
+    "to like": lambda t: t.to(torch.empty(0, dtype=torch.float64)).mean(),
+    "type name": lambda t: (t.type(), t.is_floating_point(), torch.is_tensor(t)),
+    "added in place": lambda t: t.add_(1).sum(),
+    "augmented": lambda t: (t.__iadd__(1), t.sum())[1],
+}
+
+
+ALL_OPERATIONS = OPERATIONS | READING | COMPUTING | CHANGING
+
+
+def outcome(operation: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """The result with logical tensors put whole, as lists where `==` would not do, and types by name."""
+    return comparable(operation(tensor))
+
+
+def comparable(result: Any) -> Any:
+    if isinstance(result, LogicalTensor):
+        result = result.whole()
+    if isinstance(result, torch.Tensor):
+        return str(result.dtype), result.tolist()
+    if isinstance(result, numpy.ndarray):
+        return str(result.dtype), result.tolist()
+    return [comparable(part) for part in result] if isinstance(result, list | tuple) else result
+
+
+def outcomes(mesh: Mesh) -> dict[str, Any]:
+    found = {}
+    for name, operation in ALL_OPERATIONS.items():
+        try:
+            found[name] = outcome(operation, logical(mesh, whole_tensor()))
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_operation_gives_the_wholes_result_on_every_rank(size):
+    expected = {name: outcome(operation, whole_tensor()) for name, operation in ALL_OPERATIONS.items()}
+    for found in on_mesh(size, outcomes):
+        wrong = {name: (found[name], value) for name, value in expected.items() if found[name] != value}
+        assert not wrong
+
+
+def kinds_of_results(mesh: Mesh) -> dict[str, tuple[bool, list[str]]]:
+    """Whether a result is logical, and what was said."""
+    operations: dict[str, Callable[[torch.Tensor], Any]] = {
+        "shape": lambda t: t.shape,
+        "len": len,
+        "to": lambda t: t.to("cpu", torch.float64),
+        "same": lambda t: t.to("cpu"),
+        "half": lambda t: t.half(),
+        "clone": lambda t: t.clone(),
+        "contiguous": lambda t: t.contiguous(),
+        "add_": lambda t: t.add_(1),
+        "mean": lambda t: t.mean(),
+        "twice": lambda t: (t.mean(), t.std(), t.double().sum())[0],
+    }
+    found = {}
+    for name, operation in operations.items():
+        said: list[str] = []
+        result = operation(logical(mesh, whole_tensor(), said))
+        found[name] = (isinstance(result, LogicalTensor), said)
+    return found
+
+
+def test_casts_and_moves_stay_logical_and_the_first_gathering_is_said_with_its_line():
+    for found in on_mesh(2, kinds_of_results):
+        for name in ("to", "same", "half", "clone", "contiguous"):
+            assert found[name] == (True, []), name
+        assert found["shape"] == found["len"] == (False, [])
+        for name, text in [
+            ("mean", "torch.Tensor.mean"),
+            ("twice", "torch.Tensor.mean"),
+            ("add_", "Tensor.add_"),
+        ]:
+            assert len(found[name][1]) == 1
+            assert text in found[name][1][0]
+            assert found[name][1][0].startswith(__file__)
+        assert found["add_"][0]
+
+
+def change_then_read_local(mesh: Mesh) -> list[bool]:
+    """Whether this rank's rows followed each way of changing the whole in place."""
+    changes: list[Callable[[torch.Tensor], Any]] = [
+        lambda t: t.mul_(2),
+        lambda t: t.__setitem__(slice(5, 7), 0.0),
+        lambda t: t[:, 0].fill_(9),
+        lambda t: t.numpy().__setitem__((3, 3), 77.0),
+        lambda t: torch.neg(t, out=t),
+        lambda t: F.relu_(t),
+    ]
+    found = []
+    for change in changes:
+        tensor = logical(mesh, whole_tensor())
+        change(tensor)
+        plain = whole_tensor()
+        change(plain)
+        start = tensor.placement.start(mesh.rank)
+        found.append(tensor.local.equal(plain[start : start + tensor.placement.lengths[mesh.rank]]))
+    return found
+
+
+def test_what_changes_the_whole_in_place_changes_the_rows_that_a_job_takes():
+    assert on_mesh(3, change_then_read_local) == [[True] * 6] * 3
+
+
+def reshape_in_place(mesh: Mesh, how: str) -> None:
+    tensor = logical(mesh, torch.ones(4, 4))
+    if how == "data":
+        tensor.data = torch.zeros(4, 4)
+    else:
+        getattr(tensor, how)(*{"t_": (), "unsqueeze_": (0,), "resize_": (2, 2)}[how])
+
+
+@pytest.mark.parametrize("how", ["t_", "unsqueeze_", "resize_", "data"])
+def test_changing_shape_or_storage_in_place_is_refused(how):
+    with pytest.raises(DataError, match="changed them in place"):
+        on_mesh(2, reshape_in_place, how)
+
+
+TYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "complex64"]
+
+
+def gather_types(mesh: Mesh) -> list[str]:
+    """The types and shapes that are gathered wrong."""
+    wrong = []
+    for name in TYPES:
+        for shape, dim in [((7,), 0), ((5, 3), 0), ((4, 6, 2), 1), ((3, 0), 0)]:
+            whole = (torch.arange(torch.Size(shape).numel()) % 3).reshape(shape).to(getattr(torch, name))
+            tensor = logical(mesh, whole, dim=dim)
+            if (
+                tensor.shape != whole.shape
+                or not tensor.whole().equal(whole)
+                or not tensor.local.numel() <= whole.numel()
+            ):
+                wrong.append(f"{name} {shape}")
+    return wrong
+
+
+def test_every_type_and_dim_is_gathered():
+    assert on_mesh(3, gather_types) == [[]] * 3
+
+
+def identity_survives(mesh: Mesh) -> bool:
+    tensor = logical(mesh, whole_tensor())
+    known = {tensor: "here"}
+    tensor.whole()
+    return known[tensor] == "here" and tensor.local.shape == (4 if mesh.rank == 0 else 3, 5)
+
+
+def test_gathering_changes_neither_the_hash_nor_the_rows():
+    assert on_mesh(2, identity_survives) == [True, True]
+
+
+def below_torch_function(mesh: Mesh) -> tuple[float, list[int]]:
+    tensor = logical(mesh, whole_tensor())
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.sum(tensor).item(), list(tensor.shape)
+
+
+def test_operations_that_come_from_below_pythons_hook_work_on_the_whole_too():
+    assert on_mesh(2, below_torch_function) == [(whole_tensor().sum().item(), [7, 5])] * 2

@@ -1,0 +1,98 @@
+"""Batches come to the device one ahead where that changes nothing else, and in their order always."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from data.loading import Items, Texts, frozen, loader_on
+from support.processes import on_mesh
+
+from rankless.data.logical_tensor import LogicalTensor
+from rankless.data.prefetching import PlainCopier, copied, copier_for, data_of
+from rankless.parallel.mesh import Mesh
+
+
+class Diary:
+    """A source of three items and a copier, which write down what happens when."""
+
+    def __init__(self, *, fails_at: int | None = None) -> None:
+        self.entries: list[str] = []
+        self.fails_at = fails_at
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        for number in range(3):
+            if number == self.fails_at:
+                raise OSError("disk gone")
+            self.entries.append(f"read {number}")
+            yield number, f"batch {number}"
+
+    def start(self, batch: Any) -> Any:
+        self.entries.append(f"start {batch[-1]}")
+        return batch + " on its way"
+
+    def finish(self, batch: Any) -> Any:
+        self.entries.append(f"finish {batch[6]}")
+        return batch.replace("on its way", "there")
+
+    def run(self, *, ahead: bool) -> list[Any]:
+        found = []
+        for item in copied(self.items(), copier=self, ahead=ahead):
+            self.entries.append(f"use {item[0]}")
+            found.append(item)
+        return found
+
+
+def test_one_ahead_the_next_batch_is_begun_before_one_is_used():
+    diary = Diary()
+    assert diary.run(ahead=True) == [(number, f"batch {number} there") for number in range(3)]
+    assert diary.entries == [
+        *("read 0", "start 0", "read 1", "start 1", "finish 0", "use 0"),
+        *("read 2", "start 2", "finish 1", "use 1", "finish 2", "use 2"),
+    ]
+
+
+def test_in_the_scripts_process_nothing_is_read_before_it_is_asked_for():
+    diary = Diary()
+    assert [number for number, _ in diary.run(ahead=False)] == [0, 1, 2]
+    assert diary.entries[:5] == ["read 0", "start 0", "finish 0", "use 0", "read 1"]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_error_comes_after_the_batches_before_it_have_been_used(ahead):
+    diary = Diary(fails_at=2)
+    with pytest.raises(OSError, match="disk gone"):
+        diary.run(ahead=ahead)
+    assert diary.entries[-1] == "use 1"
+
+
+def test_nothing_ahead_counts_for_the_position():
+    loader = loader_on(Mesh.solo(), Items(), batch_size=5, num_workers=1, device="cpu")
+    batches = iter(loader)
+    next(batches)
+    assert loader.position == 1
+    next(batches)
+    assert loader.position == 2
+
+
+def test_the_cpu_needs_no_stream_and_leaves_texts_alone():
+    copier = copier_for(torch.device("cpu"))
+    assert isinstance(copier, PlainCopier)
+    batch = {"x": torch.ones(2), "names": ["a", "b"]}
+    assert frozen(copier.finish(copier.start(batch))) == frozen(batch)
+
+
+def on_device(mesh: Mesh) -> list[Any]:
+    plain = [frozen(batch) for batch in loader_on(mesh, Texts(), batch_size=4)]
+    placed = list(loader_on(mesh, Texts(), batch_size=4, device="cpu", num_workers=1))
+    kinds = [type(batch[0]) is LogicalTensor for batch in placed]
+    own = [data_of(batch[0]).shape[0] for batch in placed]
+    return [[frozen(batch) for batch in placed] == plain, kinds, own]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_on_a_mesh_each_ranks_rows_come_to_its_device_and_batches_stay_logical(size):
+    for rank, found in enumerate(on_mesh(size, on_device)):
+        rows = [4 // size + (rank < 4 % size)] * 2 + [3 // size + (rank < 3 % size)]
+        assert found == [True, [True, True, True], rows]

@@ -1,0 +1,103 @@
+"""What a job takes and refuses before anything runs, and what a call gives back."""
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rankless.context.world import World
+from rankless.errors import CaptureError, ConfigError
+from rankless.jobs.job import make_job
+from rankless.parallel.mesh import Mesh
+
+
+def world(mesh: Mesh | None = None) -> World:
+    return World(mesh=mesh or Mesh.solo(), say=print, record=print)
+
+
+def job_of(function, model, *, optimizer=None, view="consistent", mesh=None):
+    return make_job(function, model=model, optimizer=optimizer, view=view, world=lambda: world(mesh))
+
+
+def test_another_view_is_refused_by_name():
+    with pytest.raises(ConfigError, match="view='global'"):
+        job_of(lambda x: x, nn.Linear(2, 2), view="global")
+
+
+def test_an_optimizer_of_parameters_that_no_model_has_is_refused():
+    with pytest.raises(ConfigError, match="in none of them"):
+        job_of(lambda x: x, nn.Linear(2, 2), optimizer=torch.optim.SGD(nn.Linear(3, 3).parameters()))
+
+
+def test_an_optimizer_that_calls_the_loss_itself_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        job_of(lambda x: x, model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize("model", [[torch.zeros(2)], {"two words": nn.Linear(2, 2)}], ids=["a tensor", "a bad name"])
+def test_what_is_no_module_is_refused_as_a_model(model):
+    with pytest.raises(ConfigError, match="model="):
+        job_of(lambda x: x, model)
+
+
+def test_a_model_in_a_wrapper_that_makes_it_parallel_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"DataParallel around it\n.*pass and call its \.module"):
+        job_of(lambda x: x, nn.DataParallel(nn.Linear(2, 2)))
+
+
+def test_a_model_on_another_kind_of_device_than_its_job_is_refused_with_the_way_out():
+    mesh = Mesh(rank=0, size=2, device=torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"model.to\('cuda'\)"):
+        job_of(lambda x: x, nn.Linear(2, 2), mesh=mesh)(torch.zeros(4, 2))
+
+
+def test_a_train_job_makes_the_step_of_the_plain_script_and_gives_results_without_gradient():
+    torch.manual_seed(0)
+    model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    features, labels = torch.randn(5, 3), torch.randint(0, 2, (5,))
+
+    def train(features, labels):
+        scores = model(features)
+        return {"loss": F.cross_entropy(scores, labels), "scores": scores, "name": "run"}
+
+    job = job_of(train, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    result = job(features, labels=labels)
+
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    loss = F.cross_entropy(twin(features), labels)
+    loss.backward()
+    plain.step()
+    assert torch.equal(result["loss"], loss.detach())
+    assert result["name"] == "run"
+    assert not result["loss"].requires_grad
+    assert not result["scores"].requires_grad
+    assert torch.equal(model.weight, twin.weight)
+    assert torch.equal(model.weight.grad, twin.weight.grad)
+
+
+def test_a_predict_job_makes_no_gradients_and_takes_numpy_arrays():
+    model = nn.Linear(3, 2)
+    scores = job_of(lambda features: model(features), model)(numpy.ones((4, 3), dtype=numpy.float32))
+    assert scores.shape == (4, 2)
+    assert not scores.requires_grad
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("mesh", [None, Mesh(rank=0, size=1, device=torch.device("cpu"))], ids=["alone", "a mesh"])
+def test_a_train_job_that_returns_no_loss_is_refused(mesh):
+    model = nn.Linear(3, 2)
+    job = job_of(lambda x: model(x).detach().mean(), model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh)
+    with pytest.raises(CaptureError, match="to return its loss"):
+        job(torch.zeros(4, 3))
+
+
+def test_a_job_keeps_the_name_and_the_text_of_its_function():
+    def score(x):
+        """Scores."""
+        return x
+
+    job = job_of(score, nn.Linear(2, 2))
+    assert (job.__name__, job.__doc__) == ("score", "Scores.")

@@ -1,0 +1,52 @@
+"""An error of a job's own code is shown with the script's lines, on one worker and on several."""
+
+from pathlib import Path
+
+import pytest
+from support.warm_runs import run_script
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import torch, rankless
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.last = nn.Linear({features}, 4)
+
+    def forward(self, x):
+        hidden = self.words(x).flatten(1)
+        return self.last(hidden)
+
+net = Net()
+
+@rankless.job(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+def train(x, y):
+    return F.cross_entropy(net(x), y)
+
+for largest in (10, 10, 11):
+    train(torch.full((6, 3), largest - 1), torch.zeros(6, dtype=torch.int64))
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_shapes_that_do_not_fit_are_shown_with_the_lines_of_the_script_and_nothing_else(workers: str, tmp_path: Path):
+    job = run_script(SCRIPT.format(features=12), "-n", workers, folder=tmp_path)
+    assert job.returncode == 1
+    told = job.stderr[job.stderr.index("raised RuntimeError") :]
+    assert "return F.cross_entropy(net(x), y)" in told
+    assert "return self.last(hidden)" in told
+    assert "torch/" not in told
+    assert "fake" not in job.stdout + job.stderr
+
+
+def test_what_an_operator_raises_in_a_captured_program_names_the_line_of_the_script(tmp_path: Path):
+    job = run_script(SCRIPT.format(features=24), "-n", "2", folder=tmp_path)
+    assert job.returncode == 1
+    assert "raised IndexError: index out of range in self" in job.stderr
+    assert "in the job's line" in job.stderr
+    assert "script.py:13: hidden = self.words(x).flatten(1)" in job.stderr

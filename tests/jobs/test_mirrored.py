@@ -1,0 +1,178 @@
+"""The mirrored view: lists with one element per device, the same training on one worker and on several."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import on_mesh
+from torch import Tensor, nn
+
+from rankless.context.world import World
+from rankless.errors import ConfigError
+from rankless.jobs.definition import Stepping
+from rankless.jobs.job import make_job
+from rankless.jobs.mirrored import Local
+from rankless.parallel.mesh import Mesh
+
+STEPS = 6
+
+
+def world_of(mesh: Mesh) -> World:
+    return World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8) if kind == "norm" else nn.Identity()
+        self.dropout = nn.Dropout(0.5 if kind == "dropout" else 0.0)
+        self.last = nn.Linear(8, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(torch.relu(self.norm(self.first(x)))))
+
+
+def batch(number: int, rows: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (rows,), generator=generator)
+
+
+def fresh(kind: str) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(kind).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def trained(mesh: Mesh, kind: str, reduction: str, pieces: list[int]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Every step's results, and the final state."""
+    model, optimizer = fresh(kind)
+
+    def loss(x: Tensor, y: Tensor, weight: float, *, name: str) -> Any:
+        values = F.cross_entropy(model(x), y, reduction=reduction) * weight
+        # Any Python: a branch on a value, and a result that is none.
+        return {"loss": values, "high": bool(values.mean().item() > 1.0), "name": name}
+
+    job = make_job(loss, model=model, optimizer=optimizer, view="mirrored", world=lambda: world_of(mesh))
+    results = []
+    for number in range(STEPS):
+        x, y = batch(number, sum(pieces))
+        results.append(job(list(x.split(pieces)), list(y.split(pieces)), 0.5, name="step"))
+    return results, state(model)
+
+
+def plainly(pieces: list[int]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The whole batch at once."""
+    model, optimizer = fresh("plain")
+    losses = []
+    for number in range(STEPS):
+        x, y = batch(number, sum(pieces))
+        values = F.cross_entropy(model(x), y, reduction="none") * 0.5
+        optimizer.zero_grad()
+        values.mean().backward()
+        optimizer.step()
+        losses.append(values.detach())
+    return losses, state(model)
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("pieces", [[6, 6], [7, 5], [4, 4, 4], [1, 6, 5]])
+def test_losses_per_sample_train_as_the_whole_batch_does_whoever_runs_the_elements(pieces: list[int]):
+    losses, wanted = plainly(pieces)
+    runs = [trained(Mesh.solo(), "plain", "none", pieces), *on_mesh(len(pieces), trained, "plain", "none", pieces)]
+    for results, final in runs:
+        for result, whole in zip(results, losses, strict=True):
+            assert [device["name"] for device in result] == ["step"] * len(pieces)
+            assert [len(device["loss"]) for device in result] == pieces
+            torch.testing.assert_close(torch.cat([device["loss"] for device in result]), whole, rtol=1e-12, atol=0)
+        assert_close(final, wanted)
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropout", "norm"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_worker_that_runs_every_element_trains_as_many_workers_do(size: int, kind: str):
+    pieces = [4] * size
+    results, wanted = trained(Mesh.solo(), kind, "mean", pieces)
+    for found, final in on_mesh(size, trained, kind, "mean", pieces):
+        for ours, plain in zip(found, results, strict=True):
+            for device, other in zip(ours, plain, strict=True):
+                torch.testing.assert_close(device["loss"], other["loss"], rtol=1e-12, atol=0)
+                assert device["high"] == other["high"]
+        assert_close(final, wanted)
+
+
+def predicted(mesh: Mesh, own: bool) -> list[Any]:
+    model, _ = fresh("plain")
+    job = make_job(
+        lambda x, y: (model(x).argmax(1) == y).sum(),
+        model=model,
+        optimizer=None,
+        view="mirrored",
+        world=lambda: world_of(mesh),
+    )
+    x, y = batch(3)
+    parts = list(x.chunk(2)), list(y.chunk(2))
+    found = job(Local(parts[0][mesh.rank]), Local(parts[1][mesh.rank])) if own else job(*parts)
+    assert not any(tensor.requires_grad for tensor in found)
+    return found
+
+
+def test_a_predict_job_gives_all_devices_results_also_of_what_each_has_of_its_own():
+    model, _ = fresh("plain")
+    x, y = batch(3)
+    wanted = [(model(part).argmax(1) == label).sum() for part, label in zip(x.chunk(2), y.chunk(2), strict=True)]
+    for own in (False, True):
+        assert on_mesh(2, predicted, own) == [wanted] * 2
+    assert predicted(Mesh.solo(), False) == wanted
+
+
+def refused(mesh: Mesh, lengths: list[int]) -> Any:
+    model, optimizer = fresh("plain")
+    job = make_job(
+        lambda x, y: F.cross_entropy(model(x), y),
+        model=model,
+        optimizer=optimizer,
+        view="mirrored",
+        world=lambda: world_of(mesh),
+    )
+    x, y = batch(0)
+    return job(*(list(tensor.chunk(length)) for tensor, length in zip((x, y), lengths, strict=True)))
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [2, 1], [1, 2]])
+def test_lists_that_do_not_fit_the_devices_are_refused_before_anything_runs(lengths: list[int]):
+    with pytest.raises(ConfigError, match="lists of 2, the devices of this job") as raised:
+        on_mesh(2, refused, lengths)
+    assert "one element per device" in str(raised.value)
+
+
+def test_on_one_worker_lists_of_two_lengths_are_refused():
+    with pytest.raises(ConfigError, match="lists of one length"):
+        refused(Mesh.solo(), [2, 3])
+
+
+def test_gathering_calls_and_unknown_views_are_refused():
+    model, optimizer = fresh("plain")
+    job = make_job(
+        lambda x: model(x).sum(),
+        model=model,
+        optimizer=optimizer,
+        view="mirrored",
+        world=lambda: world_of(Mesh.solo()),
+        stepping=Stepping(accumulate=2),
+    )
+    with pytest.raises(ConfigError, match="in the mirrored view"):
+        job([batch(0)[0]])
+    with pytest.raises(ConfigError, match='view="consistent" or view="mirrored"'):
+        make_job(lambda x: x, model=model, optimizer=None, view="local", world=lambda: world_of(Mesh.solo()))

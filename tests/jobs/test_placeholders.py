@@ -1,0 +1,154 @@
+"""Typed placeholders: what does not fit is refused before anything runs, with what to do."""
+
+from typing import Annotated, Any
+
+import numpy
+import pytest
+import torch
+from support.processes import on_mesh
+from torch import Tensor, nn
+
+from rankless.context.world import World
+from rankless.errors import ConfigError, DataError
+from rankless.jobs.job import make_job
+from rankless.jobs.mirrored import Local
+from rankless.jobs.placeholders import PerDevice, Whole
+from rankless.parallel.mesh import Mesh
+
+IMAGES = Whole((4, None), torch.float32)
+LABELS = Whole((4,), torch.int64)
+
+
+def world_of(mesh: Mesh) -> World:
+    return World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+
+
+def whole_job(mesh: Mesh) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+
+    def score(images: Annotated[Tensor, IMAGES], labels: Annotated[Tensor, LABELS], scale: float = 1.0) -> Tensor:
+        return (model(images).argmax(1) == labels).sum() * scale
+
+    return make_job(score, model=model, optimizer=None, view=None, world=lambda: world_of(mesh))
+
+
+def device_job(mesh: Mesh, view: str | None = None) -> Any:
+    model = nn.Linear(3, 2)
+
+    def score(images: Annotated[Tensor, PerDevice((None, 3), torch.float32)]) -> Tensor:
+        return model(images).sum()
+
+    return make_job(score, model=model, optimizer=None, view=view, world=lambda: world_of(mesh))
+
+
+def scored(mesh: Mesh) -> float:
+    images = numpy.arange(12, dtype="float32").reshape(4, 3)
+    return float(whole_job(mesh)(images, labels=torch.tensor([0, 1, 0, 1])))
+
+
+def test_arrays_and_tensors_that_fit_are_taken_on_one_worker_and_on_several():
+    wanted = scored(Mesh.solo())
+    assert on_mesh(2, scored) == [wanted] * 2
+
+
+WRONG = {
+    "shape": ((torch.ones(5, 3), torch.ones(4).long()), "images of shape [4, any]", "shape [5, 3]", "None stands"),
+    "dims": ((torch.ones(4), torch.ones(4).long()), "images of shape [4, any]", "shape [4]", "None stands"),
+    "int32 labels": (
+        (torch.ones(4, 3), torch.ones(4, dtype=torch.int32)),
+        "labels of dtype int64",
+        "int32",
+        "to(torch.int64)",
+    ),
+    "int32 labels of NumPy": (
+        (torch.ones(4, 3), numpy.ones(4, dtype="int32")),
+        "labels of dtype int64",
+        "int32",
+        'labels.astype("int64")',
+    ),
+    "a list": (([torch.ones(2, 3)], torch.ones(4).long()), "images as a tensor or a NumPy array", "a list", "torch.te"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_with_expected_found_and_fix(name: str):
+    arguments, expected, found, fix = WRONG[name]
+    with pytest.raises(DataError) as raised:
+        whole_job(Mesh.solo())(*arguments)
+    assert expected in str(raised.value.expected)
+    assert found in str(raised.value.found)
+    assert fix in raised.value.fix
+    assert raised.value.where.startswith(__file__)
+
+
+def test_a_list_per_device_makes_the_view_the_mirrored_one():
+    job = device_job(Mesh.solo())
+    assert job.definition.view == "mirrored"
+    results = job([torch.ones(2, 3), numpy.ones((1, 3), dtype="float32")])
+    assert len(results) == 2
+    assert len(job(Local(torch.ones(2, 3)))) == 1
+    with pytest.raises(DataError, match=r"images\[1\] of shape \[any, 3\]"):
+        job([torch.ones(2, 3), torch.ones(2, 4)])
+    with pytest.raises(DataError, match="one element per device"):
+        job(torch.ones(2, 3))
+
+
+def test_placeholders_that_cannot_be_meant_are_refused_where_the_job_is_made():
+    with pytest.raises(ConfigError, match="PerDevice on images"):
+        device_job(Mesh.solo(), "consistent")
+
+    def bare(images: Annotated[Tensor, Whole]) -> Tensor:
+        return images.sum()
+
+    with pytest.raises(ConfigError, match="Whole with a shape and a dtype"):
+        make_job(bare, model=nn.Linear(1, 1), optimizer=None, view=None, world=lambda: world_of(Mesh.solo()))
+
+
+def made_with_a_default(mesh: Mesh, dtype: torch.dtype | None, view: str | None = None) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.float64)
+
+    def score(images: Annotated[Tensor, Whole((4, 3))]) -> tuple[Tensor, Tensor]:
+        made = torch.full((2,), 1 / 3)
+        return (model(images) * made).sum(), made
+
+    return make_job(score, model=model, optimizer=None, view=view, world=lambda: world_of(mesh)).mark({}, dtype)
+
+
+def scored_with_a_default(mesh: Mesh) -> tuple[float, str]:
+    score, made = made_with_a_default(mesh, torch.float64)(torch.ones(4, 3, dtype=torch.float64))
+    return float(score), str(made.dtype)
+
+
+def test_a_default_dtype_holds_for_placeholders_and_for_what_the_job_makes():
+    wanted = scored_with_a_default(Mesh.solo())
+    assert wanted[1] == "torch.float64"
+    found = on_mesh(2, scored_with_a_default)
+    assert [dtype for _, dtype in found] == ["torch.float64"] * 2
+    assert [score for score, _ in found] == pytest.approx([wanted[0]] * 2, rel=1e-15)
+    assert torch.get_default_dtype() == torch.float32
+    _, made = made_with_a_default(Mesh.solo(), torch.float64, "mirrored")(torch.ones(4, 3, dtype=torch.float64))[0]
+    assert made.dtype == torch.float64
+
+
+def test_without_a_default_dtype_torchs_own_holds_and_another_is_refused():
+    with pytest.raises(DataError, match="float32"):
+        made_with_a_default(Mesh.solo(), None)(torch.ones(4, 3, dtype=torch.float64))
+    with pytest.raises(DataError, match="float64"):
+        made_with_a_default(Mesh.solo(), torch.float64)(torch.ones(4, 3))
+    with pytest.raises(ConfigError, match="floating-point"):
+        made_with_a_default(Mesh.solo(), torch.int64)
+
+
+def test_a_run_in_another_precision_takes_what_the_script_would_have_given():
+    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None, dtype=torch.float64)
+    model = nn.Linear(3, 2)
+
+    def score(images: Annotated[Tensor, Whole((4, 3), torch.float32)]) -> Tensor:
+        return model(images).sum()
+
+    job = make_job(score, model=model, optimizer=None, view=None, world=lambda: world)
+    assert job(torch.ones(4, 3, dtype=torch.float64)).dtype == torch.float64
+    with pytest.raises(DataError, match="float32"):
+        job(torch.ones(4, 3, dtype=torch.int64))

@@ -1,0 +1,63 @@
+"""Plain numbers among a job's arguments, and the programs that they make."""
+
+import pytest
+import torch
+from support.processes import on_mesh
+from torch import nn
+
+from rankless.context.world import World
+from rankless.jobs.job import make_job
+from rankless.jobs.program_cache import MOST_KINDS
+
+
+def annealed(mesh, coefficients, as_tensor):
+    """Losses with a coefficient passed as an argument, the plain ones, what was said, and the programs kept."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    said = []
+    world = World(mesh=mesh, say=said.append, record=lambda _: None)
+
+    def train(x, *, settings, flag):
+        return model(x).square().mean() * settings["coefficient"] * (2 if flag else 1)
+
+    job = make_job(train, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
+    x = torch.randn(6, 3).double()
+    losses = []
+    for number, coefficient in enumerate(coefficients):
+        settings = {"coefficient": torch.tensor(coefficient).double() if as_tensor else coefficient, "name": "a"}
+        flag = number % 2 == 0
+        found = job(x, settings=settings, flag=flag).item()
+        losses.append((found, train(x, settings=settings, flag=flag).item()))
+    kinds = job._view._programs._kinds
+    memory = {flat.data_ptr() for flat in job._view._programs._memory._flats.values()}
+    return losses, said, len(kinds), len(memory)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_number_that_changes_is_right_and_said_once_at_its_third_value(workers):
+    for losses, said, kinds, memories in on_mesh(workers, annealed, [1.0, 0.5, 1.0, 0.25, 0.125, 0.1], False):
+        assert all(found == pytest.approx(plain, rel=1e-14) for found, plain in losses)
+        (notice,) = said
+        assert "'settings'" in notice
+        assert "torch.tensor(0.25)" in notice
+        assert f"{__file__}:" in notice
+        assert kinds == 5
+        assert memories == 1, "programs of one job share the memory of their gradients"
+
+
+def test_two_values_of_a_number_or_a_coefficient_as_a_tensor_are_not_said():
+    for _, said, kinds, _ in on_mesh(2, annealed, [1.0, 0.5, 1.0, 0.5], False):
+        assert said == []
+        assert kinds == 2
+    for losses, said, kinds, _ in on_mesh(2, annealed, [1.0, 0.5, 0.25, 0.125, 0.1], True):
+        assert all(found == pytest.approx(plain, rel=1e-14) for found, plain in losses)
+        assert said == []
+        assert kinds == 2
+
+
+@pytest.mark.slow
+def test_a_number_that_changes_at_every_call_does_not_keep_its_programs_for_ever():
+    for losses, _, kinds, _ in on_mesh(2, annealed, [1 / (number + 1) for number in range(MOST_KINDS + 6)], False):
+        assert all(found == pytest.approx(plain, rel=1e-14) for found, plain in losses)
+        assert kinds == MOST_KINDS

@@ -1,0 +1,116 @@
+"""What a program is said to move is what `torch.distributed` is given to move."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.processes import on_mesh
+from torch import Tensor, nn
+
+from rankless.context.world import World
+from rankless.jobs.arguments import piece_of, placements_of, taken_apart
+from rankless.jobs.definition import JobDefinition
+from rankless.jobs.program_cache import ProgramCache
+from rankless.jobs.program_records import job_program
+from rankless.parallel.mesh import Mesh
+from rankless.records.job_programs import JobProgram
+
+pytestmark = pytest.mark.slow
+
+
+class Layers(nn.Module):
+    """Every kind of collective that the data axis has: gathered and reduced statistics, a gathered batch, gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(3))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        values = self.first(inputs)
+        for norm in self.norms:
+            values = norm(values)
+        return self.last(values)
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[str, int]]]:
+    """Within: the bytes of every whole value that goes through a collective."""
+    seen: list[tuple[str, int]] = []
+    originals = dist.all_reduce, dist.all_gather_single
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(("all_reduce", tensor.nbytes))
+        return originals[0](tensor, *args, **kwargs)
+
+    def all_gather_single(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(("all_gather", output.nbytes))
+        return originals[1](output, *args, **kwargs)
+
+    replace_collectives(all_reduce, all_gather_single)
+    try:
+        yield seen
+    finally:
+        replace_collectives(*originals)
+
+
+def replace_collectives(all_reduce: Callable[..., Any], all_gather_single: Callable[..., Any]) -> None:
+    dist.all_reduce, dist.all_gather_single = all_reduce, all_gather_single
+
+
+def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobProgram, list[tuple[str, int]]]:
+    torch.manual_seed(0)
+    model = Layers().to(dtype)
+    labels = torch.randint(0, 4, (rows,))
+
+    def train(inputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(inputs), labels) + torch.cumsum(inputs, 0).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = JobDefinition(
+        name="train", function=train, modules={"model": model}, optimizers=(optimizer,), line="train.py:1"
+    )
+    world = World(mesh=mesh, say=lambda _text: None, record=lambda _record: None)
+    arguments = taken_apart((torch.randn(rows, 6, dtype=dtype), labels), {}, mesh.device)
+    placements = placements_of(arguments, mesh)
+    programs = ProgramCache(job, world)
+    prepared = programs.captured(programs.look_up(arguments, placements))
+    values = [slot if isinstance(slot, Tensor | int) else slot.tensor().detach() for slot in prepared.slots]
+    values = [
+        piece_of(arguments.tensors[item], placements[item], mesh) if isinstance(item, int) else item for item in values
+    ]
+    with counted() as moved:
+        prepared.local(values)
+    return job_program(job, prepared.local), moved
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_move_has_the_bytes_that_travel_and_stands_in_the_order_of_the_program(
+    workers: int, dtype: torch.dtype
+) -> None:
+    program, moved = on_mesh(workers, planned_and_moved, 6, dtype)[0]
+    assert [(move.kind, move.bytes) for move in program.moves] == moved
+    assert {move.kind for move in program.moves} == {"all_reduce", "all_gather"}
+    assert len(moved) >= 3 + 1 + 1 + 3 + 1
+    for move in program.moves:
+        share = move.bytes * (workers - 1) // workers
+        assert move.sent_bytes in (share, 2 * share, 2 * move.bytes * (workers - 1) // workers)
+
+
+def test_inputs_say_how_they_lie_and_moves_serve_lines_of_the_script() -> None:
+    program, _ = on_mesh(3, planned_and_moved, 7, torch.float32)[0]
+    arguments = [item.placement for item in program.inputs if item.kind == "argument"]
+    assert arguments == ["dim 0 split 3+2+2"] * 2
+    assert all(item.placement == "whole on every worker" for item in program.inputs if item.kind != "argument")
+    assert all(move.line.startswith(__file__) and move.reason for move in program.moves)
+    gradients = [move for move in program.moves if move.overlapped]
+    assert sorted(name for move in gradients for name in move.value.split(", ")) == sorted(
+        item.name for item in program.inputs if item.kind == "parameter" and "norms" not in item.name
+    )  # a batch norm's gradients are whole already: they are sums that its input's gradient needed
+    assert sum(move.bytes for move in gradients) == 4 * (6 * 8 + 8 + 8 * 4 + 4)

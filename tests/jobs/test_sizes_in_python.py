@@ -1,0 +1,157 @@
+"""Jobs whose Python asks of a size what only a number can answer: right for every shape, and said where it costs."""
+
+import functools
+import math
+
+import numpy
+import pytest
+import torch
+from exactness import Scenario, Script, Step, assert_exact
+from support.processes import on_mesh
+from test_variable_shapes import counted_captures
+from torch import nn
+
+LENGTHS = (6, 9, 4, 7, 9, 5, 6, 8, 4)
+
+
+def batch(rows):
+    length = LENGTHS[int(torch.randint(len(LENGTHS), ()))]
+    return (torch.randn(rows, length, 3),)
+
+
+def trained(function):
+    """A script whose job's loss has a part that `function(model, x)` gives."""
+    model = nn.Linear(3, 3)
+
+    def loss(x):
+        given = function(model, x)
+        number, more = given if isinstance(given, tuple) else (given, None)
+        return (model(x).square() * number).mean(), more
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return Script(modules={"model": model}, steps=[Step(function=loss, optimizer=optimizer)])
+
+
+def length_by_len():
+    return trained(lambda _, x: (1 / len(x), len(x[0])))
+
+
+def loop_over_range():
+    return trained(lambda _, x: sum(x[:, step].mean() / (step + 1) for step in range(x.shape[1])))
+
+
+def branch_on_length():
+    return trained(lambda _, x: x.mean() if x.shape[1] > 6 else x.sum(1).mean())
+
+
+def size_as_text():
+    return trained(
+        lambda _, x: (2.0, f"{x.shape[1]} {x.shape[0]:03d} {x.shape[1] / 2:.2f} {x.shape} %d %s" % x.shape[:2])
+    )
+
+
+def size_as_result():
+    return trained(
+        lambda _, x: (x.shape[1] ** 0.5, {"rows": x.shape[0], "half": x.shape[1] / 2, "even": x.size(1) // 2})
+    )
+
+
+def size_in_math():
+    return trained(lambda _, x: (1 / math.sqrt(x.shape[1]), numpy.arange(x.shape[1]).tolist()))
+
+
+def size_as_index():
+    table = [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0]
+    return trained(lambda _, x: table[x.shape[1]])
+
+
+def size_as_key():
+    tables = {length: length / 3 for length in range(12)}
+    return trained(lambda _, x: tables[x.shape[1]])
+
+
+def size_of_a_cached_function():
+    @functools.cache
+    def slope(length):
+        return 1.0 / length
+
+    return trained(lambda _, x: slope(x.shape[1]))
+
+
+def size_kept_in_the_model():
+    def function(model, x):
+        model.length = x.shape[1]
+        return model.length
+
+    script = trained(function)
+    script.modules["model"].length = 0
+    return script
+
+
+def size_in_a_tensor():
+    return trained(
+        lambda _, x: torch.tensor(float(x.shape[1])) + torch.full((), x.shape[0]) + torch.tensor([x.shape[1]])
+    )
+
+
+def tensor_in_an_inner_function():
+    def function(_, x):
+        def inner():
+            return x.mean() / x.shape[1]
+
+        return inner()
+
+    return trained(function)
+
+
+def sizes_that_must_be_equal():
+    return trained(lambda _, x: x.mean() * (3 if x.shape[0] == x.shape[1] else 1))
+
+
+BUILDS = [
+    length_by_len,
+    loop_over_range,
+    branch_on_length,
+    size_as_text,
+    size_as_result,
+    size_in_math,
+    size_as_index,
+    size_as_key,
+    size_of_a_cached_function,
+    size_kept_in_the_model,
+    size_in_a_tensor,
+    tensor_in_an_inner_function,
+    sizes_that_must_be_equal,
+]
+ROWS = (7, 7, 7, 7, 5, 6, 7, 9, 7, 7, 4, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "symbolic", "what"),
+    [
+        (loop_over_range, 4, "it asks for the number itself, as len() and range() do"),
+        (size_as_key, 1, "unhashable type"),
+        (size_kept_in_the_model, 1, "model.length was a SymInt and is a SymInt after the job"),
+        (branch_on_length, 3, None),
+        (size_as_result, 2, None),
+        (tensor_in_an_inner_function, 2, None),
+    ],
+    ids=lambda item: getattr(item, "__name__", ""),
+)
+def test_a_capture_for_varying_sizes_that_comes_to_nothing_is_said_with_the_line(build, symbolic, what):
+    torch.manual_seed(0)
+    for found, said in on_mesh(2, counted_captures, build, [batch(rows) for rows in ROWS]):
+        assert sum(found) == symbolic, said
+        if what is None:
+            assert said == []
+        else:
+            assert what in said[0]
+            assert __file__ in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_what_python_makes_of_a_size_is_right_for_every_shape(build, workers):
+    assert_exact(Scenario(build=build, batch=batch, rows=ROWS), workers, torch.float64)

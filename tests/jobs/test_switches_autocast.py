@@ -1,0 +1,158 @@
+"""bfloat16 autocast, inside a job and around its call, against the plain script under the same autocast.
+
+# Note [the bound of bfloat16]: autocast rounds products to 8 bits. A weight's gradient is a sum over rows, rounded
+# once; on workers each part of it is rounded, and the parts are added in float32. So losses and gradients of a step
+# may be off by one rounding of the largest entry, or, where PyTorch itself keeps sums in bfloat16 (a bias's gradient),
+# by twice what the plain script is off from itself when the rows of its batch are permuted.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import on_mesh
+from torch import nn
+
+from rankless.context.world import World
+from rankless.jobs.arguments import taken_apart
+from rankless.jobs.consistent import Consistent
+from rankless.jobs.definition import Stepping
+from rankless.jobs.job import make_job
+from rankless.parallel.mesh import Mesh
+
+DRIFTS = 2
+EPSILON = torch.finfo(torch.bfloat16).eps
+STEPS = 4
+
+
+def autocast(enabled=True):
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)
+
+
+def network():
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 4))
+
+
+def batches():
+    torch.manual_seed(7)
+    return [(torch.randn(11, 6), torch.randint(0, 4, (11,))) for _ in range(STEPS)]
+
+
+def loss_inside(model):
+    def loss(x, y):
+        with autocast():
+            scores = model(x)
+        return F.cross_entropy(scores.float(), y)
+
+    return loss
+
+
+def loss_around(model):
+    def loss(x, y):
+        with autocast(enabled=False):
+            first = model[0](x)
+        return F.cross_entropy(model[3](model[2](model[1](first))), y)
+
+    return loss
+
+
+def trained(mesh, where, captured=False):
+    """Losses, gradients and dtypes of every step; every second call stands outside the autocast."""
+    model = network()
+    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    job = make_job(
+        (loss_inside if where == "inside" else loss_around)(model),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        view="consistent",
+        world=lambda: world,
+        stepping=Stepping(),
+    )
+    view = Consistent(job.definition, world) if captured else None
+    found = []
+    with autocast(enabled=where == "around"):
+        for number, (x, y) in enumerate(batches()):
+            with autocast(enabled=where == "around" and number % 2 == 0):
+                if view is None:
+                    loss = job(x, y)
+                else:
+                    loss = view.run(taken_apart((x, y), {}, mesh.device)).result
+                    job.definition.optimizers[0].step()
+            found.append((loss, [item.grad.clone() for item in model.parameters()]))
+    return found
+
+
+def trained_plainly(where, permuted=None):
+    model = network()
+    loss = (loss_inside if where == "inside" else loss_around)(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for number, (x, y) in enumerate(batches()):
+        order = torch.arange(11) if permuted is None else torch.randperm(11, generator=permuted)
+        optimizer.zero_grad()
+        with autocast(enabled=where == "around" and number % 2 == 0):
+            value = loss(x[order], y[order])
+        value.backward()
+        optimizer.step()
+        found.append((value.detach(), [item.grad.clone() for item in model.parameters()]))
+    return found
+
+
+def largest_difference(found, wanted):
+    pairs = [
+        (ours, plain)
+        for (loss, gradients), (plain_loss, plain_gradients) in zip(found, wanted, strict=True)
+        for ours, plain in zip([loss, *gradients], [plain_loss, *plain_gradients], strict=True)
+    ]
+    assert all((ours.dtype, ours.shape) == (plain.dtype, plain.shape) for ours, plain in pairs)
+    return max(float((ours - plain).abs().max() / plain.abs().max()) for ours, plain in pairs)
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_on_one_device_autocast_is_the_plain_scripts(where):
+    assert largest_difference(trained(Mesh.solo(), where), trained_plainly(where)) == 0
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_a_captured_program_casts_just_what_the_plain_script_casts(where):
+    assert largest_difference(trained(Mesh.solo(), where, captured=True), trained_plainly(where)) <= 1e-5
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_on_workers_autocast_is_the_plain_scripts_but_for_the_rounding_of_its_own_sums(where, workers):
+    wanted = trained_plainly(where)
+    generator = torch.Generator().manual_seed(8)
+    drift = max(largest_difference(trained_plainly(where, generator), wanted) for _ in range(4))
+    for found in on_mesh(workers, trained, where):
+        off = largest_difference(found, wanted)
+        assert off <= max(DRIFTS * drift, EPSILON), f"off by {off:.3g}, plain scripts by {drift:.3g}"
+
+
+def test_an_autocast_left_out_would_be_seen():
+    """The calls of a script that stand in an autocast and those that do not are told apart by these tests."""
+    assert largest_difference(trained_plainly("around"), trained_plainly("outside")) > 1e-4
+
+
+def loop_within(mesh):
+    """One `with` around the whole loop: no cast of a weight may outlive the step that changes it."""
+    model = network()
+    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    job = make_job(
+        lambda x, y: F.cross_entropy(model(x), y),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        view="consistent",
+        world=lambda: world,
+        stepping=Stepping(accumulate=2, clip_norm=1.0),
+    )
+    with autocast():
+        return [float(job(*batches()[0])) for _ in range(6)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_autocast_around_a_whole_loop_trains(workers):
+    for losses in [loop_within(Mesh.solo())] if workers == 1 else on_mesh(workers, loop_within):
+        assert losses[0] == losses[1]
+        assert losses[2] == losses[3] < losses[0]
+        assert losses[4] == losses[5] < losses[2]

@@ -1,0 +1,192 @@
+"""What cannot be gathered over calls is refused with its line; what counts nothing has no weight."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import on_mesh
+from torch import nn
+
+from rankless.context.world import World
+from rankless.errors import CaptureError, StepError
+from rankless.jobs.definition import Stepping
+from rankless.jobs.job import make_job
+from rankless.parallel.mesh import Mesh
+
+CLASSES = 4
+
+
+def contrastive(model):
+    def loss(x, y):
+        one, other = F.normalize(model(x)), F.normalize(model(y))
+        return F.cross_entropy(one @ other.t(), torch.arange(len(x)))  # the line
+
+    return loss
+
+
+def root_of_a_mean(model):
+    def loss(x, y):
+        return (model(x) - y[:, :4]).square().mean().sqrt()  # the line
+
+    return loss
+
+
+def sum_beside_a_mean(model):
+    def loss(x, _):
+        out = model(x)
+        return (
+            out.square().mean()  # the line
+            + out.sum()
+        )
+
+    return loss
+
+
+def sum_and_penalty(model):
+    def loss(x, y):
+        return (model(x) - y[:, :4]).square().sum() + model.weight.square().sum()
+
+    return loss
+
+
+def statistics_of_the_batch(model):
+    def loss(x, y):
+        out = model(x)
+        return ((out - out.mean(0)) * y[:, :4]).mean()  # the line
+
+    return loss
+
+
+def places_in_the_batch(model):
+    def loss(x, _):
+        return (model(x).sum(1) * torch.arange(len(x))).mean()  # the line
+
+    return loss
+
+
+def shifted_rows(model):
+    def loss(x, y):
+        return (model(x) - y[:, :4].roll(1, 0)).square().mean()  # the line
+
+    return loss
+
+
+def mixed_rows(model):
+    def loss(x, y):
+        order = torch.randperm(len(x))  # the line
+        return (model(x) - y[order, :4]).square().mean()
+
+    return loss
+
+
+def divided_by_a_prediction(model):
+    def loss(x, y):
+        weight = model(x).exp()[:, 0]
+        return (weight * y[:, 0]).sum() / weight.sum()  # the line
+
+    return loss
+
+
+def number_in_a_power(model):
+    def loss(x, y):
+        return (model(x) - y[:, :4]).square().mean() + model(x).mean() * len(x) ** 0.5  # the line
+
+    return loss
+
+
+REFUSED = [
+    contrastive, root_of_a_mean, sum_beside_a_mean, sum_and_penalty, statistics_of_the_batch,
+    places_in_the_batch, shifted_rows, mixed_rows, divided_by_a_prediction, number_in_a_power,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
+def test_a_loss_that_cannot_be_gathered_is_refused_with_its_line_before_anything_is_trained(build):
+    model = nn.Linear(5, 4)
+    before = model.weight.detach().clone()
+    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+    job = make_job(
+        build(model),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        view="consistent",
+        world=lambda: world,
+        stepping=Stepping(accumulate=2),
+    )
+    lines, first = inspect.getsourcelines(build)
+    marked = [first + place for place, text in enumerate(lines) if "# the line" in text]
+    with pytest.raises(CaptureError) as raised:
+        job(torch.randn(6, 5), torch.randn(6, 5))
+    assert "mean, or a sum, over the rows" in str(raised.value.expected)
+    assert raised.value.where.split(":")[0] == inspect.getsourcefile(build)
+    if marked:
+        assert f":{marked[0]}" in raised.value.where
+    assert torch.equal(model.weight, before)
+
+
+def counts_that_part(mesh, mask):
+    """Two means over counts in one proportion, until a call of another length comes, or one with other valid rows."""
+    model = nn.Linear(5, 4)
+
+    def loss(x, y):
+        out = model(x)
+        if mask:
+            chosen = (y > 0).to(out.dtype)
+            return out.square().mean() + (out.mean((1, 2)) * chosen).sum() / chosen.sum()
+        return out.square().mean() + out.mean((1, 2)).mean()
+
+    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    job = make_job(
+        loss,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        view="consistent",
+        world=lambda: world,
+        stepping=Stepping(accumulate=2),
+    )
+    torch.manual_seed(1)
+    job(torch.randn(6, 3, 5), torch.arange(6.0))
+    before = [item.grad.clone() for item in model.parameters()]
+    try:
+        job(torch.randn(6, 3 if mask else 4, 5), torch.arange(6.0) - (2 if mask else 0))
+    except StepError as error:
+        return error.found, all(map(torch.equal, before, (item.grad for item in model.parameters())))
+    return None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("mask", [True, False], ids=["valid rows", "lengths"])
+def test_terms_whose_counts_part_are_refused_at_the_call_where_they_do(workers, mask):
+    ranks = [counts_that_part(Mesh.solo(), mask)] if workers == 1 else on_mesh(workers, counts_that_part, mask)
+    for found, unchanged in ranks:
+        assert found.startswith("counts of 72, 3 " if mask else "counts of 96, 6 ")
+        assert unchanged, "the gradient of the calls before is lost"
+
+
+def test_calls_without_a_valid_target_count_nothing():
+    """The first call of a group, or any other, may have none: its gradient is not a number, and it has no weight."""
+
+    def gathered(order):
+        torch.manual_seed(0)
+        model = nn.Linear(5, CLASSES).double()
+        x, y = torch.randn(3, 6, 5).double(), torch.randint(0, CLASSES, (3, 6))
+        masks = torch.stack([torch.zeros(6), torch.tensor([1.0, 1, 0, 0, 1, 0]), torch.ones(6)]).double()
+        world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+        job = make_job(
+            lambda x, y, mask: (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum(),
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            view="consistent",
+            world=lambda: world,
+            stepping=Stepping(accumulate=3),
+        )
+        for place in order:
+            job(x[place], y[place], masks[place])
+        assert job.stepped
+        return model.weight.detach(), model.weight.grad
+
+    first, _ = gathered([1, 2, 0])
+    assert first.isfinite().all()
+    for order in ([0, 1, 2], [2, 0, 1]):
+        torch.testing.assert_close(gathered(order)[0], first, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,364 @@
+"""Clipping, the gradient's norm, values that are not finite, several optimizers: one device and real workers."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import on_mesh
+from torch import nn
+
+from rankless.context.world import World
+from rankless.data.loader import Loader, LoaderOptions
+from rankless.errors import ConfigError, StepError
+from rankless.jobs.definition import Stepping
+from rankless.jobs.job import make_job
+from rankless.parallel.mesh import Mesh
+
+STEPS = 6
+
+
+def world_of(mesh, said=None):
+    return World(mesh=mesh, say=lambda text: None if said is None else said.append(text), record=lambda _: None)
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def batches(rows=7, count=STEPS):
+    torch.manual_seed(4)
+    return [(torch.randn(rows, 5).double() * 3, torch.randint(0, 4, (rows,))) for _ in range(count)]
+
+
+def job_of(function, model, optimizer, mesh, said=None, **settings):
+    world = world_of(mesh, said)
+    return make_job(
+        function,
+        model=model,
+        optimizer=optimizer,
+        view="consistent",
+        world=lambda: world,
+        stepping=Stepping(**settings),
+    )
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+def clipped(mesh, settings):
+    model = network()
+    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), mesh, **settings)
+    norms = []
+    for batch in batches():
+        job(*batch)
+        if job.definition.stepping.measures_norm:
+            norms.append(float(job.gradient_norm))
+    return norms, [item.detach().clone() for item in model.parameters()]
+
+
+def clipped_plainly(settings):
+    model = network()
+    optimizer = sgd(model)
+    norms = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if "clip_norm" in settings:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), settings["clip_norm"])))
+        elif "clip_value" in settings:
+            nn.utils.clip_grad_value_(model.parameters(), settings["clip_value"])
+        if settings.get("gradient_norm") and "clip_norm" not in settings:
+            norms.append(math.sqrt(sum(float(item.grad.square().sum()) for item in model.parameters())))
+        optimizer.step()
+    return norms, list(model.parameters())
+
+
+def assert_near(found, wanted):
+    for ours, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, plain.detach(), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("settings", [{"clip_norm": 0.2}, {"clip_value": 0.05}, {"gradient_norm": True}], ids=str)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_whole_gradient_is_clipped_and_measured_as_in_the_plain_script(workers, settings):
+    norms, parameters = clipped_plainly(settings)
+    ranks = [clipped(Mesh.solo(), settings)] if workers == 1 else on_mesh(workers, clipped, settings)
+    assert all(rank[0] == ranks[0][0] for rank in ranks)
+    assert ranks[0][0] == pytest.approx(norms, rel=1e-12)
+    assert_near(ranks[0][1], parameters)
+
+
+def accumulated_and_clipped(mesh):
+    model = network()
+    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), mesh, accumulate=2, clip_norm=0.2)
+    stepped = []
+    for batch in batches():
+        job(*batch)
+        stepped.append(job.stepped)
+    return stepped, [item.detach().clone() for item in model.parameters()], float(job.gradient_norm)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_gathered_gradient_is_clipped_once_per_step(workers):
+    model = network()
+    optimizer = sgd(model)
+    pairs = batches()
+    for (x, y), (more, further) in zip(pairs[::2], pairs[1::2], strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.cat([x, more])), torch.cat([y, further])).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+    ranks = [accumulated_and_clipped(Mesh.solo())] if workers == 1 else on_mesh(workers, accumulated_and_clipped)
+    for stepped, parameters, found in ranks:
+        assert stepped == [False, True] * (STEPS // 2)
+        assert found == pytest.approx(float(norm), rel=1e-12)
+        assert_near(parameters, model.parameters())
+
+
+def test_settings_that_cannot_be_meant_are_refused_by_name():
+    model = network()
+    for settings, found in [
+        ({"clip_norm": 1.0, "clip_value": 0.5}, "clip_norm=1.0 and clip_value=0.5"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"accumulate": 2.5}, "accumulate=2.5"),
+        ({"clip_norm": 0}, "clip_norm=0"),
+        ({"clip_value": math.nan}, "clip_value=nan"),
+    ]:
+        with pytest.raises(ConfigError, match=found):
+            job_of(lambda x: x, model, sgd(model), Mesh.solo(), **settings)
+    with pytest.raises(ConfigError, match="which makes no steps"):
+        job_of(lambda x: x, model, None, Mesh.solo(), accumulate=2)
+    with pytest.raises(ConfigError, match="list of them"):
+        job_of(lambda x: x, model, [sgd(model), "SGD"], Mesh.solo())
+
+
+def test_the_norm_of_a_job_that_does_not_measure_it_is_refused_with_the_keyword():
+    model = network()
+    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo())
+    job(*batches()[0])
+    with pytest.raises(ConfigError, match="gradient_norm=True"):
+        _ = job.gradient_norm
+
+
+def not_finite(mesh, where, accumulate):
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train(x, y):
+        loss = F.cross_entropy(model(x), y)
+        # A gradient that is not finite while the loss is: the slope of a root at zero.
+        return loss + (model(x)[:, 0] * 0).abs().sqrt().mean() if where == "gradient" else loss
+
+    job = job_of(train, model, optimizer, mesh, check_finite=True, accumulate=accumulate)
+    good = batches()
+    if where == "loss":
+        job(*good[0])
+    before = [item.detach().clone() for item in model.parameters()]
+    grads = [None if item.grad is None else item.grad.clone() for item in model.parameters()]
+    x, y = good[1]
+    if where == "loss":
+        x = x.clone()
+        x[2, 3] = math.nan
+    try:
+        job(x, y)
+    except StepError as error:
+        same = all(map(torch.equal, before, model.parameters()))
+        if accumulate > 1 and where == "loss":
+            same = same and all(map(torch.equal, (item.grad for item in model.parameters()), grads))
+        return error.found, error.expected, error.where, same
+    return None
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_is_not_finite_is_named_on_every_rank_and_no_step_is_made(workers, where, accumulate):
+    arguments = (where, accumulate)
+    ranks = [not_finite(Mesh.solo(), *arguments)] if workers == 1 else on_mesh(workers, not_finite, *arguments)
+    for rank in ranks:
+        assert rank is not None, "nothing was raised"
+        found, expected, line, unchanged = rank
+        assert found == ("a loss of nan" if where == "loss" else "the gradient of model.0.weight is not finite")
+        number = 2 if where == "loss" and accumulate == 1 else 1
+        assert f"step {number} of job 'train'" in expected
+        assert "test_switches_steps.py:" in line
+        assert unchanged
+
+
+def two_optimizers(mesh):
+    model = network()
+    slow = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    fast = torch.optim.Adam(model[2].parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(slow, 2, gamma=0.5)
+    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, [slow, fast], mesh)
+    for batch in batches():
+        job(*batch)
+        schedule.step()
+    return [item.detach().clone() for item in model.parameters()]
+
+
+def two_optimizers_plainly():
+    model = network()
+    slow = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    fast = torch.optim.Adam(model[2].parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(slow, 2, gamma=0.5)
+    for x, y in batches():
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        slow.step()
+        fast.step()
+        schedule.step()
+    return list(model.parameters())
+
+
+def two_jobs(mesh):
+    """Two jobs with optimizers of their own on parts of one model; each clears and fills all of its gradients."""
+    model = network()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2]))
+    one = job_of(lambda x, y: F.cross_entropy(model(x), y), model, first, mesh)
+    other = job_of(lambda x, y: model(x).square().mean() + 0 * y.sum(), model, second, mesh)
+    gradients = []
+    for batch in batches():
+        for job in (one, other):
+            job(*batch)
+            gradients.append([item.grad.clone() for item in model.parameters()])
+    return [item.detach().clone() for item in model.parameters()], gradients[-1]
+
+
+def two_jobs_plainly():
+    model = network()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2]))
+    for x, y in batches():
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        first.step()
+        model.zero_grad()
+        model(x).square().mean().backward()
+        second.step()
+    return list(model.parameters()), [item.grad for item in model.parameters()]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_several_optimizers_and_a_scheduler_on_one_model_step_as_in_the_plain_script(workers):
+    wanted = two_optimizers_plainly()
+    for parameters in [two_optimizers(Mesh.solo())] if workers == 1 else on_mesh(workers, two_optimizers):
+        # Adam's steps follow the rounding of gradients, whose own bound is 1e-12.
+        for ours, plain in zip(parameters, wanted, strict=True):
+            torch.testing.assert_close(ours, plain.detach(), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_two_jobs_with_their_own_optimizers_on_one_model_train_as_the_plain_script(workers):
+    parameters, gradients = two_jobs_plainly()
+    for ours, theirs in [two_jobs(Mesh.solo())] if workers == 1 else on_mesh(workers, two_jobs):
+        assert_near(ours, parameters)
+        assert_near(theirs, gradients)
+
+
+def epochs(mesh, accumulate, calls_per_batch, sampled):
+    """Rows of a data set in batches of four, the last shorter; after every pass what has been stepped."""
+    model = network()
+    said = []
+    optimizer = sgd(model)
+    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, optimizer, mesh, said, accumulate=accumulate)
+    torch.manual_seed(5)
+    data = torch.utils.data.TensorDataset(torch.randn(22, 5).double(), torch.randint(0, 4, (22,)))
+    sampler = iter_only(range(22)) if sampled else None
+    world = world_of(mesh)
+    loader = Loader(data, options=LoaderOptions(batch_size=4, sampler=sampler), world=lambda: world)
+    object.__setattr__(world, "passes", job._world().passes)
+    trail = []
+    for _ in range(2):
+        for batch in loader:
+            for _ in range(calls_per_batch):
+                job(*batch)
+                trail.append(job.stepped)
+        trail.append(job._stepper.steps)
+    assert not job.flush(), "a pass's end left calls in hand"
+    return trail, said, [item.detach().clone() for item in model.parameters()]
+
+
+class iter_only:
+    """A sampler of unknown length."""
+
+    def __init__(self, indices):
+        self.indices = indices
+
+    def __iter__(self):
+        return iter(self.indices)
+
+
+def epochs_plainly(accumulate, calls_per_batch):
+    model = network()
+    optimizer = sgd(model)
+    torch.manual_seed(5)
+    x, y = torch.randn(22, 5).double(), torch.randint(0, 4, (22,))
+    pieces = [piece for piece in torch.arange(22).split(4) for _ in range(calls_per_batch)]
+    for _ in range(2):
+        for start in range(0, len(pieces), accumulate):
+            rows = torch.cat(pieces[start : start + accumulate])
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_last_call_of_a_pass_makes_the_step_of_a_shorter_group(workers):
+    arguments = (4, 1, False)
+    ranks = [epochs(Mesh.solo(), *arguments)] if workers == 1 else on_mesh(workers, epochs, *arguments)
+    for trail, said, parameters in ranks:
+        one_pass = [False, False, False, True, False, True]
+        assert trail == [*one_pass, 2, *one_pass, 4]
+        assert said == []
+        assert_near(parameters, epochs_plainly(4, 1))
+
+
+@pytest.mark.parametrize(("calls", "sampled"), [(2, False), (1, True)], ids=["two calls per batch", "length unknown"])
+def test_where_the_last_call_cannot_be_told_the_end_of_the_pass_makes_the_step(calls, sampled):
+    for trail, _, parameters in on_mesh(2, epochs, 5, calls, sampled):
+        per_pass = 6 * calls // 5 + (6 * calls % 5 > 0)
+        assert [item for item in trail if item is not True and item is not False] == [per_pass, 2 * per_pass]
+        assert sum(item is True for item in trail) == 2 * (6 * calls // 5)
+        assert_near(parameters, epochs_plainly(5, calls))
+
+
+def test_calls_left_without_a_step_are_said_at_the_next_loop_and_at_the_end():
+    model = network()
+    said = []
+    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo(), said, accumulate=4)
+    data = torch.utils.data.TensorDataset(torch.randn(8, 5).double(), torch.randint(0, 4, (8,)))
+    loader = Loader(data, options=LoaderOptions(batch_size=2), world=job._world)
+    for batch in loader:
+        job(*batch)
+        break
+    assert said == []
+    for batch in loader:
+        job(*batch)
+        break
+    assert len(said) == 1
+    assert "left with 1 of 4 calls of job '<lambda>' gathered" in said[0]
+    job._world().passes.leave(said.append)
+    assert "2 of 4 calls" in said[1]
+    assert ".flush()" in said[1]
+    assert job.flush()
+    job._world().passes.leave(said.append)
+    assert len(said) == 2
+
+
+def test_a_pass_over_another_loader_in_between_makes_no_step():
+    model = network()
+    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo(), accumulate=3)
+    data = torch.utils.data.TensorDataset(torch.randn(8, 5).double(), torch.randint(0, 4, (8,)))
+    loader = Loader(data, options=LoaderOptions(batch_size=2), world=job._world)
+    stepped = []
+    for batch in loader:
+        job(*batch)
+        stepped.append(job.stepped)
+        for _ in Loader(data, options=LoaderOptions(batch_size=4), world=job._world):
+            pass
+    assert stepped == [False, False, True, True]
+    assert job._stepper.steps == 2

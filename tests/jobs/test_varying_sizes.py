@@ -1,0 +1,122 @@
+"""Which sizes become symbols, which calls a program fits, and that all ranks choose alike."""
+
+import pytest
+import torch
+from support.processes import on_mesh
+from torch import nn
+
+from rankless.compiler.capture.capture import ArgumentShape
+from rankless.compiler.tracing.symbolic_sizes import Sizes, condition_of, known, numbers_of
+from rankless.context.world import World
+from rankless.jobs.arguments import Arguments
+from rankless.jobs.job import make_job
+from rankless.jobs.program_cache import Call, KindOfCall, ProgramCache
+from rankless.jobs.varying_sizes import History, Variation, placed_as, splits_evenly, symbolic
+from rankless.parallel.placement import Replicate, Shard, split_lengths
+
+
+def history_of(*calls):
+    history = History()
+    for call in calls:
+        history.add(call)
+    return history
+
+
+def test_nothing_varies_before_the_third_distinct_shape():
+    assert history_of(((6, 3),), ((6, 5),), ((6, 3),)).groups(((6, 3),)) == ()
+    assert history_of(((6, 3),), ((6, 5),), ((6, 4),)).groups(((6, 4),)) == (((0, 1),),)
+
+
+def test_sizes_that_were_always_equal_share_a_symbol_until_a_call_in_which_they_are_not():
+    history = history_of(((6, 3), (6, 3)), ((6, 5), (6, 5)), ((6, 4), (6, 4)))
+    assert history.groups(((6, 4), (6, 4))) == (((0, 1), (1, 1)),)
+    history.add(((6, 4), (6, 7)))
+    assert history.groups(((6, 4), (6, 7))) == (((0, 1),), ((1, 1),))
+
+
+def test_sizes_of_0_and_1_are_never_symbols():
+    history = history_of(((1, 3),), ((0, 5),), ((2, 4),))
+    assert history.groups(((1, 3),)) == (((0, 1),),)
+    assert history.groups(((2, 4),)) == (((0, 0),), ((0, 1),))
+
+
+def test_a_program_fits_where_fixed_sizes_equal_ones_and_guards_hold():
+    variation = Variation(
+        groups=(((0, 1), (1, 0)),), symbols=("s",), fixed={(0, 0): 6}, holds=condition_of(["2 <= L['t0']"], 1)
+    )
+    assert variation.fits(((6, 5), (5,)))
+    assert not variation.fits(((6, 5), (4,)))
+    assert not variation.fits(((7, 5), (5,)))
+    assert not variation.fits(((6, 1), (1,)))
+    assert variation.sizes(((6, 5), (5,))) == {"s": 5}
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 7])
+def test_shard_lengths_of_a_varying_size_are_those_of_every_number_with_no_guard(parts):
+    sizes = Sizes()
+    (shape,) = symbolic(sizes, [ArgumentShape(shape=(9,), dtype=torch.float32)], [[(0, 0)]])
+    lengths = split_lengths(shape.shape[0], parts)
+    assert sizes.environment.guards == []
+    (symbol,) = sizes.symbols
+    for rows in range(2, 40):
+        plain = [rows // parts + (part < rows % parts) for part in range(parts)]
+        assert [numbers_of(length, {symbol: rows}) for length in lengths] == plain
+        assert list(split_lengths(rows, parts)) == plain
+
+
+def test_lengths_that_do_not_follow_from_a_size_are_kept():
+    uneven = Shard(0, (5, 2))
+    assert not splits_evenly(uneven, (7, 3))
+    assert splits_evenly(Shard(0, (4, 3)), (7, 3))
+    assert splits_evenly(Replicate(), (7, 3))
+    assert placed_as(uneven, (7, 3)) == uneven
+    kind = KindOfCall(history=history_of(((6, 4),), ((8, 5),), ((7, 3),)))
+    call = Call(arguments=Arguments((), None, ()), shapes=((7, 3),), placements=(uneven,), kind=kind, known=None)
+    assert call.varying() == (((0, 1),),)
+
+
+def test_a_number_asked_of_a_size_is_a_guard_and_a_cost_looked_at_is_none():
+    sizes = Sizes()
+    size = sizes.size(7, "a")
+    assert known(size * 3) == 21
+    assert sizes.vary()
+    assert sizes.environment.guards == []
+    assert list(range(size)) == list(range(7))
+    assert not sizes.vary()
+    holds = condition_of(sizes.conditions(), 1)
+    assert holds([7])
+    assert not holds([8])
+    assert set(sizes.environment.fixing_lines) == {f"{__file__}:{line_of('list(range(size))')}"}
+
+
+def line_of(text):
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if text in line)
+
+
+def agreed(mesh, failing):
+    said = []
+    world = World(mesh=mesh, say=said.append, record=lambda _: None)
+    job = make_job(lambda x: x, model=nn.Linear(1, 1), optimizer=None, view="consistent", world=lambda: world)
+    sizes = Sizes()
+    assert sizes.size(9, "a") > mesh.rank + 3
+    failure = "there: it raised" if mesh.rank == failing else ""
+    return ProgramCache(job.definition, world)._agreed(sizes, failure), said
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_all_ranks_check_the_guards_of_all(workers):
+    answers = on_mesh(workers, agreed, None)
+    for conditions, said in answers:
+        assert conditions == answers[0][0]
+        holds = condition_of(conditions, 1)
+        assert holds([workers + 3])
+        assert not holds([workers + 2])
+        assert said == []
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_where_one_rank_has_no_program_for_varying_sizes_none_has(workers):
+    for conditions, said in on_mesh(workers, agreed, 1):
+        assert conditions is None
+        assert said[0].startswith("there: it raised; so job")

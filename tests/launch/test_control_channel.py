@@ -1,0 +1,370 @@
+"""The control channel: who has the token is heard, whoever else is turned away; no frame can be forged or repeated."""
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from rankless.config.run_config import Program
+from rankless.launch.rendezvous import control_server as hub_module
+from rankless.launch.rendezvous.control_client import NotReached, NotTrusted, Uplink, connect
+from rankless.launch.rendezvous.control_connection import MOST_BYTES, BrokenOff, Session
+from rankless.launch.rendezvous.control_server import Arrived, Hub, Lost, Reported, Stranger
+from rankless.launch.rendezvous.host_facts import HostFacts, differences, own_facts
+from rankless.launch.rendezvous.messages import Beat, Challenge, Ended, Greeting, Happened, Here, Over, Refused
+from rankless.records.events import Left
+
+TOKEN = secrets.token_bytes(32)
+PROGRAM = Program(kind="code", target="print()")
+
+
+def facts() -> HostFacts:
+    return own_facts(PROGRAM, hosts=("a:1", "b:1"), devices=("cpu",))
+
+
+class Relay:
+    """A connection through which a test sees, changes, repeats and leaves out what both sides send."""
+
+    def __init__(self) -> None:
+        self.client_end, self.at_client = socket.socketpair()
+        self.server_end, self.at_server = socket.socketpair()
+        for end in (self.at_client, self.at_server):
+            end.setblocking(False)
+
+    def carry(self, change: Callable[[bytes], bytes] = lambda data: data) -> bytes:
+        """Pass on what the client has sent, as `change` makes it; the other way as it is. What was sent."""
+        sent = _taken(self.at_client)
+        if sent:
+            self.at_server.sendall(change(sent))
+        if back := _taken(self.at_server):
+            self.at_client.sendall(back)
+        return sent
+
+
+def _taken(end: socket.socket) -> bytes:
+    try:
+        return end.recv(1 << 20)
+    except BlockingIOError:
+        return b""
+
+
+def agreed(token: bytes = TOKEN) -> tuple[Relay, Session, Session]:
+    """A client and a server that have both halves of the key."""
+    relay = Relay()
+    client = Session(relay.client_end, side="client", token=token)
+    server = Session(relay.server_end, side="server", token=TOKEN)
+    for _ in range(3):
+        relay.carry()
+        assert client.receive() == server.receive() == []
+    return relay, client, server
+
+
+def test_frames_arrive_in_order_and_as_they_were_sent():
+    relay, client, server = agreed()
+    frames = [Here(host=1, facts=facts()), Beat(), Happened(records=(Left(rank=3, time_ns=5, exit_code=7),)), Ended()]
+    for frame in frames:
+        client.send(frame)
+    server.send(Over(exit_code=3, text="é"))
+    relay.carry()
+    assert server.receive() == frames
+    assert client.receive() == [Over(exit_code=3, text="é")]
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_frames_that_come_in_pieces_are_put_together(size: int):
+    relay, client, server = agreed()
+    client.send(Over(exit_code=1, text="x" * 50))
+    data = _taken(relay.at_client)
+    found = []
+    for start in range(0, len(data), size):
+        relay.at_server.sendall(data[start : start + size])
+        found += server.receive()
+    assert found == [Over(exit_code=1, text="x" * 50)]
+
+
+def test_who_has_another_token_is_not_heard():
+    relay, client, server = agreed(secrets.token_bytes(32))
+    client.send(Beat())
+    relay.carry()
+    with pytest.raises(BrokenOff, match="another token"):
+        server.receive()
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_the_last_word_is_heard_although_the_other_side_has_gone(is_reset: bool):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = connect("127.0.0.1", listening.getsockname()[1], token=TOKEN, timeout_seconds=2)
+        accepted, _ = listening.accept()
+    server = Session(accepted, side="server", token=TOKEN)
+    for _ in range(3):
+        assert server.receive() == client.receive() == []
+    if is_reset:  # what the server has not read when it closes
+        client.send(Beat())
+        client.send(Beat())
+    server.send(Over(exit_code=3))
+    server.close()
+    assert client.receive() == [Over(exit_code=3)]
+    with pytest.raises(BrokenOff):
+        client.receive()
+
+
+def test_who_has_said_all_waits_until_the_other_has_heard_it():
+    relay, client, server = agreed()
+    client.send(Beat())
+    relay.carry()
+    server.send(Over(exit_code=0))
+    assert not server.has_ended()
+    relay.carry()
+    assert client.receive() == [Over(exit_code=0)]
+    client.close()
+    relay.at_server.close()
+    assert server.has_ended()
+
+
+TAMPERED: dict[str, Callable[[bytes], bytes]] = {
+    "a byte is changed": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "a proof is changed": lambda data: data[:4] + bytes([data[4] ^ 1]) + data[5:],
+    "a frame is repeated": lambda data: data + data,
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_what_is_tampered_with_ends_the_session(name: str):
+    relay, client, server = agreed()
+    client.send(Beat())
+    relay.carry()
+    assert server.receive() == [Beat()]
+    client.send(Over(exit_code=0))
+    relay.carry(TAMPERED[name])
+    with pytest.raises(BrokenOff, match="changed or repeated"):
+        server.receive()
+
+
+def test_a_frame_that_is_left_out_or_sent_back_ends_the_session():
+    relay, client, server = agreed()
+    client.send(Beat())
+    relay.carry(lambda _: b"")
+    client.send(Over(exit_code=0))
+    sent = relay.carry()
+    with pytest.raises(BrokenOff):
+        server.receive()
+    relay.at_client.sendall(sent)
+    with pytest.raises(BrokenOff):
+        client.receive()
+
+
+def test_what_was_recorded_of_one_session_is_refused_in_another():
+    relay, client, server = agreed()
+    client.send(Beat())
+    recorded = relay.carry()
+    assert server.receive() == [Beat()]
+    later = Relay()
+    victim = Session(later.server_end, side="server", token=TOKEN)
+    later.at_server.sendall(msgspec_frame(Greeting(nonce=b"n" * 32)))
+    assert victim.receive() == []
+    later.at_server.sendall(recorded)
+    with pytest.raises(BrokenOff, match="another token"):
+        victim.receive()
+
+
+def msgspec_frame(value: Any) -> bytes:
+    data = msgspec.msgpack.encode(value)
+    return len(data).to_bytes(4, "big") + data
+
+
+STRANGE = {
+    "a web browser": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "rubbish": secrets.token_bytes(500),
+    "a pickle": b"\x00\x00\x00\x10\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00\x8c\x01x\x94.\x00",
+    "a length without end": b"\xff\xff\xff\xff",
+    "an empty frame": b"\x00\x00\x00\x00",
+    "another protocol": msgspec_frame(Greeting(protocol=99, nonce=b"n" * 32)),
+    "a short nonce": msgspec_frame(Greeting(nonce=b"n")),
+    "the answer before the question": msgspec_frame(Challenge(nonce=b"n" * 32)),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_who_is_no_agent_is_turned_away_before_anything_is_kept(name: str):
+    relay = Relay()
+    server = Session(relay.server_end, side="server", token=TOKEN)
+    relay.at_server.sendall(STRANGE[name])
+    with pytest.raises(BrokenOff, match=r"no agent|another version"):
+        server.receive()
+
+
+def test_a_frame_that_is_too_long_is_neither_sent_nor_waited_for():
+    relay, client, server = agreed()
+    with pytest.raises(BrokenOff, match="too long"):
+        client.send(Over(exit_code=0, text="x" * MOST_BYTES))
+    client.send(Beat())
+    relay.carry()
+    assert server.receive() == [Beat()]
+    relay.at_server.sendall((MOST_BYTES + 1).to_bytes(4, "big"))
+    with pytest.raises(BrokenOff, match="longer than any"):
+        server.receive()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    made = Hub(listening, token=TOKEN, host_count=3)
+    made.port = listening.getsockname()[1]  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+def come(hub: Hub, *, host: int = 1, token: bytes = TOKEN) -> Uplink:
+    session = connect("127.0.0.1", hub.port, token=token, timeout_seconds=2)  # type: ignore[attr-defined]
+    session.send(Here(host=host, facts=facts()))
+    return Uplink(session)
+
+
+def turn(hub: Hub, *uplinks: Uplink, until: int = 1) -> list[Any]:
+    """News of the hub while all sides have their turns, until there are so many."""
+    found: list[Any] = []
+    deadline = time.monotonic() + 5
+    while len(found) < until and time.monotonic() < deadline:
+        found += hub.turn(time.monotonic())
+        for uplink in uplinks:
+            uplink.turn(time.monotonic())
+    return found
+
+
+def take_turns(hub: Hub, uplink: Uplink, news: list[Any]) -> None:
+    """Until one of them raises."""
+    while True:
+        news += hub.turn(time.monotonic())
+        uplink.turn(time.monotonic())
+
+
+def test_hosts_come_report_and_end(hub: Hub):
+    one, two = come(hub), come(hub, host=2)
+    arrived = turn(hub, one, two, until=2)
+    assert {news.host for news in arrived} == {1, 2} == hub.present == hub.working
+    assert all(
+        isinstance(news, Arrived) and not differences(facts(), news.facts, received_seconds=time.time())
+        for news in arrived
+    )
+    one.tell(Happened(records=(Left(rank=1, time_ns=0, exit_code=0),)))
+    (reported,) = turn(hub, one, two)
+    assert isinstance(reported, Reported)
+    one.tell(Ended(parent_exit_code=0))
+    turn(hub, one, two)
+    assert hub.working == {2}
+    one.close()
+    two.close()
+    assert turn(hub) == [Lost(2, "the connection was closed")]
+    assert hub.present == frozenset()
+
+
+def test_a_second_host_of_one_number_is_refused_and_the_first_stays(hub: Hub):
+    one = come(hub)
+    turn(hub, one)
+    again = come(hub)
+    told: list[Any] = []
+    news: list[Any] = []
+    while not told:
+        news += hub.turn(time.monotonic())
+        one.turn(time.monotonic())
+        told += again.turn(time.monotonic())
+    assert isinstance(told[0], Refused)
+    assert isinstance(news[0], Stranger)
+    assert hub.present == {1}
+
+
+def test_another_token_is_told_on_both_sides(hub: Hub):
+    uplink = come(hub, token=secrets.token_bytes(32))
+    news: list[Any] = []
+    with pytest.raises(NotTrusted, match="token"):
+        take_turns(hub, uplink, news)
+    assert isinstance(news[0], Stranger)
+    assert "another token" in news[0].why
+
+
+def test_a_host_without_a_sign_of_life_is_lost(hub: Hub):
+    one = come(hub)
+    turn(hub, one)
+    later = time.monotonic() + hub_module.SILENT_SECONDS + 1
+    (lost,) = hub.turn(later)
+    assert isinstance(lost, Lost)
+    assert "no sign of life" in lost.how
+    two = come(hub, host=2)
+    turn(hub, two)
+    with pytest.raises(BrokenOff, match=r"no sign of life|closed"):
+        two.turn(time.monotonic() + hub_module.SILENT_SECONDS + 1)
+
+
+def test_who_connects_and_says_nothing_is_dropped_and_hinders_nobody(hub: Hub):
+    silent = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(100)]  # type: ignore[attr-defined]
+    start = time.monotonic()
+    while time.monotonic() - start < 0.2:
+        hub.turn(start)
+    strangers = hub.turn(start + hub_module.PROVING_SECONDS + 1)
+    assert strangers
+    assert all(isinstance(news, Stranger) for news in strangers)
+    one = come(hub)
+    assert isinstance(turn(hub, one)[-1], Arrived)
+    for connection in silent:
+        connection.close()
+
+
+def test_a_host_that_is_not_reached_is_told_why():
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(NotReached, match="nobody listens at"):
+        connect("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
+    with pytest.raises(NotReached, match="does not resolve"):
+        connect("no-such-host.invalid", port, token=TOKEN, timeout_seconds=1)
+
+
+class ToldLate(socket.socket):
+    """A socket whose `connect` returns before its error is there, as Python's does at times where no way leads."""
+
+    def connect(self, address: Any) -> None:
+        self.setblocking(False)
+        self.connect_ex(address)
+
+
+def test_a_connection_whose_failure_is_told_late_is_none(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    monkeypatch.setattr("rankless.launch.rendezvous.connect.socket.socket", ToldLate)
+    with pytest.raises(NotReached, match="nobody listens at"):
+        connect("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
+
+
+def test_a_connection_that_breaks_at_the_first_word_has_not_reached_host_0(monkeypatch: pytest.MonkeyPatch):
+    here, there = socket.socketpair()
+    there.close()
+    monkeypatch.setattr("rankless.launch.rendezvous.control_client.connected", lambda *_, **__: here)
+    with pytest.raises(NotReached, match="the connection was lost"):
+        connect("127.0.0.1", 1, token=TOKEN, timeout_seconds=1)
+    assert here.fileno() == -1
+
+
+def test_differences_are_named_with_what_to_do():
+    here = facts()
+    there = msgspec.structs.replace(
+        here,
+        versions={**here.versions, "torch": "2.12.0"},
+        program_digest="0" * 64,
+        arguments=("--epochs", "2"),
+        hosts=("b:1", "a:1"),
+        time_seconds=here.time_seconds + 120,
+    )
+    found = {item.what: item for item in differences(here, there, received_seconds=here.time_seconds)}
+    assert set(found) == {
+        "the version of torch",
+        "the code",
+        "the script's arguments",
+        "the hosts of the job",
+        "the clock",
+    }
+    assert found["the version of torch"].there == "2.12.0"
+    assert "120 s ahead" in found["the clock"].there
+    assert all(item.fix for item in found.values())

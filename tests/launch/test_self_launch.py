@@ -1,0 +1,121 @@
+"""A plain `python train.py` becomes the launcher of its own script, and says where it cannot."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.warm_runs import rankless
+
+from rankless.config.run_config import Program
+from rankless.errors import ConfigError
+from rankless.launch.self_launch import relaunch, running_program
+
+SCRIPT = """
+import os, sys
+import torch, rankless
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(inputs):
+    return model(inputs).square().mean()
+
+def main():
+    if "chdir" in sys.argv:
+        os.chdir("/")
+    rankless.configure(devices_per_host=int(sys.argv[1]))
+    for step in range(3):
+        loss = train(torch.arange(12.0).reshape(4, 3) / 12)
+    print(f"loss {loss.item():.6f} on {rankless.world_size()}, {sys.argv[1:]}, quiet {sys.flags.quiet}")
+    if "late" in sys.argv:
+        rankless.configure(devices_per_host=2)
+    if "fail" in sys.argv:
+        sys.exit(7)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def plain(folder: Path, *command: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=60, input=given
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/docs/test_from_oneflow.py shows it with two scripts
+def test_the_same_script_trains_alike_on_one_device_and_on_those_configured(tmp_path: Path):
+    alone = plain(tmp_path, "train.py", "1")
+    assert (alone.returncode, "workers" in alone.stderr) == (0, False)
+    wanted = alone.stdout.split(" on ")[0]
+    two = plain(tmp_path, "-q", "train.py", "2", "--and", "-x")
+    assert (two.returncode, two.stdout) == (0, f"{wanted} on 2, ['2', '--and', '-x'], quiet 1\n")
+    assert "2 workers" in two.stderr
+    module = plain(tmp_path, "-m", "train", "2")
+    assert (module.returncode, module.stdout) == (0, f"{wanted} on 2, ['2'], quiet 0\n")
+
+
+@pytest.mark.slow
+def test_a_script_that_has_changed_its_folder_is_found_and_its_exit_code_is_the_commands(tmp_path: Path):
+    done = plain(tmp_path, "train.py", "2", "fail", "chdir")
+    assert done.returncode == 7, done.stderr
+    assert "on 2" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
+def test_configured_late_it_is_refused_with_the_line_that_was_first(devices: str, tmp_path: Path):
+    late = plain(tmp_path, "train.py", devices, "late")
+    assert late.returncode == 1
+    assert f"a process that has begun to train: {tmp_path}/train.py:18 was the first call" in late.stderr
+
+
+@pytest.mark.slow
+def test_a_command_line_has_the_last_word(tmp_path: Path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = rankless("run", "-n", "1", "train.py", "2", folder=tmp_path)
+    assert (done.returncode, " on 1," in done.stdout) == (0, True)
+    assert "configure(devices_per_host=2) gives way to the command line's -n 1" in done.stdout + done.stderr
+    verdict = rankless("verify", "-n", "2", "train.py", "3", folder=tmp_path)
+    assert (verdict.returncode, "same training" in verdict.stdout) == (0, True), verdict.stderr
+    assert "gives way" not in verdict.stdout + verdict.stderr
+
+
+@pytest.mark.slow
+def test_where_there_is_no_script_it_is_refused(tmp_path: Path):
+    done = plain(tmp_path, given="import rankless\nrankless.configure(devices_per_host=2)\n")
+    assert done.returncode == 1
+    assert "rankless.spawn" in done.stderr
+
+
+COMMANDS = {
+    ("train.py", "a", "-b"): Program(kind="script", target=__file__, arguments=("a", "-b")),
+    ("-u", "-W", "ignore", "-Xdev", "-X", "utf8", "train.py"): Program(kind="script", target=__file__),
+    ("--check-hash-based-pycs", "always", "train.py", "-m"): Program(kind="script", target=__file__, arguments=("-m",)),
+    ("-m", "train", "-c"): Program(kind="module", target="train", arguments=("-c",)),
+    ("-Wignore", "-um", "train"): Program(kind="module", target="train"),
+    ("-mtrain", "1"): Program(kind="module", target="train", arguments=("1",)),
+    ("-Bc", "print()", "x"): Program(kind="code", target="print()", arguments=("x",)),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_program_is_read_from_pythons_command_line(command: tuple[str, ...]):
+    assert running_program(("python", *command), __file__) == COMMANDS[command]
+
+
+@pytest.mark.parametrize("command", [(), ("-",), ("-i",), ("-q", "-")])
+def test_a_command_without_a_program_is_refused(command: tuple[str, ...]):
+    with pytest.raises(ConfigError, match=r"rankless\.spawn"):
+        running_program(("python", *command), None)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, True, "2"])
+def test_a_number_that_cannot_be_meant_is_refused(count: object):
+    with pytest.raises(ConfigError, match="devices_per_host"):
+        relaunch(count)  # type: ignore[arg-type]

@@ -1,0 +1,218 @@
+"""`import horovod…` in workers, and in everything that workers start, is the package of ours, as the same objects."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.jobs import rankless
+from support.warm_runs import rankless as rankless_here
+from support.warm_runs import run_script
+
+from rankless.config.environment import python_path_from
+from rankless.runtime.hooks.horovod_imports import AT_START, ImportNames
+
+pytestmark = pytest.mark.slow
+
+SAME = """
+import horovod, horovod.common.exceptions as there
+import rankless.compat.horovod as own
+import rankless.compat.horovod.common.exceptions as here
+from horovod.common.exceptions import HorovodInternalError
+assert horovod is own and there is here and horovod.common is own.common
+assert HorovodInternalError is here.HorovodInternalError
+assert there.__spec__.name == here.__name__ == "rankless.compat.horovod.common.exceptions"
+"""
+SPAWNING = (
+    """
+import torch.multiprocessing as torch_multiprocessing, multiprocessing, sys
+
+def check(rank, queue=None):
+"""
+    + "".join(f"    {line}\n" for line in SAME.strip().splitlines())
+    + """
+    if queue is not None:
+        queue.put(rank)
+
+if __name__ == "__main__":
+    torch_multiprocessing.spawn(check, nprocs=1)
+    for method in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=check, args=(7, queue))
+        child.start()
+        assert queue.get(timeout=30) == 7
+        child.join()
+        assert child.exitcode == 0
+    assert "horovod" not in sys.modules
+    print("all the same")
+"""
+)
+REAL = "where = 'the real one'\n"
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def plain(code: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python as a worker's child is: it finds the folder of ours on its path."""
+    path = {"PYTHONPATH": python_path_from(AT_START)}
+    return subprocess.run(
+        [sys.executable, *options, "-c", code],
+        cwd=folder,
+        env={**os.environ, **path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def real_horovod(folder: Path) -> Path:
+    """A folder for PYTHONPATH, in which somebody has installed a Horovod."""
+    (folder / "horovod/torch").mkdir(parents=True)
+    (folder / "horovod/__init__.py").write_text(REAL)
+    (folder / "horovod/torch/__init__.py").write_text("")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["torchrun", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("run", "launch", "fleetrun"))],
+)
+def test_a_script_gets_the_same_objects_under_every_command(command: str, tmp_path: Path):
+    (tmp_path / "script.py").write_text(SAME + "print('same')")
+    assert "same" in printed(rankless(command, "script.py", folder=tmp_path))
+
+
+@pytest.mark.parametrize("how", [(), pytest.param(("--no-warm",), marks=pytest.mark.exhaustive)])
+def test_so_do_code_modules_and_what_a_script_spawns(how: tuple[str, ...], tmp_path: Path):
+    assert printed(rankless_here("run", *how, "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
+    (tmp_path / "mine.py").write_text(SAME + "print('same')")
+    assert printed(rankless_here("run", *how, "-m", "mine", folder=tmp_path)) == "same\n"
+    assert printed(run_script(SPAWNING, *how, folder=tmp_path)) == "all the same\n"
+
+
+def test_a_command_and_the_python_below_a_shell_of_it_have_them_too(tmp_path: Path):
+    (tmp_path / "same.py").write_text(SAME + "print('same')")
+    words = ("-np", "1", "sh", "-c", f"cd / && exec {sys.executable} {tmp_path}/same.py")
+    assert "same" in printed(rankless("horovodrun", *words, folder=tmp_path))
+
+
+@pytest.mark.parametrize(("choice", "wins"), [("", "the real one"), ("0", "the real one"), ("1", "ours")])
+def test_a_real_horovod_wins_unless_it_is_asked_not_to(choice: str, wins: str, tmp_path: Path):
+    path = os.pathsep.join([str(real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
+    code = "import horovod.torch; print(getattr(horovod, 'where', 'ours'), flush=True)"
+    environment = {"PYTHONPATH": path, "RANKLESS_HOROVOD": choice}
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+    assert printed(rankless("run", "-c", f"{code}\n{child}", folder=tmp_path, **environment)) == f"{wins}\n" * 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("run", "-n", "2"), id="run"),
+        pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_real_horovod_that_nobody_brings_together_is_told_once(command: tuple[str, ...], tmp_path: Path):
+    site = real_horovod(tmp_path / "site")
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    told = f"`import horovod.torch` is the one installed, {site}/horovod/__init__.py: here it is alone in each of the 2"
+
+    def said(words: tuple[str, ...], code: str, **environment: str) -> int:
+        (tmp_path / "train.py").write_text(code)
+        done = rankless(*words, "train.py", folder=tmp_path, PYTHONPATH=path, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stderr.count(told)
+
+    assert said(command, "import horovod.torch, horovod.torch as hvd") == 1
+    assert said(command, "import horovod.torch", RANKLESS_HOROVOD="1") == 0
+    assert said(command, "import horovod") == 0
+
+
+def test_one_that_horovodrun_brings_together_or_that_is_alone_anyway_is_not(tmp_path: Path):
+    path = os.pathsep.join([str(real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
+    (tmp_path / "train.py").write_text("import horovod.torch")
+    elastic = ("horovodrun", "-np", "2", "--min-np", "1", "python")  # which says so itself, in other words
+    for words in (("horovodrun", "-np", "2", "python"), elastic, ("run", "-n", "1")):
+        done = rankless(*words, "train.py", folder=tmp_path, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+        assert "alone in each" not in done.stderr
+
+
+def test_workers_find_the_same_where_the_distribution_for_other_launchers_is_installed(tmp_path: Path):
+    """Its `.pth` file comes before all that a worker does; so does a `sitecustomize`, which needs no environment."""
+    pth = Path(__file__).parents[2] / "packages/rankless-horovod/source/rankless_horovod.pth"
+    (tmp_path / "sitecustomize.py").write_text(pth.read_text())
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/train.py").write_text(
+        "import sys\nprint('rankless.compat.horovod.torch' in sys.modules)\n" + SAME
+    )
+    done = rankless("run", "-n", "2", "none/train.py", folder=tmp_path, PYTHONPATH=path)
+    assert printed(done) == "True\n", "imported once, for all workers"
+
+    beside = real_horovod(tmp_path / "beside")
+    (beside / "train.py").write_text("import horovod.torch; print(horovod.where)")
+    done = rankless("run", "-n", "2", "beside/train.py", folder=tmp_path, PYTHONPATH=path)
+    assert printed(done) == "the real one\n"
+    assert done.stderr.count("here it is alone in each of the 2 processes") == 1
+
+
+def test_where_there_is_none_0_leaves_the_name_alone_and_a_users_folder_of_that_name_is_no_horovod(tmp_path: Path):
+    (tmp_path / "horovod").mkdir()
+    done = rankless("run", "-c", "import horovod.torch", folder=tmp_path, RANKLESS_HOROVOD="0")
+    assert "ModuleNotFoundError: No module named 'horovod.torch'" in done.stderr
+    assert "Rankless has" not in done.stderr
+    assert printed(rankless_here("run", "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
+
+
+def test_a_part_that_is_not_there_is_named_with_what_is(tmp_path: Path):
+    for name in ("horovod.tensorflow", "horovod.spark.common", "horovod.torch.nonsense"):
+        done = rankless_here("run", "-c", f"import {name}", folder=tmp_path)
+        assert done.returncode == 1
+        missing = name if name.count(".") == 1 or "torch" in name else "horovod.spark"
+        assert (
+            f"ModuleNotFoundError: No module named '{missing}': Rankless has Horovod's API for PyTorch" in done.stderr
+        )
+    asked = "import importlib.util as u; print(u.find_spec('horovod.torch') is not None, end='')"
+    assert printed(rankless_here("run", "-c", asked, folder=tmp_path)) == "True"
+
+
+def test_python_m_runs_a_module_by_the_foreign_name(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "horovod.runner.launch", "--version"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": python_path_from(AT_START)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert printed(done).startswith("0.28")
+
+
+def test_a_child_is_as_without_us_and_another_sitecustomize_has_its_turn(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.was_here = __file__\n")
+    code = "import json, sys, builtins; print(json.dumps([sys.path, sorted(sys.modules), builtins.was_here]))"
+    before = os.pathsep.join([AT_START, str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path, modules, there = json.loads(printed(plain(code, folder=tmp_path, PYTHONPATH=before)))
+    assert there == str(tmp_path / "sitecustomize.py")
+    assert AT_START not in path
+    assert not [name for name in modules if name.startswith("rankless")]
+    alone = json.loads(printed(plain("import json, sys; print(json.dumps(sys.path))", folder=tmp_path)))
+    assert AT_START not in alone
+
+
+def test_a_worker_imports_nothing_of_it_for_a_script_that_does_not_name_it(tmp_path: Path):
+    code = "import sys; print([name for name in sys.modules if 'horo' + 'vod' in name and 'compat' in name], end='')"
+    assert printed(rankless("run", "-c", code, folder=tmp_path)) == "[]"
+
+
+def test_the_finder_answers_no_other_name():
+    finder = ImportNames()
+    for name in ("horovodx", "torch", "rankless.compat.horovod", "mine.horovod"):
+        assert finder.find_spec(name) is None

@@ -1,0 +1,64 @@
+"""docs/faults.md, made of the rows that the tests of faults have written: `make soak` does it."""
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+HEAD = """# Faults
+
+What goes wrong in a job, and how it ends: seconds until nothing of it is alive on any host, the longest of its cases;
+whether the report on the terminal named the culprit, its host and its exit code; the most lines of the report;
+processes left over. Each fault with 1, 2 and 4 workers on each host, on one host and on two (network namespaces), where
+it applies. The goal is 2 s, 5 s where a host falls silent, and 2 s after `--hang-timeout` where ranks stand still. The
+tests are
+[tests/launch/test_faults.py](../tests/launch/test_faults.py) and, for what keeps a job from starting,
+[tests/launch/test_faults_at_start.py](../tests/launch/test_faults_at_start.py); times there count from the command on.
+"""
+
+
+def page(rows: Sequence[Row], tested: str) -> str:
+    """The page."""
+    running = [row for row in rows if row.get("phase") != "start"]
+    right = sum(row["is_right"] for row in rows)
+    late = sum(row["seconds"] > row["goal"] for row in rows)
+    lines = [
+        HEAD,
+        f"Run of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: {len(rows)} cases of "
+        f"{len({row['fault'] for row in rows})} faults; culprit right in {right}; median "
+        f"{statistics.median(row['seconds'] for row in running):.2f} s; over the goal {late}; processes left over "
+        f"{sum(row['orphans'] for row in rows)}.",
+        "",
+        "| fault | hosts | cases | longest, s | goal, s | culprit right | lines | left over |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for fault, hosts in dict.fromkeys((row["fault"], row["hosts"]) for row in rows):
+        cases = [row for row in rows if (row["fault"], row["hosts"]) == (fault, hosts)]
+        cells = [
+            fault,
+            hosts,
+            len(cases),
+            f"{max(row['seconds'] for row in cases):.2f}",
+            f"{cases[0]['goal']:g}",
+            f"{sum(row['is_right'] for row in cases)} of {len(cases)}",
+            max(row["lines"] for row in cases),
+            sum(row["orphans"] for row in cases),
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([*lines, ""])
+
+
+def write_page(rows_file: Path, tested: str) -> None:
+    """Write docs/faults.md; the last row of a case counts, if it was run again."""
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    latest = {(row["fault"], row["hosts"], row["workers"]): row for row in rows}
+    (Path(__file__).parents[2] / "docs" / "faults.md").write_text(page(list(latest.values()), tested))
+
+
+if __name__ == "__main__":
+    write_page(Path(sys.argv[1]), sys.argv[2])

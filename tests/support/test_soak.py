@@ -1,0 +1,33 @@
+"""A soak counts what pytest reports, and its page has the raw counts."""
+
+from pathlib import Path
+
+import pytest
+from support import soak
+from support.soak import counted, page
+
+
+def test_failures_and_errors_are_counted_as_failed(tmp_path: Path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="7" failures="2" errors="1" skipped="1"><testcase/></testsuite></testsuites>'
+    )
+    assert counted(report) == {"tests": 7, "failed": 3, "skipped": 1}
+
+
+def test_the_page_adds_up_folders_and_names_the_commit():
+    one = {"tests": 3, "failed": 1, "skipped": 0, "seconds": 1.5}
+    text = page("abc1234", {"tests/a/test_x.py": one, "tests/a/test_y.py": one, "tests/b/test_z.py": one})
+    assert "at commit abc1234" in text
+    assert "| tests/a | 6 | 2 | 0 | 3 |" in text
+    assert "| all | 9 | 3 | 0 | 4.5 |" in text
+    assert "- tests/b/test_z.py: 1 of 3 failed\n" in text
+
+
+def test_a_file_that_comes_to_no_end_is_ended_and_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak, "FILE_SECONDS", 3.0)
+    file = tmp_path / "test_hangs.py"
+    file.write_text("import time\n\n\ndef test_it():\n    time.sleep(600)\n")
+    counts = soak.run(file, tmp_path / "faults.jsonl")
+    assert (counts["tests"], counts["failed"]) == (1, 1)
+    assert counts["seconds"] < 60

@@ -1,0 +1,44 @@
+"""Commands run in the tests' own process are served by one fork server, and are what they are as processes."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from support import jobs, warm_runs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a fork server needs Linux"),
+]
+
+TELLING = """
+import os, psutil, sys
+parent = psutil.Process(os.getppid())
+print("served" if any("fork_server_pool" in word for word in parent.cmdline()) else "alone", parent.ppid())
+"""
+
+
+def test_all_runs_are_served_whatever_pytest_writes_into_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one test", "another"):
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", name)
+        done = warm_runs.run_script(TELLING, folder=tmp_path)
+        assert (done.stdout, done.returncode) == (f"served {os.getpid()}\n", 0), done.stderr
+
+
+def test_a_run_with_variables_of_its_own_gets_them_and_a_parent_of_its_own(tmp_path: Path) -> None:
+    done = warm_runs.run_script(TELLING + "print(os.environ['MINE'])", folder=tmp_path, MINE="yes")
+    assert done.stdout == f"alone {os.getpid()}\nyes\n", done.stderr
+    assert "MINE" not in os.environ
+
+
+@pytest.mark.parametrize("options", [("-n", "2", "--seed", "3"), ("-n", "0"), ("--no-such-option",)])
+def test_a_command_says_and_returns_what_it_does_as_a_process(options: tuple[str, ...], tmp_path: Path) -> None:
+    script = "import os, sys, time\nif os.environ['RANK'] == '1':\n    time.sleep(60)\nprint('out')\nsys.exit(5)"
+    here, there = (module.run_script(script, *options, folder=tmp_path) for module in (warm_runs, jobs))
+    assert (here.stdout, here.returncode) == (there.stdout, there.returncode)
+    folder = re.compile(r"\d{8}-\d{6}-\w{6}")
+    assert folder.sub("RUN", here.stderr) == folder.sub("RUN", there.stderr)
+    assert there.returncode == (5 if "2" in options else 2)

@@ -1,0 +1,55 @@
+"""Plain `python script.py ARGUMENTS`, as no launcher starts it, in a process that has torch imported: for tests of what
+such processes say to one another, not of how Python starts.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from support.processes import DEADLINE_SECONDS, importing_once
+
+
+class Preloaded:
+    """A script that has been started."""
+
+    def __init__(self, script: Path, *arguments: object) -> None:
+        self._command = [script.name, *map(str, arguments)]
+        self._texts = [script.with_name(f"{script.stem}-{id(self)}.{name}") for name in ("out", "err")]
+        self._process = importing_once().Process(target=_become, args=(script.parent, self._command, self._texts))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.join()
+
+    def ended(self) -> subprocess.CompletedProcess[str]:
+        """Its exit code and what it has printed. One that does not end is killed, and TimeoutExpired raised."""
+        self._process.join(DEADLINE_SECONDS)
+        if self._process.is_alive():
+            self.kill()
+            raise subprocess.TimeoutExpired(self._command, DEADLINE_SECONDS)
+        code = self._process.exitcode
+        assert code is not None
+        return subprocess.CompletedProcess(self._command, code, *(text.read_text() for text in self._texts))
+
+
+def _become(folder: Path, command: list[str], texts: Sequence[Path]) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # Linux's default in Python 3.11
+    os.chdir(folder)
+    for descriptor, text in enumerate(texts, start=1):
+        with text.open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.argv[:] = command
+    sys.path[0] = str(folder)
+    runpy.run_path(command[0], run_name="__main__")

@@ -1,0 +1,183 @@
+"""`rankless verify --against plain.py`: a script beside its plain twin, which knows nothing of Rankless."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from support.warm_runs import fork_server, rankless
+
+from rankless.config.run_config import Program
+from rankless.launch.agent import job_runner
+from rankless.verify.comparison import Comparison, compare
+from rankless.verify.recordings import Recording
+from rankless.verify.reference_run import ReferenceRun, with_twin
+from rankless.verify.runs import RunFailed, VerifyRuns
+from rankless.verify.verdict import make_report, render_verdict
+
+pytestmark = pytest.mark.slow
+
+BOTH = """
+import sys
+import torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(8, 4)
+)
+inputs, labels = torch.randn(36, 6), torch.randint(0, 4, (36,))
+data = TensorDataset(inputs, labels)
+"""
+
+SCRIPT = (
+    BOTH
+    + """
+import rankless
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(inputs, labels):
+    return F.cross_entropy(model(inputs), labels)
+
+for epoch in range(2):
+    for batch in rankless.loader(data, batch_size=9, shuffle=True, seed=0):
+        train(*batch)
+"""
+)
+
+TWIN = (
+    BOTH
+    + """
+weights = [item for item in model.parameters() if item.dim() > 1]
+others = [item for item in model.parameters() if item.dim() == 1]
+groups = [{"params": others}, {"params": weights}] if "groups" in sys.argv else model.parameters()
+optimizer = torch.optim.Adam(groups, lr=0.01)
+step = 0
+for epoch in range(2):
+    for inputs, labels in DataLoader(data, batch_size=9, shuffle=True, generator=torch.Generator().manual_seed(0)):
+        step += 1
+        late = step >= 3
+        if late and "rate" in sys.argv:
+            optimizer.param_groups[0]["lr"] = 0.011
+        if late and "order" in sys.argv:
+            inputs, labels = inputs.roll(1, 0), labels
+        if not (late and "zero_grad" in sys.argv):
+            optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        if "halves" in sys.argv:
+            (loss / 2).backward(retain_graph=True)
+            (loss / 2).backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        if step == 7 and "shorter" in sys.argv:
+            sys.exit()
+"""
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    trial: VerifyRuns
+    one: Recording
+    many: list[Recording]
+    """Every rank of the runs on 2 and on 3 workers."""
+    noise: list[Recording]
+
+    def beside(self, twin: ReferenceRun) -> Comparison:
+        # Ranks of one run are held to agree; those of two runs round differently.
+        by_itself = compare(self.one, self.many[:2], self.noise)
+        return with_twin(by_itself, twin, self.one, self.many, self.noise)
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+    folder = tmp_path_factory.mktemp("against")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "plain.py").write_text(TWIN)
+    trial = VerifyRuns(
+        program=Program(kind="script", target=str(folder / "train.py")),
+        folder=str(folder / "recordings"),
+        seed=1,
+        devices="cpu",
+        log_folder=str(folder / "log"),
+        against=str(folder / "plain.py"),
+        dtype="float64",
+        run_job=job_runner(fork_server()),
+    )
+    many = [*trial.on_many(2), *trial.on_many(3)]
+    return Baseline(trial=trial, one=trial.on_one(), many=many, noise=trial.disturbed(1))
+
+
+def with_fault(baseline: Baseline, *words: str) -> Comparison:
+    program = replace_arguments(baseline.trial.program, words)
+    twin = replace(baseline.trial, program=program).twin()
+    assert twin is not None
+    return baseline.beside(twin)
+
+
+def replace_arguments(program: Program, words: tuple[str, ...]) -> Program:
+    return Program(kind=program.kind, target=program.target, arguments=words)
+
+
+@pytest.mark.parametrize("form", ["", "groups", "halves"])
+def test_a_script_is_the_same_training_as_its_twin_however_the_twin_is_written(baseline: Baseline, form: str) -> None:
+    comparison = with_fault(baseline, form)
+    report = make_report(comparison, workers=2)
+    assert report.same, render_verdict(report)
+    # Per run: 9 tensors at the start and at the end; 8 steps of a loss, 9 parameters and buffers, 6 gradients.
+    assert comparison.rows[-1].compared == (len(baseline.many) + 1) * (9 + 9 + 8 * (1 + 9 + 6))
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "tensor"),
+    [
+        ("rate", 3, "model.0.weight"),
+        ("order", 3, "result of train"),
+        ("zero_grad", 3, "gradient of model."),
+        ("shorter", 8, "the steps"),
+    ],
+)
+def test_a_fault_of_the_script_against_its_twin_is_found_with_its_step(
+    baseline: Baseline, fault: str, step: int, tensor: str
+) -> None:
+    report = make_report(with_fault(baseline, fault), workers=2)
+    assert not report.same
+    assert report.first_difference is not None
+    assert report.first_difference.step == step
+    assert tensor in report.first_difference.tensor
+    assert "plain.py" in report.first_difference.expected
+
+
+def test_a_twin_that_calls_rankless_is_refused(baseline: Baseline, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(SCRIPT)
+    with pytest.raises(RunFailed, match="failed with exit code 1"):
+        replace(baseline.trial, against=str(tmp_path / "plain.py")).twin()
+
+
+def test_a_twin_without_a_step_is_refused(baseline: Baseline, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("import torch")
+    with pytest.raises(RunFailed, match=r"plain\.py made no optimizer step"):
+        replace(baseline.trial, against=str(tmp_path / "plain.py")).twin()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "options"), [("lenet", ("--epochs", "1")), ("gpt", ("--layers", "1"))])
+def test_the_examples_are_the_same_training_as_their_twins(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    twin, script = str(examples / f"plain_{name}.py"), str(examples / f"{name}.py")
+    job = rankless("verify", "-n", "3", "--steps", "4", "--against", twin, script, *options, folder=tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert f"and as in plain_{name}.py (stopped after 4 steps)" in job.stdout.splitlines()[-1]
+
+
+def test_the_command_compares_with_the_twin_in_the_scripts_own_precision(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "plain.py").write_text(TWIN)
+    options = ["-n", "2", "--devices", "cpu", "--steps", "3", "--against", "plain.py"]
+    job = rankless("verify", *options, "train.py", folder=tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "against plain.py" in job.stdout
+    verdict = job.stdout.splitlines()[-1]
+    assert verdict.startswith("same training: 3 steps")
+    assert "and as in plain.py (stopped after 3 steps)" in verdict

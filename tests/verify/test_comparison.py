@@ -1,0 +1,297 @@
+import copy
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from rankless.jobs.perturbation import disturb, nudged
+from rankless.records.job_results import Called
+from rankless.verify.comparison import compare
+from rankless.verify.recording.recorder import Recorder
+from rankless.verify.recordings import read_recordings
+from rankless.verify.verdict import encode_report, make_report, render_table, render_verdict
+
+ROWS, STEPS = 12, 6
+
+
+class Model(nn.Module):
+    """A model with a statistic; the first bias has a gradient that is zero but for rounding."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first = nn.Linear(5, 8, dtype=dtype)
+        self.second = nn.Linear(8, 3, dtype=dtype)
+        self.register_buffer("mean", torch.zeros(8, dtype=dtype))
+        self.register_buffer("steps", torch.tensor(0))
+
+
+def train(folder, workers, *, sabotage="", noise_seed=None, dtype=torch.float32, adaptive=False):
+    """A training on ranks that are played in one process: shards, reduced by hand, recorded by each rank."""
+    torch.manual_seed(0)
+    origin = Model(dtype)
+    models = [copy.deepcopy(origin) for _ in range(workers)]
+    make = torch.optim.Adam if adaptive else torch.optim.SGD
+    rate = 0.05 * (workers if sabotage == "wrong learning rate" and workers > 1 else 1)
+    optimizers = [make(model.parameters(), lr=rate) for model in models]
+    data = torch.randn(STEPS + 2, ROWS, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    recorders = [Recorder(str(folder), rank) for rank in range(workers)]
+    noise = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
+    for recorder, model in zip(recorders, models, strict=True):
+        recorder.register("model", model)
+    for step in range(1, STEPS + 1 + (sabotage == "extra step")):
+        batch = data[step + (sabotage == "skipped batch" and step >= 3)]
+        if noise is None:
+            losses = whole_step(models, batch, step, sabotage)
+        else:
+            with nudged(models[0].parameters(), noise):
+                losses = whole_step(models, batch, step, sabotage)
+            disturb([item.grad for item in models[0].parameters()], noise)
+        for rank, (recorder, model) in enumerate(zip(recorders, models, strict=True)):
+            optimizers[rank].step()
+            if sabotage == "ranks disagreeing" and rank == 1 and step == 4:
+                model.first.weight.data[0, 0] += 1e-4
+            results = {"loss": losses[rank], "hits": torch.tensor(step + 4 * (sabotage == "wrong hits" and step == 5))}
+            if sabotage == "other shape" and step == 2:
+                results["loss"] = results["loss"].reshape(1)
+            if not (sabotage == "missing call" and step == 5 and rank == 1):
+                recorder.record_call(job="train", line="train.py:7", results=results)
+                recorder.record_step(job="train", model={"model": model})
+    for rank, recorder in enumerate(recorders):
+        if sabotage == "changed at the end" and rank == 1:
+            models[rank].second.bias.data += 1e-3
+        recorder.finish()
+    return read_recordings(str(folder), workers)
+
+
+def whole_step(models, batch, step, sabotage):
+    """Every rank's loss of the whole batch; gradients are left summed in all models."""
+    workers = len(models)
+    shards = batch.tensor_split(workers) if workers != 3 else batch.split([5, 4, 3])
+    late = step >= 3
+    kept = torch.rand(ROWS, 8, generator=torch.Generator().manual_seed(step)) > 0.3
+    hidden, start = [], 0
+    for rank, (model, rows) in enumerate(zip(models, shards, strict=True)):
+        model.zero_grad()
+        mask = kept[start : start + len(rows)]
+        if sabotage == "other seed on one rank" and rank == 1 and late:
+            mask = torch.rand(mask.shape, generator=torch.Generator().manual_seed(99)) > 0.3
+        start += len(rows)
+        hidden.append((model.first(rows), mask))
+    mean = sum(values.sum(dim=0) for values, _ in hidden) / ROWS
+    parts = []
+    for model, (values, mask) in zip(models, hidden, strict=True):
+        with torch.no_grad():
+            local = sabotage == "unsynchronised statistic" and late
+            model.mean.lerp_(values.mean(dim=0) if local else mean, 0.1)
+            model.steps += 1
+        count = len(values) * workers if sabotage == "wrong count" and late else ROWS
+        parts.append(model.second((values - mean).tanh() * mask).square().sum() / count)
+    loss = sum(parts)
+    loss.backward()
+    for name in dict(models[0].named_parameters()):
+        gradients = [model.get_parameter(name).grad for model in models]
+        total = sum(gradients)
+        for rank, model in enumerate(models):
+            dropped = sabotage == "dropped reduction" or (sabotage == "one bias not reduced" and name == "second.bias")
+            own = gradients[rank].clone() if dropped and late else total.clone()
+            model.get_parameter(name).grad = own
+    return [loss.detach()] * workers
+
+
+def compared(tmp_path, sabotage="", workers=2, **options):
+    one = train(tmp_path / "one", 1, **options)[0]
+    many = train(tmp_path / "many", workers, sabotage=sabotage, **options)
+    noise = train(tmp_path / "noise", 1, noise_seed=5, **options)
+    return compare(one, many, noise)
+
+
+def verdict(tmp_path, sabotage="", workers=2, **options):
+    return make_report(compared(tmp_path, sabotage, workers, **options), workers=workers)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_right_training_is_the_same(tmp_path, workers, dtype, adaptive):
+    report = verdict(tmp_path, workers=workers, dtype=dtype, adaptive=adaptive)
+    assert report.same, render_verdict(report)
+    assert report.steps == STEPS
+    assert len(report.losses_one) == len(report.losses_many) == STEPS
+    assert render_verdict(report).startswith("same training: 6 steps")
+
+
+SABOTAGES = [
+    ("dropped reduction", 3, "gradient of model."),
+    ("one bias not reduced", 3, "gradient of model.second.bias"),
+    ("wrong count", 3, "result ['loss'] of train"),
+    ("other seed on one rank", 3, "result ['loss'] of train"),
+    ("skipped batch", 3, "result ['loss'] of train"),
+    ("unsynchronised statistic", 3, "model.mean"),
+    ("wrong learning rate", 1, "model.first.weight"),
+    ("extra step", 7, "the calls"),
+    ("other shape", 2, "result ['loss'] of train"),
+    ("ranks disagreeing", 4, "model.first.weight"),
+    ("wrong hits", 5, "result ['hits'] of train"),
+    ("missing call", 5, "result ['loss'] of train"),
+    ("changed at the end", 6, "model.second.bias"),
+]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(("sabotage", "step", "tensor"), SABOTAGES, ids=[name for name, _, _ in SABOTAGES])
+def test_a_sabotage_is_found_and_its_first_step_and_tensor_named(tmp_path, sabotage, step, tensor, adaptive):
+    # Three workers with uneven shards: a count per rank that is wrong shows only where shards are uneven.
+    report = verdict(tmp_path, sabotage, workers=3, adaptive=adaptive)
+    assert not report.same
+    assert report.first_difference.step == step
+    assert tensor in report.first_difference.tensor
+    assert render_verdict(report).startswith(f"NOT the same training: first at step {step}, ")
+
+
+def test_ranks_that_drift_apart_are_found_though_each_is_within_the_noise(tmp_path):
+    def record(folder, values):
+        for rank, value in enumerate(values):
+            recorder, model = Recorder(str(tmp_path / folder), rank), nn.Linear(2, 1)
+            nn.init.ones_(model.weight).grad = torch.ones(1, 2)
+            nn.init.ones_(model.bias)
+            recorder.register("model", model)
+            recorder.record_call(job="train", line="", results=torch.tensor(1.0))
+            recorder.record_step(job="train", model={"model": model})
+            recorder.record_call(job="predict", line="train.py:9", results=torch.tensor(value))
+            recorder.finish()
+        return read_recordings(str(tmp_path / folder), len(values))
+
+    one, noise = record("one", [1.0])[0], record("noise", [1.5])
+    assert not compare(one, record("agreeing", [1.1, 1.1]), noise).findings
+    [finding] = compare(one, record("many", [1.1, 1.101]), noise).findings
+    assert "rank 1 to agree with rank 0" in finding.expected
+    assert finding.tensor == "result of predict"
+    assert finding.place.step == 1
+
+
+def test_a_script_that_does_not_repeat_itself_is_not_judged_the_same(tmp_path):
+    one = train(tmp_path / "one", 1)[0]
+    other = train(tmp_path / "other", 1, sabotage="wrong count")
+    shifted = Model(torch.float32)
+    recorder = Recorder(str(tmp_path / "noise"), 0)
+    recorder.register("model", shifted)
+    recorder.finish()
+    [noise] = read_recordings(str(tmp_path / "noise"), 1)
+    report = make_report(compare(one, other, [noise]), workers=1)
+    assert not report.same
+    assert "repeated" in report.first_difference.expected
+
+
+def test_nan_in_both_runs_is_no_difference_and_in_one_it_is(tmp_path):
+    def constant(folder, value):
+        recorder = Recorder(str(tmp_path / folder), 0)
+        recorder.record_call(job="predict", line="", results=torch.tensor([1.0, value]))
+        recorder.finish()
+        return read_recordings(str(tmp_path / folder), 1)
+
+    nan, again, one = constant("a", float("nan")), constant("b", float("nan")), constant("c", 1.0)
+    assert not compare(nan[0], again, nan).findings
+    assert compare(nan[0], one, nan).findings
+    assert compare(one[0], nan, one).findings
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "asked"),
+    [
+        ("", False),
+        ("skipped batch", True),
+        ("dropped reduction", False),  # ranks part from each other, which no rounding makes
+        ("wrong hits", True),
+        ("extra step", False),
+        ("other shape", False),
+        ("ranks disagreeing", False),
+        ("missing call", False),
+    ],
+)
+def test_float64_is_asked_about_numbers_that_part_and_nothing_else(tmp_path, sabotage, asked):
+    comparison = compared(tmp_path, sabotage, workers=2)
+    assert bool(comparison.findings) == bool(sabotage)
+    assert comparison.precision == "float32"
+    assert comparison.needs_float64 == asked
+    assert not compared(tmp_path / "exact", sabotage, workers=2, dtype=torch.float64).needs_float64
+
+
+@pytest.mark.parametrize(("noise", "asked"), [(1e-2, True), (1e-4, False)])
+def test_float64_is_asked_where_noise_is_so_loud_that_equal_says_little(tmp_path, noise, asked):
+    def constant(folder, loss):
+        recorder, model = Recorder(str(tmp_path / folder), 0), nn.Linear(1, 1)
+        nn.init.ones_(model.weight).grad = torch.ones(1, 1)
+        nn.init.ones_(model.bias)
+        recorder.register("model", model)
+        recorder.record_call(job="train", line="", results=torch.tensor(loss))
+        recorder.record_step(job="train", model={"model": model})
+        recorder.finish()
+        return read_recordings(str(tmp_path / folder), 1)
+
+    [one], many = constant("one", 2.0), constant("many", 2.0)
+    comparison = compare(one, many, constant("noise", 2.0 + 2.0 * noise))
+    assert not comparison.findings
+    assert comparison.needs_float64 == asked
+    own = make_report(comparison, workers=1)
+    exact = msgspec.structs.replace(own, decided_in="float64", own_precision=own)
+    expected = "(decided in float64: in float32 noise of 0.02 in the losses could hide faults)"
+    assert not asked or render_verdict(exact).endswith(expected)
+
+
+def test_a_gradient_of_rounding_errors_may_be_a_hundred_of_the_largest_gradients_off_and_no_more(tmp_path):
+    def constant(folder, error):
+        recorder, model = Recorder(str(tmp_path / folder), 0), nn.Linear(1, 1, dtype=torch.float64)
+        nn.init.ones_(model.weight).grad = torch.ones(1, 1, dtype=torch.float64)
+        nn.init.ones_(model.bias).grad = torch.tensor([error], dtype=torch.float64)
+        recorder.record_step(job="train", model={"model": model})
+        recorder.finish()
+        return read_recordings(str(tmp_path / folder), 1)
+
+    [one] = constant("one", 0.0)
+    assert not compare(one, constant("rounding", 99 * 2.0**-52), [one]).findings
+    assert compare(one, constant("more", 101 * 2.0**-52), [one]).findings
+
+
+@pytest.mark.parametrize(("noisy", "same"), [(100, False), (99, True)])
+def test_a_whole_number_may_differ_only_where_noise_flips_it_too(tmp_path, noisy, same):
+    def count(folder, value):
+        recorder = Recorder(str(tmp_path / folder), 0)
+        recorder.record_call(job="hits", line="", results=value)
+        recorder.finish()
+        return read_recordings(str(tmp_path / folder), 1)
+
+    comparison = compare(count("one", 100)[0], count("many", 101), count("noise", noisy))
+    assert (not comparison.findings) == same
+
+
+def test_the_report_and_the_table_say_what_was_compared(tmp_path):
+    one = train(tmp_path / "one", 1)[0]
+    comparison = compare(one, train(tmp_path / "many", 2), train(tmp_path / "noise", 1, noise_seed=5))
+    table = render_table(comparison)
+    assert "gradients, each step" in table
+    assert "ranks among each other" in table
+    decoded = msgspec.json.decode(encode_report(make_report(comparison, workers=2)))
+    assert decoded["same"] is True
+    assert decoded["steps"] == STEPS
+    assert decoded["first_difference"] is None
+    assert decoded["noise_floor"].keys() == {"loss", "parameter"}
+    assert len(decoded["losses_many"]) == STEPS
+    assert 0 <= decoded["largest_loss_difference"] < 1e-5
+    assert 0 <= decoded["largest_parameter_difference"] < 1e-5
+
+
+def test_a_tolerance_below_the_noise_is_out_of_reach_also_where_repeated_losses_are_by_chance_the_same(tmp_path):
+    one = train(tmp_path / "one", 1)[0]
+    many = train(tmp_path / "many", 3)
+    noise = train(tmp_path / "noise", 1, noise_seed=5)[0]
+    lucky = [
+        mine if isinstance(mine, Called) else theirs for mine, theirs in zip(one.results, noise.results, strict=True)
+    ]
+    repeated = [replace(noise, results=tuple(lucky))]
+    tight, wide = (compare(one, many, repeated, tolerance=bound) for bound in (1e-12, 1e-3))
+    assert tight.findings
+    assert tight.tolerance.unmet is not None
+    assert not wide.findings
+    assert wide.tolerance.unmet is None

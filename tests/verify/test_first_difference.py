@@ -1,0 +1,102 @@
+"""Which value of a job call parts first, on values made by hand."""
+
+import math
+
+import msgspec
+import pytest
+
+from rankless.config.run_config import InspectedCall
+from rankless.records.job_results import Summary
+from rankless.records.job_values import Computed, Role
+from rankless.verify.first_difference import FirstValue, first_value, render_first_value
+
+CALL = InspectedCall(job="train", call=3)
+
+
+def value(role: Role, name: str, number: float, *, dtype: str = "float64", inputs: tuple[str, ...] = ()) -> Computed:
+    return Computed(
+        role, name, f"operator of {name}", "/a/train.py:7", dtype, (2,), Summary(abs(number), (number,)), inputs
+    )
+
+
+RIGHT = [
+    value("input", "argument 0", 3, dtype="int64"),
+    value("value", "mul", 2),
+    value("value", "mask", 1, dtype="bool"),
+    value("value", "sub", 1e-15, inputs=("mul",)),
+    value("value", "mm", 5),
+    value("output", "gradient of w", 5, inputs=("mm",)),
+    value("plain", "gradient of w", 5),
+]
+MANY = [item for item in RIGHT if item.role != "plain"]
+
+
+def with_number(values: list[Computed], name: str, number: float, role: Role | None = None) -> list[Computed]:
+    return [
+        msgspec.structs.replace(item, value=Summary(abs(number), (number,)))
+        if item.name == name and role in (None, item.role)
+        else item
+        for item in values
+    ]
+
+
+def found(one: list[Computed], *many: list[Computed], noise: list[Computed] | None = None) -> FirstValue:
+    first = first_value(one, many, one if noise is None else noise, call=CALL)
+    assert first is not None
+    return first
+
+
+def test_the_first_value_in_the_programs_order_is_named_whatever_follows_from_it() -> None:
+    wrong = with_number(with_number(MANY, "mm", 6), "gradient of w", 6)
+    first = found(RIGHT, MANY, wrong)
+    assert (first.fault, first.name, first.rank, first.line) == ("value", "mm", 1, "/a/train.py:7")
+    assert render_first_value(first).startswith(
+        "first value to part, in call 3 of train: train.py:7, operator of mm, float64[2]: 1 apart, at most 5e-12"
+    )
+    earlier = found(RIGHT, wrong, with_number(wrong, "mul", 3))
+    assert (earlier.name, earlier.rank) == ("mul", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "fault"), [("argument 0", 4, "input"), ("gradient of w", 7, "output"), ("mask", 0, "after")]
+)
+def test_what_differs_says_what_is_at_fault(name: str, number: float, fault: str) -> None:
+    first = found(RIGHT, with_number(MANY, name, number))
+    assert first.fault == fault
+    assert render_first_value(first)
+
+
+def test_a_plain_call_that_gives_something_else_is_the_captures_fault() -> None:
+    assert found(with_number(RIGHT, "gradient of w", 9, "plain"), MANY).fault == "capture"
+
+
+def test_other_programs_are_said_to_be_others() -> None:
+    assert found(RIGHT, MANY[:-1]).fault == "program"
+
+
+def test_what_cancels_is_measured_by_what_it_was_computed_from() -> None:
+    assert found(RIGHT, with_number(MANY, "sub", -4e-15)).fault == "after"
+    assert found(RIGHT, with_number(MANY, "sub", -1e-12)).name == "sub"
+
+
+def test_noise_widens_what_is_allowed_ten_times() -> None:
+    noise = with_number(RIGHT, "mm", 5 + 1e-6)
+    assert found(RIGHT, with_number(MANY, "mm", 5 + 9e-6), noise=noise).fault == "after"
+    assert found(RIGHT, with_number(MANY, "mm", 5 + 2e-5), noise=noise).name == "mm"
+
+
+def test_a_tolerance_takes_the_place_of_the_noise() -> None:
+    wrong = with_number(MANY, "mm", 5.01)
+    assert first_value(RIGHT, [wrong], RIGHT, call=CALL, tolerance=0.01).fault == "after"  # type: ignore[union-attr]
+    assert first_value(RIGHT, [wrong], RIGHT, call=CALL, tolerance=0.001).name == "mm"  # type: ignore[union-attr]
+
+
+def test_a_value_that_is_not_finite_differs_from_one_that_is() -> None:
+    assert found(RIGHT, with_number(MANY, "mm", math.nan)).size == math.inf
+    both = with_number(RIGHT, "mm", math.nan)
+    assert found(both, with_number(MANY, "mm", math.nan)).fault == "after"
+
+
+def test_a_call_that_nobody_made_tells_nothing() -> None:
+    assert first_value([], [MANY], [], call=CALL) is None
+    assert first_value(RIGHT, [MANY, []], RIGHT, call=CALL) is None

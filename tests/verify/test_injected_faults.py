@@ -1,0 +1,179 @@
+"""Faults planted in the real engine, on real workers: `verify` finds each of them, and the step at which it began."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.warm_runs import fork_server, rankless
+
+from rankless.config.run_config import InspectedCall, Program
+from rankless.launch.agent import job_runner
+from rankless.verify.comparison import compare
+from rankless.verify.first_difference import first_value
+from rankless.verify.recordings import Recording
+from rankless.verify.runs import RunFailed, VerifyRuns
+from rankless.verify.verdict import Report, make_report, render_verdict
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import sys
+import injected_faults as sabotages
+sabotages.plant(sys.argv[1])
+import torch, torch.nn.functional as F
+import rankless
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+model = torch.nn.Sequential(
+    torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(8, 4)
+)
+kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+optimizer = kinds[sys.argv[2]](model.parameters(), lr=0.1)
+inputs, labels = torch.randn(36, 6), torch.randint(0, 4, (36,))
+labels[::5] = -100
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(inputs, labels):
+    return F.cross_entropy(model(inputs), labels)
+
+for epoch in range(2):
+    for batch in rankless.loader(torch.utils.data.TensorDataset(inputs, labels), batch_size=9, shuffle=True, seed=0):
+        train(*batch)
+"""
+
+MODEL, CALL = "model(inputs)", "train(*batch)"
+FOUND = {
+    "dropped_gradient_reduction": ("gradient of model.", "output", MODEL, "mm"),
+    "gradient_scaled_by_workers": ("gradient of model.", "output", MODEL, "mm"),
+    "dropped_count_reduction": ("result of train", "value", MODEL, "nll_loss_forward"),
+    "mean_of_means": ("result of train", "value", MODEL, "nll_loss_forward"),
+    "local_batch_norm_statistics": ("result of train", "value", MODEL, "_native_batch_norm_legit_functional"),
+    "running_statistics_not_updated": ("model.1.running_mean", "value", MODEL, "_native_batch_norm_legit_functional"),
+    "skipped_batch": ("result of train", "input", CALL, ""),
+    "repeated_batch": ("result of train", "input", CALL, ""),
+    "row_given_twice": ("result of train", "input", CALL, ""),
+    "wrong_learning_rate": ("model.0.weight", "after", None, ""),
+    "skipped_optimizer_step": ("model.0.weight", "after", None, ""),
+    "stale_parameters_on_one_rank": ("model.0.weight", "after", None, ""),
+}
+"""Each fault, and the tensor in which it shows first; all begin at the third step. Then the first value that differs in
+that step's job call: what is wrong with it, what stands on its line, and the operator that gives it; where the job is
+right all through and its optimizer's step is not, there is none.
+"""
+STOPPED = {"other_seed_on_one_rank": "call 4 of job 'train'", "skipped_batch_on_one_rank": "call 3 of job 'train'"}
+"""Faults that the ranks notice by themselves, and the call at which they stop."""
+STEP = 3
+
+
+THIRD_CALL = InspectedCall(job="train", call=STEP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The script's folder, its run on one worker, and that run disturbed: the same for every fault."""
+
+    folder: Path
+    one: Recording
+    noise: list[Recording]
+
+    def trial(self, sabotage: str) -> VerifyRuns:
+        return trial(self.folder, sabotage)
+
+    def verdict(self, sabotage: str, workers: int) -> Report:
+        looking = self.trial(sabotage)
+        comparison = compare(self.one, looking.on_many(workers), self.noise)
+        (one,), many, (noise,) = looking.values("one"), looking.values("many", workers), looking.values("noise0")
+        first = first_value(one, many, noise, call=THIRD_CALL)
+        return msgspec.structs.replace(make_report(comparison, workers=workers), first_value=first)
+
+
+def prepared(folder: Path) -> Path:
+    (folder / "train.py").write_text(SCRIPT)
+    shutil.copy(Path(__file__).with_name("injected_faults.py"), folder)
+    return folder
+
+
+def trial(folder: Path, sabotage: str) -> VerifyRuns:
+    """All runs write down every value of the third step's call, too, so that none is needed to look for the first."""
+    program = Program(kind="script", target=str(folder / "train.py"), arguments=(sabotage, "sgd"))
+    recordings, logs = str(folder / "recordings"), str(folder / "log")
+    return VerifyRuns(
+        program=program,
+        folder=recordings,
+        seed=1,
+        devices="cpu",
+        log_folder=logs,
+        inspected=THIRD_CALL,
+        run_job=job_runner(fork_server()),
+    )
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+    folder = prepared(tmp_path_factory.mktemp("sabotages"))
+    right = trial(folder, "nothing")
+    return Baseline(folder=folder, one=right.on_one(), noise=right.disturbed(1))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_nothing_is_found_where_nothing_is_planted(baseline: Baseline, workers: int) -> None:
+    report = baseline.verdict("nothing", workers)
+    assert report.same, render_verdict(report)
+    assert report.steps == 8
+    assert report.first_value is not None
+    assert report.first_value.fault == "after"  # every value of the third call agrees
+
+
+@pytest.mark.parametrize("sabotage", FOUND)
+def test_a_fault_in_the_engine_is_found_and_its_step_and_line_named(baseline: Baseline, sabotage: str) -> None:
+    tensor, fault, line, operator = FOUND[sabotage]
+    report = baseline.verdict(sabotage, workers=2)
+    assert not report.same
+    assert report.first_difference is not None
+    assert report.first_difference.step == STEP
+    assert tensor in report.first_difference.tensor
+    first = report.first_value
+    assert first is not None
+    assert (first.fault, first.job, first.call) == (fault, "train", STEP)
+    if line is not None:
+        file, _, number = first.line.rpartition(":")
+        assert Path(file).name == "train.py"
+        assert line in SCRIPT.splitlines()[int(number) - 1]
+        assert first.operator == operator
+
+
+@pytest.mark.parametrize("sabotage", STOPPED)
+def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
+    baseline: Baseline, sabotage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RunFailed):
+        baseline.trial(sabotage).on_many(2)
+    said = capsys.readouterr().err
+    assert "RanksDiverged" in said
+    assert STOPPED[sabotage] in said
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "optimizer", "code"),
+    [
+        ("nothing", "adam", 0),
+        ("mean_of_means", "adam", 1),
+        pytest.param("dropped_gradient_reduction", "sgd", 1, marks=pytest.mark.exhaustive),
+        pytest.param("local_batch_norm_statistics", "adam", 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_command_says_so_too(tmp_path: Path, sabotage: str, optimizer: str, code: int) -> None:
+    options = ["-n", "3", "--devices", "cpu", "--json", "report.json"]
+    job = rankless("verify", *options, "train.py", sabotage, optimizer, folder=prepared(tmp_path))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert job.returncode == code, job.stdout + job.stderr
+    assert report["same"] is (code == 0)
+    verdict = job.stdout.splitlines()[-1]
+    assert verdict.startswith(f"NOT the same training: first at step {STEP}, " if code else "same training: 8 steps")
+    assert report["decided_in"] == "float64"
+    assert report["own_precision"] is None
+    assert ("first value to part, in call 3 of train: train.py:20, " in job.stdout) is (code == 1)

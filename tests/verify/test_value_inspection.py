@@ -1,0 +1,120 @@
+"""Every value of one job call, on one device and on several: written down alike, and without changing the training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import on_mesh
+from torch import Tensor, nn
+
+from rankless.config.run_config import InspectedCall
+from rankless.context.world import World
+from rankless.jobs.job import Job, make_job
+from rankless.parallel.mesh import Mesh
+from rankless.records.job_values import read_values
+from rankless.verify.first_difference import FirstValue, first_value, render_first_value
+from rankless.verify.recording.value_inspection import ValueInspector
+from rankless.verify.recording.value_recorder import ValueRecorder
+
+pytestmark = pytest.mark.slow
+
+CALL = InspectedCall(job="train", call=2)
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1, batch_first=True)
+        self.words = nn.Embedding(7, 16)
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, images: Tensor, words: Tensor) -> Tensor:
+        features = F.max_pool2d(F.relu(self.norm(self.convolution(images))), 2)
+        return self.last(self.layer(features.flatten(2) + self.words(words)).mean(dim=1))
+
+
+def train_job(world: World, fault: str) -> Job[..., Tensor]:
+    torch.manual_seed(0)
+    model = Pictures().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(images: Tensor, words: Tensor, labels: Tensor, keep: Tensor) -> Tensor:
+        scores = model(images, words)
+        if fault == "capture" and torch.compiler.is_compiling():
+            scores = scores * 1.5
+        return F.cross_entropy(scores, labels) + 0 * keep.sum()
+
+    return make_job(train, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
+
+
+def batch(step: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(7, 1, 8, 8, generator=generator, dtype=torch.float64)
+    words = torch.randint(0, 7, (7, 4), generator=generator)
+    return images, words, torch.randint(0, 5, (7,), generator=generator), torch.rand(7, generator=generator) > 0.5
+
+
+def trained(mesh: Mesh, folder: str, fault: str, noise: int | None) -> list[float]:
+    """Three steps, the second inspected if there is a folder; the losses."""
+    inspector = ValueInspector(ValueRecorder(folder, mesh.rank, CALL)) if folder else None
+    world = World(
+        mesh=mesh,
+        say=lambda _text: None,
+        record=lambda _record: None,
+        inspector=inspector,
+        perturbation_seed=noise,
+    )
+    job = train_job(world, fault)
+    losses = []
+    for step in range(3):
+        images, words, labels, keep = batch(step)
+        if fault == "batch" and mesh.size > 1 and step == 1:
+            images = images * 2
+        losses.append(job(images, words, labels, keep).item())
+    return losses
+
+
+def found(tmp_path: Path, workers: int, fault: str) -> FirstValue | None:
+    one, noise, many = str(tmp_path / "one"), str(tmp_path / "noise"), str(tmp_path / "many")
+    alone = Mesh.solo()
+    assert trained(alone, one, fault, None) == trained(alone, "", fault, None)
+    trained(alone, noise, fault, 1)
+    inspected = on_mesh(workers, trained, many, fault, None)
+    assert inspected == on_mesh(workers, trained, "", fault, None)
+    everyone = [list(read_values(many, rank)) for rank in range(workers)]
+    return first_value(list(read_values(one, 0)), everyone, list(read_values(noise, 0)), call=CALL)
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_a_right_call_has_the_same_values_everywhere_and_is_the_same_training_as_one_not_inspected(
+    tmp_path: Path, workers: int
+) -> None:
+    first = found(tmp_path, workers, "")
+    assert first is not None
+    assert first.fault == "after", render_first_value(first)
+    values = list(read_values(str(tmp_path / "many"), workers - 1))
+    assert sum(value.role == "value" for value in values) > 60
+    assert {value.line.rpartition("/")[2].partition(":")[0] for value in values} == {"test_inspecting.py"}
+    assert {"input", "value", "output"} == {value.role for value in values}
+    names = {value.name: value for value in values}
+    assert names["argument 0"].shape == (7, 1, 8, 8)
+    assert names["argument 3"].dtype == "bool"
+    assert "gradient of model.convolution.weight" in names
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_a_batch_that_differs_is_the_first_difference_with_the_line_of_the_call(tmp_path: Path, workers: int) -> None:
+    first = found(tmp_path, workers, "batch")
+    assert first is not None
+    assert (first.fault, first.name) == ("input", "argument 0")
+    file, _, number = first.line.rpartition(":")
+    assert "job(images" in Path(file).read_text().splitlines()[int(number) - 1]
+
+
+def test_a_program_that_is_not_the_plain_call_is_blamed_on_the_capture(tmp_path: Path) -> None:
+    first = found(tmp_path, 2, "capture")
+    assert first is not None
+    assert first.fault == "capture"
+    assert "the capture is at fault" in render_first_value(first)
