@@ -125,7 +125,8 @@ def configure(
 
 
 def check_synchronized(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Raise `RanksDiverged` on every rank, naming tensors and ranks, unless parameters, buffers and the optimizer's state
+    """Raise `RanksDiverged` on every rank, naming tensors and ranks, unless parameters, buffers and the optimizer's
+    state
     are the same bits on all.
     """
     world = _current().world

@@ -1,7 +1,8 @@
 """A round that stands still: which of its members the others wait for, and whether that one is to be ended.
 
 Its members are on several hosts, whose crews tell where each worker is that stands still. As long as one of them moves,
-the round does. Which of them is to blame, and after how long, is judged as in any other job (`launch.watchdog.diagnosis`); here
+the round does. Which of them is to blame, and after how long, is judged as in any other job
+(`launch.watchdog.diagnosis`); here
 only that one is ended, and a replacement goes on from the last commit. Once some have come to the end of the script,
 who has not may take its time, but is spoken of; there is no next round for it, so if it is ended, the job has failed.
 """

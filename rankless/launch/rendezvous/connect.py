@@ -10,7 +10,9 @@ import socket
 
 
 class HostUnreached(Exception):
-    """SingleHost was reached. `code` is the system's, of the address that came nearest; None if the name has no address."""
+    """SingleHost was reached. `code` is the system's, of the address that came nearest; None if the name has no
+    address.
+    """
 
     def __init__(self, code: int | None) -> None:
         super().__init__(code)

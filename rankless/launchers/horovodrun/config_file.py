@@ -63,7 +63,9 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def completed(flags: HorovodrunFlags, config: Mapping[str, Any], *, path: str) -> HorovodrunFlags:
-    """The flags, and from the file what the command line does not say. Raises ConfigError for values of a wrong kind."""
+    """The flags, and from the file what the command line does not say. Raises ConfigError for values of a wrong
+    kind.
+    """
     values = msgspec.to_builtins(flags)
     values |= {name: value for name, value in _options(config) if values[name] is None}
     controller = config.get("controller")

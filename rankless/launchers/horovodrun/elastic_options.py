@@ -10,7 +10,9 @@ ELASTIC_SECONDS = 600.0
 
 
 def elastic_of(flags: HorovodrunFlags, count: int) -> Elastic:
-    """What the flags say of workers that come and go. `config.validation` looks whether it can be meant. Raises ConfigError."""
+    """What the flags say of workers that come and go. `config.validation` looks whether it can be meant. Raises
+    ConfigError.
+    """
     cooldown = flags.blacklist_cooldown_range
     return Elastic(
         min_workers=count if flags.min_num_proc is None else flags.min_num_proc,

@@ -64,7 +64,8 @@ def _settings(text: str) -> Iterator[tuple[str, str]]:
 def cluster_of(hosts: Hosts, *, workers: int, insecure: bool) -> Cluster | None:
     """The hosts as ours come together: each started by its own line. None for one alone.
 
-    Agents meet at torchrun's master port; the workers' own is a free one of host 0's. Raises ConfigError for what cannot
+    Agents meet at torchrun's master port; the workers' own is a free one of host 0's. Raises ConfigError for what
+    cannot
     be meant.
     """
     if hosts.most == 1:
