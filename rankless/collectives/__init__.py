@@ -4,7 +4,7 @@ Two sides. For Rankless itself: a mesh and the tensors that move over it (`mesh`
 called by `program`, `checkpoint` and `views`. For scripts: the names below, which are torch.distributed's and take
 its process groups, each after a roll call that turns a hang into an error (`transfers`, `reductions`, `point_to_point`,
 `objects`, `handing_on`; `differentiable` is imported by name), and the sampler that goes with them (`sampling`).
-SingleHost
+Nobody
 else talks to `torch.distributed`, save `runtime`, which makes the groups.
 """
 

@@ -2,7 +2,7 @@
 
 Note [lockstep]: every collective place of a script (a job's call, a loader's pass, `save`, `once`, the script's end) is
 an event with a number. A rank writes its event into memory that all ranks of the host share, then reads what the
-others have written under the same number. SingleHost waits: whoever comes later compares. If two events differ, that
+others have written under the same number. Nobody waits: whoever comes later compares. If two events differ, that
 rank
 raises before it enters a collective that nobody else is in, and the job is ended; the other, which may hang in one
 already, need not notice anything. It costs microseconds, where a message per call would cost a round trip.

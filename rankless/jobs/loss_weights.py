@@ -20,7 +20,7 @@ from rankless.parallel.placement import Shard
 
 
 class LossWeights:
-    """ProgramCache of one job with the counts of its loss among their results; `alone`: with nothing but the counts."""
+    """Programs of one job with the counts of its loss among their results; `alone`: with nothing but the counts."""
 
     def __init__(self, job: JobDefinition, world: World, *, alone: bool) -> None:
         self._job = job

@@ -32,10 +32,10 @@ MOST_FAILURES = 3
 MOST_KINDS = 64
 """Kinds of calls whose programs are kept."""
 MANY_PROGRAMS = 4
-"""ProgramCache for varying sizes of one kind of call, of which the user is told."""
+"""Programs for varying sizes of one kind of call, of which the user is told."""
 
 KEPT = 16
-"""ProgramCache kept per kind of call and shapes, the latest used."""
+"""Programs kept per kind of call and shapes, the latest used."""
 TOLD_AT = 4
 """After so many captures because of one value the script is told."""
 
@@ -47,7 +47,7 @@ class KindOfCall:
     history: History = field(default_factory=History)
     by_shapes: dict[Shapes, list[Executable]] = field(default_factory=dict)
     varying: list[Executable] = field(default_factory=list)
-    """ProgramCache for varying sizes, which are also among those of the shapes that have been seen."""
+    """Programs for varying sizes, which are also among those of the shapes that have been seen."""
     failures: int = 0
 
 

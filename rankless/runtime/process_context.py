@@ -108,8 +108,9 @@ class Runtime:
             self._up(Said(rank=0, time_ns=time.monotonic_ns(), text=text))
 
     def finish(self) -> None:
-        """At the end of a script that did not fail: wait for a save in the background, and raise `RanksDiverged` if
-        other
+        """At the end of a script that did not fail: wait for a save in the background.
+
+        Raises `RanksDiverged` if other ranks still wait for this one.
         ranks still wait for this one.
         """
         self.saver.join()
@@ -183,8 +184,7 @@ def join(
 def _require_as_planned(config: WorkerConfig, invitation: Invitation | None) -> None:
     if invitation is not None and (invitation.rank, invitation.world_size) != (config.rank, config.world_size):
         raise JoinError(
-            expected=f"rank={config.rank} and world_size={config.world_size}, as `rankless run` has started this
-            process",
+            expected=f"rank={config.rank} and world_size={config.world_size}, as `rankless run` started this process",
             found=f"rank={invitation.rank} and world_size={invitation.world_size} in rankless.init",
             fix="call rankless.init() without arguments under a launcher",
         )
@@ -247,8 +247,7 @@ def _join_at_place(place: Place, observer: Callable[[], Observer]) -> Runtime:
 def _make_group(backend: str, device: torch.device, *, store: Any, rank: int, world_size: int) -> Callable[[], None]:
     """Make the group of the world, and return what destroys it.
 
-    SingleHost comes back before all have made it: one whose script ends at once would be gone while others still
-    connect to
+    Nobody comes back before all have made it: one whose script ends at once would be gone while others still connect to
     it. And rank 0, whose process serves the store, does not go before all know that. Raises JoinError if some have not
     made it in STORE_TIMEOUT.
     """

@@ -1,4 +1,4 @@
-"""ProgramCache captured for sizes that vary, run at other sizes than they were captured at, against one device.
+"""Programs captured for sizes that vary, run at other sizes than they were captured at, against one device.
 
 This is the proof of the scheme: a number that had slipped into a program in place of a size would show here.
 """

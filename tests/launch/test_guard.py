@@ -1,4 +1,4 @@
-"""SingleHost is left behind, whoever dies and however."""
+"""Nobody is left behind, whoever dies and however."""
 
 import os
 import signal

@@ -10,7 +10,7 @@ import socket
 
 
 class HostUnreached(Exception):
-    """SingleHost was reached. `code` is the system's, of the address that came nearest; None if the name has no
+    """Nobody was reached. `code` is the system's, of the address that came nearest; None if the name has no
     address.
     """
 

@@ -90,23 +90,23 @@ class SingleHost:
         return Turn()
 
     def report(self, records: Sequence[AnyRecord]) -> None:
-        """SingleHost hears it."""
+        """Nobody hears it."""
 
     def stop(self, how: How) -> None:
-        """SingleHost hears it."""
+        """Nobody hears it."""
 
     def ask_where(self) -> None:
-        """SingleHost hears it."""
+        """Nobody hears it."""
 
     def is_asked_where(self) -> bool:
         """Never."""
         return False
 
     def told_to_end(self, number: int) -> None:
-        """SingleHost hears it."""
+        """Nobody hears it."""
 
     def ended(self, ended: Ended) -> None:
-        """SingleHost hears it."""
+        """Nobody hears it."""
 
     @property
     def are_busy(self) -> bool:
