@@ -6,7 +6,7 @@
 # `optimizer.state.0.exp_avg`; a second tensor of the same name gets "#2". A tensor that several ways lead to (tied
 # weights) lies in a file once, under the first of them. So `safetensors.torch.load_file` alone gives all weights. The
 # manifest holds the rest: for every object its state as a tree of typed nodes, in which a tensor is a reference.
-# Nothing is pickled: a manifest can be read in any editor, and reading it runs no code. docs/checkpoints.md
+# Nothing is pickled: a manifest can be read in any editor, and reading it runs no code. docs/guides/checkpoints.md
 # describes it for other programs.
 """
 

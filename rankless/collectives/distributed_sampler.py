@@ -3,7 +3,7 @@
 Note [nothing twice]: torch's sampler repeats samples until all ranks have equally many. A metric summed over the ranks
 then counts some samples twice, and training weighs them double. Here each sample comes once, so that ranks may have one
 sample more than others, and, where the batch size divides what a rank has, one batch more. What waits for all ranks in
-each step, DistributedDataParallel say, would wait for ever in that batch: see docs/collectives.md.
+each step, DistributedDataParallel say, would wait for ever in that batch: see docs/guides/collectives.md.
 """
 
 import operator

@@ -1,4 +1,4 @@
-"""The blocks of docs/checkpoints.md, run one after the other as one script: alone, and on workers."""
+"""The blocks of docs/guides/checkpoints.md, run one after the other as one script: alone, and on workers."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "checkpoints.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

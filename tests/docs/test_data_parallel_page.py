@@ -1,4 +1,4 @@
-"""The data-parallel script of docs/collectives.md: alone, under `rankless run` and under torchrun."""
+"""The data-parallel script of docs/guides/collectives.md: alone, under `rankless run` and under torchrun."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from support.warm_runs import rankless
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "collectives.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "collectives.md"
 LAUNCHERS = {
     "alone": [],
     "rankless run": ["run", "-n", "2", "--devices", "cpu"],

@@ -1,4 +1,4 @@
-"""The scripts of docs/from-oneflow.md run as the page says, and print the same losses."""
+"""The scripts of docs/guides/from-oneflow.md run as the page says, and print the same losses."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs/from-oneflow.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/from-oneflow.md"
 SCRIPTS = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE))
 SETTING = "devices_per_host=2"
 

@@ -1,4 +1,4 @@
-"""The scripts of docs/from-torch.md and docs/from-accelerate.md: before under torchrun and after under Rankless are the
+"""The scripts of docs/guides/from-torch.md and docs/guides/from-accelerate.md: before under torchrun and after under Rankless are the
 same training.
 """
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.warm_runs import rankless
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "guides"
 BLOCK = re.compile(r"^```python\n(# (\w+)\.py\n.*?)^```$", re.DOTALL | re.MULTILINE)
 SCRIPTS = {
     name: text

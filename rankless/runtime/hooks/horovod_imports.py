@@ -139,6 +139,6 @@ def _found(own: str) -> ModuleSpec | None:
 def _missing(fullname: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(
         f"No module named {fullname!r}: Rankless has Horovod's API for PyTorch alone (horovod.torch, horovod.common, "
-        "horovod.runner); an installed Horovod would be taken instead, as docs/from-horovod.md says",
+        "horovod.runner); an installed Horovod would be taken instead, as docs/guides/from-horovod.md says",
         name=fullname,
     )
