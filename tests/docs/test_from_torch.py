@@ -1,5 +1,6 @@
-"""The scripts of docs/guides/from-torch.md and docs/guides/from-accelerate.md: before under torchrun and after under Rankless are the
-same training.
+"""The scripts of two guides, from-torch.md and from-accelerate.md: before under torchrun, after under Rankless.
+
+Both are the same training.
 """
 
 import re
