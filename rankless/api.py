@@ -23,7 +23,7 @@ from rankless.jobs.placeholders import PerDevice, Whole
 from rankless.launch.self_launch import Elsewhere, relaunch
 from rankless.launch.spawning import Spawned
 from rankless.launch.spawning import spawn as spawn_workers
-from rankless.records.events import AnyRecord, Progress, Said
+from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.runtime.current_process import current, join_by, joined_at, leave
 from rankless.runtime.process_context import Observer, Runtime
 from rankless.runtime.rendezvous.address import read_invitation
@@ -150,7 +150,7 @@ def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, ba
     require_not_in_once(world, "rankless.check_shards")
     if world.mesh.size > 1:
         wanted = ShardsWanted(all_samples=all_samples, even=even, batches=batches)
-        require_shards(loader, wanted, mesh=world.mesh, say=world.say)
+        require_shards(loader, wanted, mesh=world.mesh, notify=world.notify)
 
 
 def spawn(
@@ -328,7 +328,7 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = Tr
     saver.wait()
     loaded = checkpoint.load(path, objects, mesh=saver.mesh, strict=strict, random=random)
     if loaded.left_out:
-        _world().say(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
+        _world().notify(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
     return loaded.extra
 
 
@@ -351,7 +351,7 @@ def checkpoints(
         keeping=checkpoint.Keeping(keep_last=keep_last, keep_best=keep_best, mode=mode),
         options=checkpoint.SaveOptions(layout=layout, background=background),
         saver=lambda: _current().saver,
-        say=lambda text: _world().say(text),
+        notify=lambda text: _world().notify(text),
     )
 
 
@@ -371,7 +371,7 @@ def _watch_alone() -> Observer:
     def take(record: AnyRecord) -> None:
         if isinstance(record, Progress):
             display.show(record)
-        elif isinstance(record, Said):
+        elif isinstance(record, Notice):
             with display.hidden():
                 print(f"rankless: {record.text}", file=sys.stderr)
 

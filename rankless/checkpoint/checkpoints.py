@@ -36,7 +36,7 @@ class Checkpoints:
         keeping: Keeping,
         options: SaveOptions,
         saver: Callable[[], Saver],
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         check_keeping(keeping)
         self.folder = Path(os.path.realpath(folder))
@@ -44,7 +44,7 @@ class Checkpoints:
         self._keeping = keeping
         self._options = options
         self._saver = saver
-        self._say = say
+        self._notify = notify
 
     def save(self, step: int, *, metric: Any = None, extra: Any = None, **objects: Any) -> None:
         """Write the state of `objects` as of `step`; `metric` is a number, needed to keep the best."""
@@ -86,7 +86,7 @@ class Checkpoints:
             return None
         loaded = load(found.path, objects, mesh=saver.mesh, strict=strict, random=random)
         if loaded.left_out:
-            self._say(f"loading {found.path} left out:\n{loaded.left_out}")
+            self._notify(f"loading {found.path} left out:\n{loaded.left_out}")
         return Restored(step=found.place.step, metric=found.place.metric, extra=loaded.extra)
 
     def wait(self) -> None:

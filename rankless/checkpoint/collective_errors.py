@@ -39,7 +39,7 @@ class Agreement:
         self.notes: list[bytes] = []
 
     def __enter__(self) -> "Agreement":
-        self._mesh.come(f"rankless.save or load: to {self._doing}")
+        self._mesh.check_sync_point(f"rankless.save or load: to {self._doing}")
         return self
 
     def __exit__(

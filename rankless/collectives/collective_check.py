@@ -54,7 +54,13 @@ class CollectiveCheck:
     """One rank's side of the roll calls of some ranks that make the same collectives in the same order."""
 
     def __init__(
-        self, *, place: int, members: Sequence[Member], memory: mmap.mmap, path: str | None, say: Callable[[str], None]
+        self,
+        *,
+        place: int,
+        members: Sequence[Member],
+        memory: mmap.mmap,
+        path: str | None,
+        notify: Callable[[str], None],
     ) -> None:
         self._place = place
         self._members = members
@@ -62,7 +68,7 @@ class CollectiveCheck:
         self._words = memoryview(memory).cast("Q")
         self._place_bytes = len(memory) // (len(members) * PLACES)
         self._path = path
-        self._say = say
+        self._notify = notify
         self._number = 0
         self._is_symmetric = True
         self._others = [other for other in range(len(members)) if other != place]
@@ -115,7 +121,7 @@ class CollectiveCheck:
                 self._require_living()
             if waited - told > TELL_AFTER_SECONDS:
                 told = waited
-                self._say(f"{self._here()}: waiting for {self._names(self._missing())}, {waited:.0f} s")
+                self._notify(f"{self._here()}: waiting for {self._names(self._missing())}, {waited:.0f} s")
             if waited > timeout.total_seconds() and not self.all_came():
                 raise self._absent(f"no word from {self._names(self._missing())} in {waited:.1f} s")
         if self._path is not None:
@@ -214,7 +220,7 @@ class MeetingPoint:
     """A `torch.distributed.Store` of the group."""
     name: str
     timeout: timedelta
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
 
 
 def open_collective_check(point: MeetingPoint, *, place: int, ranks: Sequence[int]) -> CollectiveCheck | None:
@@ -234,7 +240,7 @@ def open_collective_check(point: MeetingPoint, *, place: int, ranks: Sequence[in
     if len({host for host, _, _ in told}) > 1 or not shared:
         if place == 0:
             why = "they are on several hosts" if shared else "they could get no shared memory"
-            point.say(f"that the ranks call the same collectives is not checked: {why}")
+            point.notify(f"that the ranks call the same collectives is not checked: {why}")
         return None
     with open(shared, "r+b") as file:
         memory = mmap.mmap(file.fileno(), memory_bytes)
@@ -242,7 +248,7 @@ def open_collective_check(point: MeetingPoint, *, place: int, ranks: Sequence[in
         Member(rank=rank, host=host, process_id=int(process_id))
         for rank, (host, process_id, _) in zip(ranks, told, strict=True)
     ]
-    return CollectiveCheck(place=place, members=members, memory=memory, path=path or None, say=point.say)
+    return CollectiveCheck(place=place, members=members, memory=memory, path=path or None, notify=point.notify)
 
 
 def told_by(point: MeetingPoint, key: str, rank: int) -> str:
@@ -253,7 +259,7 @@ def told_by(point: MeetingPoint, key: str, rank: int) -> str:
         now = time.monotonic()
         if now - told > TELL_AFTER_SECONDS:
             told = now
-            point.say(f"{caller_line()}: waiting for rank {rank} at the first collective, {now - start:.0f} s")
+            point.notify(f"{caller_line()}: waiting for rank {rank} at the first collective, {now - start:.0f} s")
         if now - start > point.timeout.total_seconds():
             raise CollectiveError(
                 expected="all ranks to come to their first collective",

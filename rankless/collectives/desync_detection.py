@@ -51,15 +51,15 @@ FIX_OF_VALUES = (
 class DesyncDetector:
     """One rank's side of the comparison: `come` at every event."""
 
-    def __init__(self, mesh: Mesh, *, say: Callable[[str], None]) -> None:
+    def __init__(self, mesh: Mesh, *, notify: Callable[[str], None]) -> None:
         self._mesh = mesh
-        self._say = say
+        self._notify = notify
         self._memory: mmap.mmap | None = None
         self._opened = False
         self._number = 0
         self._fence = threading.Lock()
 
-    def come(
+    def check_sync_point(
         self,
         text: str,
         *,
@@ -90,7 +90,7 @@ class DesyncDetector:
     def end(self) -> None:
         """The event of a script's end; nothing for a rank that never came to any other."""
         if self._memory is not None:
-            self.come(END)
+            self.check_sync_point(END)
 
     def _open(self) -> None:
         """Share memory: rank 0 makes a file, all map it, and its name goes at once."""
@@ -104,7 +104,7 @@ class DesyncDetector:
             shared = told[0][2]
             if len({host for host, _, _ in told}) > 1 or not shared:
                 why = "they are on several hosts" if shared else "they could get no shared memory"
-                self._say(f"that all ranks make the same calls in the same order is not checked: {why}")
+                self._notify(f"that all ranks make the same calls in the same order is not checked: {why}")
                 return
             with open(shared, "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), size)

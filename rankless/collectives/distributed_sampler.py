@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from rankless.collectives.process_groups import say
+from rankless.collectives.process_groups import notify
 from rankless.config import environment
 from rankless.errors import ConfigError
 from rankless.user_code import caller_line
@@ -105,7 +105,7 @@ class DistributedSampler(TorchSampler[int]):
 
     def _say_forgotten(self) -> None:
         if self.rank == 0 and not self.forgetting_is_said:
-            say(
+            notify(
                 f"{caller_line()}: a second pass in the order of the first, epoch {self.epoch}: call "
                 "sampler.set_epoch(epoch) before each pass over the loader, on every rank (said once)"
             )

@@ -15,7 +15,7 @@ from rankless.collectives.argument_checks import require_usable, text_of
 from rankless.collectives.call_signature import Call
 from rankless.collectives.checked_collectives import Awaited
 from rankless.collectives.collective_check import TELL_AFTER_SECONDS
-from rankless.collectives.process_groups import AnyGroup, Group, Lane, joined_group, say
+from rankless.collectives.process_groups import AnyGroup, Group, Lane, joined_group, notify
 from rankless.errors import CollectiveError, ConfigError
 from rankless.user_code import caller_line
 
@@ -166,7 +166,7 @@ def _first_lane(joined: Group, tag: int) -> Lane:
         now = time.monotonic()
         if now - told > TELL_AFTER_SECONDS:
             told = now
-            say(f"{caller_line()}: waiting for any rank to send, {now - start:.0f} s")
+            notify(f"{caller_line()}: waiting for any rank to send, {now - start:.0f} s")
         if now - start > joined.queues.timeout.total_seconds():
             raise CollectiveError(
                 expected=f"some rank to send to rank {joined.rank} with tag {tag}",

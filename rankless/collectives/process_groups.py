@@ -61,7 +61,7 @@ class Group:
                 store=self.torch.get_group_store(),
                 name=f"lane-{sender}-{receiver}-{tag}",
                 timeout=self.queues.timeout,
-                say=say,
+                notify=notify,
             )
             opening = partial(open_collective_check, point, place=int(self.rank == receiver), ranks=(sender, receiver))
             self.queues.lanes[name] = Queue(opening, self.queues.timeout)
@@ -134,7 +134,7 @@ def _new_queues(group: dist.ProcessGroup) -> Queues:
     rank, size, timeout = dist.get_rank(group), dist.get_world_size(group), _timeout_of(group)
     if size == 1:
         return Queues(Queue(lambda: None, timeout), {}, timeout, rank, size)
-    point = MeetingPoint(store=group.get_group_store(), name="collectives", timeout=timeout, say=say)
+    point = MeetingPoint(store=group.get_group_store(), name="collectives", timeout=timeout, notify=notify)
     opening = partial(open_collective_check, point, place=rank, ranks=range(size))
     return Queues(Queue(opening, timeout), {}, timeout, rank, size)
 
@@ -148,6 +148,6 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else default_pg_timeout
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """Tell whoever watches this process."""
     print(f"rankless: {text}", file=sys.stderr, flush=True)

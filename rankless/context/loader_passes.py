@@ -70,9 +70,9 @@ class Passes:
         """Tell this job of ends of passes from now on."""
         self._gathering.add(job)
 
-    def leave(self, say: Callable[[str], None]) -> None:
+    def leave(self, notify: Callable[[str], None]) -> None:
         """The script is over: say which calls were left without a step."""
         for job in list(self._gathering):
             waiting = job.waiting()
             if waiting is not None:
-                say(waiting)
+                notify(waiting)

@@ -32,7 +32,7 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
         )
     if world.once.doing is not None:
         return function()
-    world.mesh.come(f"rankless.once({name})")
+    world.mesh.check_sync_point(f"rankless.once({name})")
     if world.mesh.rank != 0:
         received: Result = _answer_of(broadcast_bytes(b"", mesh=world.mesh), name)
         return received

@@ -31,8 +31,8 @@ class World:
     """
 
     mesh: Mesh
-    say: Callable[[str], None]
-    record: Callable[[AnyRecord], None]
+    notify: Callable[[str], None]
+    send_record: Callable[[AnyRecord], None]
     recorder: JobRecorder | None = None
     perturbation_seed: int | None = None
     dtype: torch.dtype | None = None

@@ -65,12 +65,12 @@ class Loader:
             )
             self.epoch += 1
         elif self._order.options.num_workers > 0 and current.seed is None and not self._order.streams:
-            world.say(
+            world.notify(
                 "the rest of the interrupted epoch has the right samples in the right order; random numbers that they "
                 'draw in reader processes are drawn anew (reading="split" gives the same ones)'
             )
         self._pass = current
-        world.mesh.come(f"pass {current.number + 1} of a loader of {type(self.dataset).__name__}")
+        world.mesh.check_sync_point(f"pass {current.number + 1} of a loader of {type(self.dataset).__name__}")
         # Not inside the generator below: DataLoader draws its base seed when iteration begins.
         return self._hand_out(self._source.begin(current, world, stream_state=stream_state), current, world)
 
@@ -110,9 +110,9 @@ class Loader:
         require_not_in_once(world, "a pass over a loader")
         if self._notice is not None:
             return
-        self._notice = GatherNotice(world.say, world=world)
+        self._notice = GatherNotice(world.notify, world=world)
         if self.options.pin_memory and not torch.accelerator.is_available():
-            world.say("pin_memory=True does nothing here: there is no accelerator to copy to")
+            world.notify("pin_memory=True does nothing here: there is no accelerator to copy to")
 
     def _hand_out(self, reads: Iterator[BatchRead], current: Pass, world: World) -> Iterator[Any]:
         meter, turn = world.meter, world.passes.begin(batches=self._steps_left(current))

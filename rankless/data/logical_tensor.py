@@ -22,7 +22,7 @@ from rankless.context.world import World
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Shard
-from rankless.records.events import Said
+from rankless.records.events import Notice
 from rankless.user_code import caller_line
 
 WAIT_SECONDS = 5.0
@@ -89,8 +89,8 @@ class GatherNotice:
     With a `world` it also knows when the other ranks will not come, and says for whom this one waits.
     """
 
-    def __init__(self, say: Callable[[str], None], *, world: World | None = None) -> None:
-        self._say = say
+    def __init__(self, notify: Callable[[str], None], *, world: World | None = None) -> None:
+        self._notify = notify
         self._given = False
         self._world = world
 
@@ -100,7 +100,7 @@ class GatherNotice:
             return
         self._given = True
         name = resolve_name(operation) or getattr(operation, "__name__", str(operation))
-        self._say(
+        self._notify(
             f"{caller_line()}: {name} outside a job gathers the whole batch on every rank, here and "
             "wherever else it is done; inside a job nothing is gathered"
         )
@@ -111,7 +111,7 @@ class GatherNotice:
         if self._world is None:
             yield
             return
-        rank, record = self._world.mesh.rank, self._world.record
+        rank, record = self._world.mesh.rank, self._world.send_record
         require_not_in_once(self._world, f"an operation on a whole batch at {where}")
 
         def complain() -> None:
@@ -119,7 +119,7 @@ class GatherNotice:
                 f"rank {rank} has waited {WAIT_SECONDS:.0f} s at {where} for the other ranks to come to the same "
                 "operation on a whole batch: do it on every rank, and print its result on one"
             )
-            record(Said(rank=rank, time_ns=time.monotonic_ns(), text=text))
+            record(Notice(rank=rank, time_ns=time.monotonic_ns(), text=text))
 
         timer = threading.Timer(WAIT_SECONDS, complain)
         timer.daemon = True
@@ -187,7 +187,7 @@ class LogicalTensor(Tensor):
         if self._whole is None:
             where = caller_line()
             with self._notice.waiting(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                self.mesh.come(
+                self.mesh.check_sync_point(
                     f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
                     names=lambda: ["batch, and the same part of it,"],
                     digests=[self.identity],

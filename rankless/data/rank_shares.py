@@ -58,7 +58,7 @@ class Share:
     """What decides which samples come, in words."""
 
 
-def share_of(loader: Any, *, most_batches: int | None, say: Callable[[str], None]) -> Share:
+def share_of(loader: Any, *, most_batches: int | None, notify: Callable[[str], None]) -> Share:
     """What this rank gets from a loader, a sampler or any iterable of batches. Raises ConfigError for what is none."""
     if isinstance(loader, Loader):
         return _whole(loader)
@@ -66,7 +66,7 @@ def share_of(loader: Any, *, most_batches: int | None, say: Callable[[str], None
     _require_repeatable([loader, getattr(loader, "dataset", None), *_chain(source)])
     if source is not None:
         return _by_indices(loader, source, most_batches)
-    return share_by_rows(loader, most_batches=most_batches, say=say)
+    return share_by_rows(loader, most_batches=most_batches, notify=notify)
 
 
 def _require_repeatable(parts: Iterable[Any]) -> None:
@@ -144,7 +144,7 @@ def _by_indices(loader: Any, source: Any, most_batches: int | None) -> Share:
     )
 
 
-def share_by_rows(loader: Any, *, most_batches: int | None, say: Callable[[str], None]) -> Share:
+def share_by_rows(loader: Any, *, most_batches: int | None, notify: Callable[[str], None]) -> Share:
     """What this rank gets, by what the rows of its batches hold: reads them."""
     dataset = getattr(loader, "dataset", None)
     once_more = loader
@@ -156,7 +156,7 @@ def share_by_rows(loader: Any, *, most_batches: int | None, say: Callable[[str],
     batches: list[int] = []
     with _unchanged([loader, dataset], getattr(loader, "generator", None)):
         found = iter(once_more)
-        for batch in _telling(islice(found, most_batches), say):
+        for batch in _telling(islice(found, most_batches), notify):
             digests = _row_digests(batch)
             rows += [_number(digest) for digest in digests]
             batches.append(_number(b"".join(digests)))
@@ -194,14 +194,14 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
-def _telling(batches: Iterator[Any], say: Callable[[str], None]) -> Iterator[Any]:
+def _telling(batches: Iterator[Any], notify: Callable[[str], None]) -> Iterator[Any]:
     """The batches; that this takes long is said once."""
     start, told = time.monotonic(), False
     for number, batch in enumerate(batches, start=1):
         yield batch
         if not told and time.monotonic() - start > _TELL_AFTER_SECONDS:
             told = True
-            say(f"check_shards reads the whole pass, {number} batches so far; batches= looks at the first ones only")
+            notify(f"check_shards reads the whole pass, {number} batches so far; batches= looks at the first ones only")
 
 
 def _chain(source: Any) -> list[Any]:

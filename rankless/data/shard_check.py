@@ -45,7 +45,7 @@ class ShardsWanted:
     """How many of each rank's batches are looked at; None for all."""
 
 
-def require_shards(loader: Any, wanted: ShardsWanted, *, mesh: Mesh, say: Callable[[str], None]) -> None:
+def require_shards(loader: Any, wanted: ShardsWanted, *, mesh: Mesh, notify: Callable[[str], None]) -> None:
     """Raise `RanksDiverged` on every rank unless the data is divided among them."""
     joined = joined_group(None)
     assert joined is not None
@@ -56,20 +56,20 @@ def require_shards(loader: Any, wanted: ShardsWanted, *, mesh: Mesh, say: Callab
                 found=f"batches={wanted.batches}",
                 fix="leave it away, or say how many of each rank's batches to look at",
             )
-        share = share_of(loader, most_batches=wanted.batches, say=say)
+        share = share_of(loader, most_batches=wanted.batches, notify=notify)
     shares: list[Share] = _from_all(share, mesh)
     _require_one_kind(shares)
-    if share.kind == "indices" and not _are_of_one_data_set(loader, shares, mesh, say):
+    if share.kind == "indices" and not _are_of_one_data_set(loader, shares, mesh, notify):
         if source_of(loader) is loader:
             return  # a sampler alone: there is nothing to read
-        share = share_by_rows(loader, most_batches=wanted.batches, say=say)
+        share = share_by_rows(loader, most_batches=wanted.batches, notify=notify)
         shares = _from_all(share, mesh)
     if share.kind == "whole":
         _require_whole(shares)
     elif share.kind == "rows":
-        _require_other_rows(shares, say)
+        _require_other_rows(shares, notify)
     else:
-        _require_other_indices(shares, say)
+        _require_other_indices(shares, notify)
         if wanted.all_samples:
             _require_all(shares)
     if wanted.even:
@@ -82,7 +82,7 @@ def _from_all(mine: Any, mesh: Mesh) -> list[Any]:
     return told
 
 
-def _are_of_one_data_set(loader: Any, shares: Sequence[Share], mesh: Mesh, say: Callable[[str], None]) -> bool:
+def _are_of_one_data_set(loader: Any, shares: Sequence[Share], mesh: Mesh, notify: Callable[[str], None]) -> bool:
     """Whether an index means the same sample on every rank. Collective; reads a few samples."""
     if any(share.samples != shares[0].samples for share in shares):
         return False
@@ -99,7 +99,7 @@ def _are_of_one_data_set(loader: Any, shares: Sequence[Share], mesh: Mesh, say: 
     ]
     if differing and not len(shared):
         rank, place = differing[0]
-        say(
+        notify(
             f"index {probes[place]} of the data set holds another sample on rank {rank} than on rank 0: ranks that "
             "divide indices may then have the same samples (sort lists of files, and read them alike on every rank)"
         )
@@ -142,7 +142,7 @@ def _require_whole(shares: Sequence[Share]) -> None:
         )
 
 
-def _require_other_indices(shares: Sequence[Share], say: Callable[[str], None]) -> None:
+def _require_other_indices(shares: Sequence[Share], notify: Callable[[str], None]) -> None:
     own = [numpy.unique(share.keys) for share in shares]
     if any(len(unique) < len(share.keys) for unique, share in zip(own, shares, strict=True)):
         _require_other_draws(shares)
@@ -153,7 +153,7 @@ def _require_other_indices(shares: Sequence[Share], say: Callable[[str], None]) 
         return
     extra, total = int((counts - 1).sum()), shares[0].samples or len(keys)
     if _is_padding(shares, repeated, extra):
-        say(
+        notify(
             f"{extra} of {total} samples come twice, by padding: pass drop_last=True to the sampler, or use "
             "rankless.collectives.DistributedSampler, which repeats none"
         )
@@ -210,7 +210,7 @@ def _require_all(shares: Sequence[Share]) -> None:
         )
 
 
-def _require_other_rows(shares: Sequence[Share], say: Callable[[str], None]) -> None:
+def _require_other_rows(shares: Sequence[Share], notify: Callable[[str], None]) -> None:
     """As for indices, by what rows hold; by whole batches, where a rank's own rows are often equal."""
     often_equal = any(len(numpy.unique(share.keys)) < (1 - FAULTY_PART) * len(share.keys) for share in shares)
     what = "batches" if often_equal else "samples"
@@ -228,7 +228,7 @@ def _require_other_rows(shares: Sequence[Share], say: Callable[[str], None]) -> 
     if max(parts) >= FAULTY_PART:
         raise RanksDiverged(expected=OTHER_SAMPLES, found=told, fix=FIX_OF_STREAMS)
     if equal:
-        say(f"{told}. They are equal samples in the data, or shards that overlap")
+        notify(f"{told}. They are equal samples in the data, or shards that overlap")
 
 
 def _require_even(shares: Sequence[Share]) -> None:

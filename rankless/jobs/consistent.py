@@ -87,12 +87,12 @@ class Consistent:
         job, mesh = self._job, self._world.mesh
         is_first = self._calls == 1
         changed = not is_first and self._world.watch.changed(self._tensors)
-        if mesh.meeting is not None:
+        if mesh.desync_detector is not None:
             arguments = call.arguments
             program = 0 if call.known is None else call.known.number
             drawn = [generator_digest()] if self._draws else []
             stale = call.stale() if call.known is None else None
-            mesh.come(
+            mesh.check_sync_point(
                 call_text(job.name, self._calls, arguments) + (CHANGED if changed else ""),
                 names=lambda: [READ, *([GENERATOR] if drawn else []), *names_of(job.function, arguments)],
                 digests=[program, *drawn, *digests_of(arguments.tensors)],

@@ -77,7 +77,9 @@ class Mirrored:
         """Make sure that all ranks make this call; at the first, that their models are alike."""
         self._calls += 1
         mesh = self._world.mesh
-        mesh.come(f"call {self._calls} of job {self._job.name!r}, in the mirrored view, on {elements} devices")
+        mesh.check_sync_point(
+            f"call {self._calls} of job {self._job.name!r}, in the mirrored view, on {elements} devices"
+        )
         if self._calls == 1:
             equalise(self._job, self._world, when="at the first call")
         every = self._job.check_every

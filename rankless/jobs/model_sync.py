@@ -36,7 +36,7 @@ def equalise(job: JobDefinition, world: World, *, when: str) -> None:
     for _, tensor in sorted(named_tensors(job.modules).items()):
         with torch.no_grad():
             broadcast(tensor, mesh=world.mesh)
-    world.say(
+    world.notify(
         f"{job.line}: the models of job {job.name!r} differed between ranks {when} ({listed(parted)}); "
         "all now have rank 0's"
     )

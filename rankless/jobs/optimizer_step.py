@@ -93,7 +93,7 @@ class Stepper:
             self._calls_in_pass += 1
             return
         if self._pass is not None and self._group.calls:
-            self._world.say(
+            self._world.notify(
                 f"{self._job.line}: the loop over a loader was left with {self._group.calls} of "
                 f"{self._job.stepping.accumulate} calls of job {self._job.name!r} gathered; they go into the next "
                 f"step. Call {self._job.name}.flush() after the loop to make a step of them"

@@ -100,7 +100,7 @@ class ProgramCache:
         self._world = world
         self._changed = changed
         self._kinds: dict[Hashable, KindOfCall] = {}
-        self._numbers = VaryingNumbers(job, world.say)
+        self._numbers = VaryingNumbers(job, world.notify)
         self._memory = GradientMemory()
         self._recaptures: dict[str, int] = {}
         self._captures = 0
@@ -143,7 +143,7 @@ class ProgramCache:
             return
         count = self._recaptures[stale.label] = self._recaptures.get(stale.label, 0) + 1
         if count == TOLD_AT:
-            self._world.say(
+            self._world.notify(
                 f"{self._job.line}: job {self._job.name!r} has been captured {count} times again because {stale.label} "
                 "changes (right, but slow); pass it as a tensor argument"
             )
@@ -206,7 +206,7 @@ class ProgramCache:
         kind.varying.append(prepared)
         del kind.varying[:-KEPT]
         if sum(known.is_right for known in kind.varying) == MANY_PROGRAMS:
-            self._world.say(
+            self._world.notify(
                 f"{fixing_line(sizes) or self._job.line}: what job {self._job.name!r} computes depends on the sizes of "
                 f"its arguments, so it has been captured {MANY_PROGRAMS} times for sizes that vary, and will be again"
             )
@@ -225,7 +225,7 @@ class ProgramCache:
         failed = next((answer.failure for answer in answers if answer.failure), None)
         if failed is None:
             return [text for answer in answers for text in answer.conditions]
-        self._world.say(
+        self._world.notify(
             f"{failed}; so job {self._job.name!r} is captured anew for every shape of its arguments (right, but each "
             "costs a capture; pad to a few lengths, or compute with x.shape and x.size() in place of numbers)"
         )
@@ -252,13 +252,13 @@ class ProgramCache:
     def _tell(self, local: LocalProgram, captured: Captured) -> None:
         """Say once which operators no rule covers and what is lost, and show the program to whoever asked for it."""
         if captured.printed is not None:
-            self._world.say(
+            self._world.notify(
                 f"{captured.printed}: what job {self._job.name!r} prints or logs comes only while it is captured"
             )
         if self._world.programs is not None:
             self._world.programs.record(self._job, local)
         for node in local.placed.ruleless:
-            self._world.say(
+            self._world.notify(
                 f"{node.meta.get('line', '')}: no rule to split {node.target} yet; in job {self._job.name!r} it is "
                 "gathered and computed whole on every rank (right, but not faster with more workers)"
             )

@@ -13,9 +13,9 @@ DISTINCT = 3
 class VaryingNumbers:
     """Tells the user, once, of an argument whose numbers make the job be captured again and again."""
 
-    def __init__(self, job: JobDefinition, say: Callable[[str], None]) -> None:
+    def __init__(self, job: JobDefinition, notify: Callable[[str], None]) -> None:
         self._job = job
-        self._say = say
+        self._notify = notify
         self._values: dict[Hashable, list[set[Any]]] = {}
 
     def note(self, arguments: Arguments) -> None:
@@ -27,7 +27,7 @@ class VaryingNumbers:
             known.add(value)
             if len(known) == DISTINCT:
                 name = leaf_names(self._job.function, arguments)[place]
-                self._say(
+                self._notify(
                     f"{self._job.line}: job {self._job.name!r} is captured anew for each number that {name!r} is, "
                     f"{value!r} now (right, but slow); if it changes often pass a tensor: torch.tensor({value!r})"
                 )

@@ -26,7 +26,7 @@ from rankless.launch.supervisor.supervisor import Outcome, Watch
 from rankless.launch.watchdog.watchdog import HangWatch, Scene, open_pages
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launch.worker_output import Terminal, Write, writer_to
-from rankless.records.events import AnyRecord, FileOpened, Said
+from rankless.records.events import AnyRecord, FileOpened, Notice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class Run:
             text = None
             if isinstance(record, FileOpened) and job.start.host_of(record.rank) == job.place:
                 text = files.notice(record)
-            elif isinstance(record, Said):
+            elif isinstance(record, Notice):
                 text = record.text
             if text is not None and text not in said and job.place == 0:
                 said.add(text)

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 
-class Meeting(Protocol):
+class SyncPointChecker(Protocol):
     """What tells ranks that have parted: see `collectives.desync_detection`."""
 
-    def come(
+    def check_sync_point(
         self,
         text: str,
         *,
@@ -38,9 +38,9 @@ class Mesh:
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    meeting: Meeting | None = None
+    desync_detector: SyncPointChecker | None = None
 
-    def come(
+    def check_sync_point(
         self,
         text: str,
         *,
@@ -51,8 +51,8 @@ class Mesh:
         """Say that this rank has come to a place where all ranks must meet; raises `RanksDiverged` if another is not
         there. `digests` are of what must be equal, `names` gives their names, and `remark` says more of this rank.
         """
-        if self.meeting is not None:
-            self.meeting.come(text, names=names, digests=digests, remark=remark)
+        if self.desync_detector is not None:
+            self.desync_detector.check_sync_point(text, names=names, digests=digests, remark=remark)
 
     @staticmethod
     def solo(device: torch.device | str = "cpu") -> "Mesh":

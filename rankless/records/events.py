@@ -30,7 +30,7 @@ class Raised(Record, frozen=True, tag="raised"):
     traceback: str
 
 
-class Leaving(Record, frozen=True, tag="leaving"):
+class GroupTeardown(Record, frozen=True, tag="group_teardown"):
     """A worker's script destroys its process groups and goes on: peers may now lose their connection.
 
     The texts are those of the exception that is on its way, as in a `finally`; empty without one.
@@ -41,7 +41,7 @@ class Leaving(Record, frozen=True, tag="leaving"):
     traceback: str = ""
 
 
-class Left(Record, frozen=True, tag="left"):
+class ScriptFinished(Record, frozen=True, tag="script_finished"):
     """A worker's script is over, to exit with `exit_code`. Sent before its groups are destroyed."""
 
     exit_code: int
@@ -68,7 +68,7 @@ class Progress(Record, frozen=True, tag="progress"):
     last_of_epoch: bool = False
 
 
-class Said(Record, frozen=True, tag="said"):
+class Notice(Record, frozen=True, tag="notice"):
     """A notice for the user (an operator gathered for lack of a rule, say), meant to be shown once."""
 
     text: str
@@ -90,7 +90,7 @@ class HostLost(Record, frozen=True, tag="host_lost"):
     how: str
 
 
-class HostToldToEnd(Record, frozen=True, tag="host_told_to_end"):
+class HostInterrupted(Record, frozen=True, tag="host_interrupted"):
     """A signal has told another host's agent to end; `rank` is its first."""
 
     host: str
@@ -103,7 +103,7 @@ or held by a debugger. `moves`: what was told of it before is over.
 """
 
 
-class Where(Record, frozen=True, tag="where"):
+class RankStatus(Record, frozen=True, tag="rank_status"):
     """Where a rank is, told by its host's agent when some rank there has stood still for long, or host 0 asks."""
 
     state: RankState
@@ -124,7 +124,7 @@ class Where(Record, frozen=True, tag="where"):
     """Told because host 0 has asked: no news of its own."""
 
 
-class Stuck(Record, frozen=True, tag="stuck"):
+class HangDetected(Record, frozen=True, tag="hang_detected"):
     """The job is to be ended, because this rank does not come to where others wait for it."""
 
     headline: str
@@ -132,5 +132,16 @@ class Stuck(Record, frozen=True, tag="stuck"):
 
 
 AnyRecord = (
-    Started | Raised | Leaving | Left | Exited | Progress | Said | FileOpened | HostLost | HostToldToEnd | Where | Stuck
+    Started
+    | Raised
+    | GroupTeardown
+    | ScriptFinished
+    | Exited
+    | Progress
+    | Notice
+    | FileOpened
+    | HostLost
+    | HostInterrupted
+    | RankStatus
+    | HangDetected
 )

@@ -27,7 +27,7 @@ import msgspec
 from rankless.config.run_config import HostConfig, WorkerLaunch
 from rankless.config.script_source import names_horovod, names_rankless
 from rankless.records.channel import send_record
-from rankless.records.events import Exited, Said, Started
+from rankless.records.events import Exited, Notice, Started
 from rankless.runtime.connections import cut_connections
 from rankless.runtime.fast_exit import Ending
 from rankless.runtime.hooks.horovod_imports import are_ours_so_far
@@ -70,7 +70,7 @@ def main(ending: Ending) -> Callable[[], None] | None:
     with_horovod = names_horovod(config.program) and are_ours_so_far()
     warm = config.warm and import_torch(with_jobs=names_rankless(config.program), with_horovod=with_horovod)
     if config.warm and not warm:
-        _say(config, "the workers start as plain processes, because torch is not there or has started threads")
+        _notify(config, "the workers start as plain processes, because torch is not there or has started threads")
     return lead(config, ending=ending, warm=warm, cores=cores)
 
 
@@ -263,6 +263,6 @@ class Guard:
         send_record(record, descriptor=self._config.records_descriptor)
 
 
-def _say(config: HostConfig, text: str) -> None:
-    record = Said(rank=0, time_ns=time.monotonic_ns(), text=text)
+def _notify(config: HostConfig, text: str) -> None:
+    record = Notice(rank=0, time_ns=time.monotonic_ns(), text=text)
     send_record(record, descriptor=config.records_descriptor)

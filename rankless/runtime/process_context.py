@@ -25,7 +25,7 @@ from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.program_records import ProgramRecorder
 from rankless.parallel.mesh import Mesh
 from rankless.records.channel import send_record
-from rankless.records.events import AnyRecord, Said
+from rankless.records.events import AnyRecord, Notice
 from rankless.runtime.rendezvous.address import Invitation
 from rankless.runtime.rendezvous.file import meet_at_file
 from rankless.runtime.rendezvous.job_store import JOINING_SECONDS, STORE_TIMEOUT, Place, invitation_from, say_alone
@@ -66,12 +66,12 @@ class Runtime:
         self._said: set[str] = set()
         self._end_group = end_group
         self._left = False
-        self._meeting = DesyncDetector(mesh, say=self.say) if mesh.size > 1 else None
+        self._desync_detector = DesyncDetector(mesh, notify=self.notify) if mesh.size > 1 else None
         self._has_agent = config is not None
         self.world = World(
-            mesh=replace(mesh, meeting=self._meeting),
-            say=self.say,
-            record=up,
+            mesh=replace(mesh, desync_detector=self._desync_detector),
+            notify=self.notify,
+            send_record=up,
             **({} if config is None else self._watched(config)),
             meter=ProgressMeter(rank=mesh.rank, record=up) if progress and mesh.rank == 0 else None,
         )
@@ -101,11 +101,11 @@ class Runtime:
         if self.world.programs is not None:
             self.world.programs.finish(surveyed(()).jobs)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Tell the user something, once; the ranks say the same things, so rank 0 speaks for all."""
         if self._rank == 0 and text not in self._said:
             self._said.add(text)
-            self._up(Said(rank=0, time_ns=time.monotonic_ns(), text=text))
+            self._up(Notice(rank=0, time_ns=time.monotonic_ns(), text=text))
 
     def finish(self) -> None:
         """At the end of a script that did not fail: wait for a save in the background.
@@ -114,8 +114,8 @@ class Runtime:
         ranks still wait for this one.
         """
         self.saver.join()
-        if self._meeting is not None:
-            meeting, self._meeting = self._meeting, None
+        if self._desync_detector is not None:
+            meeting, self._desync_detector = self._desync_detector, None
             meeting.end()
 
     def leave(self) -> None:
@@ -124,7 +124,7 @@ class Runtime:
             return
         self._left = True
         atexit.unregister(self.leave)  # or the interpreter would keep all this, and the store with it, to its end
-        self.world.passes.leave(self.say)
+        self.world.passes.leave(self.notify)
         if not self._has_agent and not hasattr(sys, "last_value"):
             self._finish_or_fail()
         if (failure := self.saver.close()) is not None:
@@ -206,7 +206,7 @@ def _join_as_worker(config: WorkerConfig, place: Callable[[], Place], again: boo
 
     def up(record: AnyRecord) -> None:
         if descriptor is not None:
-            send_record(record, descriptor=descriptor, patient=isinstance(record, Said))
+            send_record(record, descriptor=descriptor, patient=isinstance(record, Notice))
 
     mesh = _mesh_of_world(device)
     runtime = Runtime(
@@ -327,7 +327,7 @@ def _invitation_of(config: WorkerConfig) -> Invitation:
 def _begin_alike(mesh: Mesh, runtime: Runtime) -> None:
     """Have all generators go on from rank 0's seed, and say so, if they have begun apart."""
     if not _seeded_alike(mesh):
-        runtime.say(
+        runtime.notify(
             "the ranks' random generators started from different seeds; from here on all go on from rank 0's "
             "(models made before get rank 0's values at a job's first call)"
         )

@@ -18,7 +18,7 @@ from rankless.config import environment
 from rankless.config.horovod_variables import ADDRESS
 from rankless.config.run_config import HostConfig, Program, WorkerConfig, WorkerLaunch
 from rankless.records.channel import send_record
-from rankless.records.events import AnyRecord, Leaving, Left, Raised, Said
+from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished
 from rankless.runtime.fast_exit import Ending
 from rankless.runtime.hooks import horovod_imports
 from rankless.runtime.hooks.file_writes import FileWatch
@@ -92,7 +92,7 @@ class WorkerProcess:
             self._files.begin()
         exit_code = self._run_program(program)
         self._ending.remember(exit_code)
-        self._send(Left(rank=self._config.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
+        self._send(ScriptFinished(rank=self._config.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -111,7 +111,7 @@ class WorkerProcess:
     def tell_loss(self, reason: str) -> None:
         """Tell the user that a log file has lost lines."""
         rank, log_file = self._config.rank, self._config.log_file
-        self._say(f"rank {rank}'s output is lost from here on, training goes on ({reason}: {log_file})")
+        self._notify(f"rank {rank}'s output is lost from here on, training goes on ({reason}: {log_file})")
 
     def _run_program(self, program: Callable[[], None]) -> int:
         try:
@@ -131,7 +131,7 @@ class WorkerProcess:
     def _before_leaving(self, error: BaseException | None) -> None:
         rank, now = self._config.rank, time.monotonic_ns()
         texts = {} if error is None or isinstance(error, SystemExit) else _texts(error)
-        self._send(Leaving(rank=rank, time_ns=now, **texts))
+        self._send(GroupTeardown(rank=rank, time_ns=now, **texts))
 
     def _set_up_torch(self, *, late: bool) -> None:
         # Torch has imported numpy, so numpy must be seeded too, though the script has not named it.
@@ -152,17 +152,17 @@ class WorkerProcess:
             self._watch_for_slips()
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._config.rank == 0:
-            self._say(
+            self._notify(
                 f"{', '.join(names)} came too late: torch was imported before the script set it; "
                 "to have it honoured use `rankless run --no-warm`, or `rankless torchrun --start-method spawn`"
             )
 
     def _watch_for_slips(self) -> None:
         """Notice what scripts of torch.distributed forget; all ranks run one script, so rank 0's eyes are enough."""
-        importlib.import_module("rankless.runtime.hooks.sampler_epochs").watch_samplers(self._say)
+        importlib.import_module("rankless.runtime.hooks.sampler_epochs").watch_samplers(self._notify)
         if self._config.world_size > 1:
             multiprocessing = importlib.import_module("torch.multiprocessing")
-            watch_spawning(multiprocessing, self._say, world_size=self._config.world_size)
+            watch_spawning(multiprocessing, self._notify, world_size=self._config.world_size)
 
     def _tell_of_real_horovod(self, file: str) -> None:
         # horovodrun serves such a one, and says itself that it does not in an elastic job.
@@ -171,7 +171,7 @@ class WorkerProcess:
             and self._config.world_size > 1
             and environment.horovod_variables().keys().isdisjoint({ADDRESS, "ELASTIC"})
         ):
-            self._say(
+            self._notify(
                 f"`import horovod.torch` is the one installed, {file}: here it is alone in each of the "
                 f"{self._config.world_size} processes, and they train apart; RANKLESS_HOROVOD=1 takes Rankless's, and "
                 "under `rankless horovodrun` with RANKLESS_HOROVOD=0 the ranks of the installed one meet"
@@ -180,8 +180,8 @@ class WorkerProcess:
     def _set_up_numpy(self) -> None:
         importlib.import_module("rankless.runtime.hooks.numpy_settings").seed(self._config.seed)
 
-    def _say(self, text: str) -> None:
-        self._send(Said(rank=self._config.rank, time_ns=time.monotonic_ns(), text=text))
+    def _notify(self, text: str) -> None:
+        self._send(Notice(rank=self._config.rank, time_ns=time.monotonic_ns(), text=text))
 
     def _send(self, record: AnyRecord) -> None:
         # A fork that the script made has inherited all this, but its end is not the worker's.

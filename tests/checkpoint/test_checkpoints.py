@@ -20,8 +20,8 @@ from rankless.errors import CheckpointError
 def row(folder, mesh=SOLO, said=None, background=False, layout="whole", **keeping):
     saver = Saver(mesh=mesh)
     options = SaveOptions(background=background, layout=layout)
-    say = [].append if said is None else said.append
-    return Checkpoints(folder, keeping=Keeping(**keeping), options=options, saver=lambda: saver, say=say)
+    notify = [].append if said is None else said.append
+    return Checkpoints(folder, keeping=Keeping(**keeping), options=options, saver=lambda: saver, notify=notify)
 
 
 def save_metrics(checkpoints, metrics, start=1):

@@ -76,7 +76,7 @@ def test_a_disk_that_fills_under_a_sharded_save_is_told_on_every_rank(small_disk
 def test_a_row_on_a_disk_that_fills_keeps_what_it_has(small_disk):
     saver = Saver(mesh=Mesh.solo())
     keeping, options = Keeping(keep_last=1), SaveOptions()
-    checkpoints = Checkpoints(small_disk / "a", keeping=keeping, options=options, saver=lambda: saver, say=print)
+    checkpoints = Checkpoints(small_disk / "a", keeping=keeping, options=options, saver=lambda: saver, notify=print)
     checkpoints.save(1, number=Number(1))
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.save(2, large=large(SMALL_DISK_BYTES))

@@ -13,12 +13,12 @@ UNLIKE = (1, 3)
 SAME = [("call 1 of job 'train'", (1, 2))] * 3
 
 
-def come(mesh, steps):
+def check_sync_points(mesh, steps):
     """What a rank that comes to `steps[rank]` in turn meets with: an error's text, or the notices said."""
     said: list[str] = []
-    lockstep = DesyncDetector(mesh, say=said.append)
-    met = replace(mesh, meeting=lockstep)
-    met.come("the start")
+    lockstep = DesyncDetector(mesh, notify=said.append)
+    met = replace(mesh, desync_detector=lockstep)
+    met.check_sync_point("the start")
     outcome = ""
     for text, digests in steps[mesh.rank]:
         try:
@@ -26,7 +26,7 @@ def come(mesh, steps):
                 lockstep.end()
             else:
                 remark = f"the step is {mesh.rank}" if digests == UNLIKE else ""
-                met.come(text, names=lambda: ["images", "labels"], digests=digests, remark=remark)
+                met.check_sync_point(text, names=lambda: ["images", "labels"], digests=digests, remark=remark)
         except RanksDiverged as error:
             outcome = str(error)
             break
@@ -35,13 +35,13 @@ def come(mesh, steps):
 
 
 def outcomes(steps):
-    return [outcome for outcome, _ in on_mesh(len(steps), come, steps)]
+    return [outcome for outcome, _ in on_mesh(len(steps), check_sync_points, steps)]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_make_the_same_calls_hear_nothing(size):
     steps = [[(f"call {number} of job 'train'", (number, 7)) for number in range(3 * SLOTS)] + [("end", ())]] * size
-    assert on_mesh(size, come, steps) == [("", [])] * size
+    assert on_mesh(size, check_sync_points, steps) == [("", [])] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -86,11 +86,11 @@ def test_a_difference_at_the_end_of_a_long_text_is_found_by_its_digest():
 
 def without_memory(mesh):
     said: list[str] = []
-    lockstep = DesyncDetector(mesh, say=said.append)
+    lockstep = DesyncDetector(mesh, notify=said.append)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.mkstemp", full)
         for number in range(3):
-            lockstep.come(f"call {number} on rank {mesh.rank}")
+            lockstep.check_sync_point(f"call {number} on rank {mesh.rank}")
     barrier(mesh)
     return said
 

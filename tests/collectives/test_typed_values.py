@@ -109,7 +109,7 @@ def test_a_class_that_the_others_could_not_find_is_refused():
 
 
 def world_of(mesh: Mesh) -> World:
-    return World(mesh=mesh, say=print, record=print)
+    return World(mesh=mesh, notify=print, send_record=print)
 
 
 def on_rank_zero(mesh: Mesh) -> list[Any]:

@@ -128,7 +128,7 @@ def run_plainly(trap: Trap) -> list[Call]:
 def run_captured(mesh: Mesh, trap: Trap) -> list[Call]:
     """The same script as a job on a mesh; on a mesh of one it is captured nevertheless."""
     script, optimizer = started(trap)
-    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
     if mesh.size == 1:
         job._view = Consistent(job.definition, world)

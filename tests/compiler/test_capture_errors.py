@@ -18,7 +18,7 @@ from rankless.parallel.mesh import Mesh
 def called(function, model, *arguments):
     """What the captured train job gives for a batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
     job = make_job(function, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
     return Consistent(job.definition, world).run(taken_apart(arguments, {}, torch.device("cpu")))
 

@@ -209,7 +209,7 @@ def test_a_changed_value_captures_exactly_once_and_an_unchanged_one_never(monkey
     def job(features):
         return model(features) * scale
 
-    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
     definition = make_job(job, model=model, optimizer=None, view="consistent", world=lambda: world).definition
     view, arguments = Consistent(definition, world), taken_apart((torch.ones(2, 3),), {}, torch.device("cpu"))
     wanted = job(arguments.tensors[0]).detach()

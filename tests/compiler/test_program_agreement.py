@@ -30,7 +30,7 @@ def model_of(seed: int) -> nn.Linear:
 
 
 def job_on(mesh: Mesh, model: nn.Module, function: Callable[..., Tensor], said: list[str]) -> Job[..., Tensor]:
-    world = World(mesh=mesh, say=said.append, record=lambda _: None)
+    world = World(mesh=mesh, notify=said.append, send_record=lambda _: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return make_job(function, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
 

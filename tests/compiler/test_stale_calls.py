@@ -32,7 +32,7 @@ def test_the_job_is_refused_with_what_was_found_and_the_line(trap: Trap):
 @pytest.mark.parametrize("trap", PARTS, ids=str)
 def test_parts_of_the_step_are_refused_on_one_device_too(trap: Trap):
     script, optimizer = started(trap)
-    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
     job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
     with pytest.raises(CaptureError) as raised:
         job(*script.batches[0])

@@ -69,7 +69,7 @@ def edited(mesh: Mesh | None) -> list[dict[str, Tensor]]:
         return F.cross_entropy(model(features) + more(features)[:, :4], labels)
 
     if mesh is not None:
-        world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+        world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
         modules = {"model": model, "more": more}
         train = make_job(loss, model=modules, optimizer=optimizer, view="consistent", world=lambda: world)
     states = []

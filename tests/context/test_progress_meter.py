@@ -25,7 +25,7 @@ class Script:
         self.meter = ProgressMeter(rank=0, record=self.records.append, clock=lambda: self.nanoseconds)
 
     def loader(self, **options: Any) -> Loader:
-        world = World(mesh=Mesh.solo(), say=print, record=print, meter=self.meter)
+        world = World(mesh=Mesh.solo(), notify=print, send_record=print, meter=self.meter)
         return Loader(self.dataset, options=LoaderOptions(batch_size=10, **options), world=lambda: world)
 
     def train(self, seconds: float, job: str = "train") -> None:

@@ -314,7 +314,7 @@ def list_names(samples: list[Any]) -> tuple[Any, list[str]]:
 
 
 def loader_on(mesh: Mesh, dataset: Any, **options: Any) -> Loader:
-    world = World(mesh=mesh, say=print, record=print)
+    world = World(mesh=mesh, notify=print, send_record=print)
     return Loader(dataset, options=LoaderOptions(**options), world=lambda: world)
 
 

@@ -99,7 +99,7 @@ def own(mesh: Mesh, count: int) -> range:
 
 
 def our_loader(mesh: Mesh, dataset: Any, **options: Any) -> Loader:
-    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     return Loader(dataset, options=LoaderOptions(**options), world=lambda: world)
 
 
@@ -202,7 +202,7 @@ def told(mesh: Mesh, cases: str, name: str, **wanted: Any) -> tuple[str, list[st
     made = (case[name] if case else PARTED[name][0])(mesh)
     said: list[str] = []
     try:
-        require_shards(made, ShardsWanted(**wanted), mesh=mesh, say=said.append)
+        require_shards(made, ShardsWanted(**wanted), mesh=mesh, notify=said.append)
     except RanklessError as error:
         return f"{type(error).__name__} {error}", said
     return "", said
@@ -263,7 +263,7 @@ def relaxed(mesh: Mesh) -> list[str]:
     ]:
         for wanted in (options, {} if options != {"batches": 1} else {"batches": 0}):
             try:
-                require_shards(loader, ShardsWanted(**wanted), mesh=mesh, say=found.append)
+                require_shards(loader, ShardsWanted(**wanted), mesh=mesh, notify=found.append)
                 found.append("")
             except RanklessError as error:
                 found.append(f"{type(error).__name__}{error}")
@@ -312,7 +312,7 @@ def left_as_it_was(mesh: Mesh, which: str) -> list[bool]:
         loader = plain_loader(mesh, which, generator)
         if checked:
             before, held = all_states(), generator.get_state()
-            require_shards(loader, ShardsWanted(all_samples=False), mesh=mesh, say=lambda _: None)
+            require_shards(loader, ShardsWanted(all_samples=False), mesh=mesh, notify=lambda _: None)
             kept = [all_states() == before, torch.equal(held, generator.get_state())]
             kept.append(getattr(loader.dataset, "passes", 0) == 0)
         trained.append(torch.cat([batch["x"] if isinstance(batch, dict) else batch for batch in loader]))
@@ -330,7 +330,7 @@ def forgotten(mesh: Mesh) -> list[Any]:
     loader = DataLoader(rows(8), 2, sampler=sampler)
     passed = [list(loader)]
     for _ in range(2):
-        require_shards(loader, ShardsWanted(), mesh=mesh, say=passed.append)
+        require_shards(loader, ShardsWanted(), mesh=mesh, notify=passed.append)
     found = sampler.forgetting_is_said
     passed.append(list(loader))
     return [len(passed), found, sampler.forgetting_is_said]
@@ -348,7 +348,7 @@ def refused(mesh: Mesh, once: str) -> str:
     }
     try:
         loader = passes[once] if mesh.rank else DataLoader(rows(4))
-        require_shards(loader, ShardsWanted(), mesh=mesh, say=lambda _: None)
+        require_shards(loader, ShardsWanted(), mesh=mesh, notify=lambda _: None)
     except RanklessError as error:
         return f"{type(error).__name__}{error}"
     return ""

@@ -16,7 +16,7 @@ from rankless.parallel.mesh import Mesh
 
 
 def loader_of(dataset: Any, **options: Any) -> Loader:
-    world = World(mesh=Mesh.solo(), say=print, record=print)
+    world = World(mesh=Mesh.solo(), notify=print, send_record=print)
     return Loader(dataset, options=LoaderOptions(**options), world=lambda: world)
 
 

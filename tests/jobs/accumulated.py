@@ -63,7 +63,7 @@ def gather(
     """Per step: the loss of every call, and the state after it."""
     try:
         script, batches = started(build, dtype, groups)
-        world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+        world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
         job = make_job(
             script.loss,
             model=script.modules,

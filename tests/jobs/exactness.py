@@ -125,7 +125,7 @@ def train_on_mesh(mesh: Mesh, scenario: Scenario, dtype: torch.dtype) -> list[Ca
     """What a worker sees of every call."""
     try:
         script, batches = started(scenario, dtype)
-        world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+        world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
         jobs = [
             make_job(
                 step.function,

@@ -21,7 +21,7 @@ CLASSES = 6
 
 
 def silent(mesh):
-    return World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    return World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
 
 
 def trained(model, loss):

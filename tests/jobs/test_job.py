@@ -13,7 +13,7 @@ from rankless.parallel.mesh import Mesh
 
 
 def world(mesh: Mesh | None = None) -> World:
-    return World(mesh=mesh or Mesh.solo(), say=print, record=print)
+    return World(mesh=mesh or Mesh.solo(), notify=print, send_record=print)
 
 
 def job_of(function, model, *, optimizer=None, view="consistent", mesh=None):

@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def world_of(mesh: Mesh) -> World:
-    return World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    return World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
 
 
 class Net(nn.Module):

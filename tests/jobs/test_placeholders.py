@@ -20,7 +20,7 @@ LABELS = Whole((4,), torch.int64)
 
 
 def world_of(mesh: Mesh) -> World:
-    return World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    return World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
 
 
 def whole_job(mesh: Mesh) -> Any:
@@ -142,7 +142,7 @@ def test_without_a_default_dtype_torchs_own_holds_and_another_is_refused():
 
 
 def test_a_run_in_another_precision_takes_what_the_script_would_have_given():
-    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None, dtype=torch.float64)
+    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None, dtype=torch.float64)
     model = nn.Linear(3, 2)
 
     def score(images: Annotated[Tensor, Whole((4, 3), torch.float32)]) -> Tensor:

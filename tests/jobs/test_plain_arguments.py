@@ -16,7 +16,7 @@ def annealed(mesh, coefficients, as_tensor):
     model = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     said = []
-    world = World(mesh=mesh, say=said.append, record=lambda _: None)
+    world = World(mesh=mesh, notify=said.append, send_record=lambda _: None)
 
     def train(x, *, settings, flag):
         return model(x).square().mean() * settings["coefficient"] * (2 if flag else 1)

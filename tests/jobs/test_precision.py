@@ -47,7 +47,7 @@ def started():
 def train_as_job(mesh):
     """Losses, parameters and dtypes of a float32 script whose world says float64, with logical batches."""
     model, optimizer, scheduler = started()
-    world = World(mesh=mesh, say=print, record=print, dtype=torch.float64)
+    world = World(mesh=mesh, notify=print, send_record=print, dtype=torch.float64)
 
     def train(text, shift):
         return F.cross_entropy(model(text, shift), text)
@@ -97,7 +97,7 @@ def test_parameters_stay_the_same_objects_and_what_an_optimizer_knows_of_them_tu
     F.cross_entropy(model(text, shift), text).backward()
     optimizer.step()
     parameters = list(model.parameters())
-    world = World(mesh=Mesh.solo(), say=print, record=print)
+    world = World(mesh=Mesh.solo(), notify=print, send_record=print)
     job = make_job(model.forward, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
     cast_job(job.definition, torch.float64)
     assert all(after is before for after, before in zip(model.parameters(), parameters, strict=True))

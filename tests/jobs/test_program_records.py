@@ -75,7 +75,7 @@ def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobPro
     job = JobDefinition(
         name="train", function=train, modules={"model": model}, optimizers=(optimizer,), line="train.py:1"
     )
-    world = World(mesh=mesh, say=lambda _text: None, record=lambda _record: None)
+    world = World(mesh=mesh, notify=lambda _text: None, send_record=lambda _record: None)
     arguments = taken_apart((torch.randn(rows, 6, dtype=dtype), labels), {}, mesh.device)
     placements = placements_of(arguments, mesh)
     programs = ProgramCache(job, world)

@@ -59,7 +59,7 @@ def loss_around(model):
 def trained(mesh, where, captured=False):
     """Losses, gradients and dtypes of every step; every second call stands outside the autocast."""
     model = network()
-    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(
         (loss_inside if where == "inside" else loss_around)(model),
         model=model,
@@ -137,7 +137,7 @@ def test_an_autocast_left_out_would_be_seen():
 def loop_within(mesh):
     """One `with` around the whole loop: no cast of a weight may outlive the step that changes it."""
     model = network()
-    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(
         lambda x, y: F.cross_entropy(model(x), y),
         model=model,

@@ -81,7 +81,7 @@ def test_an_optimizer_that_cannot_be_right_is_refused_with_the_reason(name):
             model=model,
             optimizer=CLASSES[name](model.parameters()),
             view="consistent",
-            world=lambda: World(mesh=Mesh.solo(), say=print, record=print),
+            world=lambda: World(mesh=Mesh.solo(), notify=print, send_record=print),
         )
 
 
@@ -103,7 +103,7 @@ def trained(mesh):
         for place, settings in enumerate(all_settings):
             model = network()
             optimizer = CLASSES[name](model.parameters(), **settings)
-            world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+            world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
 
             def loss(x, y, model=model):
                 return F.cross_entropy(model(x), y)
@@ -141,7 +141,7 @@ def lively(mesh):
     def loss(x, y):
         return F.cross_entropy(head(model(x)), y)
 
-    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(loss, model=[model, head], optimizer=optimizer, view="consistent", world=lambda: world)
     for number, (x, y) in enumerate(batches() * 3):
         if mesh.size == 1:
@@ -179,7 +179,7 @@ def test_groups_and_rates_edited_by_hand_and_states_loaded_are_heeded():
 def test_a_group_added_later_of_parameters_that_no_model_has_is_refused_at_the_call():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world = World(mesh=Mesh.solo(), say=print, record=print)
+    world = World(mesh=Mesh.solo(), notify=print, send_record=print)
     job = make_job(
         lambda x, y: F.cross_entropy(model(x), y),
         model=model,
@@ -209,7 +209,7 @@ def averaged(mesh):
     def judged(x, y):
         return F.cross_entropy(average(x), y, reduction="sum")
 
-    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     train = make_job(loss, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
     judge = make_job(judged, model={"average": average}, optimizer=None, view="consistent", world=lambda: world)
     best, waited, trail = float("inf"), 0, []

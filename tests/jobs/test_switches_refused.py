@@ -105,7 +105,7 @@ REFUSED = [
 def test_a_loss_that_cannot_be_gathered_is_refused_with_its_line_before_anything_is_trained(build):
     model = nn.Linear(5, 4)
     before = model.weight.detach().clone()
-    world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
     job = make_job(
         build(model),
         model=model,
@@ -136,7 +136,7 @@ def counts_that_part(mesh, mask):
             return out.square().mean() + (out.mean((1, 2)) * chosen).sum() / chosen.sum()
         return out.square().mean() + out.mean((1, 2)).mean()
 
-    world = World(mesh=mesh, say=lambda _: None, record=lambda _: None)
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(
         loss,
         model=model,
@@ -172,7 +172,7 @@ def test_calls_without_a_valid_target_count_nothing():
         model = nn.Linear(5, CLASSES).double()
         x, y = torch.randn(3, 6, 5).double(), torch.randint(0, CLASSES, (3, 6))
         masks = torch.stack([torch.zeros(6), torch.tensor([1.0, 1, 0, 0, 1, 0]), torch.ones(6)]).double()
-        world = World(mesh=Mesh.solo(), say=lambda _: None, record=lambda _: None)
+        world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
         job = make_job(
             lambda x, y, mask: (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum(),
             model=model,

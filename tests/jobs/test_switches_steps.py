@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def world_of(mesh, said=None):
-    return World(mesh=mesh, say=lambda text: None if said is None else said.append(text), record=lambda _: None)
+    return World(mesh=mesh, notify=lambda text: None if said is None else said.append(text), send_record=lambda _: None)
 
 
 def network():

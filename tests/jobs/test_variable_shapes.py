@@ -185,7 +185,7 @@ def counted_captures(mesh, build, batches):
     """The captures for a script's batches, and what was said."""
     torch.manual_seed(1)
     said = []
-    world = World(mesh=mesh, say=said.append, record=lambda _: None)
+    world = World(mesh=mesh, notify=said.append, send_record=lambda _: None)
     script = build()
     (step,) = script.steps
     job = make_job(

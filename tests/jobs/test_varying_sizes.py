@@ -96,7 +96,7 @@ def line_of(text):
 
 def agreed(mesh, failing):
     said = []
-    world = World(mesh=mesh, say=said.append, record=lambda _: None)
+    world = World(mesh=mesh, notify=said.append, send_record=lambda _: None)
     job = make_job(lambda x: x, model=nn.Linear(1, 1), optimizer=None, view="consistent", world=lambda: world)
     sizes = Sizes()
     assert sizes.size(9, "a") > mesh.rank + 3

@@ -16,7 +16,7 @@ from rankless.launch.rendezvous.control_connection import MOST_BYTES, BrokenOff,
 from rankless.launch.rendezvous.control_server import Arrived, Hub, Lost, Reported, Stranger
 from rankless.launch.rendezvous.host_facts import HostFacts, differences, own_facts
 from rankless.launch.rendezvous.messages import Beat, Challenge, Ended, Greeting, Happened, Here, Over, Refused
-from rankless.records.events import Left
+from rankless.records.events import ScriptFinished
 
 TOKEN = secrets.token_bytes(32)
 PROGRAM = Program(kind="code", target="print()")
@@ -65,7 +65,12 @@ def agreed(token: bytes = TOKEN) -> tuple[Relay, Session, Session]:
 
 def test_frames_arrive_in_order_and_as_they_were_sent():
     relay, client, server = agreed()
-    frames = [Here(host=1, facts=facts()), Beat(), Happened(records=(Left(rank=3, time_ns=5, exit_code=7),)), Ended()]
+    frames = [
+        Here(host=1, facts=facts()),
+        Beat(),
+        Happened(records=(ScriptFinished(rank=3, time_ns=5, exit_code=7),)),
+        Ended(),
+    ]
     for frame in frames:
         client.send(frame)
     server.send(Over(exit_code=3, text="é"))
@@ -250,7 +255,7 @@ def test_hosts_come_report_and_end(hub: Hub):
         isinstance(news, Arrived) and not differences(facts(), news.facts, received_seconds=time.time())
         for news in arrived
     )
-    one.tell(Happened(records=(Left(rank=1, time_ns=0, exit_code=0),)))
+    one.tell(Happened(records=(ScriptFinished(rank=1, time_ns=0, exit_code=0),)))
     (reported,) = turn(hub, one, two)
     assert isinstance(reported, Reported)
     one.tell(Ended(parent_exit_code=0))

@@ -2,7 +2,7 @@
 
 from rankless.launch.elastic.round_watchdog import Report, Standstill
 from rankless.records.elastic_messages import Seat
-from rankless.records.events import RankState, Where
+from rankless.records.events import RankState, RankStatus
 
 HOSTS = {3: "a", 5: "a", 8: "b"}
 SEATS = {
@@ -11,9 +11,9 @@ SEATS = {
 }
 
 
-def where(number: int, state: RankState, still: float = 10.0) -> Where:
+def where(number: int, state: RankState, still: float = 10.0) -> RankStatus:
     doing = "all_reduce" if state == "waits" else "sleeps"
-    return Where(
+    return RankStatus(
         rank=number, time_ns=0, state=state, still_seconds=still, doing=doing, line="train.py:9", text="f() at x.py:1"
     )
 

@@ -12,9 +12,9 @@ from support.jobs import wait_until
 
 from rankless.config.run_config import WorkerConfig
 from rankless.launch.elastic.worker_watchdog import Watched
-from rankless.records.events import Started, Stuck, Where
+from rankless.records.events import HangDetected, RankStatus, Started
 
-Turn = Callable[[], list[Where | Stuck]]
+Turn = Callable[[], list[RankStatus | HangDetected]]
 LaterTurns = Callable[[str], tuple[subprocess.Popen[bytes], Turn]]
 
 
@@ -60,10 +60,10 @@ def worker() -> Iterator[LaterTurns]:
 
 def test_who_stands_still_is_ended_with_a_word(worker: LaterTurns):
     process, turn = worker("import time; time.sleep(600)")
-    news: list[Where | Stuck] = []
+    news: list[RankStatus | HangDetected] = []
     wait_until(lambda: news.extend(turn()) or process.poll() is not None, seconds=30)
     assert process.returncode == -9
-    (stuck,) = [each for each in news if isinstance(each, Stuck)]
+    (stuck,) = [each for each in news if isinstance(each, HangDetected)]
     assert stuck.headline.startswith("did not come: ")
     assert stuck.headline.endswith("; it was ended")
 

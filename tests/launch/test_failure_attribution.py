@@ -1,7 +1,7 @@
 """Who is blamed, from records in the order in which they arrived."""
 
 from rankless.launch.supervisor.failure_attribution import Verdict, judge
-from rankless.records.events import AnyRecord, Exited, Leaving, Left, Raised, Started, Stuck
+from rankless.records.events import AnyRecord, Exited, GroupTeardown, HangDetected, Raised, ScriptFinished, Started
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4411"
 
@@ -18,16 +18,16 @@ def raised(rank: int, message: str = "x is wrong") -> Raised:
     return Raised(rank=rank, time_ns=0, error_type="ValueError", message=message, traceback=f"...\n{message}\n")
 
 
-def left(rank: int, code: int) -> Left:
-    return Left(rank=rank, time_ns=0, exit_code=code)
+def left(rank: int, code: int) -> ScriptFinished:
+    return ScriptFinished(rank=rank, time_ns=0, exit_code=code)
 
 
 def exited(rank: int, code: int) -> Exited:
     return Exited(rank=rank, time_ns=0, exit_code=code)
 
 
-def leaving(rank: int, traceback: str = "") -> Leaving:
-    return Leaving(rank=rank, time_ns=0, error_type="KeyError", message="'a'", traceback=traceback)
+def leaving(rank: int, traceback: str = "") -> GroupTeardown:
+    return GroupTeardown(rank=rank, time_ns=0, error_type="KeyError", message="'a'", traceback=traceback)
 
 
 def verdict_on(*records: AnyRecord) -> Verdict:
@@ -128,7 +128,7 @@ def test_who_waited_until_a_timeout_is_not_blamed_before_anyone_who_failed() -> 
 
 
 def test_the_rank_that_the_hang_watch_finds_missing_is_blamed_for_a_timeout() -> None:
-    stuck = Stuck(rank=1, time_ns=0, headline="did not come: it is at train.py:8", traceback="")
+    stuck = HangDetected(rank=1, time_ns=0, headline="did not come: it is at train.py:8", traceback="")
     assert verdict_on(timed_out(0), left(0, 1), stuck) == verdict_on(stuck)
 
 

@@ -16,7 +16,7 @@ from rankless.launch.watchdog.process_stats import vitals_of
 from rankless.launch.watchdog.stacks import Question
 from rankless.launch.watchdog.step_rate import FIRST_SECONDS
 from rankless.launch.watchdog.watchdog import HangWatch, Scene, open_pages
-from rankless.records.events import Exited, Left, Said, Started, Stuck, Where
+from rankless.records.events import Exited, HangDetected, Notice, RankStatus, ScriptFinished, Started
 
 
 def config_of(rank, world_size):
@@ -91,7 +91,7 @@ def told(watch, seconds, start=None):
 
 
 def waits(still):
-    return Where(rank=1, time_ns=0, state="waits", doing="all_reduce", line="train.py:33", still_seconds=still)
+    return RankStatus(rank=1, time_ns=0, state="waits", doing="all_reduce", line="train.py:33", still_seconds=still)
 
 
 def test_a_rank_that_another_host_waits_for_is_named_with_its_host(sleeper, tmp_path):
@@ -99,7 +99,7 @@ def test_a_rank_that_another_host_waits_for_is_named_with_its_host(sleeper, tmp_
         start = time.monotonic()
         assert told(watch, 25, start) == []
         watch.take(waits(still=40.0))
-        said = [record.text for record in told(watch, 10, start + 25) if isinstance(record, Said)]
+        said = [record.text for record in told(watch, 10, start + 25) if isinstance(record, Notice)]
     assert "rank 1 waits in all_reduce at train.py:33" in said[0]
     assert "rank 0 on a did not come: its stack cannot be read (sleeps, 0 % CPU)" in said[0]
 
@@ -109,9 +109,9 @@ def test_it_is_ended_after_the_users_timeout_and_that_is_the_verdict(sleeper, tm
         watch.take(waits(still=15.0))
         start = time.monotonic()
         first = told(watch, 15, start)
-        assert [type(record) for record in first if not isinstance(record, Where)] == [Said]
+        assert [type(record) for record in first if not isinstance(record, RankStatus)] == [Notice]
         watch.take(waits(still=30.0))
-        (stuck,) = [record for record in told(watch, 20, start + 15) if isinstance(record, Stuck)]
+        (stuck,) = [record for record in told(watch, 20, start + 15) if isinstance(record, HangDetected)]
     verdict = judge([Started(rank=0, time_ns=0, pid=1, log_file=""), stuck, Exited(rank=1, time_ns=0, exit_code=1)])
     assert (verdict.culprit, verdict.cause, verdict.exit_code) == (0, "stuck", 1)
     assert "did not come" in verdict.headline
@@ -125,7 +125,7 @@ def test_a_host_that_does_not_judge_tells_where_its_ranks_are(sleeper, tmp_path)
 
 def test_nobody_waits_so_nothing_is_said(sleeper, tmp_path):
     with watching(sleeper, tmp_path) as watch:
-        assert all(isinstance(record, Where) for record in told(watch, 400))
+        assert all(isinstance(record, RankStatus) for record in told(watch, 400))
 
 
 def test_when_its_own_process_was_held_up_nothing_is_known_of_the_time_between(sleeper, tmp_path):
@@ -138,7 +138,7 @@ def test_when_its_own_process_was_held_up_nothing_is_known_of_the_time_between(s
 
 def test_ranks_that_have_ended_are_not_looked_at(sleeper, tmp_path):
     with watching(sleeper, tmp_path) as watch:
-        watch.take(Left(rank=0, time_ns=0, exit_code=0))
+        watch.take(ScriptFinished(rank=0, time_ns=0, exit_code=0))
         assert told(watch, 100) == []
 
 
@@ -172,7 +172,7 @@ def test_host_0_asks_the_others_and_waits_for_their_answer(sleeper, tmp_path):
         assert others.count == 1
         assert watch.turn(start + 1) == []
         watch.take(msgspec.structs.replace(waits(still=41.0), doing="barrier", asked=True))
-        said = [record.text for record in told(watch, 1, start + 1) if isinstance(record, Said)]
+        said = [record.text for record in told(watch, 1, start + 1) if isinstance(record, Notice)]
         assert told(watch, 20, start + 2) == []  # an answer is no news: it does not look again before long
     assert "rank 1 waits in barrier" in said[0]
     assert others.count == 1

@@ -10,7 +10,7 @@ from rankless.launch.watchdog.report import headline, report
 from rankless.launch.watchdog.stack_classifier import place_of, reader_place
 from rankless.launch.watchdog.stacks import main_stack
 from rankless.launch.watchdog.step_rate import FIRST_SECONDS, LEAST_SECONDS, Pace
-from rankless.records.events import Where
+from rankless.records.events import RankStatus
 from rankless.records.worker_status import Steps
 
 NEVER = float("inf")
@@ -20,7 +20,7 @@ STANDARD = sysconfig.get_paths()["stdlib"]
 
 def where(rank, state, line="train.py:33", doing="all_reduce", still=100.0, **more):
     text = f"load() at {line}" if state != "waits" else ""
-    return Where(rank=rank, time_ns=0, state=state, line=line, doing=doing, still_seconds=still, text=text, **more)
+    return RankStatus(rank=rank, time_ns=0, state=state, line=line, doing=doing, still_seconds=still, text=text, **more)
 
 
 def found(*ranks, seconds=100.0, steps=9, limit=10.0):

@@ -10,7 +10,7 @@ from support.warm_runs import rankless, run_script
 pytestmark = pytest.mark.slow
 
 WHO = "import rankless\nprint(rankless.rank(), rankless.world_size(), rankless.local_rank())\n"
-NOTICES = "import rankless.api\nsay = rankless.api._world().say\nsay('look here')\nsay('look here')\n"
+NOTICES = "import rankless.api\nnotify = rankless.api._world().notify\nnotify('look here')\nnotify('look here')\n"
 
 
 def alone(script: str, *prefix: str, folder: Path) -> subprocess.CompletedProcess[str]:

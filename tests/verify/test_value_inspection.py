@@ -61,8 +61,8 @@ def trained(mesh: Mesh, folder: str, fault: str, noise: int | None) -> list[floa
     inspector = ValueInspector(ValueRecorder(folder, mesh.rank, CALL)) if folder else None
     world = World(
         mesh=mesh,
-        say=lambda _text: None,
-        record=lambda _record: None,
+        notify=lambda _text: None,
+        send_record=lambda _record: None,
         inspector=inspector,
         perturbation_seed=noise,
     )

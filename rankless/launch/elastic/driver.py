@@ -29,7 +29,16 @@ from rankless.launch.supervisor.supervisor import (
 )
 from rankless.launch.worker_output import Write
 from rankless.records.elastic_messages import Begin, Ready, Serving, WordUp
-from rankless.records.events import AnyRecord, Exited, HostLost, Left, Raised, Said, Stuck, Where
+from rankless.records.events import (
+    AnyRecord,
+    Exited,
+    HangDetected,
+    HostLost,
+    Notice,
+    Raised,
+    RankStatus,
+    ScriptFinished,
+)
 
 TELL_AFTER_SECONDS = 5.0
 """So often it is said for whom a round waits."""
@@ -183,15 +192,15 @@ class Driver:
 
     def _take_record(self, record: AnyRecord, now: float) -> None:
         self._around.on_record(record)
-        if isinstance(record, Where):
+        if isinstance(record, RankStatus):
             self._standstill.take(record, now)
             return
-        if isinstance(record, Said):
+        if isinstance(record, Notice):
             self._say_once(record.text)
         self._records.setdefault(record.rank, []).append(record)
         if record.rank not in self._roll.workers:
             return
-        if isinstance(record, Left) and record.exit_code == 0:
+        if isinstance(record, ScriptFinished) and record.exit_code == 0:
             self._roll.finishes(record.rank)
         elif isinstance(record, Exited):
             self._take_end(record, now)
@@ -206,7 +215,7 @@ class Driver:
         named, host = self._name(number), self._roll.workers[number].host
         records = self._records[number]
         lost = any(isinstance(each, Raised) and is_victim(each) for each in records)
-        was_stuck = any(isinstance(each, Stuck) for each in records)
+        was_stuck = any(isinstance(each, HangDetected) for each in records)
         is_own = was_stuck or (record.exit_code > 0 and not lost)
         is_lost = any(isinstance(each, HostLost) for each in records)
         listed = self._roll.failed(number, now, is_own=is_own, is_lost=is_lost)

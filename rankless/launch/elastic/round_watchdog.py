@@ -16,7 +16,7 @@ from rankless.launch.watchdog.diagnosis import Finding, find
 from rankless.launch.watchdog.report import ranks_text, waiting_text, where_text
 from rankless.launch.watchdog.step_rate import FIRST_SECONDS
 from rankless.records.elastic_messages import Seat
-from rankless.records.events import Where
+from rankless.records.events import RankStatus
 from rankless.records.quantities import timed
 
 
@@ -36,11 +36,11 @@ class Standstill:
 
     def __init__(self, timeout_seconds: float | None) -> None:
         self._timeout_seconds = timeout_seconds
-        self._told: dict[int, tuple[Where, float]] = {}
+        self._told: dict[int, tuple[RankStatus, float]] = {}
         self._round, self._began = 0, 0.0
         self._spoken_of = 0.0
 
-    def take(self, where: Where, now: float) -> None:
+    def take(self, where: RankStatus, now: float) -> None:
         """What is told of a worker."""
         if where.state == "moves":
             self._told.pop(where.rank, None)
@@ -53,7 +53,7 @@ class Standstill:
 
     def finished(self, number: int, now: float) -> None:
         """A worker has come to the end of its script."""
-        self._told[number] = Where(rank=number, time_ns=0, state="ended"), now
+        self._told[number] = RankStatus(rank=number, time_ns=0, state="ended"), now
 
     def turn(self, round: int, seats: Mapping[int, Seat], hosts: Mapping[int, str], now: float) -> Report | None:
         """Whether to say something of the round, now: first after FIRST_SECONDS, and then after twice the time."""
@@ -86,7 +86,7 @@ class Standstill:
             culprits = {names[where.rank][0]: why for where in finding.culprits}
         return Report(_text(round, finding, names, ended), culprits)
 
-    def _members(self, seats: Mapping[int, Seat], now: float) -> dict[int, Where]:
+    def _members(self, seats: Mapping[int, Seat], now: float) -> dict[int, RankStatus]:
         """Those of the round that stand still, by rank; what was told before it began was of the wait for it."""
         found = {}
         for number, seat in seats.items():

@@ -15,7 +15,7 @@ from rankless.launch.watchdog.report import where_text
 from rankless.launch.watchdog.stack_classifier import shown
 from rankless.launch.watchdog.watchdog import open_pages
 from rankless.launch.watchdog.worker_monitor import Worker
-from rankless.records.events import AnyRecord, Exited, Started, Stuck, Where
+from rankless.records.events import AnyRecord, Exited, HangDetected, RankStatus, Started
 
 LOOK_SECONDS = 1.0
 STILL_SECONDS = 10.0
@@ -55,7 +55,7 @@ class Watched:
         self._to_end[number] = why
         self._told.pop(number, None)  # it is looked at anew, at once
 
-    def turn(self, now: float) -> Iterator[Where | Stuck]:
+    def turn(self, now: float) -> Iterator[RankStatus | HangDetected]:
         """Where those are that stand still, again after twice the time, and that they move again."""
         for number in list(self._asked):
             if self._workers[number].is_answered(now):
@@ -70,7 +70,7 @@ class Watched:
             told = self._told.get(number, 0.0)
             if still < told:
                 del self._told[number]
-                yield Where(rank=number, time_ns=time.monotonic_ns(), state="moves")
+                yield RankStatus(rank=number, time_ns=time.monotonic_ns(), state="moves")
             if still >= max(STILL_SECONDS, 2 * told) and number not in self._asked:
                 worker.ask(now)
                 self._asked.add(number)
@@ -80,7 +80,7 @@ class Watched:
         for number in list(self._configs):
             self._forget(number)
 
-    def _conclude(self, number: int, now: float) -> Iterator[Where | Stuck]:
+    def _conclude(self, number: int, now: float) -> Iterator[RankStatus | HangDetected]:
         worker = self._workers[number]
         where = worker.where(now, limit=STILL_SECONDS, gpu_waits=False)
         self._told[number] = where.still_seconds
@@ -88,7 +88,7 @@ class Watched:
         if number in self._to_end and where.state in ("blocked", "stopped", "waits"):
             headline = f"{self._to_end.pop(number)}: {where_text(where)}; it was ended"
             trace = "\n".join(shown(where.stack))
-            yield Stuck(rank=number, time_ns=time.monotonic_ns(), headline=headline, traceback=trace)
+            yield HangDetected(rank=number, time_ns=time.monotonic_ns(), headline=headline, traceback=trace)
             # A DataLoader's worker that hangs would not notice that this one is gone.
             for process_id in (worker.pulse.process_id, *worker.pulse.children):
                 with contextlib.suppress(ProcessLookupError):

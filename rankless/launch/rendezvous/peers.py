@@ -12,7 +12,7 @@ from rankless.launch.rendezvous.control_connection import BrokenOff
 from rankless.launch.rendezvous.control_server import Hub, Lost, Reported, Stranger
 from rankless.launch.rendezvous.messages import Ended, Happened, How, Over, Recorded, Shown, Stop, WhereAreYou
 from rankless.launch.rendezvous.recording_transfer import PIECE_BYTES, recorded, take_recorded
-from rankless.records.events import AnyRecord, HostLost, HostToldToEnd, Said
+from rankless.records.events import AnyRecord, HostInterrupted, HostLost, Notice
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class FollowerHost:
                 records.append(self._lost(news.host, f"was lost: {news.how}"))
             elif isinstance(news, Stranger):
                 text = f"somebody at {news.address} tried to join, and was turned away: {news.why}"
-                records.append(Said(rank=0, time_ns=time.monotonic_ns(), text=text))
+                records.append(Notice(rank=0, time_ns=time.monotonic_ns(), text=text))
         return Turn(records)
 
     def report(self, records: Sequence[AnyRecord]) -> None:
@@ -268,7 +268,7 @@ class LeaderHost:
     def told_to_end(self, number: int) -> None:
         """Tell host 0 that this host's agent was, by a signal."""
         first = self._start.first_rank(self._place)
-        record = HostToldToEnd(rank=first, time_ns=time.monotonic_ns(), host=self._name, signal=number)
+        record = HostInterrupted(rank=first, time_ns=time.monotonic_ns(), host=self._name, signal=number)
         self.report([record])
 
     def ended(self, ended: Ended) -> None:

@@ -15,9 +15,19 @@ from typing import Literal
 import msgspec
 
 from rankless.launch.watchdog.collective_timeouts import timed_out
-from rankless.records.events import AnyRecord, Exited, HostLost, HostToldToEnd, Leaving, Left, Raised, Started, Stuck
+from rankless.records.events import (
+    AnyRecord,
+    Exited,
+    GroupTeardown,
+    HangDetected,
+    HostInterrupted,
+    HostLost,
+    Raised,
+    ScriptFinished,
+    Started,
+)
 
-JUDGED = Started | Raised | Leaving | Left | Exited | HostLost | HostToldToEnd | Stuck
+JUDGED = Started | Raised | GroupTeardown | ScriptFinished | Exited | HostLost | HostInterrupted | HangDetected
 """The records that matter to a verdict: of all others a long job has too many to keep."""
 
 SETTLING_SECONDS = 0.3
@@ -81,7 +91,7 @@ def judge(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _
     )
 
 
-def is_victim(record: Raised | Leaving) -> bool:
+def is_victim(record: Raised | GroupTeardown) -> bool:
     """Whether an exception, or one that it came from, is a lost connection."""
     return _LOST_CONNECTION.search(record.traceback + record.message) is not None
 
@@ -98,8 +108,10 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
             headline=f"raised {_first_line(record)}",
             traceback=record.traceback,
         )
-    told = any(isinstance(earlier, Raised) or (isinstance(earlier, Left) and earlier.exit_code) for earlier in before)
-    if isinstance(record, Left) and record.exit_code != 0 and not told:
+    told = any(
+        isinstance(earlier, Raised) or (isinstance(earlier, ScriptFinished) and earlier.exit_code) for earlier in before
+    )
+    if isinstance(record, ScriptFinished) and record.exit_code != 0 and not told:
         return Verdict(
             culprit=record.rank,
             cause="left",
@@ -109,7 +121,7 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
         )
     if isinstance(record, Exited) and record.exit_code != 0 and not told:
         return _judge_exit(record)
-    if isinstance(record, Stuck):
+    if isinstance(record, HangDetected):
         return Verdict(
             culprit=record.rank,
             cause="stuck",
@@ -119,7 +131,7 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
         )
     if isinstance(record, HostLost):
         return Verdict(culprit=record.rank, cause="host", exit_code=1, headline=f"host {record.host} {record.how}")
-    if isinstance(record, HostToldToEnd):
+    if isinstance(record, HostInterrupted):
         return Verdict(
             culprit=record.rank,
             cause="told",
@@ -144,7 +156,7 @@ def _who_left(records: Sequence[AnyRecord], victim: Raised, host_of: Callable[[i
     for record in [*records[:at], *_silent_ends(records, after=at), *_good_ends(far)]:
         if record.rank == victim.rank:
             continue
-        if isinstance(record, Leaving) and record.traceback and not is_victim(record):
+        if isinstance(record, GroupTeardown) and record.traceback and not is_victim(record):
             return Verdict(
                 culprit=record.rank,
                 cause="raised",
@@ -153,8 +165,8 @@ def _who_left(records: Sequence[AnyRecord], victim: Raised, host_of: Callable[[i
                 traceback=record.traceback,
                 settling_seconds=SETTLING_SECONDS,
             )
-        if isinstance(record, Leaving | Left) or (isinstance(record, Exited) and record.exit_code == 0):
-            how = "destroyed its process group" if isinstance(record, Leaving) else "ended its script"
+        if isinstance(record, GroupTeardown | ScriptFinished) or (isinstance(record, Exited) and record.exit_code == 0):
+            how = "destroyed its process group" if isinstance(record, GroupTeardown) else "ended its script"
             return Verdict(
                 culprit=record.rank,
                 cause="left",
@@ -173,8 +185,8 @@ def _good_ends(records: Sequence[AnyRecord]) -> list[AnyRecord]:
         for record in records
         if record.rank not in raised
         and (
-            (isinstance(record, Leaving) and not is_victim(record))
-            or (isinstance(record, Left) and record.exit_code == 0)
+            (isinstance(record, GroupTeardown) and not is_victim(record))
+            or (isinstance(record, ScriptFinished) and record.exit_code == 0)
         )
     ]
 
@@ -216,11 +228,11 @@ def _timed_out(records: Sequence[AnyRecord], victims: Sequence[Raised]) -> Verdi
 
 def _silent_ends(records: Sequence[AnyRecord], *, after: int) -> list[Exited]:
     # As `os._exit(0)` does: the kernel closes a process's connections before its parent learns of its end.
-    told = {record.rank for record in records if isinstance(record, Left)}
+    told = {record.rank for record in records if isinstance(record, ScriptFinished)}
     return [record for record in records[after:] if isinstance(record, Exited) and record.rank not in told]
 
 
-def _first_line(record: Raised | Leaving) -> str:
+def _first_line(record: Raised | GroupTeardown) -> str:
     line = (record.message.strip().splitlines() or [""])[0]
     return f"{record.error_type}: {line[:200]}" if line else record.error_type
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from rankless.launch.watchdog.diagnosis import Finding
 from rankless.launch.watchdog.stack_classifier import place_of
 from rankless.launch.watchdog.stacks import Frame
-from rankless.records.events import Raised, Where
+from rankless.records.events import Raised, RankStatus
 
 _TIMED_OUT = re.compile(r"(?:Timed out waiting|[Ww]ait timeout after) (\d+) ?ms")
 """As Gloo says it, and the store at which ranks meet."""
@@ -18,7 +18,7 @@ _BEGINNING = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^ +File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 
 
-def timed_out(record: Raised) -> Where | None:
+def timed_out(record: Raised) -> RankStatus | None:
     """Where a rank waited for others until a timeout raised; None if something else did."""
     found = _TIMED_OUT.search(record.traceback)
     if found is None:
@@ -28,7 +28,7 @@ def timed_out(record: Raised) -> Where | None:
     place = place_of(frames[::-1]) if frames else None
     if place is None or not place.waits_in:
         return None
-    return Where(
+    return RankStatus(
         rank=record.rank,
         time_ns=record.time_ns,
         state="waits",
@@ -40,7 +40,7 @@ def timed_out(record: Raised) -> Where | None:
     )
 
 
-def find_missing(ranks: Mapping[int, Where], late: Mapping[int, Where]) -> Finding | None:
+def find_missing(ranks: Mapping[int, RankStatus], late: Mapping[int, RankStatus]) -> Finding | None:
     """Who did not come to where the ranks of `late` waited; None if no rank seems to be missing."""
     first = next(iter(late.values()))
     everyone = {**ranks, **late}

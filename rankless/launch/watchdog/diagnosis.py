@@ -10,7 +10,7 @@ come computes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rankless.records.events import Where
+from rankless.records.events import RankStatus
 
 DEADLOCK_SECONDS = 60.0
 DEADLOCK_LIMITS = 3.0
@@ -22,9 +22,9 @@ BLOCKED_LIMITS = 10.0
 class Finding:
     """Why the job does not go on, as far as can be told."""
 
-    waiting: tuple[Where, ...]
+    waiting: tuple[RankStatus, ...]
     """Of these `culprits` are no part."""
-    culprits: tuple[Where, ...]
+    culprits: tuple[RankStatus, ...]
     """The ranks that do not come; empty if all wait in one place."""
     seconds: float
     """For how long it has stood still."""
@@ -46,7 +46,7 @@ class Finding:
         return max(BLOCKED_SECONDS, BLOCKED_LIMITS * limit)
 
 
-def find(ranks: Mapping[int, Where], *, seconds: float, steps: int, limit: float) -> Finding | None:
+def find(ranks: Mapping[int, RankStatus], *, seconds: float, steps: int, limit: float) -> Finding | None:
     """What holds the job up; None if nothing seems to. `ranks` has every rank of the job; `limit` as above."""
     waiting = [where for where in ranks.values() if where.state == "waits"]
     others = [where for where in ranks.values() if where.state not in ("waits", "moves")]
@@ -69,11 +69,11 @@ def find(ranks: Mapping[int, Where], *, seconds: float, steps: int, limit: float
     )
 
 
-def _minority(waiting: Sequence[Where]) -> list[Where]:
+def _minority(waiting: Sequence[RankStatus]) -> list[RankStatus]:
     """Those that wait elsewhere than most; if no place has most, elsewhere than the lowest rank. Empty if all wait in
     one place.
     """
-    places: dict[tuple[str, str], list[Where]] = {}
+    places: dict[tuple[str, str], list[RankStatus]] = {}
     for where in sorted(waiting, key=lambda where: where.rank):
         places.setdefault((where.doing, where.line), []).append(where)
     most = max(places.values(), key=len)

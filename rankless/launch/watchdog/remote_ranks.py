@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from rankless.launch.rendezvous.peers import Others
-from rankless.records.events import Where
+from rankless.records.events import RankStatus
 
 PATIENCE_SECONDS = 2.5
 """For another host's answer: it asks its own workers first."""
@@ -17,9 +17,9 @@ class Elsewhere:
         self._ranks = frozenset(ranks)
         self._missing: frozenset[int] = frozenset()
         self._asked_at = 0.0
-        self.told: dict[int, Where] = {}
+        self.told: dict[int, RankStatus] = {}
 
-    def take(self, where: Where) -> None:
+    def take(self, where: RankStatus) -> None:
         """Note what a host tells."""
         self.told[where.rank] = where
         self._missing -= {where.rank}

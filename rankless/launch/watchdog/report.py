@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rankless.launch.watchdog.diagnosis import Finding
 from rankless.launch.watchdog.stack_classifier import shown
 from rankless.launch.watchdog.step_rate import Pace
-from rankless.records.events import Where
+from rankless.records.events import RankStatus
 from rankless.records.quantities import timed
 
 MOST_NAMED = 3
@@ -60,12 +60,12 @@ def waiting_text(finding: Finding) -> str:
     return ", ".join(texts)
 
 
-def culprit_text(finding: Finding, where: Where) -> str:
+def culprit_text(finding: Finding, where: RankStatus) -> str:
     """As "did not come: it is in load() at data.py:12 (sleeps, 0 % CPU)"."""
     return f"did not come: {where_text(where)}" if finding.waiting else where_text(where)
 
 
-def where_text(where: Where) -> str:
+def where_text(where: RankStatus) -> str:
     """Where a rank is, in words."""
     if where.state == "waits":
         return f"it waits in {where.doing}{_at(where)}"
@@ -83,13 +83,13 @@ def where_text(where: Where) -> str:
     return f"{place} ({how}, {cpu})"
 
 
-def rank_text(where: Where, host_name: HostName) -> str:
+def rank_text(where: RankStatus, host_name: HostName) -> str:
     """As "rank 1 on 10.0.0.2"."""
     host = host_name(where.rank)
     return f"rank {where.rank} on {host}" if host else f"rank {where.rank}"
 
 
-def _at(where: Where) -> str:
+def _at(where: RankStatus) -> str:
     return f" at {where.line}" if where.line else ""
 
 

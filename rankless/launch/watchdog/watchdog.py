@@ -17,7 +17,7 @@ from rankless.launch.watchdog.report import headline, report
 from rankless.launch.watchdog.stack_classifier import shown
 from rankless.launch.watchdog.step_rate import Pace
 from rankless.launch.watchdog.worker_monitor import Worker, write_stacks
-from rankless.records.events import AnyRecord, Exited, Left, Raised, Said, Started, Stuck, Where
+from rankless.records.events import AnyRecord, Exited, HangDetected, Notice, Raised, RankStatus, ScriptFinished, Started
 from rankless.records.quantities import timed
 from rankless.records.worker_status import open_page
 
@@ -57,7 +57,7 @@ class HangWatch:
         self._ended: set[int] = set()
         size = scene.configs[0].world_size
         self._elsewhere = Elsewhere(scene.others, set(range(size)) - set(self._configs) if scene.others.judges else ())
-        self._timed_out: dict[int, Where] = {}
+        self._timed_out: dict[int, RankStatus] = {}
         self._is_asked = False
         """By host 0, or by the timeout of a rank."""
         self._pace = Pace()
@@ -72,12 +72,12 @@ class HangWatch:
         if isinstance(record, Started) and record.rank in self._pages:
             config, page = self._configs[record.rank], self._pages[record.rank]
             self._workers[record.rank] = Worker(config, record.pid, page, time.monotonic())
-        elif isinstance(record, Left | Exited):
+        elif isinstance(record, ScriptFinished | Exited):
             self._ended.add(record.rank)
         elif isinstance(record, Raised) and (where := timed_out(record)) is not None:
             self._timed_out[record.rank] = where
             self._is_asked = True
-        elif isinstance(record, Where) and record.rank not in self._configs:
+        elif isinstance(record, RankStatus) and record.rank not in self._configs:
             self._elsewhere.take(record)
             if not record.asked and record.state != "moves":
                 self._look_at = 0.0
@@ -149,7 +149,7 @@ class HangWatch:
                 yield _said(f"the job goes on, after {timed(self._spoken_of)}")
             else:
                 for rank in self._configs:
-                    yield Where(rank=rank, time_ns=time.monotonic_ns(), state="moves")
+                    yield RankStatus(rank=rank, time_ns=time.monotonic_ns(), state="moves")
         self._spoken_of = 0.0
 
     def _conclude(self, now: float) -> Iterator[AnyRecord]:
@@ -171,7 +171,7 @@ class HangWatch:
             if finding is not None:
                 yield self._verdict(finding, limit)
 
-    def _blame_missing(self, everyone: Mapping[int, Where]) -> Iterator[Stuck]:
+    def _blame_missing(self, everyone: Mapping[int, RankStatus]) -> Iterator[HangDetected]:
         finding = find_missing(everyone, self._timed_out)
         if finding is not None:
             self._is_over = True
@@ -182,12 +182,12 @@ class HangWatch:
         timeout = self._scene.timeout_seconds
         return 2 * still if timeout is None or still >= timeout else min(2 * still, timeout)
 
-    def _own(self, now: float, *, gpu_waits: bool) -> dict[int, Where]:
+    def _own(self, now: float, *, gpu_waits: bool) -> dict[int, RankStatus]:
         own = {}
         for rank, worker in self._workers.items():
             if rank in self._ended:
                 doing = "goes on" if worker.lives else ""
-                own[rank] = Where(rank=rank, time_ns=time.monotonic_ns(), state="ended", doing=doing)
+                own[rank] = RankStatus(rank=rank, time_ns=time.monotonic_ns(), state="ended", doing=doing)
             else:
                 own[rank] = worker.where(now, limit=self._limit, gpu_waits=gpu_waits)
         return own
@@ -205,24 +205,24 @@ class HangWatch:
         self._look_at = min(self._look_at, max(end_after, finding.seconds + put_off))
         return _said(report(finding, self._pace, host_name=self._scene.host_name, stacks_file=stacks))
 
-    def _stuck(self, finding: Finding, more: str = "") -> Stuck:
+    def _stuck(self, finding: Finding, more: str = "") -> HangDetected:
         culprit = finding.culprits[0] if finding.culprits else finding.waiting[0]
         text = headline(finding, host_name=self._scene.host_name) + more
         trace = "\n".join(shown(culprit.stack))
-        return Stuck(rank=culprit.rank, time_ns=time.monotonic_ns(), headline=text, traceback=trace)
+        return HangDetected(rank=culprit.rank, time_ns=time.monotonic_ns(), headline=text, traceback=trace)
 
-    def _everyone(self, own: Mapping[int, Where]) -> dict[int, Where]:
+    def _everyone(self, own: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
         """Every rank of the job; of those of which their host tells nothing is known that they run."""
         size = self._scene.configs[0].world_size
         everyone = {}
         for rank in range(size):
-            state: Where | None = own.get(rank) or self._elsewhere.told.get(rank)
+            state: RankStatus | None = own.get(rank) or self._elsewhere.told.get(rank)
             if rank in self._ended and rank not in own:
-                state = Where(rank=rank, time_ns=0, state="ended")
-            unknown = Where(rank=rank, time_ns=0, state="computes", text="a place that its host has not told")
+                state = RankStatus(rank=rank, time_ns=0, state="ended")
+            unknown = RankStatus(rank=rank, time_ns=0, state="computes", text="a place that its host has not told")
             everyone[rank] = unknown if state is None or state.state == "moves" else state
         return everyone
 
 
-def _said(text: str) -> Said:
-    return Said(rank=0, time_ns=time.monotonic_ns(), text=text)
+def _said(text: str) -> Notice:
+    return Notice(rank=0, time_ns=time.monotonic_ns(), text=text)

@@ -9,7 +9,7 @@ from rankless.config.run_config import WorkerConfig
 from rankless.launch.watchdog.process_stats import Pulse, Vitals, descendants_of, vitals_of, waits_for
 from rankless.launch.watchdog.stack_classifier import Place, place_of, reader_place
 from rankless.launch.watchdog.stacks import Question, main_stack
-from rankless.records.events import RankState, Where
+from rankless.records.events import RankState, RankStatus
 from rankless.records.worker_status import Steps, read_page
 
 MOST_READERS = 8
@@ -67,7 +67,7 @@ class Worker:
             self.question.ask(list(descendants_of(self.pulse.process_id))[:MOST_READERS], now)
         return self.question.is_answered(now)
 
-    def where(self, now: float, *, limit: float, gpu_waits: bool) -> Where:
+    def where(self, now: float, *, limit: float, gpu_waits: bool) -> RankStatus:
         """Where it is. `limit`: what is unusual for the job. `gpu_waits`: whether a rank that asks its GPU for a result
         is taken to wait for others.
         """
@@ -92,7 +92,7 @@ class Worker:
             process_id, inside = reader
             doing, line = (waits_for(process_id) if state == "blocked" else doing), inside.line
             text += f"; its DataLoader's worker, process {process_id}, is in {inside.text}"
-        return Where(
+        return RankStatus(
             rank=self.config.rank,
             time_ns=time.monotonic_ns(),
             state=state,
@@ -132,7 +132,7 @@ class Worker:
         return None
 
 
-def write_stacks(path: str, workers: Sequence[Worker], elsewhere: Collection[Where] = ()) -> str:
+def write_stacks(path: str, workers: Sequence[Worker], elsewhere: Collection[RankStatus] = ()) -> str:
     """Append all that the workers have answered to a file, and of ranks elsewhere what was told of them; returns its
     name as a user would write it.
     """

@@ -8,7 +8,7 @@ from typing import Any
 from rankless.user_code import script_line
 
 
-def watch_spawning(multiprocessing: Any, say: Callable[[str], None], *, world_size: int) -> None:
+def watch_spawning(multiprocessing: Any, notify: Callable[[str], None], *, world_size: int) -> None:
     """Say once that a worker, one of `world_size`, calls `spawn` of `torch.multiprocessing`; what that does stays."""
     spawn = multiprocessing.spawn
 
@@ -16,7 +16,7 @@ def watch_spawning(multiprocessing: Any, say: Callable[[str], None], *, world_si
     def watched(*arguments: Any, **keywords: Any) -> Any:
         multiprocessing.spawn = spawn
         line = script_line(sys._getframe(1))
-        say(
+        notify(
             f"{line}: the script starts processes itself, and each of the {world_size} workers does so; "
             "start such a script with `python` or with `rankless run -n 1`"
         )

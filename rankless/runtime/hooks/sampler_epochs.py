@@ -18,9 +18,9 @@ from torch.utils.data.distributed import DistributedSampler
 from rankless.user_code import script_line
 
 
-def watch_samplers(say: Callable[[str], None]) -> None:
+def watch_samplers(notify: Callable[[str], None]) -> None:
     """Watch every DistributedSampler of this process from now on; `say` is called once, if at all."""
-    watch = SamplerWatch(say)
+    watch = SamplerWatch(notify)
     begin, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
 
     @functools.wraps(begin)
@@ -41,8 +41,8 @@ def watch_samplers(say: Callable[[str], None]) -> None:
 class SamplerWatch:
     """Each sampler's last pass, and which samplers have been told an epoch."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say: Callable[[str], None] | None = say
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify: Callable[[str], None] | None = notify
         self._told: WeakSet[DistributedSampler[Any]] = WeakSet()
         self._last: WeakKeyDictionary[DistributedSampler[Any], tuple[int, Iterator[Any]]] = WeakKeyDictionary()
 
@@ -54,14 +54,14 @@ class SamplerWatch:
     def begins(self, sampler: DistributedSampler[Any], samples: Iterator[Any]) -> None:
         """Say so if a pass that takes `samples` begins just as the last one did, which has come to its end."""
         # Without gradients it is an evaluation, where order does not matter.
-        if self._say is None or not sampler.shuffle or not torch.is_grad_enabled():
+        if self._notify is None or not sampler.shuffle or not torch.is_grad_enabled():
             return
         with contextlib.suppress(TypeError):
             epoch, last = self._last.get(sampler, (None, samples))
             if epoch == sampler.epoch and sampler not in self._told and operator.length_hint(last, 1) == 0:
-                say, self._say = self._say, None
+                notify, self._notify = self._notify, None
                 line = script_line(sys._getframe(1))
-                say(
+                notify(
                     f"{line}: every epoch has the same order, because sampler.set_epoch(epoch) is missing before this "
                     "loop (where order does not matter, say shuffle=False)"
                 )

@@ -41,10 +41,10 @@ class Signed(msgspec.Struct):
         return len(self.arrived) == self.world_size
 
 
-def meet_at_file(invitation: Invitation, say: Say) -> Meeting:
+def meet_at_file(invitation: Invitation, notify: Say) -> Meeting:
     """Meet at a file:// address. Raises JoinError."""
     rank, size = invitation.rank, invitation.world_size
-    patience = Patience(invitation, say)
+    patience = Patience(invitation, notify)
     own = Arrived(host_identity(), os.getpid(), size)
     with _locked(invitation.path) as file:
         signed = _read(file)

@@ -38,17 +38,17 @@ class Served(msgspec.Struct, frozen=True):
     port: int
 
 
-def meet_by_horovod(told: HorovodWorker, say: Say) -> tuple[Meeting, Served]:
+def meet_by_horovod(told: HorovodWorker, notify: Say) -> tuple[Meeting, Served]:
     """Meet, told by Horovod's launcher: the meeting, and where. Raises JoinError."""
-    server = KeyValueServer(told, say)
+    server = KeyValueServer(told, notify)
     if told.rank != 0:
         served = _told_by_rank_0(server)
-        meeting = meet(_invitation(told, served), say)
+        meeting = meet(_invitation(told, served), notify)
         meeting.store.wait([TAKEN_BACK], timedelta(seconds=told.timeout_seconds))
         return meeting, served
     with _reserved(server.own_address()) as served:
         server.put(msgspec.json.encode(served))
-        meeting = meet(_invitation(told, served), say)
+        meeting = meet(_invitation(told, served), notify)
     server.put(b"")
     meeting.store.set(TAKEN_BACK, "")
     return meeting, served
@@ -57,11 +57,11 @@ def meet_by_horovod(told: HorovodWorker, say: Say) -> tuple[Meeting, Served]:
 class KeyValueServer:
     """The launcher's server, as one of its workers sees it: a place for one value."""
 
-    def __init__(self, told: HorovodWorker, say: Say) -> None:
+    def __init__(self, told: HorovodWorker, notify: Say) -> None:
         self._told = told
         host = f"[{told.address}]" if ":" in told.address else told.address
         self._name = f"http://{host}:{told.port}"
-        self._patience = Patience(_invitation(told, Served(told.address, told.port)), say)
+        self._patience = Patience(_invitation(told, Served(told.address, told.port)), notify)
         self._nap = 0.0
 
     def own_address(self) -> str:

@@ -56,9 +56,9 @@ class Meeting:
 class Patience:
     """Waiting with a limit that tells, every few seconds, what for."""
 
-    def __init__(self, invitation: Invitation, say: Say) -> None:
+    def __init__(self, invitation: Invitation, notify: Say) -> None:
         self._limit = invitation.timeout_seconds
-        self._say = say
+        self._notify = notify
         self._start = self._told = time.monotonic()
 
     def wait(self, waiting_for: Callable[[], str], fix: str) -> None:
@@ -70,13 +70,13 @@ class Patience:
             )
         if now - self._told > TELL_AFTER_SECONDS:
             self._told = now
-            self._say(f"{waiting_for()}, {now - self._start:.0f} s")
+            self._notify(f"{waiting_for()}, {now - self._start:.0f} s")
         time.sleep(NAP_SECONDS)
 
 
-def meet(invitation: Invitation, say: Say) -> Meeting:
+def meet(invitation: Invitation, notify: Say) -> Meeting:
     """Meet at a tcp:// address. Raises JoinError."""
-    patience = Patience(invitation, say)
+    patience = Patience(invitation, notify)
     while True:
         # A process may join, shut down, and join again: at a launcher's store under another number each time, and
         # at rank 0's it may come upon the store of the time before, which is about to go.
