@@ -4,7 +4,7 @@ import argparse
 
 from rankless.config import environment
 from rankless.config.forwarded_variables import chosen_variables
-from rankless.config.hosts import DEFAULT_PORT, Host, numbered_hosts, own_place, parse_hosts, read_hostfile
+from rankless.config.hosts import DEFAULT_PORT, Host, numbered_hosts, own_host_index, parse_hosts, read_hostfile
 from rankless.config.run_config import Cluster
 from rankless.errors import ConfigError
 
@@ -68,7 +68,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
         hosts = parse_hosts(arguments.hosts, workers_per_host=arguments.workers)
     else:
         hosts = read_hostfile(arguments.hostfile, workers_per_host=arguments.workers)
-    place = own_place(hosts)
+    place = own_host_index(hosts)
     if place > 0 and not arguments.no_ssh:
         raise ConfigError(
             expected=f"this command on host 0, {hosts[0]}, which starts the others by ssh",
@@ -111,9 +111,9 @@ def _cluster(
         raise ConfigError(expected="--port from 1 to 65535", found=port, fix="choose another")
     return Cluster(
         hosts=hosts,
-        place=place,
+        host_index=place,
         port=port,
-        way=("script" if arguments.token_by_ssh else "hand") if by_hand else "ssh",
+        agent_start=("script" if arguments.token_by_ssh else "manual") if by_hand else "ssh",
         is_listed=is_listed,
         insecure=arguments.insecure,
         join_timeout_seconds=arguments.join_timeout,

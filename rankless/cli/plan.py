@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from rankless.cli.program_arguments import add_program_arguments, take_program
-from rankless.config.run_config import RunRequest, Watch
+from rankless.config.run_config import RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import job_runner
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 log_folder=arguments.log_dir,
                 progress=False,
-                watch=Watch(stop_after_steps=arguments.steps, programs=folder),
+                observation=RunObservation(stop_after_steps=arguments.steps, programs=folder),
             ),
         )
         try:

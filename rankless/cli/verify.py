@@ -113,10 +113,10 @@ def _where(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
     cluster = cluster_of(arguments)
     if cluster is None:
         return None, 2 if arguments.workers is None else arguments.workers
-    if cluster.place > 0:
+    if cluster.host_index > 0:
         raise ConfigError(
             expected=f"rankless verify on host 0, {cluster.hosts[0]}",
-            found=f"it on host {cluster.place}",
+            found=f"it on host {cluster.host_index}",
             fix="start `rankless run` with the same options here: it takes part in the run on all hosts",
         )
     return cluster, sum(host.workers for host in cluster.hosts)

@@ -13,8 +13,9 @@ import msgspec
 
 from rankless.config.horovod_variables import ADDRESS, HorovodWorker, horovod_worker
 from rankless.config.mpi_variables import mpi_worker
-from rankless.config.run_config import RunConfig, WorkerConfig
+from rankless.config.run_config import RunConfig
 from rankless.config.torchrun import Foreign
+from rankless.config.worker_config import WorkerConfig
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"

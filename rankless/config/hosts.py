@@ -97,17 +97,17 @@ def checked(hosts: Sequence[Host]) -> tuple[Host, ...]:
         raise ConfigError(
             expected="each host once",
             found=f"{twice[0]} {addresses.count(twice[0])} times",
-            fix=f"name it once, with the number of its workers: {twice[0]}:{sum_of(hosts, twice[0])}",
+            fix=f"name it once, with the number of its workers: {twice[0]}:{total_workers(hosts, twice[0])}",
         )
     return tuple(hosts)
 
 
-def sum_of(hosts: Sequence[Host], address: str) -> int:
+def total_workers(hosts: Sequence[Host], address: str) -> int:
     """How many workers all entries of one host have together."""
     return sum(host.workers for host in hosts if host.address == address)
 
 
-def own_place(hosts: Sequence[Host]) -> int:
+def own_host_index(hosts: Sequence[Host]) -> int:
     """Which of the hosts this one is, by its own addresses and names. Raises ConfigError if it is none, or two."""
     own = own_addresses()
     found = [place for place, host in enumerate(hosts) if addresses_of(host.address) & own]

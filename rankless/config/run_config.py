@@ -1,4 +1,4 @@
-"""The two plans: one for a whole run, one for each of its workers."""
+"""The configuration of a whole run: what is asked for, what the agent runs, and what host 0 decides."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -14,8 +14,8 @@ from rankless.config.torchrun import Foreign, Hosts
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
 Precision = Literal["float64"]
-NOT_YET = -1
-Way = Literal["ssh", "hand", "script"]
+UNKNOWN_HOST = -1
+AgentStart = Literal["ssh", "manual", "script"]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class InspectedCall(msgspec.Struct, frozen=True, kw_only=True):
     call: int
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True):
+class RunObservation(msgspec.Struct, frozen=True, kw_only=True):
     """What a run leaves behind, beside its recording, for those who look at it; and how soon it ends."""
 
     stop_after_steps: int | None = None
@@ -43,7 +43,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     programs: str | None = None
     """A folder into which the jobs' programs are written (for `rankless plan`), or None."""
     inspected: InspectedCall | None = None
-    is_twin: bool = False
+    is_reference: bool = False
     """The script is plain PyTorch, and recorded by its optimizers' steps instead of by jobs."""
 
 
@@ -52,11 +52,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     hosts: tuple[Host, ...]
     """In the order of their ranks; host 0 plans, shows and saves."""
-    place: int
-    """This host's; NOT_YET until host 0 has numbered it."""
+    host_index: int
+    """This host's; UNKNOWN_HOST until host 0 has numbered it."""
     port: int = DEFAULT_PORT
     """On which host 0's agent listens."""
-    way: Way = "ssh"
+    agent_start: AgentStart = "ssh"
     """How the agents of the other hosts are started: by ssh from host 0; or each by hand, and the token is in a file
     that each has, or (by script) is brought to them by ssh from host 0.
     """
@@ -95,7 +95,7 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
-    watch: Watch = Watch()
+    observation: RunObservation = RunObservation()
 
     @property
     def world_size(self) -> int:
@@ -128,7 +128,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
-    watch: Watch = Watch()
+    observation: RunObservation = RunObservation()
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
     fleet: Fleet | None = None
@@ -164,7 +164,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     dtype: Precision | None = None
     """What jobs compute in, whatever the script says; None leaves it to the script."""
-    watch: Watch = Watch()
+    observation: RunObservation = RunObservation()
     progress: bool = True
     hosts: Hosts = Hosts()
     foreign: Foreign | None = None
@@ -178,84 +178,3 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
     request: RunRequest
     """What was asked for: each host makes a plan of its own of it."""
-
-
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one worker is told. It travels in one environment variable, beside torchrun's own."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: str
-    threads: int
-    backend: Literal["gloo", "nccl"]
-    master_address: str
-    master_port: int
-    run_id: str
-    seed: int | None
-    log_file: str
-    error_log_file: str | None = None
-    """Where standard error goes, if not to the log file too."""
-    recording: str | None = None
-    perturbation_seed: int | None = None
-    dtype: Precision | None = None
-    watch: Watch = Watch()
-    progress: bool = True
-    """Send progress records up."""
-    records_descriptor: int | None = None
-    """The inherited socket on which records go up."""
-    store_descriptor: int | None = None
-    """Rank 0 only: an inherited socket that listens already, on which it serves the store that all ranks
-    meet at.
-    """
-    interface: str | None = None
-    """The network interface by which other hosts are reached; None where all workers are on this one."""
-    host: int = 0
-    """The place of its host among the job's."""
-    host_count: int = 1
-    store_address: str = "127.0.0.1"
-    store_port: int | None = None
-    whereabouts_descriptor: int | None = None
-    """The inherited memory in which it writes its steps, and, asked, its stacks; None where nobody looks."""
-    rounds_descriptor: int | None = None
-    """The inherited socket to the driver of an elastic job."""
-    process_id: int | None = None
-    """The worker's own; a child of it inherits the environment but is not the worker."""
-
-
-class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as its parent starts it."""
-
-    config: WorkerConfig
-    environment: dict[str, str | None]
-    """Variables to set, or to remove, on top of the parent's own."""
-
-
-class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the parent of the workers is told. It comes in through its standard input, as JSON."""
-
-    program: Program
-    warm: bool
-    workers: tuple[WorkerLaunch, ...]
-    other_hosts: tuple[str, ...] = ()
-    """The addresses of the job's other hosts, where they are known."""
-    lifeline_descriptor: int
-    records_descriptor: int
-    store_descriptor: int | None
-    orders_descriptor: int | None = None
-    """The socket on which further workers are ordered, in an elastic job."""
-
-    def descriptors(self) -> list[int]:
-        """Those that the parent is to inherit, under these numbers."""
-        pages = (launch.config.whereabouts_descriptor for launch in self.workers)
-        sockets = (self.lifeline_descriptor, self.records_descriptor, self.store_descriptor, self.orders_descriptor)
-        return [descriptor for descriptor in (*sockets, *pages) if descriptor is not None]
-
-
-class ForkServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a fork server is told at its start, as `HostConfig` is."""
-
-    connection_descriptor: int
-    with_jobs: bool
-    """Whether the programs of its runs call jobs."""

@@ -17,7 +17,7 @@ from rankless.errors import ConfigError
 def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     """A plan that can be run; raises `ConfigError` for one that cannot."""
     threads, seed, cluster = request.threads, request.seed, request.cluster
-    count = request.worker_count if cluster is None else cluster.hosts[cluster.place].workers
+    count = request.worker_count if cluster is None else cluster.hosts[cluster.host_index].workers
     if request.elastic is not None:
         # Its hosts come and go: the driver makes what is for one host, as it starts workers there.
         check_elastic(request.elastic, request.worker_count)
@@ -28,7 +28,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         raise ConfigError(expected="at least 1 worker", found=count, fix="give -n a number from 1 up")
     if threads is not None and threads < 1:
         raise ConfigError(expected="at least 1 thread per worker", found=threads, fix="give --threads 1 or more")
-    steps = request.watch.stop_after_steps
+    steps = request.observation.stop_after_steps
     if steps is not None and steps < 1:
         raise ConfigError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
     if seed is not None and not 0 <= seed < 2**63:
@@ -48,7 +48,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         recording=request.recording,
         perturbation_seed=request.perturbation_seed,
         dtype=request.dtype,
-        watch=request.watch,
+        observation=request.observation,
         progress=request.progress,
         hosts=request.hosts,
         foreign=request.foreign,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rankless.config.run_config import RunConfig
-from rankless.config.torchrun import SOURCES, Source
 from rankless.launch.elastic.driver import Surroundings, run_elastic
 from rankless.launch.job_setup import Assembled, assembled
 from rankless.launch.log_files import make_run_folder, shown_streams
@@ -25,7 +24,7 @@ from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.launch.supervisor.supervisor import Outcome, Watch
 from rankless.launch.watchdog.watchdog import HangWatch, Scene, open_pages
 from rankless.launch.worker_configs import make_worker_configs
-from rankless.launch.worker_output import Terminal, Write, writer_to
+from rankless.launch.worker_output import SOURCES, Source, Terminal, Write, writer_to
 from rankless.records.events import AnyRecord, FileOpened, Notice
 
 

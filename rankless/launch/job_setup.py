@@ -60,7 +60,7 @@ def assembled(
             yield Assembled(others=SingleHost(), start=start, devices=(config.devices,), store=store)
         return
     quick_check(config, tell)
-    if config.cluster.place == 0:
+    if config.cluster.host_index == 0:
         with _as_host_0(config, config.cluster, interrupts, tell, token) as found:
             yield found
     else:
@@ -81,7 +81,7 @@ def _as_host_0(
         hub = Hub(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
         stack.callback(hub.close)
         starters: Mapping[int, RemoteAgent | TokenBringer] = {}
-        if cluster.way == "ssh":
+        if cluster.agent_start == "ssh":
             starters = {place: _started(config, cluster, place, token, tell) for place in range(1, len(cluster.hosts))}
         elif must_be_brought(cluster):
             starters = {place: TokenBringer(cluster, place, token) for place in range(1, len(cluster.hosts))}
@@ -118,12 +118,12 @@ def _as_another(
     uplink, told = reach(cluster, facts, tokens, interrupts=interrupts, tell=tell)
     try:
         interface, _ = interface_towards(cluster.hosts[0].address)
-        name = cluster.hosts[told.place].address
+        name = cluster.hosts[told.host_index].address
         names = [host.address for host in cluster.hosts]
         yield Assembled(
-            others=LeaderHost(uplink, told.start, told.place, name),
+            others=LeaderHost(uplink, told.start, told.host_index, name),
             start=told.start,
-            place=told.place,
+            place=told.host_index,
             names=names,
             devices=(config.devices,),
             interface=interface,
@@ -175,7 +175,7 @@ def _listen(address: str, cluster: Cluster) -> socket.socket:
 
 
 def _started(config: RunConfig, cluster: Cluster, place: int, token: bytes, tell: Callable[[str], None]) -> RemoteAgent:
-    there = msgspec.structs.replace(cluster, place=place)
+    there = msgspec.structs.replace(cluster, host_index=place)
     script = None
     if cluster.copies and config.program.kind == "script":
         with open(config.program.target, "rb") as file:
@@ -230,5 +230,5 @@ def _start(
         recording=config.recording,
         perturbation_seed=config.perturbation_seed,
         dtype=config.dtype,
-        watch=config.watch,
+        observation=config.observation,
     )

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterable, Sequence
 
 from rankless.config.horovodrun import padded_rank
-from rankless.config.run_config import JobStart, RunConfig, WorkerConfig
-from rankless.config.torchrun import SOURCES, Source
+from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.errors import LaunchError
-from rankless.launch.worker_output import Stream
+from rankless.launch.worker_output import SOURCES, Source, Stream
 
 _FIRST_ATTEMPT = "attempt_0"
 """torchrun's folder of logs until it first restarts the workers, as is not done here."""

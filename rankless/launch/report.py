@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from rankless.config.run_config import RunConfig, WorkerLaunch
+from rankless.config.run_config import RunConfig
+from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import LaunchError
 from rankless.launch.job_setup import Assembled
 from rankless.launch.log_files import log_files, run_folder

@@ -12,7 +12,8 @@ from rankless.config.environment import (
 )
 from rankless.config.fleetrun import Place, endpoint, fleet_variables
 from rankless.config.horovodrun import rendezvous_variables, slot_variables
-from rankless.config.run_config import JobStart, RunConfig, WorkerConfig, WorkerLaunch
+from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.job_setup import Assembled
 from rankless.launch.log_files import log_files
 from rankless.runtime.hooks.horovod_imports import AT_START
@@ -48,13 +49,13 @@ def make_worker_configs(
             recording=start.recording,
             perturbation_seed=start.perturbation_seed,
             dtype=start.dtype,
-            watch=start.watch,
+            observation=start.observation,
             progress=config.progress,
             interface=job.interface,
             host=job.place,
             host_count=len(start.workers),
             store_descriptor=job.store.fileno() if rank == 0 and job.store is not None else None,
-            whereabouts_descriptor=pages[local_rank] if pages else None,
+            status_descriptor=pages[local_rank] if pages else None,
             store_address=start.store_address,
             store_port=start.store_port,
         )

@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TextIO
-
-from rankless.config.torchrun import Source
+from typing import Literal, Protocol, TextIO
 
 _BLOCK = 1 << 16
 _LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!\n|$)")
 """A progress bar ends its lines with carriage returns alone; one at the very end may be half of a line's end."""
 
+Source = Literal["out", "err"]
+SOURCES: tuple[Source, ...] = ("out", "err")
+"""A worker's standard output and standard error."""
 Write = Callable[[bytes], None]
 
 

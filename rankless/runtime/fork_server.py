@@ -24,8 +24,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.config.run_config import HostConfig, WorkerLaunch
 from rankless.config.script_source import names_horovod, names_rankless
+from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Notice, Started
 from rankless.runtime.connections import cut_connections
@@ -186,7 +186,7 @@ class Guard:
             return None
         worker = self.start(order, ending=ending)
         if worker is None:
-            for descriptor in (order.config.rounds_descriptor, order.config.whereabouts_descriptor):
+            for descriptor in (order.config.rounds_descriptor, order.config.status_descriptor):
                 if descriptor is not None:
                     os.close(descriptor)
         return worker
@@ -241,7 +241,7 @@ class Guard:
         kept = [
             self._config.records_descriptor,
             config.store_descriptor,
-            config.whereabouts_descriptor,
+            config.status_descriptor,
             config.rounds_descriptor,
         ]
         process = subprocess.Popen(

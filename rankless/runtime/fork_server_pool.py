@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.config.run_config import ForkServerConfig, HostConfig
+from rankless.config.worker_config import ForkServerConfig, HostConfig
 from rankless.runtime.fast_exit import Ending
 from rankless.runtime.fork_server import import_torch, lead, withdraw
 from rankless.runtime.spawn_protocol import READY, receive_host_config, send_process_id

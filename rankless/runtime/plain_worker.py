@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.config.run_config import HostConfig
+from rankless.config.worker_config import HostConfig
 from rankless.runtime.fast_exit import Ending
 from rankless.runtime.worker import enter
 

@@ -17,7 +17,7 @@ from rankless.checkpoint import Saver
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.context.progress_meter import ProgressMeter
 from rankless.context.step_limit import StepLimit
 from rankless.context.world import World
@@ -80,7 +80,7 @@ class Runtime:
 
     def _watched(self, config: WorkerConfig) -> dict[str, Any]:
         """The parts of the world by which `rankless verify` and `rankless plan` look at a run."""
-        watch, rank = config.watch, self._rank
+        watch, rank = config.observation, self._rank
         limit = watch.stop_after_steps
         inspected = None if config.recording is None else watch.inspected
         return {
@@ -191,7 +191,7 @@ def _require_as_planned(config: WorkerConfig, invitation: Invitation | None) -> 
 
 
 def _join_as_worker(config: WorkerConfig, place: Callable[[], Place], again: bool) -> Runtime:
-    if config.watch.is_twin:
+    if config.observation.is_reference:
         raise ConfigError(
             expected="a twin in plain PyTorch, so that it says what the script should do without Rankless",
             found="one that calls Rankless",

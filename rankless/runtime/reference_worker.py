@@ -4,7 +4,7 @@ import atexit
 
 import torch
 
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_limit import StepLimit
 from rankless.verify.recording.recorder import Recorder
 from rankless.verify.recording.reference_recorder import ReferenceRecorder
@@ -14,7 +14,7 @@ def watch(config: WorkerConfig) -> None:
     """Record this process's training from now to its end."""
     assert config.recording is not None
     recorder = Recorder(config.recording, config.rank)
-    limit = config.watch.stop_after_steps
+    limit = config.observation.stop_after_steps
     steps = None if limit is None else StepLimit(limit, at_end=lambda: recorder.finish(stopped=True))
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     ReferenceRecorder(recorder, step_made=lambda: None if steps is None else steps.step_made(), dtype=dtype).start()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rankless.config.run_config import HostConfig, WorkerLaunch
+from rankless.config.worker_config import HostConfig, WorkerLaunch
 
 READY = b"R"
 """Said once by the fork server, when it has imported all."""
@@ -84,5 +84,5 @@ def receive_worker_launch(orders: socket.socket) -> WorkerLaunch | None:
         return None
     launch = msgspec.json.decode(data, type=WorkerLaunch)
     words, page = (*descriptors, None)[:2]
-    told = msgspec.structs.replace(launch.config, rounds_descriptor=words, whereabouts_descriptor=page)
+    told = msgspec.structs.replace(launch.config, rounds_descriptor=words, status_descriptor=page)
     return msgspec.structs.replace(launch, config=told)

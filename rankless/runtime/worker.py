@@ -16,7 +16,8 @@ import msgspec
 
 from rankless.config import environment
 from rankless.config.horovod_variables import ADDRESS
-from rankless.config.run_config import HostConfig, Program, WorkerConfig, WorkerLaunch
+from rankless.config.run_config import Program
+from rankless.config.worker_config import HostConfig, WorkerConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished
 from rankless.runtime.fast_exit import Ending
@@ -37,8 +38,8 @@ def enter_forked(launch: WorkerLaunch, host: HostConfig, ending: Ending) -> "Wor
     if host.store_descriptor is not None and launch.config.store_descriptor is None:
         os.close(host.store_descriptor)
     for other in host.workers:
-        if other is not launch and other.config.whereabouts_descriptor is not None:
-            os.close(other.config.whereabouts_descriptor)
+        if other is not launch and other.config.status_descriptor is not None:
+            os.close(other.config.status_descriptor)
     worker = enter(launch, host, ending, hide_torch=True)
     ending.arm()
     return worker
@@ -71,8 +72,8 @@ class WorkerProcess:
         self._environment_at_start = environment.snapshot()
         self._files = FileWatch(config, send=self._send) if config.world_size > 1 else None
         self._step_made: Callable[..., None] | None = None
-        if config.whereabouts_descriptor is not None:
-            self._step_made = be_found(config.whereabouts_descriptor, main_thread=threading.get_ident())
+        if config.status_descriptor is not None:
+            self._step_made = be_found(config.status_descriptor, main_thread=threading.get_ident())
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
 
     def await_arrivals(self, *, hide_torch: bool) -> None:
@@ -144,7 +145,7 @@ class WorkerProcess:
             before_leaving=self._before_leaving,
             step_made=self._step_made,
         )
-        if self._config.watch.is_twin:
+        if self._config.observation.is_reference:
             importlib.import_module("rankless.runtime.reference_worker").watch(self._config)
         if self._files is not None:
             self._files.watch_saving(importlib.import_module("torch.serialization"))

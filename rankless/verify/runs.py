@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
-from rankless.config.run_config import Cluster, InspectedCall, Precision, Program, RunConfig, RunRequest, Watch
+from rankless.config.run_config import Cluster, InspectedCall, Precision, Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.records.job_programs import AnyFact, read_facts
 from rankless.records.job_values import Computed, read_values
@@ -107,11 +107,11 @@ class VerifyRuns:
 
     def _recorded(self, name: str, *, workers: int, perturbation_seed: int | None = None) -> list[Recording]:
         folder = self._folder(name)
-        watch = Watch(
+        observation = RunObservation(
             stop_after_steps=self.steps,
             programs=folder if name == "many" else None,
             inspected=self.inspected,
-            is_twin=name == "twin",
+            is_reference=name == "twin",
         )
         config = make_run_config(
             self.program,
@@ -124,7 +124,7 @@ class VerifyRuns:
                 recording=folder,
                 perturbation_seed=perturbation_seed,
                 dtype=self.dtype,
-                watch=watch,
+                observation=observation,
                 cluster=self.cluster if workers > 1 else None,
             ),
         )
@@ -141,8 +141,8 @@ def _what(config: RunConfig) -> str:
         words = [f"{sum(host.workers for host in config.cluster.hosts)} workers on {len(config.cluster.hosts)} hosts"]
     words += ["disturbed"] if config.perturbation_seed is not None else []
     words += [config.dtype] if config.dtype is not None else []
-    words += [os.path.basename(config.program.target)] if config.watch.is_twin else []
-    words += ["every value"] if config.watch.inspected is not None else []
+    words += [os.path.basename(config.program.target)] if config.observation.is_reference else []
+    words += ["every value"] if config.observation.inspected is not None else []
     return ", ".join(words)
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rankless.config import environment
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 
 
 def config(process_id: int | None = None) -> WorkerConfig:

@@ -11,7 +11,7 @@ from rankless.config.hosts import (
     hosts_of_settings,
     interface_towards,
     own_addresses,
-    own_place,
+    own_host_index,
     parse_hosts,
     read_hostfile,
 )
@@ -82,11 +82,11 @@ def test_hosts_of_a_script_are_names_or_oneflows_dicts():
 
 
 def test_a_host_finds_itself_by_its_own_addresses():
-    assert own_place([Host(address="192.0.2.77", workers=1), Host(address="127.0.0.1", workers=1)]) == 1
+    assert own_host_index([Host(address="192.0.2.77", workers=1), Host(address="127.0.0.1", workers=1)]) == 1
     with pytest.raises(ConfigError, match="which are both this one"):
-        own_place([Host(address="127.0.0.1", workers=1), Host(address="localhost", workers=1)])
+        own_host_index([Host(address="127.0.0.1", workers=1), Host(address="localhost", workers=1)])
     with pytest.raises(ConfigError) as raised:
-        own_place([Host(address="192.0.2.77", workers=1), Host(address="no-such-name.invalid", workers=1)])
+        own_host_index([Host(address="192.0.2.77", workers=1), Host(address="no-such-name.invalid", workers=1)])
     assert socket.gethostname() in str(raised.value.found)
 
 

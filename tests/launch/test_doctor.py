@@ -110,14 +110,14 @@ def test_a_job_on_several_hosts_is_told_what_may_trouble_it_and_refused_what_it_
     monkeypatch.setenv("http_proxy", "http://proxy.example")
     monkeypatch.delenv("no_proxy", raising=False)
     told: list[str] = []
-    cluster = Cluster(hosts=parse_hosts("127.0.0.1,no.such.name.invalid", workers_per_host=1), place=0)
+    cluster = Cluster(hosts=parse_hosts("127.0.0.1,no.such.name.invalid", workers_per_host=1), host_index=0)
     config = make_run_config(Program(kind="code", target=""), RunRequest(worker_count=1, cluster=cluster))
     quick_check(config, told.append)
     (text,) = told
     assert "proxies: http_proxy=http://proxy.example" in text
     assert "network card: the name no.such.name.invalid does not resolve here" in text
     # The others need host 0's name.
-    cluster = Cluster(hosts=tuple(reversed(cluster.hosts)), place=1)
+    cluster = Cluster(hosts=tuple(reversed(cluster.hosts)), host_index=1)
     config = make_run_config(Program(kind="code", target=""), RunRequest(worker_count=1, cluster=cluster))
     with pytest.raises(JoinError) as refused:
         quick_check(config, told.append)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.jobs import wait_until
 
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.launch.elastic.worker_watchdog import Watched
 from rankless.records.events import HangDetected, RankStatus, Started
 

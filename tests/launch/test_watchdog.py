@@ -9,7 +9,7 @@ import psutil
 import pytest
 from support.jobs import wait_until
 
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.launch.rendezvous.peers import SingleHost
 from rankless.launch.supervisor.failure_attribution import judge
 from rankless.launch.watchdog.process_stats import vitals_of

@@ -9,7 +9,7 @@ import pytest
 from rankless.cli import Parser, fleetrun, main
 from rankless.config import validation
 from rankless.config.fleetrun import share_out
-from rankless.config.run_config import NOT_YET, Cluster, JobStart, Program, RunConfig
+from rankless.config.run_config import UNKNOWN_HOST, Cluster, JobStart, Program, RunConfig
 from rankless.errors import ConfigError
 from rankless.launch import log_files
 from rankless.launch.job_setup import Assembled
@@ -177,7 +177,7 @@ def test_parameter_servers_are_known_and_refused_with_what_works_today(line: str
 def test_the_hosts_of_ips_are_numbered_as_they_stand_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rankless.config.hosts.own_addresses", lambda: frozenset({"192.168.0.16", "127.0.0.1"}))
     cluster = cluster_of("--ips=192.168.0.1,192.168.0.16", "--nproc_per_node=2")
-    assert (cluster.place, cluster.port, cluster.way, cluster.is_listed) == (1, 9988, "script", True)
+    assert (cluster.host_index, cluster.port, cluster.agent_start, cluster.is_listed) == (1, 9988, "script", True)
     assert [(host.address, host.workers) for host in cluster.hosts] == [("192.168.0.1", 2), ("192.168.0.16", 2)]
     more = cluster_of("--ips", "192.168.0.1, 192.168.0.16", "--master=192.168.0.1:7000", "--rank=1", "--insecure")
     assert (more.port, more.insecure) == (7000, True)
@@ -200,8 +200,8 @@ def test_numbered_hosts_meet_at_the_master(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hosts, "own_addresses", lambda: frozenset({"192.0.2.1"}))
     for words, place in (([], 0), (["--rank", "1"], 1), (["--rank=-1"], 0)):
         cluster = cluster_of("--nnodes=2:2", "--master", "http://192.0.2.1:7000", *words)
-        assert (cluster.place, cluster.port, cluster.way, len(cluster.hosts)) == (place, 7000, "hand", 2)
-    assert cluster_of("--nnodes=2", "--master", "192.0.2.9:7000").place == NOT_YET
+        assert (cluster.host_index, cluster.port, cluster.agent_start, len(cluster.hosts)) == (place, 7000, "manual", 2)
+    assert cluster_of("--nnodes=2", "--master", "192.0.2.9:7000").host_index == UNKNOWN_HOST
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ def _addresses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hosts, "own_addresses", lambda: frozenset({HERE, "127.0.0.1"}))
     monkeypatch.setattr(horovodrun_hosts, "interface_towards", lambda _: ("eth0", HERE))
     monkeypatch.setattr(
-        horovodrun_hosts, "own_place", lambda hosts: next(n for n, h in enumerate(hosts) if h.address in (HERE, "mine"))
+        horovodrun_hosts,
+        "own_host_index",
+        lambda hosts: next(n for n, h in enumerate(hosts) if h.address in (HERE, "mine")),
     )
 
 
@@ -244,7 +246,7 @@ def test_every_name_of_this_machine_means_it_and_others_get_an_address_of_it():
     assert request.horovod.hosts == (NamedHost(name="localhost", slots=2), NamedHost(name="127.0.0.1", slots=1))
     cluster = cluster_of("-np", "3", "-H", "localhost:1,mine:1,other:1", "-p", "2222", "-i", "key")
     assert [(host.address, host.workers) for host in cluster.hosts] == [(HERE, 2), ("other", 1)]
-    assert (cluster.ssh_port, cluster.ssh_identity_file, cluster.way) == (2222, "key", "ssh")
+    assert (cluster.ssh_port, cluster.ssh_identity_file, cluster.agent_start) == (2222, "key", "ssh")
     with pytest.raises(ConfigError, match="list mine first"):
         request_of("-np", "2", "-H", "other:1,mine:1")
 

@@ -10,7 +10,7 @@ from torch.distributed.run import get_args_parser
 
 from rankless.cli import Parser, launch, main, torchrun
 from rankless.config import validation
-from rankless.config.run_config import NOT_YET, Program
+from rankless.config.run_config import UNKNOWN_HOST, Program
 from rankless.errors import ConfigError
 from rankless.launchers.torchrun import run_config as plan_torchrun
 from rankless.launchers.torchrun.options import TorchrunFlags
@@ -161,7 +161,7 @@ def test_several_hosts_meet_where_torchruns_would():
     words = ["--nnodes", "4", "--node-rank", "1", "--master-addr", "192.0.2.1", "--nproc-per-node", "2"]
     cluster = torchrun_request(parse(*words, "main.py"), SCRIPT).cluster
     assert cluster is not None
-    assert (cluster.place, cluster.port, cluster.is_listed, cluster.way) == (1, 29500, False, "hand")
+    assert (cluster.host_index, cluster.port, cluster.is_listed, cluster.agent_start) == (1, 29500, False, "manual")
     assert [host.workers for host in cluster.hosts] == [2] * 4
     assert cluster.hosts[0].address == "192.0.2.1"
     words = ["--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.0.2.1:1234", "--insecure"]
@@ -169,7 +169,7 @@ def test_several_hosts_meet_where_torchruns_would():
         parse(*words, "--rdzv-conf", "join_timeout=5,b=2", "--local-addr", "me", "main.py"), SCRIPT
     )
     assert request.cluster is not None
-    assert (request.cluster.place, request.cluster.port, request.cluster.insecure) == (NOT_YET, 1234, True)
+    assert (request.cluster.host_index, request.cluster.port, request.cluster.insecure) == (UNKNOWN_HOST, 1234, True)
     assert request.cluster.join_timeout_seconds == 5
     assert (request.hosts.endpoint, request.hosts.local_address) == ("192.0.2.1:1234", "me")
     with pytest.raises(ConfigError, match="a number of hosts that stays"):

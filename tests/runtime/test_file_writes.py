@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.warm_runs import run_script
 
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.records.events import FileOpened
 from rankless.runtime.hooks.file_writes import FileWatch

@@ -16,9 +16,9 @@ def quick_check(config: RunConfig, tell: Callable[[str], None]) -> None:
     known = cluster.hosts if cluster.is_listed else cluster.hosts[:1]
     rows = look_quickly(
         Look(
-            name=cluster.hosts[cluster.place].address,
-            others=tuple(host.address for place, host in enumerate(known) if place != cluster.place),
-            is_first=cluster.place == 0,
+            name=cluster.hosts[cluster.host_index].address,
+            others=tuple(host.address for place, host in enumerate(known) if place != cluster.host_index),
+            is_first=cluster.host_index == 0,
             has_several=True,
             workers=config.worker_count,
             port=cluster.port,
@@ -31,7 +31,7 @@ def quick_check(config: RunConfig, tell: Callable[[str], None]) -> None:
     failures = [row for row in rows if row.status == "fail"]
     if failures:
         raise JoinError(
-            expected=f"{cluster.hosts[cluster.place]} to be fit for a job on several hosts",
+            expected=f"{cluster.hosts[cluster.host_index]} to be fit for a job on several hosts",
             found="; ".join(f"{row.name}: {row.seen}" for row in failures),
             fix="; ".join(row.fix for row in failures) + " (rankless doctor looks further)",
         )

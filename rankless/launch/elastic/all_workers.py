@@ -11,7 +11,6 @@ from rankless.config.elastic import Elastic
 from rankless.config.environment import exported_variables, loopback_name, user_interfaces
 from rankless.config.hosts import interface_of, is_here
 from rankless.config.run_config import JobStart, RunConfig
-from rankless.config.torchrun import Source
 from rankless.launch.elastic.local_workers import Crew
 from rankless.launch.elastic.member import Worker
 from rankless.launch.elastic.membership import Seating
@@ -19,7 +18,7 @@ from rankless.launch.elastic.remote_workers import RemoteCrew
 from rankless.launch.elastic.ssh_protocol import Task
 from rankless.launch.elastic.worker_config import launch_of
 from rankless.launch.log_files import shown_streams
-from rankless.launch.worker_output import Terminal, Write
+from rankless.launch.worker_output import Source, Terminal, Write
 from rankless.records.elastic_messages import Begin, WordDown, WordUp
 from rankless.records.events import AnyRecord
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from rankless.config.elastic import Elastic
 from rankless.config.environment import horovod_variables
 from rankless.config.run_config import JobStart, RunConfig
-from rankless.config.torchrun import Source
 from rankless.config.validation import choose_backend
 from rankless.launch.elastic.all_workers import HERE, Crews, Orders
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
@@ -27,7 +26,7 @@ from rankless.launch.supervisor.supervisor import (
     POLL_SECONDS,
     STOP_GRACE_SECONDS,
 )
-from rankless.launch.worker_output import Write
+from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import Begin, Ready, Serving, WordUp
 from rankless.records.events import (
     AnyRecord,

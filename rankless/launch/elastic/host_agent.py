@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from rankless.config import environment
 from rankless.config.hosts import interface_of
-from rankless.config.torchrun import SOURCES
 from rankless.config.validation import make_run_config
 from rankless.errors import RanklessError
 from rankless.launch.elastic.local_workers import Crew
@@ -39,7 +38,7 @@ from rankless.launch.elastic.worker_config import launch_of
 from rankless.launch.log_files import shown_streams
 from rankless.launch.rendezvous.host_facts import own_versions
 from rankless.launch.supervisor.supervisor import POLL_SECONDS
-from rankless.launch.worker_output import Terminal
+from rankless.launch.worker_output import SOURCES, Terminal
 from rankless.runtime.fast_exit import Ending
 
 

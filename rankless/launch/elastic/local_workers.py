@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rankless.config.run_config import RunConfig, WorkerLaunch
+from rankless.config.run_config import RunConfig
+from rankless.config.worker_config import WorkerLaunch
 from rankless.launch.elastic.worker_watchdog import Watched
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, Handed
 from rankless.records.channel import receive_records

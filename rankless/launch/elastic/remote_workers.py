@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from rankless.config.elastic import Elastic
-from rankless.config.torchrun import Source
 from rankless.launch.elastic.member import Worker
 from rankless.launch.elastic.ssh_protocol import (
     BEAT_SECONDS,
@@ -33,7 +32,7 @@ from rankless.launch.elastic.ssh_protocol import (
 )
 from rankless.launch.rendezvous.host_facts import own_versions, version_differences
 from rankless.launch.rendezvous.ssh import OPTIONS
-from rankless.launch.worker_output import Write
+from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import WordDown, WordUp
 from rankless.records.events import AnyRecord, Exited, HostLost
 from rankless.runtime.python_command import python_command

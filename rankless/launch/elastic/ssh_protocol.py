@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rankless.config.run_config import JobStart, Program, RunRequest
-from rankless.config.torchrun import Source
+from rankless.launch.worker_output import Source
 from rankless.records.elastic_messages import WordDown, WordUp
 from rankless.records.events import AnyRecord
 

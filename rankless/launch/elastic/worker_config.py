@@ -4,7 +4,8 @@ import os
 
 from rankless.config.environment import loopback_name, python_path_from, worker_environment
 from rankless.config.horovodrun import elastic_variables
-from rankless.config.run_config import JobStart, RunConfig, WorkerConfig, WorkerLaunch
+from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.elastic.member import Worker
 from rankless.launch.log_files import log_files, make_pair
 from rankless.runtime.hooks.horovod_imports import AT_START

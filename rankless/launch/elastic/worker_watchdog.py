@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.launch.watchdog.report import where_text
 from rankless.launch.watchdog.stack_classifier import shown
 from rankless.launch.watchdog.watchdog import open_pages

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rankless.config.run_config import NOT_YET
+from rankless.config.run_config import UNKNOWN_HOST
 from rankless.launch.rendezvous.control_connection import BrokenOff, Session
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.rendezvous.messages import Beat, Ended, Frame, Happened, Here, Recorded, Refused, Shown
@@ -181,7 +181,7 @@ class Hub:
 
     def _admit(self, connection: _Connection, here: Here) -> list[News]:
         refused = None
-        if here.host == NOT_YET:
+        if here.host == UNKNOWN_HOST:
             free = [place for place in range(1, self._host_count) if place not in self.present]
             here = msgspec.structs.replace(here, host=free[0] if free else self._host_count)
         if not 0 < here.host < self._host_count:

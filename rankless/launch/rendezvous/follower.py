@@ -38,7 +38,7 @@ def reach(
             if token is None:
                 raise NotReached("it has not brought the job's token here by ssh yet")
             session = connect(cluster.hosts[0].address, cluster.port, token=token, timeout_seconds=TRY_SECONDS)
-            session.send(Here(host=cluster.place, facts=facts()))
+            session.send(Here(host=cluster.host_index, facts=facts()))
             found = _await_start(Uplink(session), cluster, interrupts=interrupts, tell=tell)
             tokens.used()
             return found

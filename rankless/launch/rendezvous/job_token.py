@@ -96,7 +96,7 @@ def token_of_host_0(cluster: Cluster) -> bytes:
         return read_token(path)
     if cluster.insecure:
         return NO_TOKEN
-    if cluster.way == "hand":
+    if cluster.agent_start == "manual":
         raise no_token()
     return secrets.token_hex(32).encode()
 
@@ -108,14 +108,14 @@ def tokens_of(cluster: Cluster) -> Tokens:
         return Known(read_token(path))
     if cluster.insecure:
         return Known(NO_TOKEN)
-    if cluster.way == "script":
+    if cluster.agent_start == "script":
         return Brought(cluster)
     raise no_token()
 
 
 def must_be_brought(cluster: Cluster) -> bool:
     """Whether host 0 brings the token to the others."""
-    return cluster.way == "script" and not cluster.insecure and user_token_file() is None
+    return cluster.agent_start == "script" and not cluster.insecure and user_token_file() is None
 
 
 def no_token() -> ConfigError:

@@ -148,7 +148,7 @@ def _require_hope(
             expected=f"all {len(cluster.hosts)} hosts within {cluster.join_timeout_seconds:g} s (--join-timeout)",
             found=f"no word from {seen}",
             fix=f"see what the agent does on {names}: its way to {cluster.hosts[0]}:{cluster.port} may be closed"
-            if cluster.way == "ssh"
+            if cluster.agent_start == "ssh"
             else f"start the same line on {names}",
         )
 
@@ -156,4 +156,4 @@ def _require_hope(
 def let_start(hub: Hub, start: JobStart) -> None:
     """Tell all hosts to start their workers."""
     for place in hub.present:
-        hub.tell(place, Start(start=start, place=place))
+        hub.tell(place, Start(start=start, host_index=place))

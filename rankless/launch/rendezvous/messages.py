@@ -5,8 +5,8 @@ from typing import Literal
 import msgspec
 
 from rankless.config.run_config import JobStart
-from rankless.config.torchrun import Source
 from rankless.launch.rendezvous.host_facts import HostFacts
+from rankless.launch.worker_output import Source
 from rankless.records.events import AnyRecord
 
 PROTOCOL = 1
@@ -32,7 +32,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
     """A host has come to the job."""
 
     host: int
-    """Its place in the list of hosts, or NOT_YET."""
+    """Its place in the list of hosts, or UNKNOWN_HOST."""
     facts: HostFacts
 
 
@@ -48,7 +48,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """All hosts are there and agree: start the workers."""
 
     start: JobStart
-    place: int
+    host_index: int
     """The host's that is told."""
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rankless.config.run_config import JobStart
-from rankless.config.torchrun import Source
 from rankless.launch.rendezvous.control_client import Uplink
 from rankless.launch.rendezvous.control_connection import BrokenOff
 from rankless.launch.rendezvous.control_server import Hub, Lost, Reported, Stranger
 from rankless.launch.rendezvous.messages import Ended, Happened, How, Over, Recorded, Shown, Stop, WhereAreYou
 from rankless.launch.rendezvous.recording_transfer import PIECE_BYTES, recorded, take_recorded
+from rankless.launch.worker_output import Source
 from rankless.records.events import AnyRecord, HostInterrupted, HostLost, Notice
 
 

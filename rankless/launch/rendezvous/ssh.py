@@ -45,10 +45,10 @@ class RemoteAgent:
     def __init__(self, task: RemoteTask, *, tell: Callable[[str], None]) -> None:
         cluster = task.request.cluster
         assert cluster is not None
-        self._name = cluster.hosts[cluster.place].address
+        self._name = cluster.hosts[cluster.host_index].address
         self._tell = tell
         self._has_joined = False
-        self._login = Login(cluster, cluster.place, remote_command(), on_line=self._show)
+        self._login = Login(cluster, cluster.host_index, remote_command(), on_line=self._show)
         self._login.say(msgspec.json.encode(task) + b"\n")
 
     def joined(self) -> None:

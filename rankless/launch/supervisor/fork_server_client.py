@@ -13,7 +13,8 @@ from typing import BinaryIO
 import msgspec
 
 from rankless.config.environment import parent_environment
-from rankless.config.run_config import HostConfig, RunConfig, WorkerLaunch
+from rankless.config.run_config import RunConfig
+from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.records.channel import open_channel
 from rankless.runtime.process_tree import adopt_orphans, descendants, end_descendants

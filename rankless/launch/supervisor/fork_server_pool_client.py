@@ -12,8 +12,9 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from rankless.config.environment import parent_environment
-from rankless.config.run_config import ForkServerConfig, HostConfig, RunConfig
+from rankless.config.run_config import RunConfig
 from rankless.config.script_source import names_rankless
+from rankless.config.worker_config import ForkServerConfig, HostConfig
 from rankless.runtime.python_command import python_command
 from rankless.runtime.spawn_protocol import MOST_DESCRIPTORS, READY, receive_process_id, send_host_config
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.launch.rendezvous.peers import Others
 from rankless.launch.watchdog.collective_timeouts import find_missing, timed_out
 from rankless.launch.watchdog.diagnosis import Finding, find

@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.launch.watchdog.process_stats import Pulse, Vitals, descendants_of, vitals_of, waits_for
 from rankless.launch.watchdog.stack_classifier import Place, place_of, reader_place
 from rankless.launch.watchdog.stacks import Question, main_stack

@@ -1,7 +1,15 @@
 """fleetrun's options about hosts: `--ips`, the same line on each; or `--nnodes`, `--master` and `--rank`."""
 
-from rankless.config.hosts import DEFAULT_PORT, Host, addresses_of, checked, numbered_hosts, own_addresses, own_place
-from rankless.config.run_config import NOT_YET, Cluster
+from rankless.config.hosts import (
+    DEFAULT_PORT,
+    Host,
+    addresses_of,
+    checked,
+    numbered_hosts,
+    own_addresses,
+    own_host_index,
+)
+from rankless.config.run_config import UNKNOWN_HOST, Cluster
 from rankless.errors import ConfigError
 from rankless.launchers.fleetrun.options import FleetrunFlags
 
@@ -36,7 +44,7 @@ def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster
             fix="name it once; how many processes a host has is said by --gpus or --nproc_per_node",
         )
     hosts = checked([Host(address=address.strip("[]"), workers=workers) for address in addresses])
-    place = own_place(hosts)
+    place = own_host_index(hosts)
     number = {"--nnodes": (_host_count(flags) if flags.nnodes or flags.np else len(hosts), len(hosts))}
     number["--rank"] = (place if flags.rank in (None, -1) else flags.rank, place)
     for name, (given, found) in number.items():
@@ -53,7 +61,9 @@ def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster
             raise ConfigError(
                 expected=f"--master={hosts[0]}:PORT, the first host of --ips", found=flags.master, fix="correct it"
             )
-    return Cluster(hosts=hosts, place=place, port=port, way="script", is_listed=True, insecure=flags.insecure)
+    return Cluster(
+        hosts=hosts, host_index=place, port=port, agent_start="script", is_listed=True, insecure=flags.insecure
+    )
 
 
 def _numbered(flags: FleetrunFlags, count: int, workers: int) -> Cluster:
@@ -67,14 +77,14 @@ def _numbered(flags: FleetrunFlags, count: int, workers: int) -> Cluster:
     address, port = _master(flags.master)
     place = flags.rank
     if place in (None, -1):
-        place = 0 if addresses_of(address) & own_addresses() else NOT_YET
+        place = 0 if addresses_of(address) & own_addresses() else UNKNOWN_HOST
     elif not 0 <= place < count:
         raise ConfigError(expected=f"--rank from 0 to {count - 1}", found=place, fix="number the hosts from 0")
     return Cluster(
         hosts=numbered_hosts(address, count, workers=workers),
-        place=place,
+        host_index=place,
         port=port,
-        way="hand",
+        agent_start="manual",
         is_listed=False,
         insecure=flags.insecure,
     )

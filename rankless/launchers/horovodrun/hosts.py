@@ -13,7 +13,7 @@ from rankless.config.hosts import (
     interface_towards,
     is_here,
     is_loopback,
-    own_place,
+    own_host_index,
     parse_hosts,
     read_hostfile,
 )
@@ -63,7 +63,7 @@ def cluster_of(flags: HorovodrunFlags, hosts: Sequence[Host]) -> Cluster | None:
     if len(machines) == 1 and is_here(machines[0].address):
         return None
     machines = checked(machines)
-    place = own_place(machines)
+    place = own_host_index(machines)
     if place > 0:
         raise ConfigError(
             expected=f"horovodrun on the host of rank 0, {machines[0]}, which starts the others by ssh",
@@ -72,7 +72,7 @@ def cluster_of(flags: HorovodrunFlags, hosts: Sequence[Host]) -> Cluster | None:
         )
     return Cluster(
         hosts=machines,
-        place=0,
+        host_index=0,
         join_timeout_seconds=start_seconds(flags),
         ssh_port=flags.ssh_port,
         ssh_identity_file=flags.ssh_identity_file,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rankless.config.hosts import addresses_of, numbered_hosts, own_addresses
-from rankless.config.run_config import NOT_YET, Cluster
+from rankless.config.run_config import UNKNOWN_HOST, Cluster
 from rankless.config.torchrun import Hosts
 from rankless.errors import ConfigError
 from rankless.launchers.torchrun.options import TorchrunFlags
@@ -98,12 +98,12 @@ def cluster_of(hosts: Hosts, *, workers: int, insecure: bool) -> Cluster | None:
                 found=f"none, with --nnodes {hosts.most}",
                 fix="name the first host, on every host alike",
             )
-        port, place = int(number), 0 if addresses_of(address) & own_addresses() else NOT_YET
+        port, place = int(number), 0 if addresses_of(address) & own_addresses() else UNKNOWN_HOST
     return Cluster(
         hosts=numbered_hosts(address, hosts.most, workers=workers),
-        place=place,
+        host_index=place,
         port=port,
-        way="hand",
+        agent_start="manual",
         is_listed=False,
         insecure=insecure,
         join_timeout_seconds=_join_seconds(dict(hosts.settings)),

@@ -13,7 +13,7 @@ from rankless.config import environment
 from rankless.config.horovod_variables import HorovodWorker
 from rankless.config.hosts import interface_towards
 from rankless.config.rank_layout import seats_of
-from rankless.config.run_config import WorkerConfig
+from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import Seat
 from rankless.runtime.rendezvous.address import Invitation
