@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from rankless.records.framing import FrameFormat, read_messages
 from rankless.records.job_programs import KnownJob
 
-LENGTH_BYTES = 4
+FRAME_FORMAT = FrameFormat("<I")
 TEXT = "text"
 """The dtype of a leaf that is no number; its data are the bytes of its text, one whole number each."""
 
@@ -108,24 +109,13 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 AnyResult = Registered | Called | Stepped | Finished
 
 
-def frame(result: msgspec.Struct) -> bytes:
-    """A result as it stands in the file."""
-    body = msgspec.msgpack.encode(result)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+def encode_result(result: msgspec.Struct) -> bytes:
+    """Return the frame of a result."""
+    return FRAME_FORMAT.encode(msgspec.msgpack.encode(result))
 
 
-def read_frames(file: Path) -> Iterator[AnyResult]:
-    """The results of a file, up to the last whole one: a worker may have died while it wrote."""
+def read_results(path: Path) -> Iterator[AnyResult]:
+    """Yield the results of a file, up to the last whole one: a worker may have died while it wrote."""
     decoder = msgspec.msgpack.Decoder(AnyResult)
-    for body in read_bodies(file):
-        yield decoder.decode(body)
-
-
-def read_bodies(file: Path) -> Iterator[bytes]:
-    """What stands in the frames of a file, up to the last whole one."""
-    with file.open("rb") as stream:
-        while len(header := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
-            body = stream.read(length := int.from_bytes(header, "little"))
-            if len(body) < length:
-                return
-            yield body
+    for message in read_messages(path, FRAME_FORMAT):
+        yield decoder.decode(message)

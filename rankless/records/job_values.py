@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from rankless.records.job_results import Summary, read_bodies
+from rankless.records.framing import read_messages
+from rankless.records.job_results import FRAME_FORMAT, Summary
 
 Role = Literal["input", "value", "output", "plain"]
 """What goes into the program, what it computes, what comes out of it, and (on one worker) what the function itself
@@ -37,5 +38,5 @@ def read_values(folder: str, rank: int) -> Iterator[Computed]:
     file = values_file(folder, rank)
     if file.exists():
         decoder = msgspec.msgpack.Decoder(Computed)
-        for body in read_bodies(file):
-            yield decoder.decode(body)
+        for message in read_messages(file, FRAME_FORMAT):
+            yield decoder.decode(message)

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 import msgspec
 
 from rankless.config.worker_config import HostConfig, WorkerLaunch
+from rankless.records.framing import FrameFormat
 
 READY = b"R"
 """Said once by the fork server, when it has imported all."""
 MOST_DESCRIPTORS = 253
 """What Linux passes with one message."""
-_NUMBER_BYTES = 8
+_CONFIG_FRAME = FrameFormat(">Q")
+_PROCESS_ID_BYTES = 8
 KILL = b"K"
 """End everything at once, as when the lifeline ends."""
 
@@ -30,29 +32,31 @@ MAX_LAUNCH_BYTES = 1 << 18
 def send_host_config(server: socket.socket, config: HostConfig, descriptors: list[int]) -> None:
     """Ask for a warm parent that has this plan and these descriptors."""
     text = msgspec.json.encode(config)
-    socket.send_fds(server, [len(text).to_bytes(_NUMBER_BYTES)], descriptors)
+    socket.send_fds(server, [_CONFIG_FRAME.pack_header(len(text))], descriptors)
     server.sendall(text)
 
 
 def receive_host_config(agent: socket.socket) -> tuple[HostConfig, list[int]] | None:
     """A plan, and descriptors as they are numbered here; None once there will be no other."""
-    size, descriptors, _flags, _address = socket.recv_fds(agent, _NUMBER_BYTES, MOST_DESCRIPTORS, socket.MSG_WAITALL)
-    if len(size) < _NUMBER_BYTES:
+    header_bytes = _CONFIG_FRAME.header_bytes
+    header, descriptors, _flags, _address = socket.recv_fds(agent, header_bytes, MOST_DESCRIPTORS, socket.MSG_WAITALL)
+    if len(header) < header_bytes:
         return None
-    text = agent.recv(int.from_bytes(size), socket.MSG_WAITALL)
+    (length,) = _CONFIG_FRAME.unpack_header(header)
+    text = agent.recv(length, socket.MSG_WAITALL)
     return msgspec.json.decode(text, type=HostConfig), descriptors
 
 
 def send_process_id(agent: socket.socket, process_id: int) -> None:
     """Tell the id of the process that was asked for."""
-    agent.sendall(process_id.to_bytes(_NUMBER_BYTES))
+    agent.sendall(process_id.to_bytes(_PROCESS_ID_BYTES))
 
 
 def receive_process_id(server: socket.socket) -> int | None:
     """The new process's id; None if the fork server has gone."""
     with contextlib.suppress(OSError):
-        number = server.recv(_NUMBER_BYTES, socket.MSG_WAITALL)
-        return int.from_bytes(number) if len(number) == _NUMBER_BYTES else None
+        number = server.recv(_PROCESS_ID_BYTES, socket.MSG_WAITALL)
+        return int.from_bytes(number) if len(number) == _PROCESS_ID_BYTES else None
     return None
 
 

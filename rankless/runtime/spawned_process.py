@@ -3,19 +3,18 @@
 import os
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
+from rankless.records.framing import FrameFormat, receive_message
 from rankless.runtime.fast_exit import Ending
 from rankless.runtime.hooks import horovod_imports
 from rankless.runtime.process_tree import set_parent_death_signal
 
-_LENGTH = struct.Struct("<Q")
+_FRAME_FORMAT = FrameFormat("<Q")
 
 
 def main(_ending: Ending) -> Callable[[], None]:
@@ -62,23 +61,9 @@ def _described(error: Exception) -> bytes:
 
 def send(channel: socket.socket, data: bytes) -> None:
     """Write one message."""
-    channel.sendall(_LENGTH.pack(len(data)) + data)
+    channel.sendall(_FRAME_FORMAT.encode(data))
 
 
 def receive(channel: socket.socket) -> bytes | None:
     """Read one message; None if the other end is gone."""
-    head = _exactly(channel, _LENGTH.size)
-    return None if head is None else _exactly(channel, _LENGTH.unpack(head)[0])
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes | None:
-    data: Any = bytearray()
-    while len(data) < size:
-        try:
-            piece = channel.recv(min(size - len(data), 1 << 20))
-        except ConnectionResetError:
-            return None
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
+    return receive_message(channel, _FRAME_FORMAT)

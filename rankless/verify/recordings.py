@@ -13,7 +13,7 @@ from rankless.records.job_results import (
     Finished,
     Leaf,
     Survey,
-    read_frames,
+    read_results,
     results_file,
     tensors_file,
 )
@@ -50,7 +50,7 @@ def _read(folder: str, rank: int) -> Recording | None:
     file: Path = results_file(folder, rank)
     if not file.exists():
         return None
-    results = tuple(read_frames(file))
+    results = tuple(read_results(file))
     last = results[-1] if results else None
     ended = last if isinstance(last, Finished) else None
     return Recording(

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rankless.compat.horovod.engine.connections import HEAD, MOST_SAID, Closed, Link, see_off
+from rankless.compat.horovod.engine.connections import FRAME_FORMAT, MOST_SAID, Closed, Link, see_off
 
 
 def pair() -> tuple[Link, Link]:
@@ -62,6 +62,6 @@ def test_the_last_words_are_heard_although_something_was_left_unread():
 
 def test_what_is_no_message_ends_a_link():
     one, other = socket.socketpair()
-    one.sendall(HEAD.pack(MOST_SAID + 1, 0))
+    one.sendall(FRAME_FORMAT.pack_header(MOST_SAID + 1, 0))
     with pytest.raises(Closed, match="no message"):
         received(Link(other))

@@ -47,7 +47,7 @@ if os.environ["RANK"] == "0":
     print(json.dumps({
         "number": int(sys.argv[1]), "sum": seen.tolist(), "drawn": [random.random(), torch.rand(()).item()],
         "parent": parent.pid, "session": os.getsid(parent.pid), "above": parent.ppid(),
-        "import": "fork_server" if any("fork_server" in word for word in parent.cmdline()) else "own",
+        "import": "pool" if any("fork_server_pool" in word for word in parent.cmdline()) else "own",
         "state": "changed" if hasattr(torch, "changed_by_a_run") else "clean",
     }))
 torch.changed_by_a_run = True
@@ -73,7 +73,7 @@ def test_each_run_has_a_clean_parent_of_its_own_below_the_agent_and_its_own_exit
     assert len({run["parent"] for run in seen}) == 3
     assert all(run["session"] == run["parent"] for run in seen)
     assert {run["above"] for run in seen} == {run["agent"] for run in agents}
-    assert {run["import"] for run in seen} == {"fork_server"}
+    assert {run["import"] for run in seen} == {"pool"}
     assert {run["state"] for run in seen} == {"clean"}
     assert [run["sum"] for run in seen] == [[3.0, 3.0, 3.0]] * 3
     assert seen[0]["drawn"] == seen[1]["drawn"] == seen[2]["drawn"]
@@ -84,7 +84,7 @@ def test_each_run_has_a_clean_parent_of_its_own_below_the_agent_and_its_own_exit
 def test_a_run_that_needs_another_environment_imports_for_itself(tmp_path: Path) -> None:
     seen, agents = runs(tmp_path, 5, 6)  # another seed is another order of hashes, fixed when Python starts
     assert [run["code"] for run in agents] == [0, 0]
-    assert [run["import"] for run in seen] == ["fork_server", "own"]
+    assert [run["import"] for run in seen] == ["pool", "own"]
 
 
 VERIFIED = """

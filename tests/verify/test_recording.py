@@ -12,7 +12,7 @@ from rankless.records.job_results import (
     Finished,
     Registered,
     Stepped,
-    read_frames,
+    read_results,
     results_file,
     tensors_file,
 )
@@ -21,7 +21,7 @@ from rankless.verify.recordings import array_of
 
 
 def frames(folder, rank=0):
-    return list(read_frames(results_file(str(folder), rank)))
+    return list(read_results(results_file(str(folder), rank)))
 
 
 def sketch_of(tensor, folder):

@@ -15,12 +15,13 @@ from rankless.config.run_config import JobStart, Program, RunRequest
 from rankless.launch.worker_output import Source
 from rankless.records.elastic_messages import WordDown, WordUp
 from rankless.records.events import AnyRecord
+from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 8.0
 """Without a word for so long, the other side is lost."""
 _HAIL = b"\0rankless elastic 1\0"
-_LENGTH_BYTES = 4
+_FRAME_FORMAT = FrameFormat(">I")
 _MOST_BYTES = 16 << 20
 
 
@@ -116,10 +117,11 @@ class Pipe:
     """Frames out of one descriptor and into another, without ever waiting."""
 
     def __init__(self, incoming: int, outgoing: int) -> None:
-        self._incoming, self._outgoing = incoming, outgoing
+        self._incoming_descriptor, self._outgoing = incoming, outgoing
         for descriptor in (incoming, outgoing):
             os.set_blocking(descriptor, False)
-        self._read = bytearray()
+        self._unhailed = bytearray()
+        self._incoming = FrameDecoder(_FRAME_FORMAT, max_bytes=_MOST_BYTES)
         self._unsent = bytearray(_HAIL)
         self._is_hailed = False
         self.is_over = False
@@ -127,12 +129,11 @@ class Pipe:
 
     def fileno(self) -> int:
         """What to select on."""
-        return self._incoming
+        return self._incoming_descriptor
 
     def send(self, frame: FrameDown | FrameUp) -> None:
         """Send a frame as soon as the other side takes it."""
-        data = msgspec.msgpack.encode(frame)
-        self._unsent += len(data).to_bytes(_LENGTH_BYTES, "big") + data
+        self._unsent += _FRAME_FORMAT.encode(msgspec.msgpack.encode(frame))
         self.flush()
 
     def flush(self) -> None:
@@ -149,27 +150,23 @@ class Pipe:
         """The frames that have come, of this union of types."""
         self.flush()
         with suppress(BlockingIOError):
-            while data := os.read(self._incoming, 1 << 16):
-                self._read += data
+            while data := os.read(self._incoming_descriptor, 1 << 16):
+                self._take(data)
             self.is_over = True
-        if not self._is_hailed:
-            _, hail, rest = self._read.partition(_HAIL)
-            if not hail:
-                return []
-            self._is_hailed, self._read = True, bytearray(rest)
         frames = []
-        while (frame := self._next()) is not None:
-            frames.append(msgspec.msgpack.decode(frame, type=kind))
+        try:
+            for message in self._incoming.messages():
+                frames.append(msgspec.msgpack.decode(message, type=kind))
+        except FrameTooLongError:
+            self.is_over = True
         return frames
 
-    def _next(self) -> bytes | None:
-        length = int.from_bytes(self._read[:_LENGTH_BYTES], "big")
-        if length > _MOST_BYTES:
-            self.is_over = True
-            return None
-        end = _LENGTH_BYTES + length
-        if len(self._read) < _LENGTH_BYTES or len(self._read) < end:
-            return None
-        data = bytes(self._read[_LENGTH_BYTES:end])
-        del self._read[:end]
-        return data
+    def _take(self, data: bytes) -> None:
+        if self._is_hailed:
+            self._incoming.feed(data)
+            return
+        self._unhailed += data
+        _, hail, rest = self._unhailed.partition(_HAIL)
+        if hail:
+            self._is_hailed = True
+            self._incoming.feed(bytes(rest))

@@ -17,10 +17,11 @@ from typing import Literal
 import msgspec
 
 from rankless.launch.rendezvous.messages import PROTOCOL, Challenge, Frame, Greeting
+from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-LENGTH_BYTES = 4
+FRAME_FORMAT = FrameFormat(">I")
 MOST_BYTES_UNPROVEN = 1 << 16
 MOST_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
@@ -45,7 +46,7 @@ class Session:
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._key: bytes | None = None
         self._sent = self._received = 0
-        self._incoming = bytearray()
+        self._incoming = FrameDecoder(FRAME_FORMAT, max_bytes=MOST_BYTES_UNPROVEN)
         self._outgoing = bytearray()
         self._kept: list[Frame] = []
         self._has_said_all = False
@@ -91,10 +92,15 @@ class Session:
         except BrokenOff as broken:
             end = end or broken
         frames: list[Frame] = []
-        while (data := self._next()) is not None:
-            frame = self._opened(data)
-            if frame is not None:
-                frames.append(frame)
+        try:
+            for data in self._incoming.messages():
+                frame = self._opened(data)
+                if frame is not None:
+                    frames.append(frame)
+        except FrameTooLongError as error:
+            if not self.is_proven:
+                raise BrokenOff("something that is no agent of Rankless") from None
+            raise BrokenOff(f"a frame of {error.length} bytes, longer than any can be") from None
         if end is not None and not frames:
             raise end
         return frames
@@ -129,6 +135,7 @@ class Session:
                 "another token" if not self._received else "a frame that was changed or repeated on its way"
             )
         self._received += 1
+        self._incoming.max_bytes = MOST_BYTES
         try:
             frame: Frame = msgspec.msgpack.decode(content, type=Frame)
         except msgspec.MsgspecError as error:
@@ -163,7 +170,7 @@ class Session:
     def _put(self, data: bytes) -> None:
         if len(data) > MOST_BYTES:
             raise BrokenOff(f"a frame of {len(data)} bytes would be too long to send")
-        self._outgoing += len(data).to_bytes(LENGTH_BYTES, "big") + data
+        self._outgoing += FRAME_FORMAT.encode(data)
         self._flush()
 
     def _flush(self) -> None:
@@ -187,20 +194,6 @@ class Session:
                 raise BrokenOff(f"the connection was lost ({error.strerror or error})") from None
             if not data:
                 return True
-            self._incoming += data
-            if len(self._incoming) > MOST_BYTES + _READ_BYTES:
+            self._incoming.feed(data)
+            if self._incoming.buffered_bytes > MOST_BYTES + _READ_BYTES:
                 return False  # enough for now: the frames that are whole are taken first
-
-    def _next(self) -> bytes | None:
-        if len(self._incoming) < LENGTH_BYTES:
-            return None
-        length = int.from_bytes(self._incoming[:LENGTH_BYTES], "big")
-        if length > (MOST_BYTES if self.is_proven else MOST_BYTES_UNPROVEN):
-            if not self.is_proven:
-                raise BrokenOff("something that is no agent of Rankless")
-            raise BrokenOff(f"a frame of {length} bytes, longer than any can be")
-        if len(self._incoming) < LENGTH_BYTES + length:
-            return None
-        data = bytes(self._incoming[LENGTH_BYTES : LENGTH_BYTES + length])
-        del self._incoming[: LENGTH_BYTES + length]
-        return data

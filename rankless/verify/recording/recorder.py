@@ -20,7 +20,7 @@ from rankless.records.job_results import (
     Stepped,
     Survey,
     TensorState,
-    frame,
+    encode_result,
     results_file,
     tensors_file,
 )
@@ -99,7 +99,7 @@ class Recorder:
     def _write(self, result: AnyResult) -> None:
         if self._stream.closed:
             return  # the script has caught the end that `--steps` set it, and goes on
-        self._stream.write(frame(result))
+        self._stream.write(encode_result(result))
         self._stream.flush()
 
     def _states(self, tensors: Mapping[str, Tensor]) -> list[TensorState]:

@@ -9,7 +9,7 @@ from rankless.compiler.sharding.redistribute import Collective
 from rankless.config.run_config import InspectedCall
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Placement, Replicate
-from rankless.records.job_results import frame
+from rankless.records.job_results import encode_result
 from rankless.records.job_values import Computed, Role, values_file
 from rankless.verify.recording.tensor_sketch import Sketches
 
@@ -35,7 +35,7 @@ class ValueRecorder:
         """Write down a whole value."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         value = Computed(role, name, operator, line, dtype, tuple(tensor.shape), self._sketches.of(tensor), inputs)
-        self._stream.write(frame(value))
+        self._stream.write(encode_result(value))
         self._stream.flush()
 
 

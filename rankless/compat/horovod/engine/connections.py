@@ -5,14 +5,15 @@ A message is a length of what is said, a length of the values behind it, what is
 
 import select
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
-HEAD = struct.Struct("<II")
+from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
+
+FRAME_FORMAT = FrameFormat("<II")
 MOST_SAID = 16 << 20
 MOST_VALUES = 64 << 20
 BUFFER_BYTES = 1 << 20
@@ -36,7 +37,7 @@ class Link:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._incoming = bytearray()
+        self._incoming = FrameDecoder(FRAME_FORMAT, max_bytes=MOST_SAID, max_attachment_bytes=MOST_VALUES)
         self._outgoing: deque[memoryview] = deque()
         self.is_closed = False
 
@@ -56,9 +57,7 @@ class Link:
 
     def keep(self, said: bytes, values: Sequence[bytes] = ()) -> None:
         """Let a message go with the next `flush`, together with others."""
-        count = sum(map(len, values))
-        data = b"".join((HEAD.pack(len(said), count), said, *values))
-        self._outgoing.append(memoryview(data))
+        self._outgoing.append(memoryview(FRAME_FORMAT.encode_with_attachment(said, *values)))
 
     def flush(self) -> None:
         """Send what is kept, as far as the other side takes it. Raises Closed."""
@@ -80,7 +79,7 @@ class Link:
         """The messages that have come. Raises Closed once there are none and there will be none."""
         try:
             while data := self._socket.recv(BUFFER_BYTES):
-                self._incoming += data
+                self._incoming.feed(data)
                 if len(data) < BUFFER_BYTES:
                     break
             else:
@@ -89,7 +88,10 @@ class Link:
             pass
         except OSError:
             self.is_closed = True
-        yield from self._messages()
+        try:
+            yield from self._incoming.messages_with_attachments()
+        except FrameTooLongError:
+            raise Closed("what comes is no message of ours") from None
         if self.is_closed:
             raise Closed("the connection was closed")
 
@@ -116,22 +118,6 @@ class Link:
         with suppress(Closed):
             self.flush()
         self._socket.close()
-
-    def _messages(self) -> Iterator[tuple[bytes, bytes]]:
-        start = 0
-        data = self._incoming
-        while len(data) - start >= HEAD.size:
-            said, values = HEAD.unpack_from(data, start)
-            if said > MOST_SAID or values > MOST_VALUES:
-                raise Closed("what comes is no message of ours")
-            end = start + HEAD.size + said + values
-            if len(data) < end:
-                break
-            middle = start + HEAD.size + said
-            yield bytes(data[start + HEAD.size : middle]), bytes(data[middle:end])
-            start = end
-        if start:
-            del data[:start]
 
 
 def see_off(links: Collection[Link]) -> None:
