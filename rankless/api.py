@@ -202,7 +202,7 @@ def job(
     gradient_norm: bool = False,
     check_finite: bool = False,
     view: str | None = None,
-    check_every: int | None = None,
+    check_synchronized_every: int | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
@@ -225,7 +225,7 @@ def job(
 
     Tensors hold the batch in dim 0, unless `batch_dims` names another for an argument, or None: this decides what a
     call costs, not its result. Models are compared between ranks at the first call, when changed outside jobs, and
-    before every `check_every`-th call. Raises `ConfigError`, `DataError`; with `accumulate` or several workers also
+    before every `check_synchronized_every`-th call. Raises `ConfigError`, `DataError`; with `accumulate` or several workers also
     `CaptureError` for what cannot be one program, and `RanksDiverged`.
     """
     stepping = Stepping(
@@ -234,7 +234,7 @@ def job(
         clip_value=clip_value,
         gradient_norm=gradient_norm,
         check_finite=check_finite,
-        check_every=check_every,
+        check_synchronized_every=check_synchronized_every,
     )
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:

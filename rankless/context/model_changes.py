@@ -11,7 +11,7 @@ class ModelChanges:
     """Tells whether tensors were changed outside jobs, by PyTorch's own count of changes in place.
 
     Shared by all jobs of a process, for one job's step changes another's models. What goes past the count, as
-    `.data` does, is for `check_every`.
+    `.data` does, is for `check_synchronized_every`.
     """
 
     def __init__(self) -> None:

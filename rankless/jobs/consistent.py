@@ -104,7 +104,7 @@ class Consistent:
         elif changed and is_power_of_two(self._changes):
             # A script that changes its models after every step, as by clipping weights, is not slowed down for ever.
             equalise(job, self._world, when=f"at call {self._calls}, changed outside jobs")
-        if job.check_every is not None and self._calls % job.check_every == 0:
+        if job.check_synchronized_every is not None and self._calls % job.check_synchronized_every == 0:
             require_equal(job, self._world, call=self._calls)
 
     def _apply(self, prepared: Executable, outputs: Sequence[Tensor]) -> list[Tensor]:

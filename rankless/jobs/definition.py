@@ -26,7 +26,7 @@ class Stepping:
     clip_value: float | None = None
     gradient_norm: bool = False
     check_finite: bool = False
-    check_every: int | None = None
+    check_synchronized_every: int | None = None
     """Calls after which the models of all ranks are compared."""
 
     @property
@@ -48,9 +48,9 @@ class Stepping:
                 found=f"clip_norm={self.clip_norm!r} and clip_value={self.clip_value!r}",
                 fix="choose one",
             )
-        every = self.check_every
+        every = self.check_synchronized_every
         if every is not None and (not isinstance(every, int) or every < 1):
-            raise ConfigError(expected="check_every= as a number of calls, from 1 up", found=every, fix="leave it away")
+            raise ConfigError(expected="check_synchronized_every= as a number of calls, from 1 up", found=every, fix="leave it away")
         for name in ("clip_norm", "clip_value"):
             limit = getattr(self, name)
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
@@ -74,9 +74,9 @@ class JobDefinition:
     line: str
 
     @property
-    def check_every(self) -> int | None:
+    def check_synchronized_every(self) -> int | None:
         """Compare the models of all ranks before every so many calls; None: only when there is a reason."""
-        return self.stepping.check_every
+        return self.stepping.check_synchronized_every
 
     @property
     def trains(self) -> bool:

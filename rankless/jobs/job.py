@@ -306,7 +306,7 @@ REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
 
 def require_optimizer(job: JobDefinition) -> None:
     """Refuse settings of a step on a job that makes none."""
-    if not job.trains and job.stepping != Stepping(check_every=job.check_every):
+    if not job.trains and job.stepping != Stepping(check_synchronized_every=job.check_synchronized_every):
         raise ConfigError(
             expected="accumulate=, clip_norm=, clip_value=, gradient_norm= and check_finite= on a train job",
             found=f"job {job.name!r} without optimizer=, which makes no steps",

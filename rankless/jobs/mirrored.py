@@ -82,7 +82,7 @@ class Mirrored:
         )
         if self._calls == 1:
             equalise(self._job, self._world, when="at the first call")
-        every = self._job.check_every
+        every = self._job.check_synchronized_every
         if every is not None and self._calls % every == 0:
             require_equal(self._job, self._world, call=self._calls)
 

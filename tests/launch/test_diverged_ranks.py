@@ -89,7 +89,7 @@ def test_all_ranks_stop_and_the_difference_is_named(name, workers, tmp_path):
 
 def test_models_are_compared_on_request(tmp_path):
     fault = "model[2].weight.data.add_(1) if odd else None"
-    done = run_script(script(fault, ", check_every=5"), "-n", "3", folder=tmp_path)
+    done = run_script(script(fault, ", check_synchronized_every=5"), "-n", "3", folder=tmp_path)
     assert done.returncode == 1
     assert "the same parameters and buffers on every rank before call 5 of job 'train'" in done.stderr
     assert "model.2.weight on rank 2 not rank 0's" in done.stderr
