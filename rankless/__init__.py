@@ -1,6 +1,8 @@
-"""The same training on one device and on many: `rankless.job`, `rankless.loader`, and a launcher to match.
+"""The same training on one device and on many: `rankless.job`, `rankless.loader`, and a launcher.
 
-The names below come from `rankless.api`, on first use: the command line imports no torch.
+The names in `__all__` are loaded from `rankless.api` on first use, so that the command line does not import torch.
+`rankless.errors` has every error that Rankless raises. `rankless.collectives` has the functions of `torch.distributed`
+with checks.
 """
 
 import importlib
@@ -12,6 +14,8 @@ from rankless.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from rankless.api import (
+        Job,
+        Loader,
         PerDevice,
         Whole,
         check_shards,
@@ -36,6 +40,8 @@ if sys.platform == "win32":
     raise ImportError("Rankless runs on Linux (and, best effort, macOS), not on Windows: use WSL there.")
 
 __all__ = [
+    "Job",
+    "Loader",
     "PerDevice",
     "RanklessError",
     "Whole",

@@ -1,4 +1,9 @@
-"""What `import rankless` offers a script. Each function hands the process's world to the views."""
+"""The functions and classes that `import rankless` offers.
+
+Each function passes the world of this process on to the part that does the work. Rankless's own functions take every
+timeout as `timeout_seconds`, a float in seconds. Arguments that a PyTorch function has too keep PyTorch's name and
+unit: the `timeout` of `loader` is `DataLoader`'s, and `rankless.collectives` take `torch.distributed`'s `timedelta`.
+"""
 
 import atexit
 import os
@@ -31,6 +36,8 @@ from rankless.runtime.rendezvous.job_store import JOINING_SECONDS
 from rankless.terminal.progress import ProgressDisplay
 
 __all__ = [
+    "Job",
+    "Loader",
     "PerDevice",
     "Whole",
     "check_shards",
@@ -62,13 +69,30 @@ def init(
     world_size: int | None = None,
     timeout_seconds: float = JOINING_SECONDS,
 ) -> None:
-    """Join the job, and return once all its processes are there; every few seconds says who is missing.
+    """Join the job, and return when all of its processes have joined.
 
-    Without arguments as the launcher says: `rankless run`, torchrun and their like; a process that was started alone is
-    a job of one. With `address` the processes meet at "tcp://HOST:PORT", where rank 0 listens on that address only, or
-    at "file:///SHARED/PATH", a file that all hosts see; `rank` and `world_size` are then this process's number and how
-    many there are. After `shutdown` it may be called again. Scripts that only use jobs and loaders need not call it.
-    Raises `ConfigError` for arguments that cannot be meant, and `JoinError` if the processes do not come together.
+    Call it before `rankless.collectives`, `torch.distributed` or a sampler. Jobs and loaders join by themselves.
+    Without arguments the launcher decides: `rankless run`, torchrun and others are recognized, and a process without a
+    launcher becomes a job of one. Every few seconds rank 0 warns which ranks are missing. After `shutdown` a process
+    may call it again.
+
+    Args:
+        address: Where the processes rendezvous without a launcher: "tcp://HOST:PORT", where rank 0 listens, or
+            "file:///SHARED/PATH", a new file that all hosts see. Default: the launcher's.
+        rank: Number of this process, from 0 to `world_size` - 1. Only with `address`.
+        world_size: Number of processes. Only with `address`.
+        timeout_seconds: How long to wait for the other processes, in seconds. Only with `address`; a launcher has a
+            setting of its own. Default: 1800.
+
+    Raises:
+        ConfigError: The arguments contradict each other or the address cannot be read.
+        JoinError: A process is missing at the timeout, the address is in use, or two processes have one rank.
+
+    Example:
+        >>> rankless.init()
+        >>> rankless.rank(), rankless.world_size()
+        (0, 1)
+        >>> rankless.shutdown()
     """
     if address is not None:
         invitation = read_invitation(address, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds)
@@ -84,7 +108,17 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job: end its process group, once what is saved in the background is on disk. `init` may join again."""
+    """Leave the job: wait for background saves, then destroy the process group.
+
+    Call it on every rank, or not at all: the end of the script does the same. Afterwards `init` may join again.
+
+    Raises:
+        CheckpointError: A background save failed.
+
+    Example:
+        >>> rankless.init()
+        >>> rankless.shutdown()
+    """
     leave()
 
 
@@ -95,16 +129,27 @@ def configure(
     port: int | None = None,
     insecure: bool = False,
 ) -> None:
-    """Let plain `python train.py` train on `devices_per_host` devices of this host, as `rankless run -n` does.
+    """Train on several devices when the script is started as plain `python train.py`.
 
-    The process becomes the launcher of its own script: this call does not return there, and returns at once in the
-    workers, which run the script from its beginning. It may stand anywhere before the first call of a job, a loader or
-    CUDA, also after the jobs are defined. A launcher's command line has the last word. Raises `ConfigError` later than
-    that, and in the interactive interpreter and notebooks, where `rankless.spawn` is the way.
+    The process becomes the launcher of its own script, as `rankless run -n` is. In that process the call does not
+    return; in the workers, which run the script from its first line, it returns at once. Call it before the first call
+    of a job, a loader or CUDA. If a launcher started the script, the launcher's settings win.
 
-    With `hosts` (names or addresses, or dicts of one under "addr") it is typed on each of them: each finds itself by
-    its own addresses, and they meet at `port` (9988) of the first, which plans, prints and saves. The job's token comes
-    from the file RANKLESS_TOKEN_FILE, else by ssh from the first; `insecure=True` does without.
+    Args:
+        devices_per_host: Number of workers on each host.
+        hosts: Host names or addresses, or dicts with the key "addr". Start the script on each of them; each finds
+            itself by its own addresses. Default: this host alone.
+        port: TCP port of the first host, where the hosts rendezvous. Only with `hosts`. Default: 9988.
+        insecure: Whether to join without the job's token. Without it the token comes from the file that
+            RANKLESS_TOKEN_FILE names, or over ssh from the first host. Only with `hosts`.
+
+    Raises:
+        ConfigError: The call comes too late, or in an interactive interpreter or a notebook. Use `rankless.spawn` there.
+
+    Example:
+        >>> rankless.configure(devices_per_host=2)  # doctest: +SKIP
+        >>> rankless.world_size()  # doctest: +SKIP
+        2
     """
     line = joined_at()
     uses_others = torch.cuda.is_initialized() or torch.distributed.is_initialized()
@@ -125,9 +170,21 @@ def configure(
 
 
 def check_synchronized(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Raise `RanksDiverged` on every rank, naming tensors and ranks, unless parameters, buffers and the optimizer's
-    state
-    are the same bits on all.
+    """Check that all ranks have the same bits in parameters, buffers and optimizer state.
+
+    Call it on every rank. On one process it does nothing.
+
+    Args:
+        model: The module to compare.
+        optimizer: The optimizer whose state and settings to compare too. Default: none.
+
+    Raises:
+        RanksDiverged: A tensor or a setting differs. Every rank raises, and the text names tensors and ranks.
+        RanklessError: The call is inside `rankless.once`.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> rankless.check_synchronized(model)
     """
     world = _current().world
     require_not_in_once(world, "rankless.check_synchronized")
@@ -136,15 +193,28 @@ def check_synchronized(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
 
 
 def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, batches: int | None = None) -> None:
-    """Raise `RanksDiverged` on every rank, naming ranks and samples, unless the ranks divide the data: no sample of the
-    next pass comes to two, each comes to one (with `all_samples`), and all have as many batches (with `even`).
+    """Check that the ranks divide the data: each sample goes to one rank, and none to two.
 
-    `loader` is this rank's DataLoader, its sampler, a `rankless.loader`, or whatever gives batches whenever it is
-    iterated. Samplers are asked for indices, and three samples are read; random numbers and samplers are left as they
-    are. Of streams, and where each rank has a data set of its own, a whole pass is read, and compared by what the rows
-    hold; then equal samples below a tenth, which may be equal in the data, are only said. `batches` looks at so many of
-    each rank only. What torch's DistributedSampler repeats at the end is said. Raises `ConfigError` for what has no
-    batches.
+    Call it on every rank. On one process it does nothing. It asks samplers for their indices, reads three samples, and
+    leaves random number generators and samplers as they were. It reads a whole pass of a stream, or if each rank has a
+    data set of its own, and compares samples by value; less than a tenth of equal samples is then only a warning,
+    because the data may contain duplicates. It warns about the samples that torch's DistributedSampler repeats.
+
+    Args:
+        loader: This rank's `DataLoader`, its sampler, a `rankless.loader`, or any iterable of batches.
+        all_samples: Whether every sample must go to some rank.
+        even: Whether all ranks must have the same number of batches.
+        batches: How many batches of each rank to check. Default: all of them.
+
+    Raises:
+        RanksDiverged: The ranks do not divide the data. Every rank raises, and the text names ranks and samples.
+        ConfigError: `loader` gives no batches.
+        RanklessError: The call is inside `rankless.once`.
+
+    Example:
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(10))
+        >>> sampler = rankless.collectives.DistributedSampler(dataset)
+        >>> rankless.check_shards(torch.utils.data.DataLoader(dataset, batch_size=2, sampler=sampler))
     """
     world = _current().world
     require_not_in_once(world, "rankless.check_shards")
@@ -156,37 +226,100 @@ def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, ba
 def spawn(
     function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True
 ) -> list[Any] | Spawned:
-    """The results of `function(rank, *args)`, by rank, run in `nprocs` new processes of this host.
+    """Run `function(rank, *args)` in new processes on this host, and return the results by rank.
 
-    The function may be defined in a script, a notebook or the interpreter, and the script needs no guard: it is not run
-    again. In it `rankless.init()` and torch's `init_process_group()` find the others. What it raises on a worker is
-    raised here, with rank and traceback, once the other workers are ended; a worker that dies is a `LaunchError`. With
-    `join=False` a handle is returned at once: `join(timeout_seconds)`, `terminate()`, `process_ids`.
+    The function may be defined in a script, in a notebook or in the interpreter. The script does not run again in the
+    workers, so it needs no `if __name__ == "__main__"`. In the function, `rankless.init()` and torch's
+    `init_process_group()` find the other workers.
+
+    Args:
+        function: The function to run. Its first argument is the worker's rank.
+        args: The arguments after the rank; cloudpickle must be able to copy them.
+        nprocs: Number of processes. Default: 1.
+        join: Whether to wait for the results. If False, return a handle at once.
+
+    Returns:
+        The results of the workers by rank; with `join=False` a handle with `join(timeout_seconds)`, `terminate()` and
+        `process_ids`.
+
+    Raises:
+        ConfigError: `function` is not callable, or `nprocs` is less than 1.
+        LaunchError: A worker ended without a result.
+        Exception: The function raised on a worker. The exception is the worker's, with a note that names the rank; the
+            other workers have been terminated.
+
+    Example:
+        >>> def add(rank, number):
+        ...     return number + rank
+        >>> rankless.spawn(add, args=(10,), nprocs=2)
+        [10, 11]
     """
     return spawn_workers(function, args, nprocs, join)
 
 
 def rank() -> int:
-    """This process's number in the job, from 0."""
+    """Return the number of this process in the job, from 0.
+
+    Returns:
+        The rank; 0 without a launcher.
+
+    Example:
+        >>> rankless.rank()
+        0
+    """
     return _current().world.mesh.rank
 
 
 def world_size() -> int:
-    """How many processes train together; 1 without a launcher."""
+    """Return the number of processes that train together.
+
+    Returns:
+        The number of ranks; 1 without a launcher.
+
+    Example:
+        >>> rankless.world_size()
+        1
+    """
     return _current().world.mesh.size
 
 
 def local_rank() -> int:
-    """This process's number on its host, from 0."""
+    """Return the number of this process on its host, from 0.
+
+    Returns:
+        The local rank; 0 without a launcher.
+
+    Example:
+        >>> rankless.local_rank()
+        0
+    """
     return _current().local_rank
 
 
 def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-    """What `function` returns on rank 0, the only one that calls it, on every rank.
+    """Call `function` on rank 0 only, and return its result on every rank.
 
-    Tensors, NumPy arrays, paths, dates, enums, tuples, sets, named tuples, dataclasses and plain data keep their
-    types. If `function` raises, every rank raises: rank 0 what it was, the others a `RanklessError` that names it.
-    Inside `function` only rank 0 is there: `once` calls directly, and what needs all ranks is refused.
+    Call it on every rank. Use it for downloads, preprocessing, or a decision that all ranks must take alike. Tensors,
+    NumPy arrays, paths, dates, enums, tuples, sets, named tuples, dataclasses and plain data keep their types. Inside
+    `function` another `once` calls its function directly.
+
+    Args:
+        function: The function to call on rank 0. It must not call jobs, loaders or collectives.
+        *args: Its positional arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What `function` returned on rank 0.
+
+    Raises:
+        RanklessError: `function` raised on rank 0, or its result is of a type that cannot be sent. Rank 0 raises the
+            function's own exception.
+        CaptureError: The call is inside a job.
+        RanksDiverged: Another rank makes another call.
+
+    Example:
+        >>> rankless.once(sorted, [3, 1, 2])
+        [1, 2, 3]
     """
     world = _current().world
     return call_once(lambda: function(*args, **kwargs), name=_name(function), world=world)
@@ -206,27 +339,47 @@ def job(
     batch_dims: Mapping[str, int | None] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Job[Arguments, Result]]:
-    """A decorator that makes a function on whole batches a job: written for one device, run on all of them.
+    """Make a function on whole batches a job: written for one device, run on all devices.
 
-    `model` is a module, or a list or dict of modules: all that the function uses. With an `optimizer` (or several,
-    stepped in turn) it is a train job: it returns its loss (alone, first in a tuple, or as "loss" in a dict; one per
-    sample means its mean), and a call makes zero_grad, backward and step. Without one it predicts, without gradients.
-    Calls return the whole batch's results, the same on every rank.
+    Calls return the results of the whole batch, the same on every rank. With an `optimizer` the function returns its
+    loss: alone, first in a tuple, or as "loss" in a dict. A call then runs `zero_grad`, `backward` and `step`. A loss
+    of one value per sample means its mean. Without an `optimizer` the job predicts, without gradients.
 
-    With `view="mirrored"` it runs as plain PyTorch, once per device, on that device's element of each list it is given,
-    and returns the list of all results. Arguments annotated with `Whole` or `PerDevice` (which implies that view) are
-    checked before a call. `dtype` is that of placeholders and of tensors made in the function that name none.
+    Args:
+        model: The module, or a list or a dict of all modules that the function uses.
+        optimizer: The optimizer, or a list of optimizers that step in turn. Default: none, the job predicts.
+        accumulate: Number of calls that make one step, with the gradient of one call on all their samples. A pass over
+            a `rankless.loader` ends with a step; without a loader call `Job.flush`. Default: 1.
+        clip_norm: Largest norm of the whole gradient over all parameters, as in `clip_grad_norm_`. Default: no limit.
+        clip_value: Largest absolute value of a gradient's elements, as in `clip_grad_value_`. Default: no limit.
+        gradient_norm: Whether to measure the norm of the whole gradient before clipping, for `Job.gradient_norm`.
+            `clip_norm` implies it.
+        check_finite: Whether to raise `StepError` instead of stepping if the loss or a gradient is not finite.
+        view: "consistent" runs the function on whole batches. "mirrored" runs it as plain PyTorch once per device, on
+            that device's element of each list argument, and returns the list of all results. Default: "consistent",
+            or "mirrored" if an argument is annotated with `PerDevice`.
+        check_synchronized_every: Compare the models of all ranks before every so many calls. Default: only at the first
+            call, and after a change outside jobs.
+        batch_dims: The batch dim of arguments by name, None for an argument without one. It affects speed, not
+            results. Default: dim 0 of every tensor.
+        dtype: Floating-point dtype of placeholders without a dtype, and of tensors that the function creates without
+            one. Default: torch's default dtype.
 
-    `accumulate=k` makes one step of k calls: that of one call on all their rows. The end of a pass over a loader, or
-    `flush()` of the job, makes the step of a shorter last group; `stepped` tells whether a call made one.
-    `clip_norm` and `clip_value` limit the whole gradient before each step, over all parameters of the optimizers;
-    with `gradient_norm=True` (or `clip_norm`) the job's `gradient_norm` is the norm before clipping.
-    `check_finite=True` raises `StepError` instead of stepping on a loss or gradient that is not finite.
+    Returns:
+        A decorator that makes a `rankless.Job` of a function.
 
-    Tensors hold the batch in dim 0, unless `batch_dims` names another for an argument, or None: this decides what a
-    call costs, not its result. Models are compared between ranks at the first call, when changed outside jobs, and
-    before every `check_synchronized_every`-th call. Raises `ConfigError`, `DataError`; with `accumulate` or several workers also
-    `CaptureError` for what cannot be one program, and `RanksDiverged`.
+    Raises:
+        ConfigError: An argument is invalid, or arguments contradict each other.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> @rankless.job(model=model, optimizer=optimizer)
+        ... def train(inputs, targets):
+        ...     return torch.nn.functional.mse_loss(model(inputs), targets)
+        >>> loss = train(torch.ones(4, 3), torch.zeros(4, 1))
+        >>> loss.shape
+        torch.Size([])
     """
     stepping = Stepping(
         accumulate=accumulate,
@@ -245,42 +398,90 @@ def job(
 
 
 def local(value: Any) -> Any:
-    """This device's own element of an argument of a job in the mirrored view, where the others pass theirs."""
+    """Wrap an argument of a job in the mirrored view that is this device's own element.
+
+    The other ranks pass theirs. A plain list holds the elements of all devices instead.
+
+    Args:
+        value: This device's element, for example a tensor of shape (local_batch, ...).
+
+    Returns:
+        A wrapper to pass to the job.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> @rankless.job(model=model, view="mirrored")
+        ... def predict(inputs):
+        ...     return model(inputs)
+        >>> [result.shape for result in predict(rankless.local(torch.ones(4, 3)))]
+        [torch.Size([4, 1])]
+    """
     return Local(value)
 
 
 def loader(
     dataset: Any,
-    *,
     batch_size: int | None = 1,
-    shuffle: bool = False,
-    seed: int | None = None,
-    drop_last: bool = False,
+    shuffle: bool | None = False,
     sampler: Iterable[Any] | None = None,
     batch_sampler: Iterable[Any] | None = None,
     num_workers: int = 0,
     collate_fn: Callable[[Any], Any] | None = None,
+    pin_memory: bool = False,
+    drop_last: bool = False,
+    timeout: float = 0,
     worker_init_fn: Callable[[int], None] | None = None,
     multiprocessing_context: Any = None,
     generator: torch.Generator | None = None,
+    *,
     prefetch_factor: int | None = None,
     persistent_workers: bool = False,
-    pin_memory: bool = False,
-    timeout: float = 0,
+    seed: int | None = None,
     device: str | torch.device | None = None,
     reading: Reading = "split",
-) -> Loader:
-    """An iterable of whole batches, in exactly the order of a one-process DataLoader; `batch_size` is the
-    whole's, and the other names are DataLoader's.
+) -> Loader[Any]:
+    """Make an iterable of whole batches, in exactly the order of a one-process `DataLoader`.
 
-    `reading` is "split" (each rank reads its own samples only; of a stream, collates its own only), "replicated"
-    (each reads all, with the random numbers of a plain DataLoader) or "first" (rank 0 reads, and sends each its
-    rows). `device` is where batches are handed out, on a GPU copied ahead. `state_dict()` and
-    `load_state_dict()` take up an interrupted epoch with its next batch.
+    The arguments up to `persistent_workers` are those of `torch.utils.data.DataLoader`, with the same positions and
+    defaults. On several ranks a batch holds logical tensors, of which each rank keeps its rows only.
+
+    Args:
+        dataset: A map-style data set (`__getitem__` and `__len__`) or an `IterableDataset`.
+        batch_size: Number of samples in a whole batch, over all ranks. None: the data set gives whole batches.
+        shuffle: Whether to shuffle anew in every pass.
+        sampler: An iterable of indices. It excludes `shuffle`.
+        batch_sampler: An iterable of lists of indices. It excludes `batch_size`, `shuffle`, `sampler`, `drop_last`.
+        num_workers: Number of data loading processes per rank.
+        collate_fn: Makes a batch of a list of samples. Default: PyTorch's `default_collate`.
+        pin_memory: Whether to copy batches to page-locked memory.
+        drop_last: Whether to drop the last batch if it is not full.
+        timeout: How long to wait for a batch of a data loading process, in seconds; 0 waits for ever. The name is
+            `DataLoader`'s.
+        worker_init_fn: Called in each data loading process with its number.
+        multiprocessing_context: How to start the data loading processes.
+        generator: The random number generator of the order. It excludes `seed`.
+        prefetch_factor: Number of batches that each data loading process prepares ahead. Default: PyTorch's.
+        persistent_workers: Whether the data loading processes stay between passes.
+        seed: Seed of the order, as of a `generator` with this seed. Default: torch's default generator.
+        device: Where to put batches; batches for a GPU are copied ahead. Default: where they were read.
+        reading: "split": each rank reads its own samples. "replicated": each rank reads all samples, with the random
+            numbers of a plain `DataLoader`, and keeps its own. "first": rank 0 reads all and sends each rank its own.
+
+    Returns:
+        A `rankless.Loader`. Each pass over it is one epoch.
+
+    Raises:
+        DataError: An argument is invalid, or arguments contradict each other. Iterating raises it for samples that
+            cannot be read.
+
+    Example:
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(5))
+        >>> [batch.tolist() for (batch,) in rankless.loader(dataset, 2)]
+        [[0, 1], [2, 3], [4]]
     """
     options = LoaderOptions(
         batch_size=batch_size,
-        shuffle=shuffle,
+        shuffle=bool(shuffle),
         seed=seed,
         drop_last=drop_last,
         sampler=sampler,
@@ -308,21 +509,57 @@ def save(
     extra: Any = None,
     **objects: Any,
 ) -> None:
-    """Write the state of `objects` (anything with a `state_dict`) and of all random generators to the folder `path`.
+    """Write the state of objects and of all random number generators to the folder `path`.
 
-    `layout` is "whole" (one file, by rank 0) or "sharded" (a file by each rank). With `background` the state is copied
-    and written while the script goes on; the next save or load, and the end of the script, wait for it and raise its
-    error. `extra` is plain data that `load` gives back: numbers, text, lists, dicts, tensors. Raises `CheckpointError`.
+    Call it on every rank. A checkpoint that exists at `path` is replaced at once: after a crash at any point, `path`
+    holds the old checkpoint or the new one.
+
+    Args:
+        path: The folder of the checkpoint.
+        layout: "whole": rank 0 writes one file. "sharded": each rank writes a file, about the same number of bytes.
+        background: Whether to copy the state, return, and write in a thread. The next save or load and the end of the
+            script wait for it, and raise its error.
+        extra: Plain data that `load` returns: numbers, text, lists, dicts, tensors.
+        **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with a `state_dict`.
+
+    Raises:
+        CheckpointError: The state cannot be saved, the ranks' arguments differ, or the disk is full. Every rank raises.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> rankless.save("checkpoint", model=model, extra={"epoch": 1})
+        >>> rankless.load("checkpoint", model=model)
+        {'epoch': 1}
     """
     options = checkpoint.SaveOptions(layout=layout, background=background, extra=extra)
     _current().saver.save(path, objects, options=options)
 
 
 def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
-    """The `extra` of the checkpoint in the folder `path`, once `objects` have the state saved under their names.
+    """Restore the state of objects from the folder `path`, and return the checkpoint's `extra`.
 
-    With `strict=False` modules take what fits and keep the rest; what was left out is said. With `random=False` the
-    generators stay as they are. Any number of workers may load what any number has saved. Raises `CheckpointError`.
+    Call it on every rank. The number of ranks may differ from that of the save. Either all objects are restored or
+    none.
+
+    Args:
+        path: The folder of the checkpoint.
+        strict: Whether everything must fit. If False, modules take the tensors that fit, objects that were not saved
+            stay as they are, dtypes are converted, and Rankless warns what was left out.
+        random: Whether to restore the random number generators too.
+        **objects: What to restore, under the names of the save. Other objects of the checkpoint are ignored.
+
+    Returns:
+        The `extra` of the save; None if there was none.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, or it does not fit the objects. Every rank raises.
+
+    Example:
+        >>> model, copy = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        >>> rankless.save("checkpoint", model=model)
+        >>> rankless.load("checkpoint", model=copy)
+        >>> torch.equal(model.weight, copy.weight)
+        True
     """
     saver = _current().saver
     saver.wait()
@@ -341,10 +578,31 @@ def checkpoints(
     layout: checkpoint.Layout = "whole",
     background: bool = False,
 ) -> checkpoint.Checkpoints:
-    """The row of checkpoints in `folder`: `.save(step, metric=…, model=…)`, `.load(model=…)`, `.latest`, `.best`.
+    """Manage the checkpoints of a training run in `folder`: save by step, keep the last and the best, resume.
 
-    Of those saved the last `keep_last` stay (None: all) and the `keep_best` of the least metric (`mode="max"`: of the
-    most); the others are removed once a new one is on disk. `layout` and `background` are as for `save`.
+    Call it on every rank.
+
+    Args:
+        folder: The folder of all checkpoints of the run. Each is in `FOLDER/step-STEP`.
+        keep_last: How many of the latest checkpoints to keep. Default: all of them.
+        keep_best: How many checkpoints of the best metric to keep besides. Default: 0.
+        mode: Whether the best metric is the smallest ("min", as for a loss) or the largest ("max").
+        layout: As in `rankless.save`.
+        background: As in `rankless.save`.
+
+    Returns:
+        A `Checkpoints` object with `save`, `load`, `wait`, `latest`, `best` and `steps`.
+
+    Raises:
+        CheckpointError: `keep_last`, `keep_best` or `mode` is invalid.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> checkpoints = rankless.checkpoints("run", keep_last=1)
+        >>> checkpoints.save(1, model=model)
+        >>> checkpoints.save(2, model=model)
+        >>> checkpoints.steps
+        [2]
     """
     return checkpoint.Checkpoints(
         folder,

@@ -1,16 +1,21 @@
-"""One tree of errors. Each says what was expected, what was found, and how to mend it.
+"""Every error that a user of Rankless may catch, in one tree.
 
-RanklessError
-├── ConfigError          settings that cannot be run; found before any process starts
-├── LaunchError        processes that could not be started, or a job whose worker failed
-├── JoinError          a process that cannot join its job: an address taken, ranks missing, a rank given twice
-├── CaptureError       a job that cannot become one program; carries the line of the user's script
-├── ProgramMismatch    ranks that captured different programs
-├── RanksDiverged        ranks that come to different calls, or to the same with different inputs
-├── CollectiveError    ranks that call different collectives, or one that does not come; see `rankless.collectives`
-├── DataError          a data set or a batch that the loader or a job cannot take
-├── StepError          a training step that cannot be made, or must not be
-└── CheckpointError    a checkpoint that cannot be written or read
+RanklessError            base of all errors below
+├── ConfigError          settings or arguments that cannot work
+├── LaunchError          a worker that did not start, failed or died
+├── JoinError            a process that cannot join its job
+├── CaptureError         a job that cannot become one program
+├── ProgramMismatch      ranks that captured different programs for one job
+├── RanksDiverged        ranks that make different calls, or the same call with different values
+├── CollectiveError      ranks whose calls of a collective do not match
+├── DataError            a data set, a batch or an argument that a loader or a job cannot take
+├── StepError            a training step that cannot be made, or must not be made
+└── CheckpointError      a checkpoint that cannot be written or read
+
+StepsDone (SystemExit)   the normal end of a run that was limited to a number of steps
+
+Every error in the tree says what Rankless expected, what it found, and how to fix it.
+Horovod's own exceptions, such as `HorovodInternalError`, are in `horovod.common.exceptions`, where Horovod has them.
 """
 
 from collections.abc import Callable
@@ -18,10 +23,23 @@ from typing import Self
 
 
 class RanklessError(Exception):
-    """Base of every error that Rankless raises on purpose.
+    """Base class of every error that Rankless raises on purpose.
 
-    `expected`, `found` and `fix` are shown as three lines; `where` (a file and line of the user's script) as a
-    fourth where it is known.
+    Rankless raises this class itself if `rankless.once` cannot return its result, or if a script calls a function for
+    all ranks inside `rankless.once`.
+
+    Attributes:
+        expected (object): What Rankless expected.
+        found (object): What it found instead.
+        fix (str): What to change.
+        where (str | None): File and line of the user's script; None if the line is not known.
+
+    Example:
+        >>> try:
+        ...     rankless.loader([1, 2, 3], batch_size=0)
+        ... except rankless.RanklessError as error:
+        ...     print(type(error).__name__, "found", error.found)
+        DataError found 0
     """
 
     def __init__(self, *, expected: object, found: object, fix: str, where: str | None = None) -> None:
@@ -34,8 +52,8 @@ class RanklessError(Exception):
             lines.append(f"where:    {where}")
         super().__init__("\n".join(lines))
 
-    def located(self, where: str | None) -> Self:
-        """The same error with a line of the user's script, unless it has one."""
+    def add_location(self, where: str | None) -> Self:
+        """Return the same error with a line of the user's script, unless the error has one already."""
         if self.where is not None or where is None:
             return self
         return type(self)(expected=self.expected, found=self.found, fix=self.fix, where=where)
@@ -44,7 +62,7 @@ class RanklessError(Exception):
         return "\n" + str(self.args[0])
 
     def __reduce__(self) -> tuple[Callable[..., "RanklessError"], tuple[object, ...]]:
-        # Errors cross processes (a loader's readers, a test's workers); keyword-only arguments do not pickle.
+        # Errors cross processes (data loading workers, spawned workers); keyword-only arguments do not pickle.
         return _rebuild, (type(self), str(self.expected), str(self.found), self.fix, self.where)
 
 
@@ -53,40 +71,87 @@ def _rebuild(kind: type[RanklessError], expected: str, found: str, fix: str, whe
 
 
 class ConfigError(RanklessError):
-    """Settings that cannot be run."""
+    """Raised for settings or arguments that cannot work.
+
+    A launcher raises it before it starts any process. A function raises it before it does anything else.
+    It has the attributes of `RanklessError`.
+    """
 
 
 class LaunchError(RanklessError):
-    """Processes that could not be started, or a job whose worker failed."""
+    """Raised if a worker cannot start, fails or dies.
+
+    `rankless.spawn` raises it if a worker ends without a result, for example after a signal. An exception in the
+    spawned function is not a `LaunchError`: `rankless.spawn` raises that exception itself, with a note that names the
+    rank. It has the attributes of `RanklessError`.
+    """
 
 
 class JoinError(RanklessError):
-    """A process that cannot join its job."""
+    """Raised if a process cannot join its job.
+
+    Examples: the address is in use, ranks are missing at the timeout, two processes have one rank.
+    It has the attributes of `RanklessError`.
+    """
 
 
 class CaptureError(RanklessError):
-    """A job that cannot become one program."""
+    """Raised if Rankless cannot capture a job as one program.
+
+    `where` is the line of the user's script that cannot be captured. It has the attributes of `RanklessError`.
+    """
 
 
 class ProgramMismatch(RanklessError):
-    """Ranks that captured different programs."""
+    """Raised on every rank if the ranks captured different programs for one call of a job.
+
+    It has the attributes of `RanklessError`.
+    """
 
 
 class RanksDiverged(RanklessError):
-    """Ranks that come to different calls, or to the same call with different inputs or models."""
+    """Raised if ranks make different calls, or make the same call with different values.
+
+    Jobs, loaders, `save`, `load`, `once`, `check_synchronized`, `check_shards` and `broadcast_parameters` raise it.
+    It has the attributes of `RanklessError`.
+    """
 
 
 class CollectiveError(RanklessError):
-    """Ranks whose calls of a collective do not fit together, or a rank that does not come to one."""
+    """Raised if the ranks' calls of a function of `rankless.collectives` do not match, or if a rank does not call it.
+
+    It has the attributes of `RanklessError`.
+    """
 
 
 class DataError(RanklessError):
-    """A data set or a batch that the loader or a job cannot take."""
+    """Raised for a data set, a batch or an argument that a loader or a job cannot take.
+
+    The exception of a data set in a data loading worker is the error's `__cause__`.
+    It has the attributes of `RanklessError`.
+    """
 
 
 class StepError(RanklessError):
-    """A training step that cannot be made, or must not be."""
+    """Raised instead of making a training step that would be wrong.
+
+    Examples: with `check_finite=True`, a loss or a gradient that is not finite; with `accumulate=k`, loss terms that
+    cannot be combined exactly. It has the attributes of `RanklessError`.
+    """
 
 
 class CheckpointError(RanklessError):
-    """A checkpoint that cannot be written or read."""
+    """Raised if a checkpoint cannot be written or read, on every rank.
+
+    The previous checkpoint at the path stays as it was. It has the attributes of `RanklessError`.
+    """
+
+
+class StepsDone(SystemExit):
+    """Raised in the script after the last step of a run that is limited to a number of steps, as `rankless verify` is.
+
+    It ends the script as `sys.exit(0)` does: `finally` blocks run, and `except Exception` does not catch it.
+
+    Attributes:
+        code (int): The exit code, 0.
+    """

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 
-
-class StepsDone(SystemExit):
-    """Raised after the last step wanted: the script ends as `sys.exit(0)` would end it, `finally` blocks and all."""
+from rankless.errors import StepsDone
 
 
 class StepLimit:

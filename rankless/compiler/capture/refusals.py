@@ -59,7 +59,7 @@ def capture_error(job: str, line: str) -> Iterator[None]:
         yield
     except RanklessError as error:
         # Raised while tracing, so between it and the script there are only frames of PyTorch's machinery.
-        raise error.located(raised_at(error) or line or None).with_traceback(None) from error.__cause__
+        raise error.add_location(raised_at(error) or line or None).with_traceback(None) from error.__cause__
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         operator = str(getattr(error, "func", "a value"))
         raise CaptureError(
