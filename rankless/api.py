@@ -144,7 +144,8 @@ def configure(
             RANKLESS_TOKEN_FILE names, or over ssh from the first host. Only with `hosts`.
 
     Raises:
-        ConfigError: The call comes too late, or in an interactive interpreter or a notebook. Use `rankless.spawn` there.
+        ConfigError: The call comes too late, or in an interactive interpreter or a notebook, where `rankless.spawn`
+            works.
 
     Example:
         >>> rankless.configure(devices_per_host=2)  # doctest: +SKIP

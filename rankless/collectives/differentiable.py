@@ -17,6 +17,8 @@ from rankless.collectives import data_movement, reductions
 from rankless.collectives.process_groups import AnyGroup, Group, joined_group
 from rankless.errors import ConfigError
 
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter"]
+
 
 def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: AnyGroup = None) -> Tensor:
     """The sum or average of all ranks' tensors."""

@@ -1,7 +1,7 @@
 """The loader: a one-process DataLoader's batches, in its order, of which each rank reads its own rows only."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -16,16 +16,28 @@ from rankless.data.prefetching import copied, copier_for
 from rankless.data.reading import BatchRead
 from rankless.data.sample_order import Order
 
+Batch = TypeVar("Batch")
+
 __all__ = ["Loader", "LoaderOptions", "Reading"]
 
 
-class Loader:
-    """An iterable of whole batches, over and over: one pass is one epoch, and `len()` is its number of
-    batches.
+class Loader(Generic[Batch]):
+    """An iterable of whole batches. One pass over it is one epoch, and it may be iterated again and again.
 
-    On one worker it yields what DataLoader yields. On more, tensors are logical, unless a batch has fewer
-    rows than there are workers: then every rank reads it whole. Raises DataError for options and data that
-    cannot be.
+    `rankless.loader` makes it. Use it as an annotation too: `rankless.Loader[tuple[Tensor, Tensor]]`. On one rank it
+    yields what a `DataLoader` yields. On several ranks tensors are logical, and each rank holds its own rows; a batch
+    of fewer samples than ranks is read by every rank as plain tensors.
+
+    Attributes:
+        dataset (Any): The data set.
+        epoch (int): Number of passes that have begun.
+
+    Example:
+        >>> loader = rankless.loader(range(5), batch_size=2)
+        >>> isinstance(loader, rankless.Loader)
+        True
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3], [4]]
     """
 
     def __init__(self, dataset: Any, *, options: LoaderOptions, world: WorldSource) -> None:
@@ -33,7 +45,7 @@ class Loader:
         self.dataset = dataset
         self.options = options
         self.epoch = 0
-        """Passes begun so far."""
+        """Number of passes that have begun."""
         self._world = world
         self._order = Order(dataset, options)
         self._source = Source(self._order)
@@ -44,14 +56,39 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Batches handed out in the present pass, or in the one that is to be taken up; 0 between passes."""
+        """Number of batches yielded in this pass, or in the pass that will be resumed; 0 between passes.
+
+        Example:
+            >>> rankless.loader(range(5), batch_size=2).position
+            0
+        """
         present = self._present()
         return 0 if present is None else present.position
 
     def __len__(self) -> int:
+        """Return the number of batches in a pass.
+
+        Raises:
+            TypeError: The data set or its sampler has no length.
+
+        Example:
+            >>> len(rankless.loader(range(5), batch_size=2))
+            3
+        """
         return len(self._order)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
+        """Begin a pass, or resume the one of `load_state_dict`. Every rank must iterate.
+
+        Raises:
+            DataError: A sample cannot be read, or an interrupted pass cannot be resumed.
+            RanksDiverged: Another rank makes another call.
+            RanklessError: The call is inside `rankless.once`.
+
+        Example:
+            >>> [batch.tolist() for batch in rankless.loader(range(3), batch_size=2)]
+            [[0, 1], [2]]
+        """
         world = self._world()
         self._prepare(world)
         current, self._taken_up = self._taken_up, None
@@ -75,8 +112,27 @@ class Loader:
         return self._hand_out(self._source.begin(current, world, stream_state=stream_state), current, world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, as numbers, texts and tensors: load it into a loader made alike, on any number of
-        workers, and the next pass goes on with the batch after the last one handed out.
+        """Return the position of the loader: which epoch, and which batch is next.
+
+        Load it into a loader made with the same arguments, on any number of ranks. The next pass then begins with the
+        batch after the last one yielded.
+
+        Returns:
+            Numbers, texts, lists, dicts and tensors.
+
+        Raises:
+            DataError: The sampler or stream cannot be resumed in the middle of a pass.
+
+        Example:
+            >>> loader = rankless.loader(range(5), batch_size=2)
+            >>> batches = iter(loader)
+            >>> next(batches).tolist()
+            [0, 1]
+            >>> state = loader.state_dict()
+            >>> resumed = rankless.loader(range(5), batch_size=2)
+            >>> resumed.load_state_dict(state)
+            >>> [batch.tolist() for batch in resumed]
+            [[2, 3], [4]]
         """
         present = self._present()
         return {
@@ -89,7 +145,18 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state_dict` was called. Raises DataError if the loader is not made alike."""
+        """Continue where `state_dict` was called.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            DataError: The loader was made with other arguments, or the state is of another version.
+
+        Example:
+            >>> loader = rankless.loader(range(5), batch_size=2)
+            >>> loader.load_state_dict(rankless.loader(range(5), batch_size=2).state_dict())
+        """
         require_same_loader(state, self._order.made_of())
         self.epoch = state["epoch"]
         self._pass = None

@@ -133,16 +133,19 @@ class GatherNotice:
 class LogicalTensor(Tensor):
     """A whole tensor of which this rank holds some rows.
 
-    `.shape`, `.dtype` and `.device` are the whole's; `.local` are this rank's rows, split as `.placement`
-    says over `.mesh`. Casts and `.to(device)` stay logical. Any other operation works on the whole, gathered
-    once and kept; as gathering is collective, every rank must come to it. Pickling and copying give the whole
-    as a plain tensor.
+    A loader yields it on several ranks. `.shape`, `.dtype` and `.device` are those of the whole tensor. Casts and
+    `.to(device)` keep it logical. Any other operation outside a job works on the whole tensor, which is gathered once
+    and kept; every rank must call it. Pickling and copying give the whole as a plain tensor.
+
+    Attributes:
+        placement (Shard): The dim that is split, and the number of rows of each rank.
+        mesh (Mesh): The ranks that hold the rows.
     """
 
     placement: Shard
     mesh: Mesh
     identity: int = 0
-    """64 bits that are equal on all ranks if they hold rows of the same batch; 0 if nobody knows."""
+    """64 bits that are equal on all ranks that hold rows of the same batch; 0 if unknown."""
 
     @staticmethod
     def __new__(
@@ -179,11 +182,16 @@ class LogicalTensor(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's rows, a plain tensor."""
+        """This rank's rows, as a plain tensor of shape (rows, ...)."""
         return self._local
 
     def whole(self) -> Tensor:
-        """The whole as a plain tensor, gathered from all ranks at the first call: a collective operation."""
+        """Return the whole as a plain tensor. The first call gathers it from all ranks, so every rank must call it.
+
+        Raises:
+            RanksDiverged: Another rank makes another call, or holds rows of another batch.
+            RanklessError: The call is inside `rankless.once`.
+        """
         if self._whole is None:
             where = caller_line()
             with self._notice.waiting(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -101,7 +101,7 @@ def data_of(loader: Any) -> tuple[Any, Any]:
     return dataset, base
 
 
-def _whole(loader: Loader) -> Share:
+def _whole(loader: Loader[Any]) -> Share:
     order = Order(loader.dataset, loader.options)
     splitting = [sampler for sampler in order.samplers if getattr(sampler, "num_replicas", 1) > 1]
     return Share(

@@ -2,8 +2,8 @@
 
 Note [cheap digests]: a call's values are sampled: 256 pieces of 64 bytes of every tensor, spread evenly, or all of one
 that is no larger. Ranks that read different batches differ everywhere; the few that differ in one element only are
-found by `check_synchronized_every`, which compares models. A batch of a loader is not looked at: its digest is that of the indices
-of all its samples, which every rank knows. Values on a GPU are not looked at either: that would wait for it.
+found by `check_synchronized_every`, which compares models. A batch of a loader is not looked at: its digest is that of
+the indices of all its samples, which every rank knows. Values on a GPU are not looked at either: that would wait.
 """
 
 import zlib

@@ -50,7 +50,9 @@ class Stepping:
             )
         every = self.check_synchronized_every
         if every is not None and (not isinstance(every, int) or every < 1):
-            raise ConfigError(expected="check_synchronized_every= as a number of calls, from 1 up", found=every, fix="leave it away")
+            raise ConfigError(
+                expected="check_synchronized_every= as a number of calls, from 1 up", found=every, fix="leave it away"
+            )
         for name in ("clip_norm", "clip_value"):
             limit = getattr(self, name)
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):

@@ -37,9 +37,17 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class Job(Generic[Parameters, Result]):
-    """A function that trains (if it has an optimizer) or predicts on whole batches.
+    """A function on whole batches that trains, if it has an optimizer, or predicts.
 
-    Calling it gives the whole result on every rank: tensors without gradient, plain values as they are.
+    `rankless.job` makes it. Use it as an annotation too: `rankless.Job[[Tensor, Tensor], Tensor]`.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> @rankless.job(model=model)
+        ... def predict(inputs):
+        ...     return model(inputs)
+        >>> isinstance(predict, rankless.Job)
+        True
     """
 
     def __init__(self, definition: JobDefinition, world: WorldSource) -> None:
@@ -69,13 +77,38 @@ class Job(Generic[Parameters, Result]):
 
     @property
     def called(self) -> bool:
-        """Whether it has been called in this process."""
+        """Whether this process has called the job.
+
+        Example:
+            >>> rankless.job(model=torch.nn.Linear(3, 1))(print).called
+            False
+        """
         return self._view is not None
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        """Run the job on a whole batch; a train job also makes its optimizer's step.
+        """Run the job on a whole batch. A train job also makes its optimizer's step.
 
-        Raises `CaptureError` on a mesh if the job cannot be one program.
+        Args:
+            *args: The function's positional arguments, with whole batches: tensors of shape (batch_size, ...), or
+                what a `rankless.loader` yields.
+            **kwargs: The function's keyword arguments.
+
+        Returns:
+            The function's result for the whole batch, the same on every rank: tensors without gradient, other values
+            as they are.
+
+        Raises:
+            CaptureError: On several ranks, or with `accumulate`: the function cannot become one program.
+            DataError: An argument does not match its `Whole` or `PerDevice` annotation.
+            RanksDiverged: Another rank makes another call, or passes other values.
+            StepError: With `check_finite=True`, the loss or a gradient is not finite.
+            RanklessError: The call is inside `rankless.once`.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> predict = rankless.job(model=model)(lambda inputs: model(inputs))
+            >>> predict(torch.ones(4, 3)).shape
+            torch.Size([4, 1])
         """
         world, job = self._world(), self.definition
         require_not_in_once(world, f"job {job.name!r}")
@@ -119,14 +152,36 @@ class Job(Generic[Parameters, Result]):
 
     @property
     def stepped(self) -> bool:
-        """Whether the last call made the optimizer's step; with `accumulate=k` every k-th does, and a pass's last."""
+        """Whether the last call made the optimizer's step.
+
+        With `accumulate=k` every k-th call does, and the last call of a pass over a loader.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> train = rankless.job(model=model, optimizer=optimizer)(lambda inputs: model(inputs).mean())
+            >>> _ = train(torch.ones(4, 3))
+            >>> train.stepped
+            True
+        """
         return self._stepped
 
     @property
     def gradient_norm(self) -> Tensor:
-        """The norm of the whole gradient at the last step, before clipping: one number, the same on every rank.
+        """The norm of the whole gradient at the last step, before clipping: a 0-dim tensor, equal on every rank.
 
-        Raises `ConfigError` unless the job was asked for it, and before the first step.
+        Raises:
+            ConfigError: The job has neither `gradient_norm=True` nor `clip_norm`, or has made no step yet.
+
+        Example:
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> @rankless.job(model=model, optimizer=optimizer, clip_norm=1.0)
+            ... def train(inputs):
+            ...     return model(inputs).mean()
+            >>> _ = train(torch.full((4, 1), 2.0))
+            >>> train.gradient_norm
+            tensor(2.)
         """
         norm = None if self._stepper is None else self._stepper.gradient_norm
         if norm is None:
@@ -140,9 +195,22 @@ class Job(Generic[Parameters, Result]):
         return norm
 
     def flush(self) -> bool:
-        """Make a step of the calls gathered since the last one (`accumulate=k`); False if there are none.
+        """Make the optimizer's step for the calls since the last step, with `accumulate=k`.
 
-        The end of a pass over a `rankless.loader` does this by itself; loops without one call it at their end.
+        The end of a pass over a `rankless.loader` calls it. Call it at the end of a loop without a loader.
+
+        Returns:
+            Whether it made a step; False if there were no calls.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> @rankless.job(model=model, optimizer=optimizer, accumulate=2)
+            ... def train(inputs):
+            ...     return model(inputs).mean()
+            >>> _ = train(torch.ones(4, 3))
+            >>> train.stepped, train.flush()
+            (False, True)
         """
         if self._stepper is None or not self._stepper.flush():
             return False

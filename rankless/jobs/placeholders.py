@@ -19,9 +19,24 @@ from rankless.jobs.mirrored import Local
 
 @dataclass(frozen=True)
 class Whole:
-    """An argument that is one tensor or NumPy array of this shape (None: any size in a dim) and dtype.
+    """Annotate an argument of a job that is one tensor or NumPy array, checked at each call.
 
-    Without `dtype` it is the job's `dtype`, and without that torch's default dtype when the job is called.
+    Args:
+        shape: The sizes of all dims; None stands for any size.
+        dtype: The dtype. Default: the job's `dtype`, else torch's default dtype at the call.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> @rankless.job(model=model)
+        ... def predict(inputs: typing.Annotated[torch.Tensor, rankless.Whole((None, 3), torch.float32)]):
+        ...     return model(inputs)
+        >>> predict(torch.ones(4, 3)).shape
+        torch.Size([4, 1])
+        >>> predict(torch.ones(4, 2))
+        Traceback (most recent call last):
+        rankless.errors.DataError:
+        expected: inputs of shape [any, 3]
+        ...
     """
 
     shape: tuple[int | None, ...]
@@ -30,8 +45,21 @@ class Whole:
 
 @dataclass(frozen=True)
 class PerDevice:
-    """An argument that is a list of tensors or NumPy arrays of this shape and dtype, one per device: it makes the job's
-    view the mirrored one. Without `dtype` it is the one that `Whole` would have.
+    """Annotate an argument of a job in the mirrored view: a list of one tensor or NumPy array per device.
+
+    It implies `view="mirrored"`. An argument wrapped with `rankless.local` holds this device's element instead.
+
+    Args:
+        shape: The sizes of all dims of each element; None stands for any size.
+        dtype: The dtype of each element. Default: as for `Whole`.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> @rankless.job(model=model)
+        ... def predict(inputs: typing.Annotated[list, rankless.PerDevice((None, 3), torch.float32)]):
+        ...     return model(inputs)
+        >>> [result.shape for result in predict([torch.ones(4, 3)])]
+        [torch.Size([4, 1])]
     """
 
     shape: tuple[int | None, ...]

@@ -31,7 +31,13 @@ LEAVING_SECONDS = 10.0
 
 
 class Spawned:
-    """Workers that run: `join()` waits for their results, `terminate()` ends them."""
+    """The handle of `rankless.spawn(..., join=False)`: workers that run.
+
+    Example:
+        >>> spawned = rankless.spawn(divmod, args=(2,), nprocs=2, join=False)
+        >>> spawned.join()
+        [(0, 0), (0, 1)]
+    """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], count: int) -> None:
         self._results: dict[int, Any] = {}
@@ -49,14 +55,26 @@ class Spawned:
 
     @property
     def process_ids(self) -> list[int]:
-        """The workers' processes, by rank."""
+        """The process ids of the workers, by rank."""
         return [process.pid for process in self._processes]
 
     def join(self, timeout_seconds: float | None = None) -> list[Any] | None:
-        """What the function returned, by rank; None if that is not there in time.
+        """Wait for the workers, and return what the function returned, by rank.
 
-        If it raises on a worker, the others are ended and this raises the same, with a note that names rank and
-        traceback. Raises LaunchError for a worker that ends without a word.
+        Args:
+            timeout_seconds: How long to wait, in seconds. Default: for ever.
+
+        Returns:
+            The results by rank; None if a worker still runs at the timeout.
+
+        Raises:
+            LaunchError: A worker ended without a result.
+            Exception: The function raised on a worker. The exception is the worker's, with a note that names the rank;
+                the other workers have been terminated.
+
+        Example:
+            >>> rankless.spawn(divmod, args=(2,), join=False).join(timeout_seconds=60)
+            [(0, 0)]
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with selectors.DefaultSelector() as selector:
@@ -83,7 +101,12 @@ class Spawned:
         return [self._results[rank] for rank in range(len(self._processes))]
 
     def terminate(self) -> None:
-        """End the workers that still run."""
+        """Terminate the workers that still run: SIGTERM, then SIGKILL.
+
+        Example:
+            >>> spawned = rankless.spawn(time.sleep, args=(), nprocs=1, join=False)
+            >>> spawned.terminate()
+        """
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + GRACE_SECONDS
             for process in self._processes:

@@ -14,6 +14,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {
     "rankless/launch/worker_configs.py:make_worker_configs": "until launchers are profiles"
 }
+SECTIONS = ("Args:\n", "Returns:\n", "Raises:\n", "Attributes:\n", "Example:\n")
 FOREIGN_NAMES = {
     "rankless/compat/horovod/common": "scripts import horovod.common.…",
     "rankless/compat/horovod/common/util.py": "scripts import horovod.common.util",
@@ -53,6 +54,17 @@ def functions(file: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunc
             yield f"{short(file)}:{node.name}", node
 
 
+def reference_lines(node: ast.AST) -> int:
+    """The lines of docstrings with sections ("Args:", "Example:"): the API reference, which the limits do not count."""
+    return sum(
+        (statement.end_lineno or 0) - statement.lineno
+        for owner in ast.walk(node)
+        if isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and any(section in (ast.get_docstring(owner) or "") for section in SECTIONS)
+        for statement in owner.body[:1]
+    )
+
+
 def parameter_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
@@ -69,7 +81,7 @@ def is_custom_operator(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool
 
 def test_no_file_is_longer_than_400_lines():
     files = python_files("rankless", "tests", "examples", "bench")
-    long = {short(file) for file in files if len(file.read_text().splitlines()) > 400}
+    long = {short(file) for file in files if len(file.read_text().splitlines()) - reference_lines(parsed(file)) > 400}
     assert long == set(LONG_FILES)
 
 
@@ -78,7 +90,8 @@ def test_no_function_is_longer_than_50_lines():
         name
         for file in python_files("rankless", "tests", "bench")
         for name, function in functions(file)
-        if (function.end_lineno or 0) - function.lineno + 1 > 50 and AS_USERS_WRITE not in file.parents
+        if (function.end_lineno or 0) - function.lineno + 1 - reference_lines(function) > 50
+        and AS_USERS_WRITE not in file.parents
     }
     assert found == set(LONG_FUNCTIONS)
 
