@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.commands import rankless_run, run
 from bench.pairs import Row, row
-from rankless.launch.watchdog.process_stats import Pulse
+from rankless.launch.watchdog.process_stats import ActivityTracker
 
 WORKERS = 8
 LOOKS = 20
@@ -32,11 +32,11 @@ def look_seconds() -> float:
     """Seconds of one look at as many workers as a host often has, all standing still: these cost most."""
     workers = [subprocess.Popen(["sleep", "600"]) for _ in range(WORKERS)]
     try:
-        pulses = [Pulse(worker.pid, time.monotonic()) for worker in workers]
+        trackers = [ActivityTracker(worker.pid, time.monotonic()) for worker in workers]
         os.sched_yield()
         start = time.perf_counter()
-        for pulse in pulses:
-            pulse.feel(time.monotonic() + 1)
+        for tracker in trackers:
+            tracker.update(time.monotonic() + 1)
         return time.perf_counter() - start
     finally:
         for worker in workers:

@@ -33,7 +33,7 @@ from rankless.runtime.current_process import current, join_by, joined_at, leave
 from rankless.runtime.process_context import Observer, Runtime
 from rankless.runtime.rendezvous.address import read_invitation
 from rankless.runtime.rendezvous.job_store import JOINING_SECONDS
-from rankless.terminal.progress import ProgressDisplay
+from rankless.terminal.progress_display import ProgressDisplay
 
 __all__ = [
     "Job",

@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn, TextIO
 
 from rankless.errors import RanklessError
@@ -31,7 +32,7 @@ COMMANDS = {
 """What `rankless --help` lists, so that it need not import the commands."""
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argparse parser that names the nearest known option when it meets an unknown one."""
 
     def error(self, message: str) -> NoReturn:
@@ -45,22 +46,22 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown option {given}" + (f"; did you mean --{nearest[0]}?" if nearest else "")
         super().error(message)
 
-    def with_program_apart(self, given: Sequence[str]) -> list[str]:
+    def insert_program_separator(self, given: Sequence[str]) -> list[str]:
         """The same line with `--` before the program: argparse looks for abbreviations in the program's own options,
         too, and would refuse one that might be short for two of ours.
         """
-        place = 0
-        while place < len(given) and given[place].startswith("-") and given[place] not in ("-", "--"):
-            place += 1 + self._value_count(given[place])
-        program = list(given[place:])
-        return [*given[:place], "--", *program] if program and program[0] != "--" else list(given)
+        position = 0
+        while position < len(given) and given[position].startswith("-") and given[position] not in ("-", "--"):
+            position += 1 + self._count_values(given[position])
+        program = list(given[position:])
+        return [*given[:position], "--", *program] if program and program[0] != "--" else list(given)
 
-    def _value_count(self, word: str) -> int:
-        """How many of the words after an option are its values."""
+    def _count_values(self, given: str) -> int:
+        """Return how many arguments after the option `given` are its values."""
         known = self._option_string_actions
-        exact = [known[word]] if word in known else []
+        exact = [known[given]] if given in known else []
         actions = exact or [
-            action for option, action in known.items() if word.startswith("--") and option.startswith(word)
+            action for option, action in known.items() if given.startswith("--") and option.startswith(given)
         ]
         if not actions:
             return 0
@@ -75,11 +76,11 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; quietly, if nobody reads its output any more."""
     try:
-        code = _run(arguments)
+        code = _dispatch(arguments)
     except BrokenPipeError:
-        if _are_read(sys.stdout, sys.stderr):
+        if _have_readers(sys.stdout, sys.stderr):
             raise
-        _let_go(sys.stdout, sys.stderr)
+        _redirect_to_devnull(sys.stdout, sys.stderr)
         return BROKEN_PIPE
     except SystemExit:  # argparse's, after its help
         if _flush():
@@ -95,12 +96,12 @@ def _flush() -> bool:
         try:
             stream.flush()
         except BrokenPipeError:
-            _let_go(stream)
+            _redirect_to_devnull(stream)
             is_read = False
     return is_read
 
 
-def _are_read(*streams: TextIO) -> bool:
+def _have_readers(*streams: TextIO) -> bool:
     """Whether none of them is a pipe whose reader has gone."""
     poll = select.poll()
     for stream in streams:
@@ -108,7 +109,7 @@ def _are_read(*streams: TextIO) -> bool:
     return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _let_go(*streams: TextIO) -> None:
+def _redirect_to_devnull(*streams: TextIO) -> None:
     """Let what would still be written go nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
@@ -116,11 +117,11 @@ def _let_go(*streams: TextIO) -> None:
     os.close(nowhere)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _dispatch(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         return _run_command(given[0], given[1:])
-    parser = Parser(prog="rankless", description="The same training on one device and on many.")
+    parser = CommandParser(prog="rankless", description="The same training on one device and on many.")
     parser.add_argument("--version", action="version", version=f"rankless {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
@@ -133,13 +134,24 @@ def _run(arguments: Sequence[str] | None) -> int:
     return 2
 
 
-def _run_command(name: str, given: Sequence[str]) -> int:
-    command = importlib.import_module(f"rankless.cli.{name}")
-    abbreviates = getattr(command, "ABBREVIATES", False)
-    parser = Parser(prog=f"rankless {name}", description=command.HELP, allow_abbrev=abbreviates)
+def make_parser(name: str) -> CommandParser:
+    """Return the parser of the command `name`, one of `COMMANDS`; `make docs` makes the command reference from it."""
+    command = _import_command(name)
+    parser = CommandParser(
+        prog=f"rankless {name}", description=command.HELP, allow_abbrev=getattr(command, "ABBREVIATES", False)
+    )
     command.add_arguments(parser)
-    if abbreviates:
-        given = parser.with_program_apart(given)
+    return parser
+
+
+def _import_command(name: str) -> ModuleType:
+    return importlib.import_module(f"rankless.cli.{name}")
+
+
+def _run_command(name: str, given: Sequence[str]) -> int:
+    command, parser = _import_command(name), make_parser(name)
+    if parser.allow_abbrev:
+        given = parser.insert_program_separator(given)
     try:
         return int(command.run(parser.parse_args(given)))
     except RanklessError as error:

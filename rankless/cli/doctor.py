@@ -10,8 +10,8 @@ from rich.status import Status
 
 from rankless.config.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile
 from rankless.errors import ConfigError
-from rankless.launch.doctor.diagnosis import Case, Findings, examine
-from rankless.terminal.doctor_table import Health, health_of, render_health
+from rankless.launch.doctor.diagnosis import DoctorConfig, DoctorFindings, run_diagnosis
+from rankless.terminal.doctor_table import DoctorReport, make_doctor_report, render_doctor_report
 
 NAME = "doctor"
 HELP = (
@@ -37,36 +37,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, print what was seen, and return 1 if a job would fail."""
-    case = Case(
-        hosts=_hosts(arguments),
+    config = DoctorConfig(
+        hosts=_read_hosts(arguments),
         workers=arguments.workers or 1,
-        port=_port(arguments.port),
+        port=_check_port(arguments.port),
         log_folder=arguments.log_dir,
-        by_hand=arguments.no_ssh,
+        without_ssh=arguments.no_ssh,
         quick=arguments.quick,
     )
     try:
-        health = _judged(case, examined(case))
+        report = _make_report(config, run_with_status(config))
     except KeyboardInterrupt:
         return INTERRUPTED
     if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(health)).decode())
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        render_health(health, sys.stdout)
-    return 1 if health.causes else 0
+        render_doctor_report(report, sys.stdout)
+    return 1 if report.causes else 0
 
 
-def examined(case: Case) -> Findings:
+def run_with_status(config: DoctorConfig) -> DoctorFindings:
     """The findings; on a terminal one sees meanwhile what is being done."""
     console = Console(stderr=True)
     shown: AbstractContextManager[Status | None] = nullcontext()
     if console.is_terminal and not console.is_dumb_terminal:
         shown = console.status("looking")
     with shown as status:
-        return examine(case, status.update if status is not None else lambda _: None)
+        return run_diagnosis(config, status.update if status is not None else lambda _: None)
 
 
-def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
+def _read_hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
     if arguments.hosts is not None and arguments.hostfile is not None:
         raise ConfigError(
             expected="one way of naming the hosts", found="--hosts and --hostfile", fix="leave one of them away"
@@ -80,12 +80,12 @@ def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
     return ()
 
 
-def _port(port: int) -> int:
+def _check_port(port: int) -> int:
     if not 0 < port < 65536:
         raise ConfigError(expected="--port from 1 to 65535", found=port, fix="choose another")
     return port
 
 
-def _judged(case: Case, findings: Findings) -> Health:
-    places = [host.address for host in case.hosts] or ["this host"]
-    return health_of(findings.rows, places=places, not_looked_at=findings.not_looked_at)
+def _make_report(config: DoctorConfig, findings: DoctorFindings) -> DoctorReport:
+    places = [host.address for host in config.hosts] or ["this host"]
+    return make_doctor_report(findings.results, places=places, not_looked_at=findings.skipped_checks)

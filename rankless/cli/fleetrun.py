@@ -8,7 +8,7 @@ from rankless.launch import agent
 from rankless.launchers.fleetrun.parser import add_flags, table_of, take_flags
 from rankless.launchers.fleetrun.run_config import fleetrun_program, fleetrun_request, notes
 from rankless.launchers.fleetrun.tables import arguments_table
-from rankless.terminal.progress_display import ProgressLine
+from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "fleetrun"
 HELP = (
@@ -32,5 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stderr.write(arguments_table(table_of(flags)))
     sys.stderr.writelines(f"rankless fleetrun: {note}\n" for note in notes(flags))
     sys.stderr.flush()
-    with ProgressLine() as line:
-        return agent.run(config, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)
+    with ProgressObserver() as progress:
+        return agent.run(
+            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, making_room=progress.hidden
+        )

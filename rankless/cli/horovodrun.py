@@ -13,7 +13,7 @@ from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.launchers.horovodrun.parser import add_flags, take_flags
 from rankless.launchers.horovodrun.run_config import horovodrun_program, horovodrun_request, notes
 from rankless.runtime.hooks.horovod_imports import installed_horovod
-from rankless.terminal.progress_display import ProgressLine
+from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "horovodrun"
 HELP = (
@@ -31,26 +31,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    flags, said = with_config(take_flags(arguments))
+    flags, notices = apply_config_file(take_flags(arguments))
     if flags.check_build:
         print(build_table(horovod_version))
         return 0
     real = installed_horovod()
     program = horovodrun_program(flags)
     config = make_run_config(program, horovodrun_request(flags, program))
-    said += notes(flags)
+    notices += notes(flags)
     if real is not None:
-        said.append(f"`import horovod` is the one installed, {real}; RANKLESS_HOROVOD=1 takes Rankless's")
+        notices.append(f"`import horovod` is the one installed, {real}; RANKLESS_HOROVOD=1 takes Rankless's")
         if config.elastic is not None:
-            said.append("that one finds no elastic job here: each of its processes would be alone")
-    said += given_to_workers(config) if flags.verbose else []
-    sys.stderr.writelines(f"rankless horovodrun: {note}\n" for note in said)
+            notices.append("that one finds no elastic job here: each of its processes would be alone")
+    notices += describe_run(config) if flags.verbose else []
+    sys.stderr.writelines(f"rankless horovodrun: {note}\n" for note in notices)
     sys.stderr.flush()
-    with ProgressLine() as line:
-        return agent.run(config, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)
+    with ProgressObserver() as progress:
+        return agent.run(
+            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, making_room=progress.hidden
+        )
 
 
-def with_config(flags: HorovodrunFlags) -> tuple[HorovodrunFlags, list[str]]:
+def apply_config_file(flags: HorovodrunFlags) -> tuple[HorovodrunFlags, list[str]]:
     """The flags completed by the file that they name, and what is to be said of it."""
     path = flags.config_file
     if path is None:
@@ -61,7 +63,7 @@ def with_config(flags: HorovodrunFlags) -> tuple[HorovodrunFlags, list[str]]:
     ]
 
 
-def given_to_workers(config: RunConfig) -> list[str]:
+def describe_run(config: RunConfig) -> list[str]:
     """What `--verbose` tells."""
     assert config.horovod is not None
     program = config.program

@@ -9,7 +9,7 @@ from rankless.config.run_config import Cluster
 from rankless.errors import ConfigError
 
 
-def add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
+def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     group = parser.add_argument_group("several hosts")
     group.add_argument("--hosts", metavar="A:4,B:4", help="the hosts, with their workers; A is host 0, and this one")
@@ -34,36 +34,36 @@ def add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--insecure", action="store_true", help="no token: whoever reaches the port may join")
 
 
-def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
+def make_cluster(arguments: argparse.Namespace) -> Cluster | None:
     """The hosts that the options name; None for this one alone. Raises ConfigError for what cannot be meant."""
     ranked = {name: getattr(arguments, name) for name in ("host_rank", "master", "host_count")}
     given = {name: value for name, value in ranked.items() if value is not None}
-    ways = [arguments.hosts is not None, arguments.hostfile is not None, bool(given)]
-    if sum(ways) > 1:
+    methods = [arguments.hosts is not None, arguments.hostfile is not None, bool(given)]
+    if sum(methods) > 1:
         raise ConfigError(
             expected="one way of naming the hosts",
             found=" and ".join(
                 name
                 for name, is_given in zip(
-                    ("--hosts", "--hostfile", "--host-rank, --master, --host-count"), ways, strict=True
+                    ("--hosts", "--hostfile", "--host-rank, --master, --host-count"), methods, strict=True
                 )
                 if is_given
             ),
             fix="keep one of them",
         )
-    if arguments.env and (arguments.no_ssh or given or not any(ways)):
+    if arguments.env and (arguments.no_ssh or given or not any(methods)):
         raise ConfigError(
             expected="--env with hosts that are started by ssh: --hosts or --hostfile, without --no-ssh",
             found=" ".join(f"--env {item}" for item in arguments.env)
-            + (" where each host is started by hand" if any(ways) else " on this host alone"),
-            fix="set it in the shell in which you type the command" + (", on each host" if any(ways) else ""),
+            + (" where each host is started by hand" if any(methods) else " on this host alone"),
+            fix="set it in the shell in which you type the command" + (", on each host" if any(methods) else ""),
         )
-    if not any(ways):
+    if not any(methods):
         return None
     _require_number("--join-timeout", arguments.join_timeout)
     port = DEFAULT_PORT if arguments.port is None else arguments.port
     if given:
-        return _ranked(arguments, ranked, port)
+        return _make_numbered_cluster(arguments, ranked, port)
     if arguments.hosts is not None:
         hosts = parse_hosts(arguments.hosts, workers_per_host=arguments.workers)
     else:
@@ -75,10 +75,10 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
             found=f"it on {hosts[place]}",
             fix=f"type it on {hosts[0]}, or list this host first; or type the same line with --no-ssh on every host",
         )
-    return _cluster(arguments, hosts, place, port, is_listed=True, by_hand=arguments.no_ssh)
+    return _build_cluster(arguments, hosts, place, port, is_listed=True, without_ssh=arguments.no_ssh)
 
 
-def _ranked(arguments: argparse.Namespace, ranked: dict[str, object], port: int) -> Cluster:
+def _make_numbered_cluster(arguments: argparse.Namespace, ranked: dict[str, object], port: int) -> Cluster:
     missing = [f"--{name.replace('_', '-')}" for name, value in ranked.items() if value is None]
     if missing:
         raise ConfigError(
@@ -101,11 +101,11 @@ def _ranked(arguments: argparse.Namespace, ranked: dict[str, object], port: int)
             expected="one port", found=f"--master {arguments.master} and --port {arguments.port}", fix="leave one away"
         )
     hosts = numbered_hosts(address, count, workers=arguments.workers or 1)
-    return _cluster(arguments, hosts, place, int(own_port or port), is_listed=False, by_hand=True)
+    return _build_cluster(arguments, hosts, place, int(own_port or port), is_listed=False, without_ssh=True)
 
 
-def _cluster(
-    arguments: argparse.Namespace, hosts: tuple[Host, ...], place: int, port: int, *, is_listed: bool, by_hand: bool
+def _build_cluster(
+    arguments: argparse.Namespace, hosts: tuple[Host, ...], place: int, port: int, *, is_listed: bool, without_ssh: bool
 ) -> Cluster:
     if not 0 < port < 65536:
         raise ConfigError(expected="--port from 1 to 65535", found=port, fix="choose another")
@@ -113,7 +113,7 @@ def _cluster(
         hosts=hosts,
         host_index=place,
         port=port,
-        agent_start=("script" if arguments.token_by_ssh else "manual") if by_hand else "ssh",
+        agent_start=("script" if arguments.token_by_ssh else "manual") if without_ssh else "ssh",
         is_listed=is_listed,
         insecure=arguments.insecure,
         join_timeout_seconds=arguments.join_timeout,

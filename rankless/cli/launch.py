@@ -4,7 +4,7 @@ import argparse
 
 import msgspec
 
-from rankless.cli.torchrun import run_foreign
+from rankless.cli.torchrun import run_program
 from rankless.config.validation import check_program
 from rankless.errors import ConfigError
 from rankless.launchers.torchrun.parser import add_flags, take_flags
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     flags = take_flags(arguments)
     program = torchrun_program(flags)
     check_program(program)
-    said = notes(flags)
+    notices = notes(flags)
     if not flags.use_env:
         if program.kind == "command":
             raise ConfigError(
@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
                 fix="add --use-env, and read LOCAL_RANK",
             )
         way = find_rank_way(program)
-        said += [way.note] if way.note else []
+        notices += [way.note] if way.note else []
         if way.option is not None:
             rank_argument = f"{way.option}={LOCAL_RANK}"
             program = msgspec.structs.replace(program, arguments=(rank_argument, *program.arguments))
-    return run_foreign(NAME, flags, program, said)
+    return run_program(NAME, flags, program, notices)

@@ -4,7 +4,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from rankless.cli.program_arguments import add_program_arguments, take_program
+from rankless.cli.program_options import add_program_options, read_program
 from rankless.config.run_config import RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
     parser.add_argument("--log-dir", default="log", metavar="DIR", help="where the log of the run goes (log)")
     parser.add_argument("--show", action="store_true", help="show the script's own output, too")
-    add_program_arguments(parser)
+    add_program_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the jobs; 0 if there are any, 1 if the script failed."""
-    program, workers = take_program(arguments), arguments.workers
+    program, workers = read_program(arguments), arguments.workers
     if workers < 2:
         raise ConfigError(
             expected="at least 2 workers: on one, jobs run as plain PyTorch and nothing moves",

@@ -3,12 +3,12 @@
 import argparse
 import sys
 
-from rankless.cli.host_options import add_hosts_arguments, cluster_of
-from rankless.cli.program_arguments import add_program_arguments, take_program
+from rankless.cli.host_options import add_host_options, make_cluster
+from rankless.cli.program_options import add_program_options, read_program
 from rankless.config.run_config import RunRequest
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
-from rankless.terminal.progress_display import ProgressLine
+from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "run"
 HELP = (
@@ -33,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-warm", action="store_true", help="start plain processes, each importing torch itself")
     parser.add_argument("--no-progress", action="store_true", help="no progress line")
-    add_hosts_arguments(parser)
-    add_program_arguments(parser)
+    add_host_options(parser)
+    add_program_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
     config = make_run_config(
-        take_program(arguments),
+        read_program(arguments),
         RunRequest(
             worker_count=1 if arguments.workers is None else arguments.workers,
             devices=arguments.devices,
@@ -50,9 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
             show=arguments.show,
             warm=not arguments.no_warm,
             progress=not arguments.no_progress,
-            cluster=cluster_of(arguments),
+            cluster=make_cluster(arguments),
             hang_timeout_seconds=arguments.hang_timeout,
         ),
     )
-    with ProgressLine() as line:
-        return agent.run(config, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)
+    with ProgressObserver() as progress:
+        return agent.run(
+            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, making_room=progress.hidden
+        )

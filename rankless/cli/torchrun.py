@@ -14,7 +14,7 @@ from rankless.launch import agent
 from rankless.launchers.torchrun.options import TorchrunFlags
 from rankless.launchers.torchrun.parser import add_flags, take_flags
 from rankless.launchers.torchrun.run_config import notes, torchrun_program, torchrun_request, under_own_python
-from rankless.terminal.progress_display import ProgressLine
+from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "torchrun"
 HELP = (
@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
     flags = take_flags(arguments)
-    return run_foreign(NAME, flags, torchrun_program(flags), notes(flags))
+    return run_program(NAME, flags, torchrun_program(flags), notes(flags))
 
 
-def run_foreign(command: str, flags: TorchrunFlags, program: Program, said: list[str]) -> int:
+def run_program(command: str, flags: TorchrunFlags, program: Program, notices: list[str]) -> int:
     """Run `program` as `flags` say, after a line of what the user has to be told, and return the exit code."""
     check_program(program)
     program = under_own_python(program)
@@ -45,7 +45,9 @@ def run_foreign(command: str, flags: TorchrunFlags, program: Program, said: list
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-"))
             request = msgspec.structs.replace(request, log_folder=folder)
         config = make_run_config(program, request)
-        if said:
-            print(f"rankless {command}: {'; '.join(said)}", file=sys.stderr, flush=True)
-        line = stack.enter_context(ProgressLine())
-        return agent.run(config, on_record=line.take, out=sys.stdout, err=sys.stderr, making_room=line.making_room)
+        if notices:
+            print(f"rankless {command}: {'; '.join(notices)}", file=sys.stderr, flush=True)
+        progress = stack.enter_context(ProgressObserver())
+        return agent.run(
+            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, making_room=progress.hidden
+        )

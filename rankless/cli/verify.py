@@ -10,8 +10,8 @@ from typing import get_args
 
 import msgspec
 
-from rankless.cli.host_options import add_hosts_arguments, cluster_of
-from rankless.cli.program_arguments import add_program_arguments, take_program
+from rankless.cli.host_options import add_host_options, make_cluster
+from rankless.cli.program_options import add_program_options, read_program
 from rankless.config.run_config import Cluster, Precision, Program
 from rankless.config.validation import check_program
 from rankless.errors import ConfigError
@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", metavar="FOLDER", help="keep the recordings of all runs there")
     parser.add_argument("--log-dir", default="log", metavar="DIR", help="where logs of runs go (log)")
     parser.add_argument("--show", action="store_true", help="show the script's own output, too")
-    add_hosts_arguments(parser)
-    add_program_arguments(parser)
+    add_host_options(parser)
+    add_program_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the verdict; 0 if it is the same training, 1 if not."""
-    program = take_program(arguments)
+    program = read_program(arguments)
     if arguments.noise_runs < 1:
         raise ConfigError(
             expected="at least 1 run for the noise floor", found=arguments.noise_runs, fix="leave --noise-runs away"
@@ -78,11 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
     name = {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
     if arguments.against is not None:
         check_program(Program(kind="script", target=arguments.against))
-    cluster, workers = _where(arguments)
+    cluster, workers = _read_cluster(arguments)
     print(f"rankless verify: {name}, on 1 and on {workers} workers, seed {seed}", flush=True)
     with ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-verify-"))
-        trial = VerifyRuns(
+        runs = VerifyRuns(
             program=program,
             folder=folder,
             seed=seed,
@@ -95,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
             against=arguments.against,
             run_job=job_runner(stack.enter_context(ForkServerPoolClient())),
         )
-        question = Question(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
+        options = ComparisonOptions(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
         try:
-            report = _verify(trial, question)
+            report = _compare_deciding_precision(runs, options)
         except RunFailed as end:
             if end.exit_code == INTERRUPTED:
                 return INTERRUPTED
@@ -108,9 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.same else 1
 
 
-def _where(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
+def _read_cluster(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
     """The hosts, if there are several, and how many workers that makes."""
-    cluster = cluster_of(arguments)
+    cluster = make_cluster(arguments)
     if cluster is None:
         return None, 2 if arguments.workers is None else arguments.workers
     if cluster.host_index > 0:
@@ -123,7 +123,7 @@ def _where(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class ComparisonOptions:
     """What is asked of a trial."""
 
     workers: int
@@ -131,40 +131,40 @@ class Question:
     tolerance: float | None
 
 
-def _verify(trial: VerifyRuns, question: Question) -> Report:
+def _compare_deciding_precision(runs: VerifyRuns, options: ComparisonOptions) -> Report:
     """The report on the script's own precision, or on float64 where only that can tell rounding from a fault."""
-    comparison, report = _compared(trial, question)
-    if trial.dtype is not None or not comparison.needs_float64:
-        return _located(trial, question, comparison, report)
+    comparison, report = _run_and_compare(runs, options)
+    if runs.dtype is not None or not comparison.needs_float64:
+        return _locate_first_difference(runs, options, comparison, report)
     print(f"{render_doubt(report)}; so again in float64:", flush=True)
-    exact = replace(trial, dtype="float64")
+    exact = replace(runs, dtype="float64")
     try:
-        decisive, decision = _compared(exact, question)
+        decisive, decision = _run_and_compare(exact, options)
     except RunFailed as end:
         if end.exit_code == INTERRUPTED:
             raise
         stands = msgspec.structs.replace(report, float64_failure=str(end))
-        return _located(trial, question, comparison, stands)
-    return _located(exact, question, decisive, msgspec.structs.replace(decision, own_precision=report))
+        return _locate_first_difference(runs, options, comparison, stands)
+    return _locate_first_difference(exact, options, decisive, msgspec.structs.replace(decision, own_precision=report))
 
 
-def _compared(trial: VerifyRuns, question: Question) -> tuple[Comparison, Report]:
+def _run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> tuple[Comparison, Report]:
     """All runs made and compared; the table is printed."""
-    one = trial.on_one()
+    one = runs.on_one()
     if not any(isinstance(result, Called) for result in one.results):
         raise ConfigError(
             expected="a script that calls at least one job",
-            found=f"{trial.program.target}, which calls none",
+            found=f"{runs.program.target}, which calls none",
             fix="put @rankless.job(model=…, optimizer=…) on its training function: results of jobs are compared",
         )
-    many, noise, twin = trial.on_many(question.workers), trial.disturbed(question.noise_runs), trial.twin()
-    comparison = compare(one, many, noise, tolerance=question.tolerance)
+    many, noise, twin = runs.on_many(options.workers), runs.disturbed(options.noise_runs), runs.twin()
+    comparison = compare(one, many, noise, tolerance=options.tolerance)
     if twin is not None:
         comparison = with_twin(comparison, twin, one, many, noise)
     report = msgspec.structs.replace(
-        make_report(comparison, workers=question.workers),
+        make_report(comparison, workers=options.workers),
         against=None if twin is None else twin.name,
-        not_covered=not_covered(comparison, one, trial.programs()),
+        not_covered=not_covered(comparison, one, runs.programs()),
     )
     tolerance = "" if report.tolerance is None else render_tolerance(report.tolerance)
     parts = (render_table(comparison), tolerance, render_coverage(report.not_covered))
@@ -172,7 +172,9 @@ def _compared(trial: VerifyRuns, question: Question) -> tuple[Comparison, Report
     return comparison, report
 
 
-def _located(trial: VerifyRuns, question: Question, comparison: Comparison, report: Report) -> Report:
+def _locate_first_difference(
+    runs: VerifyRuns, options: ComparisonOptions, comparison: Comparison, report: Report
+) -> Report:
     """The report with the first value that differs, where numbers part: the call in question is run once more."""
     finding = comparison.findings[0] if comparison.findings else None
     unmet = report.tolerance is not None and report.tolerance.unmet is not None
@@ -180,8 +182,8 @@ def _located(trial: VerifyRuns, question: Question, comparison: Comparison, repo
         return report
     print(f"looking for the first value that differs, in call {finding.call.call} of {finding.call.job}:", flush=True)
     try:
-        first = trial.first_value(
-            finding.call, workers=question.workers, step=finding.place.step + 1, tolerance=question.tolerance
+        first = runs.first_value(
+            finding.call, workers=options.workers, step=finding.place.step + 1, tolerance=options.tolerance
         )
     except RunFailed as end:
         if end.exit_code == INTERRUPTED:

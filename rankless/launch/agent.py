@@ -22,7 +22,7 @@ from rankless.launch.supervisor.fork_server_client import ForkServerClient, Hand
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.launch.supervisor.supervisor import Outcome, Watch
-from rankless.launch.watchdog.watchdog import HangWatch, Scene, open_pages
+from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launch.worker_output import SOURCES, Source, Terminal, Write, writer_to
 from rankless.records.events import AnyRecord, FileOpened, Notice
@@ -110,12 +110,12 @@ class Run:
         self._job = job
         self._interrupts = interrupts
         folder = make_run_folder(config, job.start, job.place)
-        pages = open_pages(config.worker_count, timeout_seconds=config.hang_timeout_seconds)
+        pages = open_status_pages(config.worker_count, timeout_seconds=config.hang_timeout_seconds)
         self._workers = make_worker_configs(config, job, folder=folder, pages=pages)
         self.account = Account(config, job, folder)
-        self._hangs = HangWatch(
-            Scene(
-                configs=[worker.config for worker in self._workers],
+        self._watchdog = Watchdog(
+            WatchdogConfig(
+                worker_configs=[worker.config for worker in self._workers],
                 pages=pages,
                 timeout_seconds=config.hang_timeout_seconds,
                 others=job.others,
@@ -159,7 +159,7 @@ class Run:
             if text is not None and text not in said and job.place == 0:
                 said.add(text)
                 tell(text)
-            self._hangs.take(record)
+            self._watchdog.receive(record)
             on_record(record)
 
         def look() -> list[AnyRecord]:
@@ -167,7 +167,7 @@ class Run:
                 self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
             elif not (isinstance(job.others, LeaderHost) and job.others.is_behind):
                 self._terminal.pump()  # what a slow line cannot take yet stays in the files
-            return self._hangs.turn(time.monotonic())
+            return self._watchdog.tick(time.monotonic())
 
         try:
             watch = Watch(
@@ -182,7 +182,7 @@ class Run:
         finally:
             parent.close(patience_seconds=1.0)
             self._terminal.close()
-            self._hangs.close()
+            self._watchdog.close()
 
     def _start(self, fork_server: ForkServerPoolClient | None) -> ForkServerClient:
         config, job = self._config, self._job

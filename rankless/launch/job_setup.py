@@ -13,7 +13,7 @@ from rankless.config.hosts import addresses_of, interface_of, interface_towards,
 from rankless.config.run_config import Cluster, JobStart, RunConfig
 from rankless.config.validation import choose_backend
 from rankless.errors import ConfigError, JoinError
-from rankless.launch.doctor.preflight import quick_check
+from rankless.launch.doctor.preflight import run_preflight
 from rankless.launch.log_files import run_name
 from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
 from rankless.launch.rendezvous.control_server import Hub
@@ -59,7 +59,7 @@ def assembled(
             start = msgspec.structs.replace(start, rendezvous_port=rendezvous)
             yield Assembled(others=SingleHost(), start=start, devices=(config.devices,), store=store)
         return
-    quick_check(config, tell)
+    run_preflight(config, tell)
     if config.cluster.host_index == 0:
         with _as_host_0(config, config.cluster, interrupts, tell, token) as found:
             yield found

@@ -8,7 +8,7 @@ import msgspec
 Status = Literal["pass", "warn", "fail"]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one check saw."""
 
     name: str
@@ -19,21 +19,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     fix: str = ""
 
 
-def passed(name: str, seen: str) -> Row:
+def make_pass(name: str, seen: str) -> CheckResult:
     """A row of a check that found nothing wrong."""
-    return Row(name=name, status="pass", seen=seen)
+    return CheckResult(name=name, status="pass", seen=seen)
 
 
-def warned(name: str, seen: str, fix: str) -> Row:
+def make_warning(name: str, seen: str, fix: str) -> CheckResult:
     """A row of something that a job may survive."""
-    return Row(name=name, status="warn", seen=seen, fix=fix)
+    return CheckResult(name=name, status="warn", seen=seen, fix=fix)
 
 
-def failed(name: str, seen: str, fix: str) -> Row:
+def make_failure(name: str, seen: str, fix: str) -> CheckResult:
     """A row of something that a job will not survive."""
-    return Row(name=name, status="fail", seen=seen, fix=fix)
+    return CheckResult(name=name, status="fail", seen=seen, fix=fix)
 
 
-def placed(rows: Sequence[Row], place: str) -> list[Row]:
+def with_place(results: Sequence[CheckResult], place: str) -> list[CheckResult]:
     """The rows, all of one place."""
-    return [msgspec.structs.replace(row, place=place) for row in rows]
+    return [msgspec.structs.replace(result, place=place) for result in results]

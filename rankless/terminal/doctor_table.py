@@ -9,16 +9,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rankless.records.check_results import Row
+from rankless.records.check_results import CheckResult
 
 PLAIN_WIDTH = 120
 """Where output is no terminal."""
-MOST_PAIR_ROWS = 24
+MAX_PAIR_ROWS = 24
 _ORDER = {"fail": 0, "warn": 1, "pass": 2}
 _STYLES = {"fail": "bold red", "warn": "yellow", "pass": "green"}
 
 
-class Cause(msgspec.Struct, frozen=True, kw_only=True):
+class FailureCause(msgspec.Struct, frozen=True, kw_only=True):
     """One thing to mend, which may have failed several checks."""
 
     seen: str
@@ -26,28 +26,30 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     fix: str
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `rankless doctor` has found; with `--json`, what it prints."""
 
     verdict: str
-    causes: tuple[Cause, ...]
+    causes: tuple[FailureCause, ...]
     warnings: int
     checks: int
     not_looked_at: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CheckResult, ...]
     """By place, what is wrong first."""
 
 
-def health_of(rows: Sequence[Row], *, places: Sequence[str], not_looked_at: Sequence[str]) -> Health:
+def make_doctor_report(
+    rows: Sequence[CheckResult], *, places: Sequence[str], not_looked_at: Sequence[str]
+) -> DoctorReport:
     """What the rows say together; `places` are the hosts in their order, pairs come after them."""
     known = [*places, *dict.fromkeys(row.place for row in rows if row.place not in places)]
     ordered = sorted(rows, key=lambda row: (known.index(row.place), _ORDER[row.status]))
-    by_fix: dict[str, list[Row]] = {}
+    by_fix: dict[str, list[CheckResult]] = {}
     for row in ordered:
         if row.status == "fail":
             by_fix.setdefault(row.fix, []).append(row)
     causes = tuple(
-        Cause(
+        FailureCause(
             seen=f"{found[0].name}: {found[0].seen}",
             places=tuple(dict.fromkeys(row.place for row in found)),
             fix=fix,
@@ -55,8 +57,8 @@ def health_of(rows: Sequence[Row], *, places: Sequence[str], not_looked_at: Sequ
         for fix, found in by_fix.items()
     )
     warnings = sum(row.status == "warn" for row in rows)
-    return Health(
-        verdict=_verdict(causes, checks=len(rows), warnings=warnings),
+    return DoctorReport(
+        verdict=_format_verdict(causes, checks=len(rows), warnings=warnings),
         causes=causes,
         warnings=warnings,
         checks=len(rows),
@@ -65,38 +67,38 @@ def health_of(rows: Sequence[Row], *, places: Sequence[str], not_looked_at: Sequ
     )
 
 
-def render_health(health: Health, file: TextIO | None = None) -> None:
+def render_doctor_report(report: DoctorReport, file: TextIO | None = None) -> None:
     """Print a table for each place, those with something wrong first, then the verdict."""
     file = sys.stdout if file is None else file
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=PLAIN_WIDTH)
     with console.capture() as captured:
-        _render(health, console)
+        _print_report(report, console)
     # Rich fills lines up to the table's width.
     file.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
 
 
-def _render(health: Health, console: Console) -> None:
-    by_place: dict[str, list[Row]] = {}
-    for row in health.rows:
-        by_place.setdefault(_heading(row.place), []).append(row)
-    name_width = max((len(row.name) for row in health.rows), default=0)
+def _print_report(report: DoctorReport, console: Console) -> None:
+    by_place: dict[str, list[CheckResult]] = {}
+    for row in report.rows:
+        by_place.setdefault(_section_of(row.place), []).append(row)
+    name_width = max((len(row.name) for row in report.rows), default=0)
     for place, rows in sorted(by_place.items(), key=lambda item: min(_ORDER[row.status] for row in item[1]) > 0):
         console.print(Text(place, style="bold"))
-        shown = _folded(rows) if place == _BETWEEN and len(rows) > MOST_PAIR_ROWS else rows
-        console.print(_table(shown, name_width, with_places=place == _BETWEEN))
-    for text in health.not_looked_at:
+        shown = _fold_passing_pairs(rows) if place == _PAIR_SECTION and len(rows) > MAX_PAIR_ROWS else rows
+        console.print(_make_table(shown, name_width, shows_place=place == _PAIR_SECTION))
+    for text in report.not_looked_at:
         console.print(f"not looked at: {text}", soft_wrap=True, markup=False)
-    console.print(Text(health.verdict, style="bold red" if health.causes else "bold green"), soft_wrap=True)
-    for number, cause in enumerate(health.causes, start=1):
+    console.print(Text(report.verdict, style="bold red" if report.causes else "bold green"), soft_wrap=True)
+    for number, cause in enumerate(report.causes, start=1):
         console.print(f"  {number}. {', '.join(cause.places)}: {cause.seen}", soft_wrap=True, markup=False)
         console.print(f"     fix: {cause.fix}", soft_wrap=True, markup=False)
 
 
-def _folded(rows: Sequence[Row]) -> list[Row]:
+def _fold_passing_pairs(rows: Sequence[CheckResult]) -> list[CheckResult]:
     """The rows of many pairs, those that passed one a check: `--json` has them all."""
-    passed: dict[str, list[Row]] = {}
+    passed: dict[str, list[CheckResult]] = {}
     for row in rows:
         if row.status == "pass" and row.place != "all hosts":
             passed.setdefault(row.name, []).append(row)
@@ -107,17 +109,17 @@ def _folded(rows: Sequence[Row]) -> list[Row]:
     return [*(row for row in rows if row.status != "pass" or row.place == "all hosts"), *folded]
 
 
-_BETWEEN = "between the hosts"
+_PAIR_SECTION = "between the hosts"
 
 
-def _heading(place: str) -> str:
-    return _BETWEEN if " → " in place or place == "all hosts" else place
+def _section_of(place: str) -> str:
+    return _PAIR_SECTION if " → " in place or place == "all hosts" else place
 
 
-def _table(rows: Sequence[Row], name_width: int, *, with_places: bool) -> Table:
+def _make_table(rows: Sequence[CheckResult], name_width: int, *, shows_place: bool) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     table.add_column(width=6, no_wrap=True)
-    if with_places:
+    if shows_place:
         table.add_column(no_wrap=True)
     table.add_column(min_width=name_width, no_wrap=True)
     table.add_column(overflow="fold")
@@ -125,16 +127,16 @@ def _table(rows: Sequence[Row], name_width: int, *, with_places: bool) -> Table:
         seen = Text(row.seen)
         if row.fix:
             seen.append(f"\nfix: {row.fix}", style="cyan")
-        place = [Text(row.place)] if with_places else []
+        place = [Text(row.place)] if shows_place else []
         table.add_row(Text(f"  {row.status.upper()}", style=_STYLES[row.status]), *place, Text(row.name), seen)
     return table
 
 
-def _verdict(causes: Sequence[Cause], *, checks: int, warnings: int) -> str:
+def _format_verdict(causes: Sequence[FailureCause], *, checks: int, warnings: int) -> str:
     if causes:
-        return f"{_counted(len(causes), 'cause')} found:"
-    return f"healthy: {_counted(checks, 'check')}, {_counted(warnings, 'warning')}"
+        return f"{_count(len(causes), 'cause')} found:"
+    return f"healthy: {_count(checks, 'check')}, {_count(warnings, 'warning')}"
 
 
-def _counted(number: int, noun: str) -> str:
+def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -60,62 +60,66 @@ def encode_plan_report(report: PlanReport) -> bytes:
 
 def render_plan(report: PlanReport) -> str:
     """All jobs, one below the other; no line is wider than 100 characters."""
-    lines = [line for job in report.jobs for line in ("", *_job(job))]
+    lines = [line for job in report.jobs for line in ("", *_render_job(job))]
     steps = f"{report.steps} training step{'s' if report.steps != 1 else ''}"
     for job in report.not_reached:
-        lines += ["", f"job {job.job} ({_short(job.line)}) was not called within {steps}; --steps K goes further"]
-    return "\n".join(_cut(line, WIDTH) for line in lines)
+        lines += [
+            "",
+            f"job {job.job} ({_shorten_line(job.line)}) was not called within {steps}; --steps K goes further",
+        ]
+    return "\n".join(_truncate(line, WIDTH) for line in lines)
 
 
-def _job(job: PlannedJob) -> Iterator[str]:
+def _render_job(job: PlannedJob) -> Iterator[str]:
     program = job.program
     kind = "train job" if program.trains else "predict job"
-    yield f"{kind} {program.job} ({_short(program.line)}): {program.operators} operators"
-    for what in ("argument", "parameter", "buffer", "constant"):
-        yield from _inputs(what, [item for item in program.inputs if item.kind == what])
+    yield f"{kind} {program.job} ({_shorten_line(program.line)}): {program.operators} operators"
+    for kind in ("argument", "parameter", "buffer", "constant"):
+        yield from _render_inputs(kind, [item for item in program.inputs if item.kind == kind])
     if program.moves:
         yield "  moves at every call, in the order in which they start (~ travels while the program goes on):"
-        yield from _moves(program.moves)
+        yield from _render_moves(program.moves)
         count = len(program.moves)
         yield (
-            f"  total: {count} move{'s' if count != 1 else ''}, {bytes_text(job.moved_bytes)} of values; "
-            f"each worker sends {bytes_text(job.sent_bytes)} (round a ring)"
+            f"  total: {count} move{'s' if count != 1 else ''}, {format_bytes(job.moved_bytes)} of values; "
+            f"each worker sends {format_bytes(job.sent_bytes)} (round a ring)"
         )
     else:
         yield "  total: nothing moves"
-    gathered = [f"{item.operator} ({_short(item.line)})" for item in program.gathered]
+    gathered = [f"{item.operator} ({_shorten_line(item.line)})" for item in program.gathered]
     yield f"  gathered and computed whole for lack of a rule: {len(gathered) or 'none'}"
     yield from (f"    {text}" for text in gathered)
 
 
-def _inputs(what: str, items: Sequence[PlannedInput]) -> Iterator[str]:
+def _render_inputs(kind: str, items: Sequence[PlannedInput]) -> Iterator[str]:
     """Inputs of one kind, a line for each way in which they lie."""
-    ways: dict[str, list[PlannedInput]] = {}
+    groups: dict[str, list[PlannedInput]] = {}
     for item in items:
-        ways.setdefault(item.placement, []).append(item)
-    for placement, together in ways.items():
-        count, size = len(together), bytes_text(sum(item.bytes for item in together))
-        yield f"  {count} {what}{'s' if count != 1 else ''}, {size}: {placement}"
+        groups.setdefault(item.placement, []).append(item)
+    for placement, members in groups.items():
+        count, size = len(members), format_bytes(sum(item.bytes for item in members))
+        yield f"  {count} {kind}{'s' if count != 1 else ''}, {size}: {placement}"
 
 
-def _moves(moves: Sequence[PlannedMove]) -> Iterator[str]:
+def _render_moves(moves: Sequence[PlannedMove]) -> Iterator[str]:
     """Moves of the same kind and size at the same line, as repeated layers have them, are one line."""
     groups: dict[tuple[object, ...], list[PlannedMove]] = {}
-    width = min(24, max(len(_short(move.line)) for move in moves))
+    width = min(24, max(len(_shorten_line(move.line)) for move in moves))
     yield f"          {'kind':14} {'value':>7} {'sent':>7}  {'line':{width}}  why"
     for move in moves:
         key = (move.kind, move.bytes, move.sent_bytes, move.line, move.reason, move.overlapped)
         groups.setdefault(key, []).append(move)
-    for together in groups.values():
-        move, count = together[0], len(together)
+    for members in groups.values():
+        move, count = members[0], len(members)
+        line = _truncate(_shorten_line(move.line), width)
         yield (
             f"  {f'{count} x' if count > 1 else '':>5} {'~' if move.overlapped else '':1} {move.kind:14} "
-            f"{bytes_text(move.bytes):>7} {bytes_text(move.sent_bytes):>7}  {_cut(_short(move.line), width):{width}}  "
+            f"{format_bytes(move.bytes):>7} {format_bytes(move.sent_bytes):>7}  {line:{width}}  "
             f"{move.reason} ({move.value})"
         )
 
 
-def bytes_text(size: int) -> str:
+def format_bytes(size: int) -> str:
     """A number of bytes in the unit that keeps it short, as "1.2 MB"."""
     number, unit = float(size), 0
     while number >= 999.5 and unit < len(UNITS) - 1:
@@ -123,9 +127,9 @@ def bytes_text(size: int) -> str:
     return f"{number:.0f} {UNITS[unit]}" if unit == 0 or number >= 99.5 else f"{number:.1f} {UNITS[unit]}"
 
 
-def _short(line: str) -> str:
+def _shorten_line(line: str) -> str:
     return os.path.basename(line)
 
 
-def _cut(text: str, width: int) -> str:
+def _truncate(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"

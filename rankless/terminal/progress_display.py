@@ -1,38 +1,126 @@
-"""The progress line below a job's output."""
+"""The progress line: drawn in place on a terminal, a plain line now and then where output is piped."""
 
-import importlib
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import TYPE_CHECKING
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
 
-from rankless.records.events import AnyRecord, Progress
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rankless.terminal.progress import ProgressDisplay
+from rankless.records.events import Progress
+
+PLAIN_INTERVAL_SECONDS = 5.0
+BAR_WIDTH = 24
 
 
-class ProgressLine:
-    """An observer that draws progress records, if there ever are any: rich is not imported for other jobs."""
+class ProgressDisplay:
+    """Shows one job's progress on `file`, standard error unless told otherwise.
 
-    def __init__(self) -> None:
-        self._display: ProgressDisplay | None = None
+    On a terminal the line stays at the bottom: text that is written while `hidden()` is entered stands above
+    it, and so do this process's own prints. Elsewhere a plain line is written at most every 5 s, and at each
+    epoch's end.
+    """
 
-    def __enter__(self) -> "ProgressLine":
-        return self
+    def __init__(self, file: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = sys.stderr if file is None else file
+        self._clock = clock
+        self._last_written_at: float | None = None
+        self._live: Live | None = None
+        console = Console(file=self._file)
+        self._console = console if console.is_terminal and not console.is_dumb_terminal else None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._display is not None:
-            self._display.close()
+    def show(self, progress: Progress) -> None:
+        """Bring the line up to date; the end of an epoch leaves its line standing."""
+        if self._console is None:
+            self._write_plain(progress)
+            return
+        if self._live is None:
+            self._live = self._start_live(self._console)
+        if progress.last_of_epoch:
+            self._stop_live()
+            self._console.print(_make_row(progress), soft_wrap=True)
+        else:
+            self._live.update(_make_row(progress), refresh=True)
 
-    def take(self, record: AnyRecord) -> None:
-        """Show a progress record; others are not for this observer."""
-        if isinstance(record, Progress):
-            if self._display is None:
-                self._display = importlib.import_module("rankless.terminal.progress").ProgressDisplay()
-            self._display.show(record)
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While entered, the terminal is free for whole lines of text; `show` brings the line back."""
+        self._stop_live()
+        yield
 
-    def making_room(self) -> AbstractContextManager[None]:
-        """A context in which the terminal is free for other text."""
-        return nullcontext() if self._display is None else self._display.hidden()
+    def close(self) -> None:
+        """Take the line off the terminal."""
+        self._stop_live()
+
+    def _start_live(self, console: Console) -> Live:
+        # No refresh thread (it would be alive when a script forks), and standard output is redirected only
+        # where it is a terminal: what is piped must stay byte for byte what the script wrote.
+        live = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        live.start()
+        # Live hides the cursor until it is stopped, which a killed process never does.
+        console.show_cursor(True)
+        return live
+
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _write_plain(self, progress: Progress) -> None:
+        now = self._clock()
+        due = self._last_written_at is None or now - self._last_written_at >= PLAIN_INTERVAL_SECONDS
+        if due or progress.last_of_epoch:
+            self._last_written_at = now
+            self._file.write(format_progress(progress) + "\n")
+            self._file.flush()
+
+
+def format_progress(progress: Progress) -> str:
+    """The progress as one line of text: `epoch 1  step 15/15  loss 0.5230  8,140 samples/s  0:00 left`."""
+    return "  ".join(_format_fields(progress))
+
+
+def _format_fields(progress: Progress) -> list[str]:
+    steps = "" if progress.steps_per_epoch is None else f"/{progress.steps_per_epoch}"
+    fields = [f"epoch {progress.epoch}", f"step {progress.step}{steps}"]
+    if progress.loss is not None:
+        fields.append(f"loss {_format_loss(progress.loss)}")
+    if progress.samples_per_second > 0:
+        rate = progress.samples_per_second
+        fields.append(f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s")
+    if progress.seconds_left is not None:
+        fields.append(f"{_format_duration(progress.seconds_left)} left")
+    return fields
+
+
+def _format_loss(loss: float) -> str:
+    return f"{loss:.4f}" if not 0 < abs(loss) < 1e-3 else f"{loss:.3e}"
+
+
+def _format_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _make_row(progress: Progress) -> Table:
+    """The same fields on one row, with a bar where the epoch's length is known."""
+    row: list[Text | ProgressBar] = [Text(field) for field in _format_fields(progress)]
+    if progress.steps_per_epoch is not None:
+        row.insert(1, ProgressBar(total=progress.steps_per_epoch, completed=progress.step, width=BAR_WIDTH))
+    table = Table.grid(padding=(0, 2))
+    for cell in row:
+        table.add_column(no_wrap=isinstance(cell, Text), overflow="ellipsis")
+    table.add_row(*row)
+    return table

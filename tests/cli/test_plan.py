@@ -14,7 +14,7 @@ from rankless.records.job_programs import (
     PlannedInput,
     PlannedMove,
 )
-from rankless.terminal.program_table import bytes_text, make_plan_report, render_plan
+from rankless.terminal.program_table import format_bytes, make_plan_report, render_plan
 
 SCRIPT = """
 import pathlib
@@ -150,4 +150,4 @@ def test_the_table_is_readable_at_a_glance() -> None:
     ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_960, "100 kB"), (26_214_400, "26.2 MB")]
 )
 def test_bytes_are_written_in_the_unit_that_keeps_them_short(size: int, text: str) -> None:
-    assert bytes_text(size) == text
+    assert format_bytes(size) == text

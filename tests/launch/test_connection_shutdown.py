@@ -16,7 +16,7 @@ import pytest
 from support.hosts import Hosts, two_hosts
 from support.jobs import end, is_alive, marked, start_rankless, wait_until
 
-from rankless.launch.watchdog.process_stats import vitals_of
+from rankless.launch.watchdog.process_stats import read_process_stats
 from rankless.runtime.process_tree import descendants
 
 pytestmark = [
@@ -86,7 +86,7 @@ def all_wait(process_ids: Sequence[int], seconds: float = 0.3) -> Callable[[], b
 
     def wait() -> bool:
         nonlocal seen, since
-        now = [vitals.switches for each in process_ids if (vitals := vitals_of(each)) is not None]
+        now = [stats.context_switches for each in process_ids if (stats := read_process_stats(each)) is not None]
         if now != seen:
             seen, since = now, time.monotonic()
         return time.monotonic() - since > seconds

@@ -17,15 +17,15 @@ from rankless.config.hosts import parse_hosts
 from rankless.config.run_config import Cluster, Program, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import JoinError
-from rankless.launch.doctor.gpu_checks import Gpus, judged
-from rankless.launch.doctor.host_checks import look_around, look_quickly
-from rankless.launch.doctor.host_pairs import rounds
-from rankless.launch.doctor.link_test import SECRET_BYTES, connect_all, listen, measure
-from rankless.launch.doctor.preflight import quick_check
-from rankless.launch.doctor.probe_protocol import Look, Target
+from rankless.launch.doctor.gpu_checks import GpuFacts, evaluate_gpus
+from rankless.launch.doctor.host_checks import check_host, check_host_quickly
+from rankless.launch.doctor.host_pairs import schedule_rounds
+from rankless.launch.doctor.link_test import SECRET_BYTES, connect_all, measure_link, start_listener
+from rankless.launch.doctor.preflight import run_preflight
+from rankless.launch.doctor.probe_protocol import CheckHost, ConnectionTarget
 from rankless.launch.rendezvous.ssh_failures import ssh_cause
-from rankless.records.check_results import Row, failed, passed, placed, warned
-from rankless.terminal.doctor_table import health_of, render_health
+from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning, with_place
+from rankless.terminal.doctor_table import make_doctor_report, render_doctor_report
 
 SECRET = b"s" * SECRET_BYTES
 H200 = "NVIDIA H200"
@@ -34,40 +34,40 @@ H200 = "NVIDIA H200"
 @pytest.mark.parametrize(
     ("found", "rows"),
     [
-        (Gpus(), [("pass", "no NVIDIA GPU: workers compute on the CPU")]),
-        (Gpus(cuda="13.0"), [("pass", "no NVIDIA GPU: workers compute on the CPU (torch has CUDA 13.0)")]),
-        (Gpus(visible=["0"]), [("warn", "no NVIDIA GPU, yet CUDA_VISIBLE_DEVICES=0")]),
-        (Gpus(names=(), complaint="no devices"), [("pass", "no NVIDIA GPU: workers compute on the CPU")]),
-        (Gpus(files=8), [("warn", "8 device files, but no nvidia-smi to ask")]),
-        (Gpus(files=8, names=(), complaint="mismatch"), [("fail", "nvidia-smi fails: mismatch")]),
-        (Gpus(names=[H200]), [("fail", "the driver has 1 x NVIDIA H200, but no /dev/nvidia0 is here")]),
+        (GpuFacts(), [("pass", "no NVIDIA GPU: workers compute on the CPU")]),
+        (GpuFacts(cuda="13.0"), [("pass", "no NVIDIA GPU: workers compute on the CPU (torch has CUDA 13.0)")]),
+        (GpuFacts(visible=["0"]), [("warn", "no NVIDIA GPU, yet CUDA_VISIBLE_DEVICES=0")]),
+        (GpuFacts(names=(), error="no devices"), [("pass", "no NVIDIA GPU: workers compute on the CPU")]),
+        (GpuFacts(files=8), [("warn", "8 device files, but no nvidia-smi to ask")]),
+        (GpuFacts(files=8, names=(), error="mismatch"), [("fail", "nvidia-smi fails: mismatch")]),
+        (GpuFacts(names=[H200]), [("fail", "the driver has 1 x NVIDIA H200, but no /dev/nvidia0 is here")]),
         (
-            Gpus(files=2, names=[H200] * 2, driver="580.65", cuda="13.0"),
+            GpuFacts(files=2, names=[H200] * 2, driver="580.65", cuda="13.0"),
             [("pass", "2 x NVIDIA H200"), ("pass", "580.65, for torch's CUDA 13.0")],
         ),
         (
-            Gpus(files=2, names=[H200] * 2, driver="550.1", cuda="13.0", visible=["0", "2"]),
+            GpuFacts(files=2, names=[H200] * 2, driver="550.1", cuda="13.0", visible=["0", "2"]),
             [
                 ("fail", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=0,2: 2 is not there"),
                 ("fail", "550.1, too old for torch's CUDA 13.0"),
             ],
         ),
         (
-            Gpus(files=2, names=[H200] * 2, driver="550.1", visible=["1", "1"]),
+            GpuFacts(files=2, names=[H200] * 2, driver="550.1", visible=["1", "1"]),
             [
                 ("fail", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=1,1: 1 is named twice"),
                 ("warn", "550.1, but torch is not there or built without CUDA"),
             ],
         ),
         (
-            Gpus(files=2, names=[H200] * 2, driver="550.1", cuda="12.8", visible=["1"]),
+            GpuFacts(files=2, names=[H200] * 2, driver="550.1", cuda="12.8", visible=["1"]),
             [
                 ("warn", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=1: 2 workers would share 1, and talk through Gloo"),
                 ("pass", "550.1, for torch's CUDA 12.8"),
             ],
         ),
         (
-            Gpus(files=1, names=[H200], driver="550.1", cuda="12.8", visible=[]),
+            GpuFacts(files=1, names=[H200], driver="550.1", cuda="12.8", visible=[]),
             [
                 ("warn", "1 x NVIDIA H200; CUDA_VISIBLE_DEVICES=none: all are hidden"),
                 ("pass", "550.1, for torch's CUDA 12.8"),
@@ -75,14 +75,14 @@ H200 = "NVIDIA H200"
         ),
     ],
 )
-def test_gpus_drivers_and_what_is_visible_are_judged_together(found: Gpus, rows: list[tuple[str, str]]):
-    told = judged(found, workers=2)
-    assert [(row.status, row.seen) for row in told] == rows
-    assert all(bool(row.fix) == (row.status != "pass") for row in told)
+def test_gpus_drivers_and_what_is_visible_are_judged_together(found: GpuFacts, rows: list[tuple[str, str]]):
+    results = evaluate_gpus(found, workers=2)
+    assert [(row.status, row.seen) for row in results] == rows
+    assert all(bool(row.fix) == (row.status != "pass") for row in results)
 
 
-def looking(**changes: object) -> Look:
-    return Look(**{"workers": 1, "port": 9988, "log_folder": "log", **changes})  # type: ignore[arg-type]
+def make_request(**changes: object) -> CheckHost:
+    return CheckHost(**{"workers": 1, "port": 9988, "log_folder": "log", **changes})  # type: ignore[arg-type]
 
 
 def test_the_tools_that_a_host_has_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -90,17 +90,17 @@ def test_the_tools_that_a_host_has_are_asked(tmp_path: Path, monkeypatch: pytest
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    rows = {row.name: row for row in look_around(looking()).rows}
+    rows = {row.name: row for row in check_host(make_request()).results}
     assert rows["MPI"].seen == f"mpirun (Open MPI) 4.1.4 ({tmp_path / 'mpirun'}); none is needed"
     assert H200 in rows["GPUs"].seen
 
 
 def test_a_proxy_is_no_trouble_where_no_proxy_excepts_the_hosts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("all_proxy", "socks5://proxy.example")
-    look = looking(others=("10.0.0.2", "b.cluster"), has_several=True)
+    request = make_request(others=("10.0.0.2", "b.cluster"), has_several=True)
     for excepted, status in (("10.0.0.2,.cluster", "pass"), ("*", "pass"), ("10.0.0.2", "warn"), ("", "warn")):
         monkeypatch.setenv("no_proxy", excepted)
-        (row,) = (row for row in look_quickly(look) if row.name == "proxies")
+        (row,) = (row for row in check_host_quickly(request) if row.name == "proxies")
         assert row.status == status, excepted
 
 
@@ -109,51 +109,53 @@ def test_a_job_on_several_hosts_is_told_what_may_trouble_it_and_refused_what_it_
 ):
     monkeypatch.setenv("http_proxy", "http://proxy.example")
     monkeypatch.delenv("no_proxy", raising=False)
-    told: list[str] = []
+    results: list[str] = []
     cluster = Cluster(hosts=parse_hosts("127.0.0.1,no.such.name.invalid", workers_per_host=1), host_index=0)
     config = make_run_config(Program(kind="code", target=""), RunRequest(worker_count=1, cluster=cluster))
-    quick_check(config, told.append)
-    (text,) = told
+    run_preflight(config, results.append)
+    (text,) = results
     assert "proxies: http_proxy=http://proxy.example" in text
     assert "network card: the name no.such.name.invalid does not resolve here" in text
     # The others need host 0's name.
     cluster = Cluster(hosts=tuple(reversed(cluster.hosts)), host_index=1)
     config = make_run_config(Program(kind="code", target=""), RunRequest(worker_count=1, cluster=cluster))
     with pytest.raises(JoinError) as refused:
-        quick_check(config, told.append)
+        run_preflight(config, results.append)
     assert refused.value.found == "network card: the name no.such.name.invalid does not resolve here"
     assert "127.0.0.1 to be fit for a job" in str(refused.value.expected)
 
 
 def test_listeners_answer_only_to_who_knows_the_secret_and_say_who_they_are():
-    listening = listen(3, SECRET)
+    listening = start_listener(3, SECRET)
     assert listening is not None
     with listening:
         port = listening.getsockname()[1]
-        assert listen(4, SECRET, port) is None
-        right, another = (Target(place=place, address="127.0.0.1", port=port) for place in (3, 4))
-        nobody = Target(place=3, address="no.such.name.invalid", port=port)
+        assert start_listener(4, SECRET, port) is None
+        right, another = (ConnectionTarget(host_index=place, address="127.0.0.1", port=port) for place in (3, 4))
+        nobody = ConnectionTarget(host_index=3, address="no.such.name.invalid", port=port)
         outcomes = [each.outcome for each in connect_all([right, another, nobody], SECRET)]
         assert outcomes == ["reached", "another", "no name"]
-        (stranger,) = connect_all([right], b"x" * SECRET_BYTES)
-        assert stranger.outcome == "another"
-        speed = measure(right, SECRET)
+        (intruder,) = connect_all([right], b"x" * SECRET_BYTES)
+        assert intruder.outcome == "another"
+        speed = measure_link(right, SECRET)
         assert not speed.error
         assert 0 < speed.round_trip_seconds < 1
         assert speed.bytes_per_second > 1e6
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        (refused,) = connect_all([Target(place=3, address="127.0.0.1", port=closed.getsockname()[1])], SECRET)
+        (refused,) = connect_all(
+            [ConnectionTarget(host_index=3, address="127.0.0.1", port=closed.getsockname()[1])], SECRET
+        )
     assert refused.outcome == "refused"
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
 def test_every_ordered_pair_is_measured_once_and_no_host_twice_at_a_time(count: int):
-    turns = rounds(range(count))
-    for turn in turns:
-        taking_part = list(itertools.chain(*turn))
+    rounds = schedule_rounds(range(count))
+    for pairs in rounds:
+        taking_part = list(itertools.chain(*pairs))
         assert len(taking_part) == len(set(taking_part))
-    assert sorted(itertools.chain(*turns)) == sorted(itertools.permutations(range(count), 2))
+    assert sorted(itertools.chain(*rounds)) == sorted(itertools.permutations(range(count), 2))
 
 
 @pytest.mark.parametrize(
@@ -177,14 +179,14 @@ def test_what_ssh_says_is_told_apart(said: str, seen: str):
 
 def test_the_table_shows_what_is_wrong_first_and_the_verdict_joins_what_has_one_fix():
     rows = [
-        *placed([passed("memory", "enough"), warned("proxies", "set", "unset it")], "a"),
-        *placed([passed("memory", "enough"), failed("/dev/shm", "[small]", "make it large")], "b"),
-        *placed([failed("connection", "dropped", "open it")], "a → b"),
-        *placed([failed("connection", "dropped, too", "open it")], "b → a"),
+        *with_place([make_pass("memory", "enough"), make_warning("proxies", "set", "unset it")], "a"),
+        *with_place([make_pass("memory", "enough"), make_failure("/dev/shm", "[small]", "make it large")], "b"),
+        *with_place([make_failure("connection", "dropped", "open it")], "a → b"),
+        *with_place([make_failure("connection", "dropped, too", "open it")], "b → a"),
     ]
-    health = health_of(rows, places=["a", "b"], not_looked_at=["a collective"])
+    report = make_doctor_report(rows, places=["a", "b"], not_looked_at=["a collective"])
     shown = io.StringIO()
-    render_health(health, shown)
+    render_doctor_report(report, shown)
     assert shown.getvalue() == (
         "b\n"
         "  FAIL  /dev/shm    [small]\n"
@@ -206,20 +208,20 @@ def test_the_table_shows_what_is_wrong_first_and_the_verdict_joins_what_has_one_
         "  2. a → b, b → a: connection: dropped\n"
         "     fix: open it\n"
     )
-    healthy = health_of(rows[:2], places=["a", "b"], not_looked_at=[])
+    healthy = make_doctor_report(rows[:2], places=["a", "b"], not_looked_at=[])
     assert healthy.verdict == "healthy: 2 checks, 1 warning"
 
 
 def test_many_pairs_that_are_well_are_one_line_of_the_table_and_all_in_the_rows():
     names = [f"h{number}" for number in range(6)]
-    rows: list[Row] = []
+    rows: list[CheckResult] = []
     for one, other in itertools.permutations(names, 2):
-        rows += placed([passed("connection", "reached")], f"{one} → {other}")
-    rows += placed([failed("speed", "stalls", "see the MTU")], "h0 → h5")
-    health = health_of(rows, places=names, not_looked_at=[])
+        rows += with_place([make_pass("connection", "reached")], f"{one} → {other}")
+    rows += with_place([make_failure("speed", "stalls", "see the MTU")], "h0 → h5")
+    report = make_doctor_report(rows, places=names, not_looked_at=[])
     shown = io.StringIO()
-    render_health(health, shown)
-    assert len(health.rows) == 31
+    render_doctor_report(report, shown)
+    assert len(report.rows) == 31
     assert "  FAIL  h0 → h5   speed       stalls\n" in shown.getvalue()
     assert "  PASS  30 pairs  connection  as h0 → h1: reached\n" in shown.getvalue()
 
@@ -238,14 +240,14 @@ def test_one_host_is_looked_at_as_a_table_or_as_json_with_an_exit_code(tmp_path:
         words = shlex.join([sys.executable, "-m", "rankless", "doctor", "--quick", "--json", "--port", port])
         limited = ["bash", "-c", f"ulimit -n 100; exec {words}"]
         sick = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    told = json.loads(sick.stdout)
+    results = json.loads(sick.stdout)
     assert sick.returncode == 1
-    (cause,) = told["causes"]
+    (cause,) = results["causes"]
     assert (cause["places"], cause["seen"]) == (["this host"], "open files: 100 for each process, 100 if asked for")
-    (taken_row,) = (row for row in told["rows"] if row["name"] == f"port {port}")
+    (taken_row,) = (row for row in results["rows"] if row["name"] == f"port {port}")
     assert taken_row["status"] == "warn"
     assert f"taken by process {os.getpid()}: " in taken_row["seen"]
-    assert {"name", "place", "status", "seen", "fix"} == set(told["rows"][0])
+    assert {"name", "place", "status", "seen", "fix"} == set(results["rows"][0])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from support.hosts import ROOT, Hosts, two_hosts
 from support.jobs import wait_until
 
-from rankless.terminal.doctor_table import Health
+from rankless.terminal.doctor_table import DoctorReport
 
 pytestmark = pytest.mark.slow
 
@@ -25,19 +25,19 @@ SKEWED = "import time\n_real = time.time\ntime.time = lambda: _real() + {seconds
 
 def doctor(
     hosts: Hosts, *options: str, listed: str = PAIR, cwd: Path | None = None, **env: str
-) -> tuple[Health, dict[str, str]]:
+) -> tuple[DoctorReport, dict[str, str]]:
     """What `rankless doctor` tells on host a, and the rows that did not pass, as "place name" to "seen; fix"."""
     words = [sys.executable, "-m", "rankless", "doctor", "--json", *options]
     done = hosts.run("a", [*words, *(("--hosts", listed) if listed else ())], cwd=cwd or hosts.folder, env=env)
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    health = msgspec.json.decode(done.stdout, type=Health)
-    assert done.returncode == (1 if health.causes else 0)
+    report = msgspec.json.decode(done.stdout, type=DoctorReport)
+    assert done.returncode == (1 if report.causes else 0)
     assert not done.stderr, done.stderr
-    for row in health.rows:
+    for row in report.rows:
         assert row.seen, row
         assert (row.status == "pass") == (not row.fix), row
-    troubles = {f"{row.place} {row.name}": f"{row.seen}; {row.fix}" for row in health.rows if row.status != "pass"}
-    return health, troubles
+    troubles = {f"{row.place} {row.name}": f"{row.seen}; {row.fix}" for row in report.rows if row.status != "pass"}
+    return report, troubles
 
 
 def add_version(folder: Path, package: str, version: str) -> Path:
@@ -50,10 +50,10 @@ def add_version(folder: Path, package: str, version: str) -> Path:
 
 def test_two_healthy_hosts_are_called_healthy_and_nothing_is_left_on_them(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
-        health, troubles = doctor(hosts)
-        assert (health.verdict, troubles) == (f"healthy: {len(health.rows)} checks, 0 warnings", {})
-        assert health.not_looked_at == ()
-        seen = {(row.place, row.name): row.seen for row in health.rows}
+        report, troubles = doctor(hosts)
+        assert (report.verdict, troubles) == (f"healthy: {len(report.rows)} checks, 0 warnings", {})
+        assert report.not_looked_at == ()
+        seen = {(row.place, row.name): row.seen for row in report.rows}
         there, back = "10.77.0.1 → 10.77.0.2", "10.77.0.2 → 10.77.0.1"
         assert seen[there, "connection"].startswith("reached at 10.77.0.2, port ")
         assert seen[back, "port 9988"] == "reached, where the agents meet"
@@ -96,7 +96,7 @@ def test_causes_that_come_together_are_all_told_each_with_its_fix(tmp_path: Path
         owner = hosts.start("a", [sys.executable, "-c", LISTENING, "9988"])
         assert owner.stdout is not None
         assert owner.stdout.readline() == "listening\n"
-        health, troubles = doctor(hosts, "--quick", http_proxy="http://me:secret@proxy.example:3128")
+        report, troubles = doctor(hosts, "--quick", http_proxy="http://me:secret@proxy.example:3128")
     a, b = "10.77.0.1", "10.77.0.2"
     assert f"process {owner.pid}: " in troubles[f"{a} port 9988"]
     assert "--port 9989" in troubles[f"{a} port 9988"]
@@ -110,10 +110,10 @@ def test_causes_that_come_together_are_all_told_each_with_its_fix(tmp_path: Path
     assert "10.77.0.2 b" in troubles[f"{b} own name"]
     assert "http_proxy=http://…@proxy.example:3128" in troubles[f"{a} proxies"]
     assert "no_proxy=10.77.0.2" in troubles[f"{a} proxies"]
-    assert "secret" not in str(health)
+    assert "secret" not in str(report)
     assert len(troubles) == 7
-    assert (len(health.causes), health.warnings) == (5, 2)
-    assert health.verdict == "5 causes found:"
+    assert (len(report.causes), report.warnings) == (5, 2)
+    assert report.verdict == "5 causes found:"
 
 
 LISTENING = """
@@ -136,12 +136,12 @@ def test_a_firewall_that_lets_only_ssh_in_is_one_cause_with_every_pair_named(
 ):
     with two_hosts(tmp_path) as hosts:
         hosts.firewall("b")
-        health, _ = doctor(hosts, *options)
-    (cause,) = health.causes
+        report, _ = doctor(hosts, *options)
+    (cause,) = report.causes
     assert "no answer from 10.77.0.2:" in cause.seen
     assert cause.places == ("10.77.0.1 → 10.77.0.2", "10.77.0.2 → 10.77.0.1")
     assert cause.fix.startswith("let all TCP ports through between 10.77.0.1 and 10.77.0.2")
-    assert health.not_looked_at == missed
+    assert report.not_looked_at == missed
 
 
 @pytest.mark.exhaustive
@@ -149,12 +149,12 @@ def test_a_doctor_that_is_killed_leaves_nothing_on_the_hosts(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
         words = [sys.executable, "-m", "rankless", "doctor", "--hosts", PAIR]
         killed = hosts.start("a", words, cwd=tmp_path)
-        wait_until(lambda: any("on_host" in each for each in left_on(hosts, "b")))
+        wait_until(lambda: any("probe_server" in each for each in left_on(hosts, "b")))
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
         wait_until(lambda: not left_on(hosts, "b") and not left_on(hosts, "a"))
         interrupted = hosts.start("a", words, cwd=tmp_path)
-        wait_until(lambda: any("on_host" in each for each in left_on(hosts, "b")))
+        wait_until(lambda: any("probe_server" in each for each in left_on(hosts, "b")))
         os.kill(interrupted.pid, signal.SIGINT)
         _, errors = interrupted.communicate(timeout=20)
         assert (interrupted.returncode, errors) == (130, "")
@@ -285,9 +285,9 @@ def test_a_planted_cause_is_found(name: str, tmp_path: Path):
     planted = CAUSES[name]
     with two_hosts(tmp_path, **planted.made) as hosts:
         planted.plant(hosts)
-        health, troubles = doctor(hosts, *planted.options, listed=planted.listed, **planted.env)
+        report, troubles = doctor(hosts, *planted.options, listed=planted.listed, **planted.env)
     assert re.search(planted.says, troubles[planted.row]), troubles
-    assert bool(health.causes) == planted.fails
+    assert bool(report.causes) == planted.fails
     assert len(troubles) == 1 or not planted.alone, troubles
 
 
@@ -312,6 +312,6 @@ def test_hosts_that_have_ipv6_alone_are_healthy_too(tmp_path: Path):
         for name, address in (("a", "fd77::1/64"), ("b", "fd77::2/64")):
             hosts.ip(name, "address", "flush", "dev", "eth0")
             hosts.ip(name, "address", "add", address, "dev", "eth0", "nodad")
-        health, troubles = doctor(hosts, listed="[fd77::1]:1,[fd77::2]:1")
-    assert not health.causes, troubles
-    assert {row.place for row in health.rows if row.name == "all_reduce"} == {"all hosts"}
+        report, troubles = doctor(hosts, listed="[fd77::1]:1,[fd77::2]:1")
+    assert not report.causes, troubles
+    assert {row.place for row in report.rows if row.name == "all_reduce"} == {"all hosts"}

@@ -5,13 +5,15 @@ import sysconfig
 
 import torch
 
-from rankless.launch.watchdog.diagnosis import BLOCKED_SECONDS, DEADLOCK_SECONDS, find
-from rankless.launch.watchdog.report import headline, report
-from rankless.launch.watchdog.stack_classifier import place_of, reader_place
-from rankless.launch.watchdog.stacks import main_stack
-from rankless.launch.watchdog.step_rate import FIRST_SECONDS, LEAST_SECONDS, Pace
+from rankless.launch.watchdog import stack_classifier
+from rankless.launch.watchdog.diagnosis import BLOCKED_SECONDS, DEADLOCK_SECONDS, diagnose
+from rankless.launch.watchdog.report import format_headline, format_report
+from rankless.launch.watchdog.stack_classifier import classify_stack, locate_data_loader_worker
+from rankless.launch.watchdog.stacks import parse_main_stack
+from rankless.launch.watchdog.step_rate import MIN_STALL_SECONDS, STARTUP_STALL_SECONDS, StepRate
 from rankless.records.events import RankStatus
 from rankless.records.worker_status import Steps
+from rankless.user_code import PACKAGE_FOLDER
 
 NEVER = float("inf")
 TORCH = os.path.dirname(torch.__file__)
@@ -23,113 +25,115 @@ def where(rank, state, line="train.py:33", doing="all_reduce", still=100.0, **mo
     return RankStatus(rank=rank, time_ns=0, state=state, line=line, doing=doing, still_seconds=still, text=text, **more)
 
 
-def found(*ranks, seconds=100.0, steps=9, limit=10.0):
-    return find({each.rank: each for each in ranks}, seconds=seconds, steps=steps, limit=limit)
+def diagnose_ranks(*ranks, seconds=100.0, steps=9, stall_limit=10.0):
+    return diagnose({each.rank: each for each in ranks}, seconds=seconds, steps=steps, stall_limit=stall_limit)
 
 
-def end_after(*ranks, timeout=None, limit=10.0):
-    finding = found(*ranks, limit=limit)
-    assert finding is not None
-    return finding.end_after(timeout=timeout, limit=limit)
+def abort_after(*ranks, timeout=None, stall_limit=10.0):
+    diagnosis = diagnose_ranks(*ranks, stall_limit=stall_limit)
+    assert diagnosis is not None
+    return diagnosis.abort_after(timeout=timeout, stall_limit=stall_limit)
 
 
 def test_who_does_not_wait_is_who_does_not_come():
-    finding = found(where(0, "waits"), where(1, "computes"), where(2, "waits"))
-    assert [each.rank for each in finding.culprits] == [1]
-    assert [each.rank for each in finding.waiting] == [0, 2]
+    diagnosis = diagnose_ranks(where(0, "waits"), where(1, "computes"), where(2, "waits"))
+    assert [each.rank for each in diagnosis.missing] == [1]
+    assert [each.rank for each in diagnosis.waiting] == [0, 2]
 
 
 def test_of_ranks_that_all_wait_those_elsewhere_than_most_do_not_come():
     elsewhere = {"doing": "barrier", "line": "train.py:40"}
-    finding = found(where(0, "waits", **elsewhere), where(1, "waits"), where(2, "waits"))
-    assert [each.rank for each in finding.culprits] == [0]
-    finding = found(where(0, "waits"), where(1, "waits", **elsewhere))
-    assert [each.rank for each in finding.culprits] == [1]
+    diagnosis = diagnose_ranks(where(0, "waits", **elsewhere), where(1, "waits"), where(2, "waits"))
+    assert [each.rank for each in diagnosis.missing] == [0]
+    diagnosis = diagnose_ranks(where(0, "waits"), where(1, "waits", **elsewhere))
+    assert [each.rank for each in diagnosis.missing] == [1]
 
 
 def test_ranks_that_all_wait_in_one_place_are_blamed_on_nobody_and_never_ended():
-    finding = found(where(0, "waits"), where(1, "waits"))
-    assert finding.culprits == ()
-    assert finding.end_after(timeout=None, limit=10.0) == NEVER
-    assert "no rank is missing" in report(finding, Pace(), host_name=lambda _rank: "", stacks_file="")
+    diagnosis = diagnose_ranks(where(0, "waits"), where(1, "waits"))
+    assert diagnosis.missing == ()
+    assert diagnosis.abort_after(timeout=None, stall_limit=10.0) == NEVER
+    assert "no rank is missing" in format_report(diagnosis, StepRate(), host_name=lambda _rank: "", stacks_file="")
 
 
 def test_a_rank_that_has_only_just_come_ends_the_suspicion():
-    assert found(where(0, "waits"), where(1, "waits", still=0.1)) is None
+    assert diagnose_ranks(where(0, "waits"), where(1, "waits", still=0.1)) is None
 
 
 def test_a_rank_that_has_ended_is_blamed_only_if_nobody_else_is():
-    finding = found(where(0, "waits"), where(1, "ended"), where(2, "computes"))
-    assert [each.rank for each in finding.culprits] == [2]
-    finding = found(where(0, "waits"), where(1, "ended"))
-    assert [each.rank for each in finding.culprits] == [1]
+    diagnosis = diagnose_ranks(where(0, "waits"), where(1, "ended"), where(2, "computes"))
+    assert [each.rank for each in diagnosis.missing] == [2]
+    diagnosis = diagnose_ranks(where(0, "waits"), where(1, "ended"))
+    assert [each.rank for each in diagnosis.missing] == [1]
 
 
 def test_who_waits_for_nobody_is_spoken_of_only_if_it_has_trained():
-    assert found(where(0, "blocked"), where(1, "blocked"), steps=0) is None
-    assert found(where(0, "blocked"), where(1, "computes")) is None
-    assert found(where(0, "ended"), where(1, "ended")) is None
-    assert len(found(where(0, "blocked"), where(1, "blocked")).culprits) == 2
+    assert diagnose_ranks(where(0, "blocked"), where(1, "blocked"), steps=0) is None
+    assert diagnose_ranks(where(0, "blocked"), where(1, "computes")) is None
+    assert diagnose_ranks(where(0, "ended"), where(1, "ended")) is None
+    assert len(diagnose_ranks(where(0, "blocked"), where(1, "blocked")).missing) == 2
 
 
 def test_by_itself_a_job_is_ended_only_if_nothing_of_it_runs():
-    assert end_after(where(0, "waits"), where(1, "computes")) == NEVER
-    assert end_after(where(0, "waits"), where(1, "blocked"), where(2, "computes")) == NEVER
-    assert end_after(where(0, "waits"), where(1, "debugged")) == NEVER
-    assert end_after(where(0, "blocked"), where(1, "blocked")) == NEVER
-    assert end_after(where(0, "waits", still=1.0), where(1, "blocked")) == NEVER
-    assert end_after(where(0, "waits"), where(1, "blocked")) == BLOCKED_SECONDS
-    assert end_after(where(0, "waits"), where(1, "stopped")) == BLOCKED_SECONDS
-    assert end_after(where(0, "waits"), where(1, "ended")) == DEADLOCK_SECONDS
-    assert end_after(where(0, "waits"), where(1, "waits", line="train.py:40")) == DEADLOCK_SECONDS
-    assert end_after(where(0, "waits"), where(1, "blocked"), limit=100.0) == 1000.0
+    assert abort_after(where(0, "waits"), where(1, "computes")) == NEVER
+    assert abort_after(where(0, "waits"), where(1, "blocked"), where(2, "computes")) == NEVER
+    assert abort_after(where(0, "waits"), where(1, "debugged")) == NEVER
+    assert abort_after(where(0, "blocked"), where(1, "blocked")) == NEVER
+    assert abort_after(where(0, "waits", still=1.0), where(1, "blocked")) == NEVER
+    assert abort_after(where(0, "waits"), where(1, "blocked")) == BLOCKED_SECONDS
+    assert abort_after(where(0, "waits"), where(1, "stopped")) == BLOCKED_SECONDS
+    assert abort_after(where(0, "waits"), where(1, "ended")) == DEADLOCK_SECONDS
+    assert abort_after(where(0, "waits"), where(1, "waits", line="train.py:40")) == DEADLOCK_SECONDS
+    assert abort_after(where(0, "waits"), where(1, "blocked"), stall_limit=100.0) == 1000.0
 
 
 def test_with_a_timeout_it_is_ended_then_unless_somebody_debugs_it():
-    assert end_after(where(0, "waits"), where(1, "computes"), timeout=30.0) == 30.0
-    assert end_after(where(0, "blocked"), where(1, "blocked"), timeout=30.0) == 30.0
-    assert end_after(where(0, "waits"), where(1, "debugged"), timeout=30.0) == NEVER
-    assert end_after(where(0, "waits"), where(1, "blocked"), timeout=0) == NEVER
+    assert abort_after(where(0, "waits"), where(1, "computes"), timeout=30.0) == 30.0
+    assert abort_after(where(0, "blocked"), where(1, "blocked"), timeout=30.0) == 30.0
+    assert abort_after(where(0, "waits"), where(1, "debugged"), timeout=30.0) == NEVER
+    assert abort_after(where(0, "waits"), where(1, "blocked"), timeout=0) == NEVER
 
 
 def test_the_report_of_many_ranks_stays_short():
-    finding = found(
+    diagnosis = diagnose_ranks(
         *(where(rank, "waits") for rank in range(60)),
         *(where(rank, "blocked", stack=tuple(f"frame {n}" for n in range(20))) for rank in range(60, 64)),
     )
-    text = report(finding, Pace(), host_name=lambda rank: f"host{rank // 32}", stacks_file="log/stacks.txt")
+    text = format_report(
+        diagnosis, StepRate(), host_name=lambda rank: f"host{rank // 32}", stacks_file="log/stacks.txt"
+    )
     assert len(text.splitlines()) <= 15
     assert "ranks 0-59 wait in all_reduce at train.py:33" in text
     assert "rank 60 on host1 did not come: it is in load() at train.py:33" in text
-    assert "rank 61 on host1" in headline(finding, host_name=lambda rank: f"host{rank // 32}")
+    assert "rank 61 on host1" in format_headline(diagnosis, host_name=lambda rank: f"host{rank // 32}")
 
 
-def pace_of(*gaps):
-    pace, now = Pace(), 1000.0
-    pace.see([Steps(0, 1, now)])
+def make_step_rate(*gaps):
+    step_rate, now = StepRate(), 1000.0
+    step_rate.update([Steps(0, 1, now)])
     for count, gap in enumerate(gaps, 2):
         now += gap
-        pace.see([Steps(0, count, now)])
-    return pace
+        step_rate.update([Steps(0, count, now)])
+    return step_rate
 
 
 def test_the_limit_is_learned_from_steps_and_from_pauses_that_have_ended():
-    assert Pace().limit == FIRST_SECONDS
-    assert pace_of(0.2, 0.2, 0.2).limit == LEAST_SECONDS
-    assert pace_of(2.0, 2.0, 2.0).limit == 40.0
-    assert pace_of(0.2, 60.0, 0.2).limit == 120.0
-    pace = pace_of(0.2, 0.2)
-    pace.endured(45.0)
-    assert pace.limit == 90.0
+    assert StepRate().stall_limit == STARTUP_STALL_SECONDS
+    assert make_step_rate(0.2, 0.2, 0.2).stall_limit == MIN_STALL_SECONDS
+    assert make_step_rate(2.0, 2.0, 2.0).stall_limit == 40.0
+    assert make_step_rate(0.2, 60.0, 0.2).stall_limit == 120.0
+    step_rate = make_step_rate(0.2, 0.2)
+    step_rate.record_pause(45.0)
+    assert step_rate.stall_limit == 90.0
 
 
 def test_steps_between_two_looks_are_counted_and_a_step_of_any_rank_is_progress():
-    pace = Pace()
-    pace.see([Steps(0, 10, 100.0), Steps(0, 9, 99.9)])
-    pace.see([Steps(0, 10, 100.0), Steps(0, 20, 101.0)])
-    assert pace.step_seconds == 0.1
-    assert pace.silent_seconds(103.0) == 2.0
-    assert pace.steps == 20
+    step_rate = StepRate()
+    step_rate.update([Steps(0, 10, 100.0), Steps(0, 9, 99.9)])
+    step_rate.update([Steps(0, 10, 100.0), Steps(0, 20, 101.0)])
+    assert step_rate.step_seconds == 0.1
+    assert step_rate.seconds_since_step(103.0) == 2.0
+    assert step_rate.steps == 20
 
 
 DUMP = f"""Thread 0x00000000000000aa (most recent call first):
@@ -147,28 +151,33 @@ Current thread 0x00000000000000bb (most recent call first):
 
 
 def test_a_stack_is_read_for_its_main_thread_collective_and_lines_of_the_script():
-    place = place_of(main_stack(DUMP, 0xBB))
-    assert place.waits_in == "all_gather_object"
-    assert place.line == "/data/parts.py:12"
-    assert place.text == "share() at /data/parts.py:12, called from /data/train.py:20"
-    assert place.stack[0] == 'File "/data/train.py", line 20, in <module>'
+    location = classify_stack(parse_main_stack(DUMP, 0xBB))
+    assert location.collective == "all_gather_object"
+    assert location.line == "/data/parts.py:12"
+    assert location.text == "share() at /data/parts.py:12, called from /data/train.py:20"
+    assert location.stack[0] == 'File "/data/train.py", line 20, in <module>'
+
+
+def test_every_module_that_the_classifier_lists_exists():
+    listed = [*stack_classifier._WAITING_MODULES, *stack_classifier._MODULE_LABELS, "api.py", "compat/horovod/torch/"]
+    assert [path for path in listed if not os.path.exists(os.path.join(PACKAGE_FOLDER, path))] == []
 
 
 def test_a_lock_is_no_collective():
-    assert place_of(main_stack(DUMP, 0xAA)).waits_in == ""
+    assert classify_stack(parse_main_stack(DUMP, 0xAA)).collective == ""
 
 
 def test_a_debugger_anywhere_in_the_stack_counts():
     text = DUMP.replace(f"{TORCH}/distributed/c10d_logger.py", f"{STANDARD}/bdb.py")
-    assert place_of(main_stack(text, 0xBB)).is_debugged
+    assert classify_stack(parse_main_stack(text, 0xBB)).is_debugged
 
 
 def test_a_data_loaders_worker_is_where_its_own_code_is_and_an_idle_one_nowhere():
     reader = f"{TORCH}/utils/data/_utils/worker.py"
     loop = f'  File "{reader}", line 349 in _worker_loop\n  File "/data/train.py", line 9 in f\n'
     thread = "Current thread 0x00000000000000bb (most recent call first):\n"
-    busy = main_stack(f'{thread}  File "/data/data.py", line 4 in __getitem__\n{loop}', 0xBB)
-    idle = main_stack(f'{thread}  File "{STANDARD}/multiprocessing/queues.py", line 113 in get\n{loop}', 0xBB)
-    assert reader_place(busy).text == "__getitem__() at /data/data.py:4"
-    assert reader_place(idle) is None
-    assert reader_place(main_stack(DUMP, 0xBB)) is None
+    busy = parse_main_stack(f'{thread}  File "/data/data.py", line 4 in __getitem__\n{loop}', 0xBB)
+    idle = parse_main_stack(f'{thread}  File "{STANDARD}/multiprocessing/queues.py", line 113 in get\n{loop}', 0xBB)
+    assert locate_data_loader_worker(busy).text == "__getitem__() at /data/data.py:4"
+    assert locate_data_loader_worker(idle) is None
+    assert locate_data_loader_worker(parse_main_stack(DUMP, 0xBB)) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rankless.cli import Parser, fleetrun, main
+from rankless.cli import CommandParser, fleetrun, main
 from rankless.config import validation
 from rankless.config.fleetrun import share_out
 from rankless.config.run_config import UNKNOWN_HOST, Cluster, JobStart, Program, RunConfig
@@ -26,7 +26,7 @@ SCRIPT = Program(kind="script", target=__file__)
 
 
 def parse(*words: str) -> FleetrunFlags:
-    parser = Parser(prog="rankless", allow_abbrev=fleetrun.ABBREVIATES)
+    parser = CommandParser(prog="rankless", allow_abbrev=fleetrun.ABBREVIATES)
     fleetrun.add_arguments(parser)
     return take_flags(parser.parse_args(words))
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from launchers.horovodrun_spellings import SPELLINGS
 
-from rankless.cli import Parser, horovodrun, main
+from rankless.cli import CommandParser, horovodrun, main
 from rankless.config import environment, hosts
 from rankless.config.elastic import Elastic
 from rankless.config.horovodrun import Horovod, NamedHost, padded_rank, seat_of, slot_variables
@@ -39,9 +39,9 @@ def _addresses(monkeypatch: pytest.MonkeyPatch):
 
 
 def parse(*words: str) -> HorovodrunFlags:
-    parser = Parser(prog="rankless horovodrun", allow_abbrev=horovodrun.ABBREVIATES)
+    parser = CommandParser(prog="rankless horovodrun", allow_abbrev=horovodrun.ABBREVIATES)
     horovodrun.add_arguments(parser)
-    return horovodrun.with_config(take_flags(parser.parse_args(words)))[0]
+    return horovodrun.apply_config_file(take_flags(parser.parse_args(words)))[0]
 
 
 def request_of(*words: str) -> RunRequest:
@@ -190,7 +190,7 @@ logging:
 def test_a_config_file_says_what_the_command_line_does_not(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
-    flags, said = horovodrun.with_config(
+    flags, said = horovodrun.apply_config_file(
         HorovodrunFlags(config_file=str(path), cycle_time_ms=1.0, timeline_mark_cycles=False)
     )
     assert (flags.gloo, flags.fusion_threshold_mb, flags.cycle_time_ms, flags.torus_allreduce) == (True, 32, 1.0, False)
@@ -368,9 +368,9 @@ LINES = [
 
 @pytest.mark.parametrize(("given", "apart"), LINES)
 def test_what_a_program_is_given_is_never_taken_for_an_option_of_ours_cut_short(given: list[str], apart: list[str]):
-    parser = Parser(prog="rankless horovodrun", allow_abbrev=horovodrun.ABBREVIATES)
+    parser = CommandParser(prog="rankless horovodrun", allow_abbrev=horovodrun.ABBREVIATES)
     horovodrun.add_arguments(parser)
-    assert parser.with_program_apart(given) == apart
+    assert parser.insert_program_separator(given) == apart
 
 
 def test_an_abbreviated_option_is_known():

@@ -8,7 +8,7 @@ from torch.distributed import argparse_util
 from torch.distributed import launch as torch_launch
 from torch.distributed.run import get_args_parser
 
-from rankless.cli import Parser, launch, main, torchrun
+from rankless.cli import CommandParser, launch, main, torchrun
 from rankless.config import validation
 from rankless.config.run_config import UNKNOWN_HOST, Program
 from rankless.errors import ConfigError
@@ -28,7 +28,7 @@ TORCHS = torch_options(get_args_parser())
 
 
 def parse(*words: str, command=torchrun) -> TorchrunFlags:
-    parser = Parser(prog="rankless", allow_abbrev=command.ABBREVIATES)
+    parser = CommandParser(prog="rankless", allow_abbrev=command.ABBREVIATES)
     command.add_arguments(parser)
     return take_flags(parser.parse_args(words))
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rankless.records.events import Progress
-from rankless.terminal.progress import ProgressDisplay, plain_line
+from rankless.terminal.progress_display import ProgressDisplay, format_progress
 
 
 def progress_at(step: int, *, loss: float | None = 0.523, steps: int | None = 15, **fields) -> Progress:
@@ -38,7 +38,7 @@ def progress_at(step: int, *, loss: float | None = 0.523, steps: int | None = 15
     ],
 )
 def test_a_plain_line_says_what_is_known(progress, line):
-    assert plain_line(progress) == line
+    assert format_progress(progress) == line
 
 
 def test_piped_lines_come_every_five_seconds_and_at_the_end_of_an_epoch():
@@ -59,12 +59,12 @@ def test_piped_lines_carry_no_control_characters():
         file.write("a user's line\n")
     display.show(progress_at(15))
     display.close()
-    assert file.getvalue() == "a user's line\n" + plain_line(progress_at(15)) + "\n"
+    assert file.getvalue() == "a user's line\n" + format_progress(progress_at(15)) + "\n"
 
 
 TERMINAL_SCRIPT = """
 import sys
-from rankless.terminal.progress import ProgressDisplay
+from rankless.terminal.progress_display import ProgressDisplay
 from rankless.records.events import Progress
 
 def at(step):
@@ -84,7 +84,7 @@ display.close()
 
 KILLED_SCRIPT = """
 import os
-from rankless.terminal.progress import ProgressDisplay
+from rankless.terminal.progress_display import ProgressDisplay
 from rankless.records.events import Progress
 
 ProgressDisplay().show(Progress(rank=0, time_ns=0, job="train", epoch=1, step=1, steps_per_epoch=3, loss=0.5,

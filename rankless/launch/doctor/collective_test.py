@@ -5,71 +5,79 @@ from collections.abc import Mapping
 import msgspec
 
 from rankless.config.collective_test import AreYouThere, Here, OpenStore, Reduce, Reduced, StoreOpened, TrialTask
-from rankless.launch.doctor.probe_protocol import Answer, Failed, Prepare, Relay
-from rankless.launch.doctor.remote_probes import Visits
-from rankless.records.check_results import Row, failed, passed, placed
+from rankless.launch.doctor.probe_protocol import ProbeFailed, ProbeResponse, RelayTask, StartCollectiveProcess
+from rankless.launch.doctor.remote_probes import HostProbes
+from rankless.records.check_results import CheckResult, make_failure, make_pass, with_place
 from rankless.records.quantities import sized, timed
 
-MEET_SECONDS = 10.0
-IMPORT_SECONDS = 30.0
-WHAT = "all_reduce"
+JOIN_TIMEOUT_SECONDS = 10.0
+IMPORT_TIMEOUT_SECONDS = 30.0
+CHECK_NAME = "all_reduce"
 
 
-def prepare(visits: Visits) -> None:
+def start_collective_processes(probes: HostProbes) -> None:
     """Let every host's process import torch, while other things are looked at."""
-    visits.ask({place: Prepare() for place in visits.open})
+    probes.request({host_index: StartCollectiveProcess() for host_index in probes.ready})
 
 
-def try_collective(visits: Visits, names: list[str], *, address: str, interfaces: Mapping[int, str]) -> list[Row]:
+def run_collective_test(
+    probes: HostProbes, names: list[str], *, address: str, interfaces: Mapping[int, str]
+) -> list[CheckResult]:
     """The row of the hosts' sums; or of those whose process could not take part."""
     # Whose torch is slow to import would keep the others waiting beyond their patience.
-    answers = visits.ask({place: _relay(AreYouThere()) for place in visits.open}, IMPORT_SECONDS)
-    failures = {place: found for place, found in answers.items() if not isinstance(found, Here)}
+    responses = probes.request(
+        {host_index: _make_relay_task(AreYouThere()) for host_index in probes.ready}, IMPORT_TIMEOUT_SECONDS
+    )
+    failures = {host_index: found for host_index, found in responses.items() if not isinstance(found, Here)}
     if failures:
-        return _rows(failures, names)
-    (opened,) = visits.ask({0: _relay(OpenStore(address=address))}, IMPORT_SECONDS).values()
-    if not isinstance(opened, StoreOpened):
-        return _rows({0: opened}, names)
+        return _results(failures, names)
+    (store,) = probes.request({0: _make_relay_task(OpenStore(address=address))}, IMPORT_TIMEOUT_SECONDS).values()
+    if not isinstance(store, StoreOpened):
+        return _results({0: store}, names)
     tasks = {
-        place: _relay(
+        host_index: _make_relay_task(
             Reduce(
                 address=address,
-                port=opened.port,
-                rank=place,
+                port=store.port,
+                rank=host_index,
                 size=len(names),
-                interface=interfaces[place],
-                timeout_seconds=MEET_SECONDS,
+                interface=interfaces[host_index],
+                timeout_seconds=JOIN_TIMEOUT_SECONDS,
             )
         )
-        for place in visits.open
+        for host_index in probes.ready
     }
-    sums = visits.ask(tasks, IMPORT_SECONDS)
-    unsummed = {place: found for place, found in sums.items() if not isinstance(found, Reduced)}
-    if unsummed:
-        return _rows(unsummed, names)
+    sums = probes.request(tasks, IMPORT_TIMEOUT_SECONDS)
+    incomplete = {host_index: found for host_index, found in sums.items() if not isinstance(found, Reduced)}
+    if incomplete:
+        return _results(incomplete, names)
     reduced = [found for found in sums.values() if isinstance(found, Reduced)]
     slowest = {size: max(each.seconds[size] for each in reduced) for size in reduced[0].seconds}
     times = ", ".join(f"{sized(size)} in {timed(seconds)}" for size, seconds in slowest.items())
-    cards = ", ".join(dict.fromkeys(interfaces[place] for place in sorted(visits.open)))
-    met = max(each.join_seconds for each in reduced)
-    return placed([passed(WHAT, f"{times} by Gloo over {cards}; met in {timed(met)}")], "all hosts")
+    cards = ", ".join(dict.fromkeys(interfaces[host_index] for host_index in sorted(probes.ready)))
+    join_seconds = max(each.join_seconds for each in reduced)
+    return with_place(
+        [make_pass(CHECK_NAME, f"{times} by Gloo over {cards}; met in {timed(join_seconds)}")], "all hosts"
+    )
 
 
-def _relay(task: TrialTask) -> Relay:
-    return Relay(line=msgspec.json.encode(task), timeout_seconds=IMPORT_SECONDS - 1)
+def _make_relay_task(task: TrialTask) -> RelayTask:
+    return RelayTask(line=msgspec.json.encode(task), timeout_seconds=IMPORT_TIMEOUT_SECONDS - 1)
 
 
-def _rows(failures: Mapping[int, Answer], names: list[str]) -> list[Row]:
-    return [row for place, found in failures.items() for row in placed([_failure(found)], names[place])]
+def _results(failures: Mapping[int, ProbeResponse], names: list[str]) -> list[CheckResult]:
+    return [
+        result for host_index, found in failures.items() for result in with_place([_failure(found)], names[host_index])
+    ]
 
 
-def _failure(found: Answer) -> Row:
-    text = _text(found)
+def _failure(found: ProbeResponse) -> CheckResult:
+    text = _describe_failure(found)
     fix = "name the card by hand on every host: export GLOO_SOCKET_IFNAME=…; see the rows of the connections"
     if "No module named" in text:
         fix = "install the same packages there as here"
-    return failed(WHAT, text, fix)
+    return make_failure(CHECK_NAME, text, fix)
 
 
-def _text(found: Answer) -> str:
-    return found.text if isinstance(found, Failed) else f"an answer that does not fit: {type(found).__name__}"
+def _describe_failure(found: ProbeResponse) -> str:
+    return found.text if isinstance(found, ProbeFailed) else f"an answer that does not fit: {type(found).__name__}"

@@ -5,21 +5,21 @@ from dataclasses import dataclass, field
 
 from rankless.config.environment import carried_variables
 from rankless.config.hosts import Host, addresses_of, own_addresses
-from rankless.launch.doctor.collective_test import prepare, try_collective
-from rankless.launch.doctor.host_pairs import Network, Pairs
-from rankless.launch.doctor.probe_protocol import Apply, Failed, Look, Looked, Question
-from rankless.launch.doctor.remote_probes import Visits
-from rankless.launch.doctor.startup_test import SmallJob
+from rankless.launch.doctor.collective_test import run_collective_test, start_collective_processes
+from rankless.launch.doctor.host_pairs import HostNetwork, HostPairs
+from rankless.launch.doctor.probe_protocol import ApplyEnvironment, CheckHost, HostReport, ProbeFailed, ProbeRequest
+from rankless.launch.doctor.remote_probes import HostProbes
+from rankless.launch.doctor.startup_test import StartupTest
 from rankless.launch.rendezvous.host_facts import MOST_SKEW_SECONDS, differences
 from rankless.launch.rendezvous.host_probe import seen_of
-from rankless.records.check_results import Row, failed, passed, placed, warned
+from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning, with_place
 from rankless.records.quantities import timed
 
-NOTICED_SKEW_SECONDS = 1.0
+WARNING_SKEW_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class DoctorConfig:
     """What is to be looked at."""
 
     hosts: tuple[Host, ...]
@@ -28,192 +28,217 @@ class Case:
     """On this host alone."""
     port: int
     log_folder: str
-    by_hand: bool = False
+    without_ssh: bool = False
     """Do not use ssh: of the other hosts only what can be seen from here."""
     quick: bool = False
     """Leave out what imports torch."""
 
 
 @dataclass
-class Findings:
+class DoctorFindings:
     """The rows so far, and what could not be looked at, with the reason."""
 
-    rows: list[Row] = field(default_factory=list)
-    not_looked_at: list[str] = field(default_factory=list)
+    results: list[CheckResult] = field(default_factory=list)
+    skipped_checks: list[str] = field(default_factory=list)
 
 
-def examine(case: Case, tell: Callable[[str], None]) -> Findings:
+def run_diagnosis(config: DoctorConfig, report_progress: Callable[[str], None]) -> DoctorFindings:
     """All rows. `tell` is given what is being done."""
-    findings = Findings()
-    hosts = case.hosts or (Host(address="this host", workers=case.workers),)
-    own = [0]
-    if case.hosts:
-        own = _own_places(hosts)
-        findings.rows += _own_rows(hosts, own)
-    here = own[0] if own else None
-    skipped = [place for place in range(len(hosts)) if place != here] if case.by_hand else own[1:]
-    tell("reaching the hosts" if len(hosts) > 1 else "looking at this host")
-    with Visits(hosts, here=here, skipped=skipped) as visits:
-        _Examination(case, hosts, own, visits, findings).run(tell)
+    findings = DoctorFindings()
+    hosts = config.hosts or (Host(address="this host", workers=config.workers),)
+    own_indices = [0]
+    if config.hosts:
+        own_indices = _find_own_indices(hosts)
+        findings.results += _check_host_list(hosts, own_indices)
+    own_index = own_indices[0] if own_indices else None
+    skipped_indices = (
+        [index for index in range(len(hosts)) if index != own_index] if config.without_ssh else own_indices[1:]
+    )
+    report_progress("reaching the hosts" if len(hosts) > 1 else "looking at this host")
+    with HostProbes(hosts, own_index=own_index, skipped=skipped_indices) as probes:
+        _Diagnosis(config, hosts, own_indices, probes, findings).run(report_progress)
     return findings
 
 
-class _Examination:
+class _Diagnosis:
     """One examination, while its programs are on the hosts."""
 
     def __init__(
-        self, case: Case, hosts: Sequence[Host], own: Sequence[int], visits: Visits, findings: Findings
+        self,
+        config: DoctorConfig,
+        hosts: Sequence[Host],
+        own_indices: Sequence[int],
+        probes: HostProbes,
+        findings: DoctorFindings,
     ) -> None:
-        self._case = case
+        self._config = config
         self._hosts = hosts
         self._names = [host.address for host in hosts]
-        self._own = own
+        self._own_indices = own_indices
         """The places of this host: one, unless it is not on the list or is named twice."""
-        self._here = own[0] if own else None
-        self._visits = visits
-        self._rows = findings.rows
-        self._missed = findings.not_looked_at
-        self._looked: dict[int, Looked] = {}
+        self._own_index = own_indices[0] if own_indices else None
+        self._probes = probes
+        self._results = findings.results
+        self._skipped_checks = findings.skipped_checks
+        self._reports: dict[int, HostReport] = {}
 
-    def run(self, tell: Callable[[str], None]) -> None:
-        with SmallJob(is_wanted=self._here is not None and not self._case.quick) as job:
-            self._open()
-            if not self._case.quick and len(self._hosts) > 1:
-                prepare(self._visits)
-            tell("looking at each host")
-            self._look()
+    def run(self, report_progress: Callable[[str], None]) -> None:
+        with StartupTest(is_enabled=self._own_index is not None and not self._config.quick) as startup_test:
+            self._connect()
+            if not self._config.quick and len(self._hosts) > 1:
+                start_collective_processes(self._probes)
+            report_progress("looking at each host")
+            self._check_hosts()
             pairs = None
             if len(self._hosts) > 1:
-                self._compare()
-                self._clocks()
-                tell("trying the ways between the hosts")
-                pairs = Pairs(self._visits, Network(self._names, self._case.port, self._looked))
-                self._rows += pairs.connections()
-            if self._here is not None and not self._case.quick:
-                tell("starting a small job")
-                self._rows += placed([job.row()], self._names[self._here])
+                self._compare_versions()
+                self._compare_clocks()
+                report_progress("trying the ways between the hosts")
+                pairs = HostPairs(self._probes, HostNetwork(self._names, self._config.port, self._reports))
+                self._results += pairs.check_connections()
+            if self._own_index is not None and not self._config.quick:
+                report_progress("starting a small job")
+                self._results += with_place([startup_test.result()], self._names[self._own_index])
         if pairs is not None:
-            tell("measuring the ways between the hosts")
-            self._reduce(pairs)
-            self._rows += pairs.speeds()
+            report_progress("measuring the ways between the hosts")
+            self._run_collective(pairs)
+            self._results += pairs.measure_speeds()
 
-    def _open(self) -> None:
-        for place, row in self._visits.opened().items():
-            self._rows += placed([row], self._names[place])
-            self._missed.append(f"{self._names[place]} itself, for want of {row.name}")
-        self._drop_twins()
-        for place, visit in self._visits.open.items():
-            if place != self._here:
-                self._rows += placed(
-                    [passed("ssh", f"in {timed(visit.opening_seconds)}, without a password")], self._names[place]
+    def _connect(self) -> None:
+        for host_index, result in self._probes.wait_until_ready().items():
+            self._results += with_place([result], self._names[host_index])
+            self._skipped_checks.append(f"{self._names[host_index]} itself, for want of {result.name}")
+        self._drop_duplicate_hosts()
+        for host_index, probe in self._probes.ready.items():
+            if host_index != self._own_index:
+                self._results += with_place(
+                    [make_pass("ssh", f"in {timed(probe.connect_seconds)}, without a password")],
+                    self._names[host_index],
                 )
-        if self._case.by_hand:
-            for place, name in enumerate(self._names):
-                if place not in self._own:
-                    self._rows += placed([_from_outside(name)], name)
-                    self._missed.append(f"{name} itself (--no-ssh): type the line there too")
+        if self._config.without_ssh:
+            for host_index, name in enumerate(self._names):
+                if host_index not in self._own_indices:
+                    self._results += with_place([_check_from_outside(name)], name)
+                    self._skipped_checks.append(f"{name} itself (--no-ssh): type the line there too")
 
-    def _drop_twins(self) -> None:
+    def _drop_duplicate_hosts(self) -> None:
         """Of two names for one host, the first is looked at."""
         first: dict[str, int] = {}
-        for place, visit in list(self._visits.open.items()):
-            twin = first.setdefault(visit.identity, place)
-            if twin != place:
-                self._rows += placed([_one_host([self._hosts[twin], self._hosts[place]])], self._names[twin])
-                self._visits.open.pop(place)
+        for host_index, probe in list(self._probes.ready.items()):
+            original = first.setdefault(probe.identity, host_index)
+            if original != host_index:
+                self._results += with_place(
+                    [_make_duplicate_host_result([self._hosts[original], self._hosts[host_index]])],
+                    self._names[original],
+                )
+                self._probes.ready.pop(host_index)
 
-    def _look(self) -> None:
+    def _check_hosts(self) -> None:
         variables = carried_variables()
-        self._visits.ask({place: Apply(environment=variables) for place in self._visits.open if place != self._here})
-        questions: dict[int, Question] = {
-            place: Look(
-                name=self._names[place],
-                others=tuple(self._names[other] for other in self._visits.open if other != place),
-                is_first=place == 0,
+        self._probes.request(
+            {
+                host_index: ApplyEnvironment(environment=variables)
+                for host_index in self._probes.ready
+                if host_index != self._own_index
+            }
+        )
+        requests: dict[int, ProbeRequest] = {
+            host_index: CheckHost(
+                name=self._names[host_index],
+                others=tuple(self._names[other] for other in self._probes.ready if other != host_index),
+                is_first=host_index == 0,
                 has_several=len(self._hosts) > 1,
-                workers=self._hosts[place].workers,
-                port=self._case.port,
-                log_folder=self._case.log_folder,
+                workers=self._hosts[host_index].workers,
+                port=self._config.port,
+                log_folder=self._config.log_folder,
             )
-            for place in self._visits.open
+            for host_index in self._probes.ready
         }
-        for place, answer in self._visits.ask(questions).items():
-            if isinstance(answer, Looked):
-                self._looked[place] = answer
-                self._rows += placed(answer.rows, self._names[place])
+        for host_index, response in self._probes.request(requests).items():
+            if isinstance(response, HostReport):
+                self._reports[host_index] = response
+                self._results += with_place(response.results, self._names[host_index])
             else:
-                text = answer.text if isinstance(answer, Failed) else "another answer than was asked for"
-                row = failed("program", f"it broke off: {text}", "run rankless doctor there, alone")
-                self._rows += placed([row], self._names[place])
-                self._visits.open.pop(place)
+                text = response.text if isinstance(response, ProbeFailed) else "another answer than was asked for"
+                result = make_failure("program", f"it broke off: {text}", "run rankless doctor there, alone")
+                self._results += with_place([result], self._names[host_index])
+                self._probes.ready.pop(host_index)
 
-    def _compare(self) -> None:
+    def _compare_versions(self) -> None:
         """Versions."""
-        if not self._looked:
+        if not self._reports:
             return
-        first = min(self._looked)
-        own = self._looked[first].facts
-        for place, looked in self._looked.items():
-            parted = differences(own, looked.facts, received_seconds=looked.facts.time_seconds)
-            rows = [
-                failed(
+        first = min(self._reports)
+        reference = self._reports[first].facts
+        for host_index, report in self._reports.items():
+            mismatches = differences(reference, report.facts, received_seconds=report.facts.time_seconds)
+            results = [
+                make_failure(
                     item.what.removeprefix("the "), f"{item.there}, but {self._names[first]} has {item.here}", item.fix
                 )
-                for item in parted
+                for item in mismatches
             ]
-            versions = ", ".join(f"{name} {version}" for name, version in looked.facts.versions.items())
-            self._rows += placed(rows or [passed("versions", versions)], self._names[place])
+            versions = ", ".join(f"{name} {version}" for name, version in report.facts.versions.items())
+            self._results += with_place(results or [make_pass("versions", versions)], self._names[host_index])
 
-    def _clocks(self) -> None:
-        others = [place for place in self._visits.open if place != self._here]
-        for place, found in self._visits.clocks(others).items():
+    def _compare_clocks(self) -> None:
+        others = [host_index for host_index in self._probes.ready if host_index != self._own_index]
+        for host_index, found in self._probes.measure_clocks(others).items():
             if found is not None:
-                self._rows += placed([_clock_row(skew=found[0], doubt=found[1])], self._names[place])
+                self._results += with_place(
+                    [_make_clock_result(skew=found[0], doubt=found[1])], self._names[host_index]
+                )
 
-    def _reduce(self, pairs: Pairs) -> None:
-        if self._case.quick:
+    def _run_collective(self, pairs: HostPairs) -> None:
+        if self._config.quick:
             return
-        interfaces = {place: found.interface for place, found in self._looked.items() if found.interface is not None}
+        interfaces = {
+            host_index: found.interface for host_index, found in self._reports.items() if found.interface is not None
+        }
         if pairs.all_reached and pairs.address_of_first is not None and len(interfaces) == len(self._hosts):
-            self._rows += try_collective(
-                self._visits, self._names, address=pairs.address_of_first, interfaces=interfaces
+            self._results += run_collective_test(
+                self._probes, self._names, address=pairs.address_of_first, interfaces=interfaces
             )
         else:
-            self._missed.append("a collective of all hosts, until the above is mended")
+            self._skipped_checks.append("a collective of all hosts, until the above is mended")
 
 
-def _own_places(hosts: Sequence[Host]) -> list[int]:
+def _find_own_indices(hosts: Sequence[Host]) -> list[int]:
     own = own_addresses()
-    return [place for place, host in enumerate(hosts) if addresses_of(host.address) & own]
+    return [host_index for host_index, host in enumerate(hosts) if addresses_of(host.address) & own]
 
 
-def _own_rows(hosts: Sequence[Host], own: Sequence[int]) -> list[Row]:
+def _check_host_list(hosts: Sequence[Host], own_indices: Sequence[int]) -> list[CheckResult]:
     """Whether this host is one of the list, and one only."""
     listed = ", ".join(map(str, hosts))
-    if not own:
-        row = warned("hosts", f"this host is none of {listed}", "start jobs on a host of the list: it is host 0")
-        return placed([row], "this host")
-    if len(own) > 1:
-        return placed([_one_host([hosts[place] for place in own])], str(hosts[own[0]]))
+    if not own_indices:
+        result = make_warning(
+            "hosts", f"this host is none of {listed}", "start jobs on a host of the list: it is host 0"
+        )
+        return with_place([result], "this host")
+    if len(own_indices) > 1:
+        return with_place(
+            [_make_duplicate_host_result([hosts[host_index] for host_index in own_indices])], str(hosts[own_indices[0]])
+        )
     return []
 
 
-def _one_host(hosts: Sequence[Host]) -> Row:
+def _make_duplicate_host_result(hosts: Sequence[Host]) -> CheckResult:
     fix = f"name it once, with all its workers: {hosts[0]}:{sum(host.workers for host in hosts)}"
-    return failed("hosts", f"{' and '.join(map(str, hosts))} are one host", fix)
+    return make_failure("hosts", f"{' and '.join(map(str, hosts))} are one host", fix)
 
 
-def _from_outside(name: str) -> Row:
+def _check_from_outside(name: str) -> CheckResult:
     """What can be seen of a host without ssh."""
     seen = seen_of(name)
     if seen.startswith("it is up"):
-        return passed("from here", "it is up")
-    return failed("from here", seen, "see that the name is right, the host is up, and no firewall stands between")
+        return make_pass("from here", "it is up")
+    return make_failure("from here", seen, "see that the name is right, the host is up, and no firewall stands between")
 
 
-def _clock_row(*, skew: float, doubt: float) -> Row:
+def _make_clock_result(*, skew: float, doubt: float) -> CheckResult:
     seen = f"{timed(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this host's (± {timed(doubt)})"
     fix = "set the clocks: timedatectl set-ntp true, or chrony"
     if abs(skew) - doubt > MOST_SKEW_SECONDS:
-        return failed("clock", seen, fix)
-    return warned("clock", seen, fix) if abs(skew) - doubt > NOTICED_SKEW_SECONDS else passed("clock", seen)
+        return make_failure("clock", seen, fix)
+    return make_warning("clock", seen, fix) if abs(skew) - doubt > WARNING_SKEW_SECONDS else make_pass("clock", seen)

@@ -11,77 +11,85 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 from rankless.config.hosts import own_addresses
 from rankless.config.run_config import Program
 from rankless.launch.doctor import gpu_checks, machine_checks, network_checks
-from rankless.launch.doctor.probe_protocol import Look, Looked
+from rankless.launch.doctor.probe_protocol import CheckHost, HostReport
 from rankless.launch.rendezvous.host_facts import own_facts
-from rankless.records.check_results import Row, warned
+from rankless.records.check_results import CheckResult, make_warning
 
-Check = Callable[[], Row | list[Row]]
+Check = Callable[[], CheckResult | list[CheckResult]]
 NO_PROGRAM = Program(kind="code", target="")
 
 
-def look_around(look: Look) -> Looked:
+def check_host(request: CheckHost) -> HostReport:
     """Every check of this host."""
-    card = network_checks.own_card(look)
-    return Looked(
-        rows=tuple(made([*_network(look), *_port(look), *_machine(look), *_devices(look)])),
+    card = network_checks.find_own_card(request)
+    return HostReport(
+        results=tuple(
+            run_checks(
+                [*_network_checks(request), *_port_checks(request), *_machine_checks(request), *_gpu_checks(request)]
+            )
+        ),
         facts=own_facts(NO_PROGRAM, hosts=(), devices=()),
-        container=machine_checks.container(),
+        container=machine_checks.detect_container(),
         interface=None if card is None else card[0],
         address=None if card is None else card[1],
     )
 
 
-def look_quickly(look: Look) -> list[Row]:
+def check_host_quickly(request: CheckHost) -> list[CheckResult]:
     """What can be seen in a fraction of a second, before a job on several hosts."""
     # Not the port: the agent that is to listen finds it taken itself, and says by whom.
-    quick: list[Check] = [
-        *_network(look),
-        machine_checks.shared_memory,
-        machine_checks.open_files,
-        machine_checks.processes,
+    checks: list[Check] = [
+        *_network_checks(request),
+        machine_checks.check_shared_memory,
+        machine_checks.check_open_files,
+        machine_checks.check_processes,
     ]
-    return made([*quick, partial(machine_checks.disk, look)])
+    return run_checks([*checks, partial(machine_checks.check_disk, request)])
 
 
-def made(checks: Sequence[Check]) -> list[Row]:
+def run_checks(checks: Sequence[Check]) -> list[CheckResult]:
     """The rows of all checks; one that the system does not let look is a warning."""
-    rows: list[Row] = []
+    results: list[CheckResult] = []
     for check in checks:
         try:
             found = check()
         except (OSError, psutil.Error) as error:
             name = getattr(check, "func", check).__name__.replace("_", " ")
-            found = warned(name, f"could not be looked at: {error}", "see whether this user may look there")
-        rows += found if isinstance(found, list) else [found]
-    return rows
+            found = make_warning(name, f"could not be looked at: {error}", "see whether this user may look there")
+        results += found if isinstance(found, list) else [found]
+    return results
 
 
-def _network(look: Look) -> list[Check]:
+def _network_checks(request: CheckHost) -> list[Check]:
     return [
-        partial(check, look) for check in (network_checks.own_name, network_checks.network_card, network_checks.proxies)
+        partial(check, request)
+        for check in (network_checks.check_own_name, network_checks.check_network_card, network_checks.check_proxies)
     ]
 
 
-def _port(look: Look) -> list[Check]:
-    return [partial(network_checks.free_port, look)] if look.is_first else []
+def _port_checks(request: CheckHost) -> list[Check]:
+    return [partial(network_checks.check_free_port, request)] if request.is_first else []
 
 
-def _machine(look: Look) -> list[Check]:
-    own = [partial(check, look) for check in (machine_checks.memory, machine_checks.cores, machine_checks.disk)]
+def _machine_checks(request: CheckHost) -> list[Check]:
+    own = [
+        partial(check, request)
+        for check in (machine_checks.check_memory, machine_checks.check_cores, machine_checks.check_disk)
+    ]
     limits = [
-        machine_checks.shared_memory,
-        machine_checks.open_files,
-        machine_checks.processes,
-        machine_checks.locked_memory,
+        machine_checks.check_shared_memory,
+        machine_checks.check_open_files,
+        machine_checks.check_processes,
+        machine_checks.check_locked_memory,
     ]
-    return [machine_checks.surroundings, *own, *limits, machine_checks.mpi]
+    return [machine_checks.check_container, *own, *limits, machine_checks.check_mpi]
 
 
-def _devices(look: Look) -> list[Check]:
-    return [partial(gpu_checks.gpus, look)]
+def _gpu_checks(request: CheckHost) -> list[Check]:
+    return [partial(gpu_checks.check_gpus, request)]
 
 
-def identity() -> str:
+def read_host_identity() -> str:
     """The same for two names of one host only: the running kernel, and the network that it gives us."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"

@@ -14,33 +14,35 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from rankless.launch.doctor.probe_protocol import Attempt, Outcome, Speed, Target
+from rankless.launch.doctor.probe_protocol import ConnectionAttempt, ConnectionOutcome, ConnectionTarget, LinkSpeed
 
-CONNECT_SECONDS = 2.0
+CONNECT_TIMEOUT_SECONDS = 2.0
 SECRET_BYTES = 16
 PING, FLOOD = b"P", b"F"
 PING_BYTES = 64
 PINGS = 40
 FLOOD_SECONDS = 0.3
 FLOOD_BYTES = 64 << 20
-STALLED_SECONDS = 2.0
+STALL_TIMEOUT_SECONDS = 2.0
 _BLOCK = bytes(1 << 18)
-_PLACE_BYTES = 4
+_HOST_INDEX_BYTES = 4
 
 
-def listen(place: int, secret: bytes, port: int = 0, address: str = "") -> socket.socket | None:
+def start_listener(host_index: int, secret: bytes, port: int = 0, address: str = "") -> socket.socket | None:
     """A socket on one address of this host, or on all, served in the background; None where it cannot be had."""
     both = not address and socket.has_dualstack_ipv6()
     try:
         family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
-        listening = socket.create_server((address, port), family=family, backlog=256, dualstack_ipv6=both)
+        listener = socket.create_server((address, port), family=family, backlog=256, dualstack_ipv6=both)
     except OSError:
         return None
-    threading.Thread(target=_accept, args=(listening, place, secret), name="listener", daemon=True).start()
-    return listening
+    threading.Thread(
+        target=_accept_connections, args=(listener, host_index, secret), name="listener", daemon=True
+    ).start()
+    return listener
 
 
-def connect_all(targets: Sequence[Target], secret: bytes) -> tuple[Attempt, ...]:
+def connect_all(targets: Sequence[ConnectionTarget], secret: bytes) -> tuple[ConnectionAttempt, ...]:
     """Whether each target is reached, by each of its addresses; all at once."""
     with ThreadPoolExecutor(max(1, len(targets))) as pool:
         return tuple(
@@ -48,53 +50,53 @@ def connect_all(targets: Sequence[Target], secret: bytes) -> tuple[Attempt, ...]
         )
 
 
-def measure(target: Target, secret: bytes) -> Speed:
+def measure_link(target: ConnectionTarget, secret: bytes) -> LinkSpeed:
     """The median round trip of small messages, and the speed of a flood."""
     try:
-        with socket.create_connection((target.address, target.port), timeout=CONNECT_SECONDS) as connection:
-            connection.settimeout(STALLED_SECONDS)
+        with socket.create_connection((target.address, target.port), timeout=CONNECT_TIMEOUT_SECONDS) as connection:
+            connection.settimeout(STALL_TIMEOUT_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(secret)
-            _exactly(connection, _PLACE_BYTES)
-            trips = [_ping(connection) for _ in range(PINGS)]
+            _receive_exactly(connection, _HOST_INDEX_BYTES)
+            round_trips = [_ping(connection) for _ in range(PINGS)]
             # The first are slower: caches, and neighbours to be found.
-            trip = statistics.median(trips[PINGS // 4 :])
+            round_trip = statistics.median(round_trips[PINGS // 4 :])
             try:
-                return Speed(round_trip_seconds=trip, bytes_per_second=_flood(connection))
+                return LinkSpeed(round_trip_seconds=round_trip, bytes_per_second=_flood(connection))
             except TimeoutError:
-                return Speed(round_trip_seconds=trip, error="small messages arrive, large ones do not")
+                return LinkSpeed(round_trip_seconds=round_trip, error="small messages arrive, large ones do not")
     except OSError as error:
-        return Speed(error=error.strerror or str(error) or type(error).__name__)
+        return LinkSpeed(error=error.strerror or str(error) or type(error).__name__)
 
 
-def _attempts(target: Target, secret: bytes) -> list[Attempt]:
+def _attempts(target: ConnectionTarget, secret: bytes) -> list[ConnectionAttempt]:
     try:
         found = socket.getaddrinfo(target.address, target.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        return [Attempt(target=target, address="", outcome="no name", text=str(error))]
-    places = list(dict.fromkeys((family, place) for family, _, _, _, place in found))[:4]
-    with ThreadPoolExecutor(len(places)) as pool:
-        return list(pool.map(lambda each: _attempt(target, secret, *each), places))
+        return [ConnectionAttempt(target=target, address="", outcome="no name", text=str(error))]
+    host_indices = list(dict.fromkeys((family, host_index) for family, _, _, _, host_index in found))[:4]
+    with ThreadPoolExecutor(len(host_indices)) as pool:
+        return list(pool.map(lambda each: _attempt(target, secret, *each), host_indices))
 
 
-def _attempt(target: Target, secret: bytes, family: int, place: tuple[object, ...]) -> Attempt:
-    outcome: Outcome
+def _attempt(target: ConnectionTarget, secret: bytes, family: int, host_index: tuple[object, ...]) -> ConnectionAttempt:
+    outcome: ConnectionOutcome
     text = ""
     with socket.socket(family, socket.SOCK_STREAM) as connection:
-        connection.settimeout(CONNECT_SECONDS)
+        connection.settimeout(CONNECT_TIMEOUT_SECONDS)
         try:
-            connection.connect(place)
+            connection.connect(host_index)
             connection.sendall(secret)
-            answered = int.from_bytes(_exactly(connection, _PLACE_BYTES), "big")
-            outcome = "reached" if answered == target.place else "another"
+            answered = int.from_bytes(_receive_exactly(connection, _HOST_INDEX_BYTES), "big")
+            outcome = "reached" if answered == target.host_index else "another"
         except TimeoutError:
             outcome = "dropped"
         except OSError as error:
             outcome, text = _outcome(error), error.strerror or str(error)
-    return Attempt(target=target, address=str(place[0]), outcome=outcome, text=text)
+    return ConnectionAttempt(target=target, address=str(host_index[0]), outcome=outcome, text=text)
 
 
-def _outcome(error: OSError) -> Outcome:
+def _outcome(error: OSError) -> ConnectionOutcome:
     if error.errno == errno.ECONNREFUSED:
         return "refused"
     if error.errno == errno.ETIMEDOUT:
@@ -105,26 +107,26 @@ def _outcome(error: OSError) -> Outcome:
     return "another" if error.errno in (errno.ECONNRESET, errno.EPIPE, None) else "failed"
 
 
-def _accept(listening: socket.socket, place: int, secret: bytes) -> None:
+def _accept_connections(listener: socket.socket, host_index: int, secret: bytes) -> None:
     with suppress(OSError):
         while True:
-            connection, _ = listening.accept()
-            threading.Thread(target=_serve, args=(connection, place, secret), daemon=True).start()
+            connection, _ = listener.accept()
+            threading.Thread(target=_serve_connection, args=(connection, host_index, secret), daemon=True).start()
 
 
-def _serve(connection: socket.socket, place: int, secret: bytes) -> None:
+def _serve_connection(connection: socket.socket, host_index: int, secret: bytes) -> None:
     with connection, suppress(OSError):
-        connection.settimeout(CONNECT_SECONDS)
+        connection.settimeout(CONNECT_TIMEOUT_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not hmac.compare_digest(_exactly(connection, SECRET_BYTES), secret):
+        if not hmac.compare_digest(_receive_exactly(connection, SECRET_BYTES), secret):
             return
-        connection.sendall(place.to_bytes(_PLACE_BYTES, "big"))
+        connection.sendall(host_index.to_bytes(_HOST_INDEX_BYTES, "big"))
         while True:
             kind = connection.recv(1)
             if kind == PING:
-                connection.sendall(_exactly(connection, PING_BYTES - 1))
+                connection.sendall(_receive_exactly(connection, PING_BYTES - 1))
             elif kind == FLOOD:
-                _swallow(connection)
+                _receive_flood(connection)
             else:
                 return
 
@@ -132,7 +134,7 @@ def _serve(connection: socket.socket, place: int, secret: bytes) -> None:
 def _ping(connection: socket.socket) -> float:
     start = time.perf_counter()
     connection.sendall(PING + bytes(PING_BYTES - 1))
-    _exactly(connection, PING_BYTES - 1)
+    _receive_exactly(connection, PING_BYTES - 1)
     return time.perf_counter() - start
 
 
@@ -146,22 +148,22 @@ def _flood(connection: socket.socket) -> float:
         connection.sendall(_BLOCK)
         sent += len(_BLOCK)
     connection.sendall(bytes(4))
-    _exactly(connection, 1)
+    _receive_exactly(connection, 1)
     return sent / (time.perf_counter() - start)
 
 
-def _swallow(connection: socket.socket) -> None:
-    room = memoryview(bytearray(len(_BLOCK)))
-    while length := int.from_bytes(_exactly(connection, 4), "big"):
+def _receive_flood(connection: socket.socket) -> None:
+    buffer = memoryview(bytearray(len(_BLOCK)))
+    while length := int.from_bytes(_receive_exactly(connection, 4), "big"):
         while length:
-            taken = connection.recv_into(room, min(length, len(room)))
-            if not taken:
+            received = connection.recv_into(buffer, min(length, len(buffer)))
+            if not received:
                 raise ConnectionError("closed")
-            length -= taken
+            length -= received
     connection.sendall(b"E")
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         more = connection.recv(count - len(data))

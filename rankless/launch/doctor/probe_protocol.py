@@ -7,13 +7,13 @@ import msgspec
 
 from rankless.config.collective_test import Here, Reduced, StoreOpened
 from rankless.launch.rendezvous.host_facts import HostFacts
-from rankless.records.check_results import Row
+from rankless.records.check_results import CheckResult
 
-Outcome = Literal["reached", "another", "refused", "dropped", "no way", "no name", "failed"]
+ConnectionOutcome = Literal["reached", "another", "refused", "dropped", "no way", "no name", "failed"]
 """Of a connection to another host; "another" is a machine that is not the one that was meant."""
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
+class CheckHost(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
     """Look at this host itself."""
 
     name: str = ""
@@ -30,10 +30,10 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
     log_folder: str
 
 
-class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
+class HostReport(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
     """What this host tells of itself."""
 
-    rows: tuple[Row, ...]
+    results: tuple[CheckResult, ...]
     facts: HostFacts
     container: str | None
     """What kind of container it is, if it is one."""
@@ -43,39 +43,39 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
     """This host's on it."""
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+class ProbeReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """What the program says first."""
 
     identity: str
     """Of its host: the same for two names of one only."""
 
 
-class Apply(msgspec.Struct, frozen=True, kw_only=True, tag="apply"):
+class ApplyEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag="apply"):
     """Take over environment variables, as an agent that ssh starts does."""
 
     environment: Mapping[str, str]
 
 
-class Clock(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
+class ReadClock(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
     """What is the time?"""
 
 
-class Time(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
+class ClockTime(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     """The host's clock."""
 
     seconds: float
 
 
-class Listen(msgspec.Struct, frozen=True, kw_only=True, tag="listen"):
+class OpenListeners(msgspec.Struct, frozen=True, kw_only=True, tag="listen"):
     """Listen on a free port, for those who know the secret; and on `port` of `address` too, if one is given."""
 
-    place: int
+    host_index: int
     secret: bytes
     port: int | None = None
     address: str = ""
 
 
-class Listening(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
+class ListenersOpened(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
     """Where this host listens."""
 
     high_port: int
@@ -83,45 +83,45 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
     """Whether the port that was asked for could be had."""
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectionTarget(msgspec.Struct, frozen=True, kw_only=True):
     """Where another host listens."""
 
-    place: int
+    host_index: int
     address: str
     port: int
 
 
-class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
+class ConnectToTargets(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     """Try to reach each of these, at once."""
 
-    targets: tuple[Target, ...]
+    targets: tuple[ConnectionTarget, ...]
     secret: bytes
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectionAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """One connection to one address of a host."""
 
-    target: Target
+    target: ConnectionTarget
     address: str
     """As the name was looked up here."""
-    outcome: Outcome
+    outcome: ConnectionOutcome
     text: str = ""
 
 
-class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
+class ConnectionAttempts(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
     """How that went."""
 
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[ConnectionAttempt, ...]
 
 
-class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
+class MeasureLink(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
     """How fast is the way to `target`?"""
 
-    target: Target
+    target: ConnectionTarget
     secret: bytes
 
 
-class Speed(msgspec.Struct, frozen=True, kw_only=True, tag="speed"):
+class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True, tag="speed"):
     """That way's speed; `error` says where it could not be measured."""
 
     round_trip_seconds: float = 0.0
@@ -129,26 +129,47 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True, tag="speed"):
     error: str = ""
 
 
-class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
+class StartCollectiveProcess(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
     """Start the process for a trial collective: it imports torch meanwhile."""
 
 
-class Relay(msgspec.Struct, frozen=True, kw_only=True, tag="relay"):
+class RelayTask(msgspec.Struct, frozen=True, kw_only=True, tag="relay"):
     """Hand this line to that process, and answer with its own, or with `Failed`."""
 
     line: bytes
     timeout_seconds: float
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+class ProbeDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """It is done."""
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+class ProbeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """It could not be done, and why."""
 
     text: str
 
 
-Question = Look | Apply | Clock | Listen | Connect | Measure | Prepare | Relay
-Answer = Ready | Looked | Time | Listening | Connected | Speed | Here | StoreOpened | Reduced | Done | Failed
+ProbeRequest = (
+    CheckHost
+    | ApplyEnvironment
+    | ReadClock
+    | OpenListeners
+    | ConnectToTargets
+    | MeasureLink
+    | StartCollectiveProcess
+    | RelayTask
+)
+ProbeResponse = (
+    ProbeReady
+    | HostReport
+    | ClockTime
+    | ListenersOpened
+    | ConnectionAttempts
+    | LinkSpeed
+    | Here
+    | StoreOpened
+    | Reduced
+    | ProbeDone
+    | ProbeFailed
+)

@@ -17,24 +17,24 @@ import msgspec
 from rankless.config import environment
 from rankless.config.collective_test import MARK, NotReduced, TrialResult
 from rankless.launch.doctor import link_test
-from rankless.launch.doctor.host_checks import identity, look_around
+from rankless.launch.doctor.host_checks import check_host, read_host_identity
 from rankless.launch.doctor.probe_protocol import (
-    Answer,
-    Apply,
-    Clock,
-    Connect,
-    Connected,
-    Done,
-    Failed,
-    Listen,
-    Listening,
-    Look,
-    Measure,
-    Prepare,
-    Question,
-    Ready,
-    Relay,
-    Time,
+    ApplyEnvironment,
+    CheckHost,
+    ClockTime,
+    ConnectionAttempts,
+    ConnectToTargets,
+    ListenersOpened,
+    MeasureLink,
+    OpenListeners,
+    ProbeDone,
+    ProbeFailed,
+    ProbeReady,
+    ProbeRequest,
+    ProbeResponse,
+    ReadClock,
+    RelayTask,
+    StartCollectiveProcess,
 )
 from rankless.runtime.fast_exit import Ending
 from rankless.runtime.python_command import python_command
@@ -45,99 +45,99 @@ def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every pr
     return _serve
 
 
-class Bedside:
+class ProbeServer:
     """What this host keeps between questions: its listeners and the trial's process."""
 
     def __init__(self) -> None:
-        self._listening: list[socket.socket] = []
-        self._trial: subprocess.Popen[bytes] | None = None
-        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the program
+        self._listeners: list[socket.socket] = []
+        self._collective_process: subprocess.Popen[bytes] | None = None
+        self._stderr_file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the program
 
-    def answer(self, question: Question) -> Answer:
+    def respond(self, request: ProbeRequest) -> ProbeResponse:
         """What is true here."""
-        if isinstance(question, Look):
-            return look_around(question)
-        if isinstance(question, Apply):
-            environment.apply(question.environment)
-            return Done()
-        if isinstance(question, Clock):
-            return Time(seconds=time.time())
-        if isinstance(question, Listen):
-            return self._listen(question)
-        if isinstance(question, Connect):
-            return Connected(attempts=link_test.connect_all(question.targets, question.secret))
-        if isinstance(question, Measure):
-            return link_test.measure(question.target, question.secret)
-        if isinstance(question, Prepare):
-            self._prepare()
-            return Done()
-        return self._relayed(question)
+        if isinstance(request, CheckHost):
+            return check_host(request)
+        if isinstance(request, ApplyEnvironment):
+            environment.apply(request.environment)
+            return ProbeDone()
+        if isinstance(request, ReadClock):
+            return ClockTime(seconds=time.time())
+        if isinstance(request, OpenListeners):
+            return self._listen(request)
+        if isinstance(request, ConnectToTargets):
+            return ConnectionAttempts(attempts=link_test.connect_all(request.targets, request.secret))
+        if isinstance(request, MeasureLink):
+            return link_test.measure_link(request.target, request.secret)
+        if isinstance(request, StartCollectiveProcess):
+            self._start_collective_process()
+            return ProbeDone()
+        return self._relay(request)
 
     def close(self) -> None:
         """End what was started."""
-        for listening in self._listening:
-            listening.close()
-        if self._trial is not None:
-            self._trial.kill()
-            self._trial.wait()
+        for listener in self._listeners:
+            listener.close()
+        if self._collective_process is not None:
+            self._collective_process.kill()
+            self._collective_process.wait()
 
-    def _listen(self, question: Listen) -> Answer:
-        high = link_test.listen(question.place, question.secret)
-        own = None
-        if question.port is not None:
-            own = link_test.listen(question.place, question.secret, question.port, question.address)
-        if high is None:
-            return Failed(text="no free port")
-        self._listening += [high] if own is None else [high, own]
-        return Listening(high_port=high.getsockname()[1], has_port=own is not None)
+    def _listen(self, request: OpenListeners) -> ProbeResponse:
+        free_port_listener = link_test.start_listener(request.host_index, request.secret)
+        own_listener = None
+        if request.port is not None:
+            own_listener = link_test.start_listener(request.host_index, request.secret, request.port, request.address)
+        if free_port_listener is None:
+            return ProbeFailed(text="no free port")
+        self._listeners += [free_port_listener] if own_listener is None else [free_port_listener, own_listener]
+        return ListenersOpened(high_port=free_port_listener.getsockname()[1], has_port=own_listener is not None)
 
-    def _prepare(self) -> None:
-        self._trial = subprocess.Popen(
+    def _start_collective_process(self) -> None:
+        self._collective_process = subprocess.Popen(
             python_command("rankless.runtime.collective_test"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._stderr_file,
         )
 
-    def _relayed(self, question: Relay) -> Answer:
-        process = self._trial
+    def _relay(self, request: RelayTask) -> ProbeResponse:
+        process = self._collective_process
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(question.line + b"\n")
+            process.stdin.write(request.line + b"\n")
             process.stdin.flush()
-        deadline = time.monotonic() + question.timeout_seconds
+        deadline = time.monotonic() + request.timeout_seconds
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while selector.select(max(0.0, deadline - time.monotonic())):
                 line = process.stdout.readline()
                 if not line:
-                    return Failed(text=self._last_words(process))
+                    return ProbeFailed(text=self._read_last_error(process))
                 if line.startswith(MARK):
                     result = msgspec.json.decode(line.removeprefix(MARK), type=TrialResult)
-                    return Failed(text=result.text) if isinstance(result, NotReduced) else result
-        return Failed(text=f"no answer within {question.timeout_seconds:g} s")
+                    return ProbeFailed(text=result.text) if isinstance(result, NotReduced) else result
+        return ProbeFailed(text=f"no answer within {request.timeout_seconds:g} s")
 
-    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
+    def _read_last_error(self, process: subprocess.Popen[bytes]) -> str:
         code = process.wait()
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+        self._stderr_file.seek(0)
+        lines = self._stderr_file.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"the process that imports torch ended with {code}"
 
 
 def _serve() -> None:
-    bedside = Bedside()
-    _tell(Ready(identity=identity()))
+    server = ProbeServer()
+    _send(ProbeReady(identity=read_host_identity()))
     try:
         for line in sys.stdin.buffer:
-            _tell(bedside.answer(msgspec.json.decode(line, type=Question)))
+            _send(server.respond(msgspec.json.decode(line, type=ProbeRequest)))
     except BrokenPipeError:
         pass  # who asked is gone
     finally:
-        bedside.close()
+        server.close()
 
 
-def _tell(answer: Answer) -> None:
-    sys.stdout.buffer.write(MARK + msgspec.json.encode(answer) + b"\n")
+def _send(response: ProbeResponse) -> None:
+    sys.stdout.buffer.write(MARK + msgspec.json.encode(response) + b"\n")
     sys.stdout.buffer.flush()

@@ -17,89 +17,100 @@ import msgspec
 
 from rankless.config.collective_test import MARK
 from rankless.config.hosts import Host
-from rankless.launch.doctor.probe_protocol import Answer, Clock, Failed, Question, Ready, Time
+from rankless.launch.doctor.probe_protocol import (
+    ClockTime,
+    ProbeFailed,
+    ProbeReady,
+    ProbeRequest,
+    ProbeResponse,
+    ReadClock,
+)
 from rankless.launch.rendezvous.ssh import OPTIONS
 from rankless.launch.rendezvous.ssh_failures import SshCause, ssh_cause
-from rankless.records.check_results import Row, failed
+from rankless.records.check_results import CheckResult, make_failure
 from rankless.runtime.python_command import python_command
 
-CONNECT_SECONDS = 5
-OPEN_SECONDS = 8.0
-ANSWER_SECONDS = 12.0
-CLOCK_QUESTIONS = 3
+CONNECT_TIMEOUT_SECONDS = 5
+READY_TIMEOUT_SECONDS = 8.0
+RESPONSE_TIMEOUT_SECONDS = 12.0
+CLOCK_SAMPLES = 3
 _PROGRAM = "rankless.launch.doctor.probe_server"
-_SILENCE = "no word from its program"
+_NO_RESPONSE = "no word from its program"
 _NO_FOLDER, _NO_PYTHON = 90, 91
 
 Result = TypeVar("Result")
 
 
-class Visit:
+class HostProbe:
     """The program on one host."""
 
-    def __init__(self, host: Host, *, is_here: bool) -> None:
+    def __init__(self, host: Host, *, is_local: bool) -> None:
         self.host = host
-        self._is_here = is_here
+        self._is_local = is_local
         self._target = host.address if host.user is None else f"{host.user}@{host.address}"
-        self._read = b""
-        self._lost: Failed | None = None
-        self.opening_seconds = 0.0
+        self._buffer = b""
+        self._failure: ProbeFailed | None = None
+        self.connect_seconds = 0.0
         self.identity = ""
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the visit
+        self._stderr_file = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the visit
         command = python_command(_PROGRAM)
-        if not is_here:
-            ssh = ["ssh", "-o", f"ConnectTimeout={CONNECT_SECONDS}", *OPTIONS]
-            command = [*ssh, self._target, "--", _remote(command)]
+        if not is_local:
+            ssh = ["ssh", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_SECONDS}", *OPTIONS]
+            command = [*ssh, self._target, "--", _make_remote_command(command)]
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(FileNotFoundError):
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr_file, start_new_session=True
             )
 
-    def opened(self) -> Row | None:
+    def wait_until_ready(self) -> CheckResult | None:
         """None once the program answers; else why it does not."""
         if self._process is None:
-            return failed("ssh", "there is no ssh here", "install OpenSSH's client; or start the job by hand, --no-ssh")
+            return make_failure(
+                "ssh", "there is no ssh here", "install OpenSSH's client; or start the job by hand, --no-ssh"
+            )
         start = time.monotonic()
-        first = self._answer(OPEN_SECONDS)
-        if isinstance(first, Ready):
-            self.opening_seconds = time.monotonic() - start
+        first = self._read_response(READY_TIMEOUT_SECONDS)
+        if isinstance(first, ProbeReady):
+            self.connect_seconds = time.monotonic() - start
             self.identity = first.identity
             return None
-        if self._process.poll() is None and not self._ended():
-            return failed(
+        if self._process.poll() is None and not self._has_ended():
+            return make_failure(
                 "ssh",
-                f"no answer within {OPEN_SECONDS:.0f} s",
+                f"no answer within {READY_TIMEOUT_SECONDS:.0f} s",
                 f"see what holds it up: ssh {self._target} true; a slow login script, or names looked up slowly",
             )
-        cause = self._cause()
-        return failed("program" if self._is_here else "ssh", cause.seen, cause.fix)
+        cause = self._find_cause()
+        return make_failure("program" if self._is_local else "ssh", cause.seen, cause.fix)
 
-    def ask(self, question: Question, timeout_seconds: float = ANSWER_SECONDS) -> Answer:
+    def request(self, request: ProbeRequest, timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS) -> ProbeResponse:
         """The program's answer; `Failed` where there is none, and after that to all it is asked."""
-        if self._lost is not None:
-            return self._lost
+        if self._failure is not None:
+            return self._failure
         assert self._process is not None
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(question) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
             self._process.stdin.flush()
-        answer = self._answer(timeout_seconds)
+        response = self._read_response(timeout_seconds)
         # A late answer would be taken for the next question's.
-        self._lost = answer if isinstance(answer, Failed) and answer.text.startswith(_SILENCE) else None
-        return answer
+        self._failure = (
+            response if isinstance(response, ProbeFailed) and response.text.startswith(_NO_RESPONSE) else None
+        )
+        return response
 
-    def clock(self) -> tuple[float, float] | None:
+    def measure_clock(self) -> tuple[float, float] | None:
         """How many seconds its clock is ahead of this host's, and how far that may be wrong: by the middle of the
         shortest of a few questions.
         """
         best: tuple[float, float] | None = None
-        for _ in range(CLOCK_QUESTIONS):
+        for _ in range(CLOCK_SAMPLES):
             start = time.time()
-            answer = self.ask(Clock())
+            response = self.request(ReadClock())
             end = time.time()
-            if isinstance(answer, Time) and (best is None or (end - start) / 2 < best[1]):
-                best = answer.seconds - (start + end) / 2, (end - start) / 2
+            if isinstance(response, ClockTime) and (best is None or (end - start) / 2 < best[1]):
+                best = response.seconds - (start + end) / 2, (end - start) / 2
         return best
 
     def close(self) -> None:
@@ -114,9 +125,9 @@ class Visit:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._complaints.close()
+        self._stderr_file.close()
 
-    def _answer(self, timeout_seconds: float) -> Answer:
+    def _read_response(self, timeout_seconds: float) -> ProbeResponse:
         """The next line that is ours: a login may greet before it."""
         assert self._process is not None
         assert self._process.stdout is not None
@@ -124,21 +135,21 @@ class Visit:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while True:
-                line, found, rest = self._read.partition(b"\n")
+                line, found, rest = self._buffer.partition(b"\n")
                 if found:
-                    self._read = rest
+                    self._buffer = rest
                     if line.startswith(MARK):
-                        answer: Answer = msgspec.json.decode(line.removeprefix(MARK), type=Answer)
-                        return answer
+                        response: ProbeResponse = msgspec.json.decode(line.removeprefix(MARK), type=ProbeResponse)
+                        return response
                     continue
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    return Failed(text=f"{_SILENCE} within {timeout_seconds:g} s")
+                    return ProbeFailed(text=f"{_NO_RESPONSE} within {timeout_seconds:g} s")
                 data = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not data:
-                    return Failed(text=self._cause().seen)
-                self._read += data
+                    return ProbeFailed(text=self._find_cause().seen)
+                self._buffer += data
 
-    def _ended(self) -> bool:
+    def _has_ended(self) -> bool:
         assert self._process is not None
         try:
             self._process.wait(0.5)
@@ -146,9 +157,9 @@ class Visit:
             return False
         return True
 
-    def _cause(self) -> SshCause:
+    def _find_cause(self) -> SshCause:
         assert self._process is not None
-        self._ended()
+        self._has_ended()
         code = self._process.poll()
         if code == _NO_FOLDER:
             return SshCause(f"the folder {os.getcwd()} is not there", "bring it there, or share it")
@@ -156,55 +167,61 @@ class Visit:
             return SshCause(
                 f"the interpreter {sys.executable} is not there", "bring it there, or share it, at the same place"
             )
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+        self._stderr_file.seek(0)
+        lines = self._stderr_file.read().decode(errors="replace").strip().splitlines()
         cause = ssh_cause(" / ".join(lines), self._target)
         if cause is not None:
             return SshCause(f"{cause.seen} ({lines[-1].strip()})", cause.fix)
         ended = f"it ended with exit code {code}" if code is not None else "it went silent"
-        said = f"{ended}: {' / '.join(line.strip() for line in lines[-4:])}" if lines else ended
-        return SshCause(said, f"try it by hand: ssh {self._target} true")
+        seen = f"{ended}: {' / '.join(line.strip() for line in lines[-4:])}" if lines else ended
+        return SshCause(seen, f"try it by hand: ssh {self._target} true")
 
 
-class Visits:
+class HostProbes:
     """The programs on all hosts that could be reached, by their places in the list."""
 
-    def __init__(self, hosts: Sequence[Host], *, here: int | None, skipped: Sequence[int] = ()) -> None:
-        places = [place for place in range(len(hosts)) if place not in skipped]
-        self._all = {place: Visit(hosts[place], is_here=place == here) for place in places}
-        self.open: dict[int, Visit] = {}
+    def __init__(self, hosts: Sequence[Host], *, own_index: int | None, skipped: Sequence[int] = ()) -> None:
+        host_indices = [host_index for host_index in range(len(hosts)) if host_index not in skipped]
+        self._all = {
+            host_index: HostProbe(hosts[host_index], is_local=host_index == own_index) for host_index in host_indices
+        }
+        self.ready: dict[int, HostProbe] = {}
 
-    def __enter__(self) -> "Visits":
+    def __enter__(self) -> "HostProbes":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _at_once(self._all, lambda _, visit: visit.close())
+        _run_concurrently(self._all, lambda _, probe: probe.close())
 
-    def opened(self) -> dict[int, Row]:
+    def wait_until_ready(self) -> dict[int, CheckResult]:
         """Why those that do not answer do not; the others are `open` from now on."""
-        found = _at_once(self._all, lambda _, visit: visit.opened())
-        self.open = {place: self._all[place] for place, row in found.items() if row is None}
-        return {place: row for place, row in found.items() if row is not None}
+        found = _run_concurrently(self._all, lambda _, probe: probe.wait_until_ready())
+        self.ready = {host_index: self._all[host_index] for host_index, result in found.items() if result is None}
+        return {host_index: result for host_index, result in found.items() if result is not None}
 
-    def clocks(self, places: Sequence[int]) -> dict[int, tuple[float, float] | None]:
+    def measure_clocks(self, host_indices: Sequence[int]) -> dict[int, tuple[float, float] | None]:
         """How far these hosts' clocks are from this one's; see `Visit.clock`."""
-        return _at_once({place: self.open[place] for place in places}, lambda _, visit: visit.clock())
+        return _run_concurrently(
+            {host_index: self.ready[host_index] for host_index in host_indices}, lambda _, probe: probe.measure_clock()
+        )
 
-    def ask(self, questions: Mapping[int, Question], timeout_seconds: float = ANSWER_SECONDS) -> dict[int, Answer]:
+    def request(
+        self, requests: Mapping[int, ProbeRequest], timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS
+    ) -> dict[int, ProbeResponse]:
         """Each host's answer to its question, asked all at once."""
-        asked = {place: self.open[place] for place in questions if place in self.open}
-        return _at_once(asked, lambda place, visit: visit.ask(questions[place], timeout_seconds))
+        probes = {host_index: self.ready[host_index] for host_index in requests if host_index in self.ready}
+        return _run_concurrently(probes, lambda host_index, probe: probe.request(requests[host_index], timeout_seconds))
 
 
-def _at_once(visits: Mapping[int, Visit], call: Callable[[int, Visit], Result]) -> dict[int, Result]:
-    with ThreadPoolExecutor(max(1, len(visits))) as pool:
-        return dict(zip(visits, pool.map(call, visits.keys(), visits.values()), strict=True))
+def _run_concurrently(probes: Mapping[int, HostProbe], call: Callable[[int, HostProbe], Result]) -> dict[int, Result]:
+    with ThreadPoolExecutor(max(1, len(probes))) as pool:
+        return dict(zip(probes, pool.map(call, probes.keys(), probes.values()), strict=True))
 
 
-def _remote(command: Sequence[str]) -> str:
+def _make_remote_command(command: Sequence[str]) -> str:
     """What the login's shell is to do; exit codes of ours tell what is missing there."""
     folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
-    here = f"cd {folder} || exit {_NO_FOLDER}; test -x {python} || exit {_NO_PYTHON}"
-    return f"{here}; exec {shlex.join(command)}"
+    enter = f"cd {folder} || exit {_NO_FOLDER}; test -x {python} || exit {_NO_PYTHON}"
+    return f"{enter}; exec {shlex.join(command)}"

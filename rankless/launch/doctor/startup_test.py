@@ -7,34 +7,34 @@ import tempfile
 import time
 from types import TracebackType
 
-from rankless.records.check_results import Row, failed, passed, warned
+from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning
 from rankless.runtime.python_command import python_command
 
-SLOW_SECONDS = 15.0
-MOST_SECONDS = 40.0
-WHAT = "start of a job"
+SLOW_START_SECONDS = 15.0
+TIMEOUT_SECONDS = 40.0
+CHECK_NAME = "start of a job"
 
 
-class SmallJob:
+class StartupTest:
     """The job, from when it is entered; nothing of it is left afterwards."""
 
-    def __init__(self, *, is_wanted: bool) -> None:
-        self._is_wanted = is_wanted
-        self._mark = f"began {secrets.token_hex(4)} "
+    def __init__(self, *, is_enabled: bool) -> None:
+        self._is_enabled = is_enabled
+        self._marker = f"began {secrets.token_hex(4)} "
         self._files = contextlib.ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> "SmallJob":
-        if not self._is_wanted:
+    def __enter__(self) -> "StartupTest":
+        if not self._is_enabled:
             return self
         self._output = self._files.enter_context(tempfile.TemporaryFile())
-        self._complaints = self._files.enter_context(tempfile.TemporaryFile())
+        self._stderr_file = self._files.enter_context(tempfile.TemporaryFile())
         self._start = time.time()
         self._process = subprocess.Popen(
-            [*python_command("rankless.launch.startup_test_job"), self._mark],
+            [*python_command("rankless.launch.startup_test_job"), self._marker],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
-            stderr=self._complaints,
+            stderr=self._stderr_file,
             start_new_session=True,  # Ctrl-C is the doctor's
         )
         return self
@@ -47,24 +47,28 @@ class SmallJob:
             self._process.wait()
         self._files.close()
 
-    def row(self) -> Row:
+    def result(self) -> CheckResult:
         """How long it took, once it is over."""
         assert self._process is not None
         try:
-            code = self._process.wait(max(0.0, self._start + MOST_SECONDS - time.time()))
+            code = self._process.wait(max(0.0, self._start + TIMEOUT_SECONDS - time.time()))
         except subprocess.TimeoutExpired:
-            return _failure(f"not done within {MOST_SECONDS:g} s")
+            return _failure(f"not done within {TIMEOUT_SECONDS:g} s")
         self._output.seek(0)
         for line in self._output.read().decode(errors="replace").splitlines():
-            if line.startswith(self._mark) and code == 0:
-                seconds = float(line.removeprefix(self._mark)) - self._start
+            if line.startswith(self._marker) and code == 0:
+                seconds = float(line.removeprefix(self._marker)) - self._start
                 seen = f"2 workers, {seconds:.1f} s to their first collective"
                 fix = "a slow disk, or a host with much else to do; a second start is faster"
-                return warned(WHAT, seen, fix) if seconds > SLOW_SECONDS else passed(WHAT, seen)
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+                return (
+                    make_warning(CHECK_NAME, seen, fix) if seconds > SLOW_START_SECONDS else make_pass(CHECK_NAME, seen)
+                )
+        self._stderr_file.seek(0)
+        lines = self._stderr_file.read().decode(errors="replace").strip().splitlines()
         return _failure(lines[-1] if lines else f"it ended with exit code {code}")
 
 
-def _failure(text: str) -> Row:
-    return failed(WHAT, f"2 workers: {text}", "try it by hand: rankless run -n 2 -c 'import torch; print(1)'")
+def _failure(text: str) -> CheckResult:
+    return make_failure(
+        CHECK_NAME, f"2 workers: {text}", "try it by hand: rankless run -n 2 -c 'import torch; print(1)'"
+    )

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rankless.launch.watchdog.diagnosis import Finding, find
-from rankless.launch.watchdog.report import ranks_text, waiting_text, where_text
-from rankless.launch.watchdog.step_rate import FIRST_SECONDS
+from rankless.launch.watchdog.diagnosis import HangDiagnosis, diagnose
+from rankless.launch.watchdog.report import describe_status, describe_waiting, format_ranks
+from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.records.elastic_messages import Seat
 from rankless.records.events import RankStatus
 from rankless.records.quantities import timed
@@ -56,7 +56,7 @@ class Standstill:
         self._told[number] = RankStatus(rank=number, time_ns=0, state="ended"), now
 
     def turn(self, round: int, seats: Mapping[int, Seat], hosts: Mapping[int, str], now: float) -> Report | None:
-        """Whether to say something of the round, now: first after FIRST_SECONDS, and then after twice the time."""
+        """Return a report if one is due: first after STARTUP_STALL_SECONDS, then each time the stall has doubled."""
         if round != self._round:
             self._round, self._began, self._spoken_of = round, now, 0.0
         members = self._members(seats, now)
@@ -69,22 +69,22 @@ class Standstill:
             return None
         still = min(where.still_seconds for where in living)
         timeout = self._timeout_seconds
-        least = FIRST_SECONDS if timeout is None else min(FIRST_SECONDS, timeout)
+        least = STARTUP_STALL_SECONDS if timeout is None else min(STARTUP_STALL_SECONDS, timeout)
         is_due = still >= max(least, 2 * self._spoken_of) or self._spoken_of < (timeout or 0.0) <= still
-        finding = find(members, seconds=still, steps=1, limit=least) if is_due else None
-        if finding is None:
+        diagnosis = diagnose(members, seconds=still, steps=1, stall_limit=least) if is_due else None
+        if diagnosis is None:
             return None
         self._spoken_of = still
         names = {seat.rank: (number, hosts[number]) for number, seat in seats.items()}
-        ends = still >= finding.end_after(timeout=timeout, limit=FIRST_SECONDS)
+        ends = still >= diagnosis.abort_after(timeout=timeout, stall_limit=STARTUP_STALL_SECONDS)
         culprits = {}
         if ends and ended:
             why = f"did not come to its end for {timed(still)}, and others have"
             culprits = {names[where.rank][0]: why for where in living}
-        elif ends and finding.waiting:  # were all to blame, nobody would be left who has the state
-            why = f"did not come while {waiting_text(finding)} for {timed(still)}"
-            culprits = {names[where.rank][0]: why for where in finding.culprits}
-        return Report(_text(round, finding, names, ended), culprits)
+        elif ends and diagnosis.waiting:  # were all to blame, nobody would be left who has the state
+            why = f"did not come while {describe_waiting(diagnosis)} for {timed(still)}"
+            culprits = {names[where.rank][0]: why for where in diagnosis.missing}
+        return Report(_text(round, diagnosis, names, ended), culprits)
 
     def _members(self, seats: Mapping[int, Seat], now: float) -> dict[int, RankStatus]:
         """Those of the round that stand still, by rank; what was told before it began was of the wait for it."""
@@ -97,12 +97,12 @@ class Standstill:
         return found
 
 
-def _text(round: int, finding: Finding, names: Mapping[int, tuple[int, str]], ended: Sequence[int]) -> str:
-    waiting = [waiting_text(finding)] if finding.waiting or not ended else []
-    how = "; ".join([*waiting, *([f"{ranks_text(ended)} ended"] if ended else [])])
-    lines = [f"round {round} has stood still for {timed(finding.seconds)}: {how}"]
-    for where in finding.culprits:
+def _text(round: int, diagnosis: HangDiagnosis, names: Mapping[int, tuple[int, str]], ended: Sequence[int]) -> str:
+    waiting = [describe_waiting(diagnosis)] if diagnosis.waiting or not ended else []
+    how = "; ".join([*waiting, *([f"{format_ranks(ended)} ended"] if ended else [])])
+    lines = [f"round {round} has stood still for {timed(diagnosis.seconds)}: {how}"]
+    for where in diagnosis.missing:
         if where.state != "ended":
             number, host = names[where.rank]
-            lines.append(f"  rank {where.rank}, worker {number} on {host}: {where_text(where)}")
+            lines.append(f"  rank {where.rank}, worker {number} on {host}: {describe_status(where)}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.launch.watchdog.collective_timeouts import timed_out
+from rankless.launch.watchdog.collective_timeouts import parse_timeout
 from rankless.records.events import (
     AnyRecord,
     Exited,
@@ -99,7 +99,7 @@ def is_victim(record: Raised | GroupTeardown) -> bool:
 def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
     record = records[index]
     before = [earlier for earlier in records[:index] if earlier.rank == record.rank]
-    if isinstance(record, Raised) and not is_victim(record) and timed_out(record) is None:
+    if isinstance(record, Raised) and not is_victim(record) and parse_timeout(record) is None:
         code = 130 if record.error_type == "KeyboardInterrupt" else 1
         return Verdict(
             culprit=record.rank,
@@ -208,7 +208,7 @@ def _stalled(victims: Sequence[Raised]) -> Verdict | None:
 
 
 def _timed_out(records: Sequence[AnyRecord], victims: Sequence[Raised]) -> Verdict | None:
-    waited = [where for record in victims if (where := timed_out(record)) is not None]
+    waited = [where for record in victims if (where := parse_timeout(record)) is not None]
     if not waited:
         return None
     first = waited[0]

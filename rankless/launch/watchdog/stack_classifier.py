@@ -12,97 +12,103 @@ _WORKER = os.path.join(PACKAGE_FOLDER, "runtime", "worker.py")
 _C10D = "torch/distributed/distributed_c10d.py"
 _DDP = "torch/nn/parallel/distributed.py"
 _DATA_LOADER = "torch/utils/data/dataloader.py"
-_READER = "torch/utils/data/_utils/worker.py"
+_DATA_LOADER_WORKER = "torch/utils/data/_utils/worker.py"
 _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/debugpy/", "/pydevd", "/_pydev_bundle/", "/ipdb/", "/pudb/")
 _WAITING_CALLS = (".wait(", "wait_tensor(")
 """In a line of the script that calls C: a work, a future or a store of PyTorch's that it waits for."""
 _GPU_CALLS = (".item(", ".tolist(", ".cpu(", ".numpy(", "synchronize(", ".to(")
 """In a line of the script: where the CPU waits for the GPU, and so for whom the GPU waits."""
-_OWN_WAITS = (
+_WAITING_MODULES = (
     "collectives/",
     "compiler/",
     "compat/horovod/engine/",
     "runtime/rendezvous/",
     "runtime/process_context.py",
 )
-_OWN_NAMES = {
+_MODULE_LABELS = {
     "jobs/job.py": "a job's call",
     "data/loader.py": "a loader",
     "data/logical_tensor.py": "an operation on a whole batch",
     "runtime/current_process.py": "the start, where all ranks join",
     "runtime/worker.py": "the end of the script",
     "compat/horovod/context.py": "hvd.init",
-    "compat/horovod/torch/places.py": "hvd.init",
+    "compat/horovod/torch/basics.py": "hvd.init",
     "compat/horovod/torch/optimizer.py": "the step of hvd.DistributedOptimizer",
 }
-_MOST_FRAMES = 6
+_MAX_FRAMES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StackLocation:
     """Where a process is."""
 
-    waits_in: str = ""
+    collective: str = ""
     """The collective in which it waits for others; empty if it is in none."""
-    reads: bool = False
+    waits_for_data: bool = False
     """It waits for its DataLoader's workers."""
     is_debugged: bool = False
-    on_gpu: str = ""
+    gpu_wait: str = ""
     """If it is on a GPU, what it waits for there."""
     line: str = ""
     text: str = ""
     stack: tuple[str, ...] = ()
 
 
-def place_of(stack: Sequence[Frame]) -> Place:
+def classify_stack(stack: Sequence[Frame]) -> StackLocation:
     """The place that a stack, innermost frame first, shows."""
     frames = _without_bootstrap(stack)
     if not frames or (frames[-1].file == "<string>" and any(frame.file.startswith(_WORKER) for frame in frames)):
-        return Place(waits_in=_collective(frames), text="the end of its script")
+        return StackLocation(collective=_find_collective(frames), text="the end of its script")
     script = [frame for frame in frames if not is_library(frame.file)]
     script = script or frames[-1:]
     inner = frames[: frames.index(script[0])]
     source = linecache.getline(script[0].file, script[0].line)
-    reads = any(frame.file.endswith(_DATA_LOADER) for frame in inner)
-    waits_in = "" if reads else _collective(inner)
+    waits_for_data = any(frame.file.endswith(_DATA_LOADER) for frame in inner)
+    collective = "" if waits_for_data else _find_collective(inner)
     if not inner and any(call in source for call in _WAITING_CALLS):
-        waits_in = "wait()"
-    gpu = waits_in or next((call.strip(".(") + "()" for call in _GPU_CALLS if call in source), "")
-    return Place(
-        waits_in=waits_in,
-        reads=reads,
+        collective = "wait()"
+    gpu = collective or next((call.strip(".(") + "()" for call in _GPU_CALLS if call in source), "")
+    return StackLocation(
+        collective=collective,
+        waits_for_data=waits_for_data,
         is_debugged=any(part in frame.file for frame in frames for part in _DEBUGGERS),
-        on_gpu=gpu,
-        line=at(script[0]),
-        text=described(script),
-        stack=tuple(f'File "{short(frame.file)}", line {frame.line}, in {frame.function}' for frame in script[::-1]),
+        gpu_wait=gpu,
+        line=format_line(script[0]),
+        text=describe_location(script),
+        stack=tuple(
+            f'File "{shorten_path(frame.file)}", line {frame.line}, in {frame.function}' for frame in script[::-1]
+        ),
     )
 
 
-def reader_place(stack: Sequence[Frame]) -> Place | None:
+def locate_data_loader_worker(stack: Sequence[Frame]) -> StackLocation | None:
     """Where a DataLoader's worker is in the script's own code; None if it waits for requests, or is none."""
-    end = next((index for index, frame in enumerate(stack) if frame.file.endswith(_READER)), None)
+    end = next((index for index, frame in enumerate(stack) if frame.file.endswith(_DATA_LOADER_WORKER)), None)
     if end is None:
         return None
     script = [frame for frame in stack[:end] if not is_library(frame.file)]
-    return Place(line=at(script[0]), text=described(script)) if script else None
+    return StackLocation(line=format_line(script[0]), text=describe_location(script)) if script else None
 
 
-def described(script: Sequence[Frame]) -> str:
+def describe_location(script: Sequence[Frame]) -> str:
     """As "load() at data.py:12, called from train.py:20"."""
     innermost = script[0]
-    text = at(innermost) if innermost.function == "<module>" else f"{innermost.function}() at {at(innermost)}"
+    text = (
+        format_line(innermost)
+        if innermost.function == "<module>"
+        else f"{innermost.function}() at {format_line(innermost)}"
+    )
     callers = [frame for frame in script[1:] if frame.function != innermost.function]
-    return f"{text}, called from {at(callers[0])}" if callers else text
+    return f"{text}, called from {format_line(callers[0])}" if callers else text
 
 
-def at(frame: Frame) -> str:
+def format_line(frame: Frame) -> str:
     """As "train.py:33"."""
-    return f"{short(frame.file)}:{frame.line}"
+    return f"{shorten_path(frame.file)}:{frame.line}"
 
 
-def short(path: str) -> str:
+def shorten_path(path: str) -> str:
     """A path as a user would name it here."""
     if not os.path.isabs(path):
         return path
@@ -110,9 +116,9 @@ def short(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-def shown(stack: Sequence[str]) -> list[str]:
+def truncate_stack(stack: Sequence[str]) -> list[str]:
     """The innermost of the script's frames, as many as a short report can hold."""
-    return [*(["..."] if len(stack) > _MOST_FRAMES else []), *stack[-_MOST_FRAMES:]]
+    return [*(["..."] if len(stack) > _MAX_FRAMES else []), *stack[-_MAX_FRAMES:]]
 
 
 def _without_bootstrap(stack: Sequence[Frame]) -> list[Frame]:
@@ -122,19 +128,19 @@ def _without_bootstrap(stack: Sequence[Frame]) -> list[Frame]:
     return list(stack[: outermost[-1]] if outermost else stack)
 
 
-def _collective(inner: Sequence[Frame]) -> str:
+def _find_collective(inner: Sequence[Frame]) -> str:
     """The collective that library frames, innermost first, are in; empty for none."""
     files = [frame.file.replace(os.sep, "/") for frame in inner]
     if any(file.endswith(_DDP) for file in files):
         starts = any(frame.function == "__init__" for frame, file in zip(inner, files, strict=True) if _DDP in file)
         return f"DistributedDataParallel's {'start' if starts else 'forward'}"
-    if inner and files[0].startswith(PACKAGE_FOLDER) and _own(files[0]).startswith(_OWN_WAITS):
-        return _own_name(inner, files)
+    if inner and files[0].startswith(PACKAGE_FOLDER) and _package_path(files[0]).startswith(_WAITING_MODULES):
+        return _name_rankless_call(inner, files)
     named = [frame.function for frame, file in zip(inner, files, strict=True) if file.endswith(_C10D)]
     if any(file.startswith(PACKAGE_FOLDER) for file in files) and (
         named or any("torch/distributed/" in file for file in files)
     ):
-        return _own_name(inner, files)
+        return _name_rankless_call(inner, files)
     public = [name for name in named if not name.startswith("_")]
     if public:
         return public[-1]
@@ -143,20 +149,24 @@ def _collective(inner: Sequence[Frame]) -> str:
         return others[-1]
     if inner and files[0].endswith(_BACKWARD[0]) and inner[0].function == _BACKWARD[1]:
         return "backward()"
-    waits = any(file.startswith(PACKAGE_FOLDER) and _own(file).startswith(_OWN_WAITS) for file in files)
-    return _own_name(inner, files) if waits else ""
+    waits = any(file.startswith(PACKAGE_FOLDER) and _package_path(file).startswith(_WAITING_MODULES) for file in files)
+    return _name_rankless_call(inner, files) if waits else ""
 
 
-def _own(file: str) -> str:
+def _package_path(file: str) -> str:
     return file.removeprefix(PACKAGE_FOLDER.replace(os.sep, "/"))
 
 
-def _own_name(inner: Sequence[Frame], files: Sequence[str]) -> str:
+def _name_rankless_call(inner: Sequence[Frame], files: Sequence[str]) -> str:
     """What the script calls of ours: the outermost of our frames says."""
-    ours = [(frame, _own(file)) for frame, file in zip(inner, files, strict=True) if file.startswith(PACKAGE_FOLDER)]
+    ours = [
+        (frame, _package_path(file))
+        for frame, file in zip(inner, files, strict=True)
+        if file.startswith(PACKAGE_FOLDER)
+    ]
     for frame, file in reversed(ours):
-        if file in _OWN_NAMES:
-            return _OWN_NAMES[file]
+        if file in _MODULE_LABELS:
+            return _MODULE_LABELS[file]
         if file == "api.py" and not frame.function.startswith("_"):
             return f"rankless.{frame.function}"
         if file.startswith("compat/horovod/torch/") and not frame.function.startswith("_"):

@@ -5,26 +5,26 @@ from collections.abc import Sequence
 
 from rankless.records.worker_status import Steps
 
-LEAST_SECONDS = 10.0
+MIN_STALL_SECONDS = 10.0
 """Shorter pauses are never spoken of."""
-FIRST_SECONDS = 30.0
+STARTUP_STALL_SECONDS = 30.0
 """Before the first step: ranks wait there for one that fetches or prepares data."""
-MEDIANS = 20.0
-LONGEST = 2.0
+STEP_MULTIPLE = 20.0
+PAUSE_MULTIPLE = 2.0
 """Pauses that have ended by themselves, as an evaluation's, are usual: so much longer is not."""
-REMEMBERED = 64
+HISTORY_LENGTH = 64
 
 
-class Pace:
+class StepRate:
     """Learns from the steps that workers count."""
 
     def __init__(self) -> None:
-        self._per_step: deque[float] = deque(maxlen=REMEMBERED)
-        self._pauses: deque[float] = deque(maxlen=REMEMBERED)
+        self._per_step: deque[float] = deque(maxlen=HISTORY_LENGTH)
+        self._pauses: deque[float] = deque(maxlen=HISTORY_LENGTH)
         self._count = 0
         self._last: float | None = None
 
-    def see(self, pages: Sequence[Steps]) -> None:
+    def update(self, pages: Sequence[Steps]) -> None:
         """Take what the workers have counted by now. Steps of any of them are progress."""
         latest = max((page for page in pages if page.last is not None), key=lambda page: page.last or 0.0, default=None)
         if latest is None or latest.last is None or (self._last is not None and latest.last <= self._last):
@@ -36,7 +36,7 @@ class Pace:
             self._pauses.append(seconds)
         self._count, self._last = count, latest.last
 
-    def endured(self, seconds: float) -> None:
+    def record_pause(self, seconds: float) -> None:
         """The job stood still for so long, and went on by itself."""
         self._pauses.append(seconds)
 
@@ -51,12 +51,12 @@ class Pace:
         # Not by `statistics`: a user's module of that name would come before Python's.
         return sorted(self._per_step)[len(self._per_step) // 2] if self._per_step else None
 
-    def silent_seconds(self, now: float) -> float:
+    def seconds_since_step(self, now: float) -> float:
         """Since the last step; endless before the first."""
         return float("inf") if self._last is None else now - self._last
 
     @property
-    def limit(self) -> float:
+    def stall_limit(self) -> float:
         """After how many seconds of standing still that is unusual."""
-        least = LEAST_SECONDS if self._last is not None else FIRST_SECONDS
-        return max(least, MEDIANS * (self.step_seconds or 0.0), LONGEST * max(self._pauses, default=0.0))
+        minimum = MIN_STALL_SECONDS if self._last is not None else STARTUP_STALL_SECONDS
+        return max(minimum, STEP_MULTIPLE * (self.step_seconds or 0.0), PAUSE_MULTIPLE * max(self._pauses, default=0.0))

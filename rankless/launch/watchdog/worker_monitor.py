@@ -6,26 +6,32 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.watchdog.process_stats import Pulse, Vitals, descendants_of, vitals_of, waits_for
-from rankless.launch.watchdog.stack_classifier import Place, place_of, reader_place
-from rankless.launch.watchdog.stacks import Question, main_stack
+from rankless.launch.watchdog.process_stats import (
+    ActivityTracker,
+    ProcessStats,
+    describe_wait,
+    iterate_descendants,
+    read_process_stats,
+)
+from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack, locate_data_loader_worker
+from rankless.launch.watchdog.stacks import StackRequest, parse_main_stack
 from rankless.records.events import RankState, RankStatus
 from rankless.records.worker_status import Steps, read_page
 
-MOST_READERS = 8
-REST_SECONDS = 1.5
+MAX_DATA_LOADER_WORKERS = 8
+SHORT_IDLE_SECONDS = 1.5
 """Longer than the time between two looks."""
 
 
-class Worker:
+class WorkerMonitor:
     """One of this host's workers."""
 
     def __init__(self, config: WorkerConfig, process_id: int, descriptor: int, now: float) -> None:
         self.config = config
-        self.pulse = Pulse(process_id, now)
-        self.question: Question | None = None
+        self.activity = ActivityTracker(process_id, now)
+        self.stack_request: StackRequest | None = None
         self._descriptor = descriptor
-        self._has_asked_readers = False
+        self._has_requested_data_loader_workers = False
         self._logs = [path for path in (config.log_file, config.error_log_file) if path is not None]
         self._written = 0
         self._written_at = now
@@ -36,14 +42,14 @@ class Worker:
         return read_page(self._descriptor)
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether its process is there, as far as this process knows."""
-        vitals = vitals_of(self.pulse.process_id)
-        return vitals is not None and vitals.state not in "ZX"
+        stats = read_process_stats(self.activity.process_id)
+        return stats is not None and stats.state not in "ZX"
 
-    def feel(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Look at it from outside."""
-        self.pulse.feel(now)
+        self.activity.update(now)
         written = 0
         for path in self._logs:
             with suppress(OSError):
@@ -51,88 +57,91 @@ class Worker:
         if written != self._written:
             self._written, self._written_at = written, now
 
-    def ask(self, now: float) -> None:
+    def request_stacks(self, now: float) -> None:
         """Ask for its stacks."""
-        self.question = Question(self.pulse.process_id, self._descriptor, now)
-        self._has_asked_readers = False
+        self.stack_request = StackRequest(self.activity.process_id, self._descriptor, now)
+        self._has_requested_data_loader_workers = False
 
-    def is_answered(self, now: float) -> bool:
+    def is_complete(self, now: float) -> bool:
         """Whether its stacks are there, and those of its DataLoader's workers if it waits for them."""
-        if self.question is None:
+        if self.stack_request is None:
             return True
-        if not self.question.is_answered(now):
+        if not self.stack_request.is_complete(now):
             return False
-        if not self._has_asked_readers and self._place().reads:
-            self._has_asked_readers = True
-            self.question.ask(list(descendants_of(self.pulse.process_id))[:MOST_READERS], now)
-        return self.question.is_answered(now)
+        if not self._has_requested_data_loader_workers and self._location().waits_for_data:
+            self._has_requested_data_loader_workers = True
+            self.stack_request.add(list(iterate_descendants(self.activity.process_id))[:MAX_DATA_LOADER_WORKERS], now)
+        return self.stack_request.is_complete(now)
 
-    def where(self, now: float, *, limit: float, gpu_waits: bool) -> RankStatus:
+    def status(self, now: float, *, stall_limit: float, gpu_waits: bool) -> RankStatus:
         """Where it is. `limit`: what is unusual for the job. `gpu_waits`: whether a rank that asks its GPU for a result
         is taken to wait for others.
         """
-        pulse, place, vitals = self.pulse, self._place(), self.pulse.vitals
-        state, doing, text, line = self._state(vitals, place, now, limit), "", place.text, place.line
-        if state == "computes" and self.config.device != "cpu" and place.on_gpu and gpu_waits:
-            state, doing = "waits", place.on_gpu  # the CPU turns round and round while the GPU waits for other ranks
+        activity, location, stats = self.activity, self._location(), self.activity.stats
+        state, doing, text, line = self._state(stats, location, now, stall_limit), "", location.text, location.line
+        if state == "computes" and self.config.device != "cpu" and location.gpu_wait and gpu_waits:
+            state, doing = (
+                "waits",
+                location.gpu_wait,
+            )  # the CPU turns round and round while the GPU waits for other ranks
         elif state == "waits":
-            doing = place.waits_in
+            doing = location.collective
         elif state == "stopped":
-            doing = f"kill -CONT {pulse.process_id} lets it go on"
-        elif vitals is not None and vitals.state == "D":
+            doing = f"kill -CONT {activity.process_id} lets it go on"
+        elif stats is not None and stats.state == "D":
             doing = "waits for a disk"
         elif state == "blocked":
-            doing = waits_for(pulse.process_id)
-        elif state == "computes" and now - pulse.still_since > limit / 2:
+            doing = describe_wait(activity.process_id)
+        elif state == "computes" and now - activity.idle_since > stall_limit / 2:
             doing = "waits for processes of its own that run"
-        elif state == "computes" and now - pulse.tree_still_since > REST_SECONDS:
-            doing = waits_for(pulse.process_id)  # not for long enough to be sure that it goes on doing nothing
-        reader = self._reader() if place.reads else None
-        if reader is not None:
-            process_id, inside = reader
-            doing, line = (waits_for(process_id) if state == "blocked" else doing), inside.line
+        elif state == "computes" and now - activity.tree_idle_since > SHORT_IDLE_SECONDS:
+            doing = describe_wait(activity.process_id)  # not for long enough to be sure that it goes on doing nothing
+        data_loader_worker = self._locate_data_loader_worker() if location.waits_for_data else None
+        if data_loader_worker is not None:
+            process_id, inside = data_loader_worker
+            doing, line = (describe_wait(process_id) if state == "blocked" else doing), inside.line
             text += f"; its DataLoader's worker, process {process_id}, is in {inside.text}"
         return RankStatus(
             rank=self.config.rank,
             time_ns=time.monotonic_ns(),
             state=state,
-            still_seconds=now - pulse.still_since,
+            still_seconds=now - activity.idle_since,
             quiet_seconds=now - self._written_at,
-            cpu_percent=pulse.cpu_percent,
+            cpu_percent=activity.cpu_percent,
             doing=doing,
             line=line,
             text=text,
-            stack=place.stack,
+            stack=location.stack,
         )
 
-    def _state(self, vitals: Vitals | None, place: Place, now: float, limit: float) -> RankState:
-        if vitals is None or vitals.state in "ZX":
+    def _state(self, stats: ProcessStats | None, location: StackLocation, now: float, stall_limit: float) -> RankState:
+        if stats is None or stats.state in "ZX":
             return "ended"
-        if vitals.tracer or vitals.state == "t" or place.is_debugged:
+        if stats.tracer_pid or stats.state == "t" or location.is_debugged:
             return "debugged"
-        if vitals.state == "T":
+        if stats.state == "T":
             return "stopped"
-        if place.waits_in:
+        if location.collective:
             return "waits"
-        stands_still = now - self.pulse.tree_still_since >= limit / 2
-        return "blocked" if stands_still and vitals.state != "D" else "computes"
+        stands_still = now - self.activity.tree_idle_since >= stall_limit / 2
+        return "blocked" if stands_still and stats.state != "D" else "computes"
 
-    def _place(self) -> Place:
-        answers = {} if self.question is None else self.question.answers
-        text = answers.get(self.pulse.process_id)
-        return Place() if text is None else place_of(main_stack(text, self.page.main_thread))
+    def _location(self) -> StackLocation:
+        stacks = {} if self.stack_request is None else self.stack_request.stacks
+        text = stacks.get(self.activity.process_id)
+        return StackLocation() if text is None else classify_stack(parse_main_stack(text, self.page.main_thread))
 
-    def _reader(self) -> tuple[int, Place] | None:
+    def _locate_data_loader_worker(self) -> tuple[int, StackLocation] | None:
         """The first of its DataLoader's workers that is in the script's own code."""
-        answers = {} if self.question is None else self.question.answers
-        for process_id, text in answers.items():
-            place = reader_place(main_stack(text, self.page.main_thread))
-            if process_id != self.pulse.process_id and place is not None:
-                return process_id, place
+        stacks = {} if self.stack_request is None else self.stack_request.stacks
+        for process_id, text in stacks.items():
+            location = locate_data_loader_worker(parse_main_stack(text, self.page.main_thread))
+            if process_id != self.activity.process_id and location is not None:
+                return process_id, location
         return None
 
 
-def write_stacks(path: str, workers: Sequence[Worker], elsewhere: Collection[RankStatus] = ()) -> str:
+def write_stacks(path: str, workers: Sequence[WorkerMonitor], remote_statuses: Collection[RankStatus] = ()) -> str:
     """Append all that the workers have answered to a file, and of ranks elsewhere what was told of them; returns its
     name as a user would write it.
     """
@@ -140,10 +149,10 @@ def write_stacks(path: str, workers: Sequence[Worker], elsewhere: Collection[Ran
         with open(path, "a", encoding="utf-8") as file:
             file.write(time.strftime("== %Y-%m-%d %H:%M:%S\n"))
             for worker in workers:
-                answers = {} if worker.question is None else worker.question.answers
-                for process_id, text in answers.items():
+                stacks = {} if worker.stack_request is None else worker.stack_request.stacks
+                for process_id, text in stacks.items():
                     file.write(f"-- rank {worker.config.rank}, process {process_id}\n{text}\n")
-            for where in elsewhere:
+            for where in remote_statuses:
                 frames = "".join(f"  {frame}\n" for frame in where.stack)
                 file.write(f"-- rank {where.rank}, on another host: {where.text}\n{frames}\n")
     except OSError:

@@ -8,7 +8,7 @@ from rankless.config.run_config import Program, ProgramKind
 from rankless.errors import ConfigError
 
 
-class _TakeRest(argparse.Action):
+class _TakeRemainder(argparse.Action):
     """Takes `-m NAME …` or `-c CODE …` with all that follows."""
 
     def __call__(
@@ -24,15 +24,15 @@ class _TakeRest(argparse.Action):
         namespace.program = (kind, *values)
 
 
-def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+def add_program_options(parser: argparse.ArgumentParser) -> None:
     """Declare the program. Options after it are its own, whatever they are called."""
     parser.set_defaults(program=None)
-    parser.add_argument("-m", nargs=argparse.REMAINDER, action=_TakeRest, metavar="MODULE", help="a module to run")
-    parser.add_argument("-c", nargs=argparse.REMAINDER, action=_TakeRest, metavar="CODE", help="code to run")
+    parser.add_argument("-m", nargs=argparse.REMAINDER, action=_TakeRemainder, metavar="MODULE", help="a module to run")
+    parser.add_argument("-c", nargs=argparse.REMAINDER, action=_TakeRemainder, metavar="CODE", help="code to run")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="the script to run")
 
 
-def take_program(arguments: argparse.Namespace) -> Program:
+def read_program(arguments: argparse.Namespace) -> Program:
     """The program that was named; raises `ConfigError` when none was."""
     if arguments.program is not None:
         kind, target, *rest = arguments.program

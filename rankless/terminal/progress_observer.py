@@ -1,0 +1,38 @@
+"""The progress line below a job's output."""
+
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rankless.records.events import AnyRecord, Progress
+
+if TYPE_CHECKING:
+    from rankless.terminal.progress_display import ProgressDisplay
+
+
+class ProgressObserver:
+    """An observer that draws progress records, if there ever are any: rich is not imported for other jobs."""
+
+    def __init__(self) -> None:
+        self._display: ProgressDisplay | None = None
+
+    def __enter__(self) -> "ProgressObserver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._display is not None:
+            self._display.close()
+
+    def receive(self, record: AnyRecord) -> None:
+        """Show a progress record; others are not for this observer."""
+        if isinstance(record, Progress):
+            if self._display is None:
+                self._display = importlib.import_module("rankless.terminal.progress_display").ProgressDisplay()
+            self._display.show(record)
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """A context in which the terminal is free for other text."""
+        return nullcontext() if self._display is None else self._display.hidden()
