@@ -13,14 +13,14 @@ from torch import Tensor
 
 import rankless
 from bench.models import GPT, MLP, LeNet, loss_of, random_batch
-from rankless.compiler.guards.guards import Guards
+from rankless.compiler.guards.guards import GuardSet
 from rankless.context.model_changes import ModelChanges
 from rankless.jobs.consistent import Consistent
 
 MODELS = {"mlp": MLP, "lenet": LeNet, "gpt": GPT}
 CHECKS: dict[str, list[tuple[type, str]]] = {
     "digest": [(Consistent, "_meet"), (ModelChanges, "note")],
-    "guards": [(Guards, "hold")],
+    "guards": [(GuardSet, "all_hold")],
 }
 
 

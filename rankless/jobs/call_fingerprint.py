@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.compiler.tracing.plain_values import SIMPLE
+from rankless.compiler.tracing.plain_values import PLAIN_TYPES
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.jobs.arguments import TENSOR, Arguments, leaf_paths
 
@@ -36,7 +36,7 @@ def tensor_text(tensor: Tensor) -> str:
 
 def plain_text(value: Any) -> str:
     """A plain value; of what has an address in its text, only the type."""
-    return repr(value) if isinstance(value, SIMPLE) else type(value).__qualname__
+    return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__qualname__
 
 
 def names_of(function: Callable[..., Any], arguments: Arguments) -> list[str]:

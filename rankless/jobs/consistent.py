@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.capture.autocast import fresh_casts
-from rankless.compiler.capture.capture import LEAF, Captured
-from rankless.compiler.tracing.symbolic_sizes import numbers_of
+from rankless.compiler.capture.autocast import clear_autocast_cache
+from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
+from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
 from rankless.jobs.arguments import Arguments, piece_of, placements_of
 from rankless.jobs.call_fingerprint import GENERATOR, call_text, digests_of, generator_digest, names_of
@@ -44,7 +44,7 @@ class Consistent:
         self._meet(call)
         inspector = self._world.inspector
         inspected = inspector is not None and inspector.begins(self._job.name)
-        with fresh_casts():
+        with clear_autocast_cache():
             if inspected:
                 prepared = self._programs.captured_exactly(call)
             else:
@@ -64,9 +64,9 @@ class Consistent:
         sizes = prepared.sizes(arguments)
         program: Any = prepared.local
         if inspected and inspector is not None:
-            program = inspector.instrument(prepared.local.placed, self._world)
+            program = inspector.instrument(prepared.local.sharded, self._world)
         outputs = program([value.detach() for value in values], list(sizes.values()))
-        for module, training in prepared.captured.modes_set:
+        for module, training in prepared.captured.changed_modes:
             module.training = training
         results = self._apply(prepared, outputs)
         self._tensors = states
@@ -96,7 +96,7 @@ class Consistent:
                 call_text(job.name, self._calls, arguments) + (CHANGED if changed else ""),
                 names=lambda: [READ, *([GENERATOR] if drawn else []), *names_of(job.function, arguments)],
                 digests=[program, *drawn, *digests_of(arguments.tensors)],
-                remark="" if stale is None else f"{stale.label} {stale.change()}",
+                remark="" if stale is None else f"{stale.label} {stale.describe_change()}",
             )
         self._changes += changed
         if is_first:
@@ -123,10 +123,10 @@ class Consistent:
         return results
 
 
-def joined_result(captured: Captured, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:
+def joined_result(captured: CapturedJob, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:
     """The job's result as the script returns it, with whole tensors, and sizes as the numbers they are now."""
     remaining = iter(results)
-    leaves = [next(remaining) if leaf is LEAF else numbers_of(leaf, sizes) for leaf in captured.result_leaves]
+    leaves = [next(remaining) if leaf is TENSOR_LEAF else evaluate_size(leaf, sizes) for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_spec)
 
 

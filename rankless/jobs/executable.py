@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from rankless.compiler.capture.capture import Captured
+from rankless.compiler.capture.capture import CapturedJob
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import ProgramInput
 from rankless.jobs.arguments import Arguments
@@ -32,7 +32,7 @@ class Executable:
     """A program ready to run, what it was captured from, and how its result is put together."""
 
     local: LocalProgram
-    captured: Captured
+    captured: CapturedJob
     number: int
     """Its place among the job's programs, in the order of their captures: the same on every rank."""
     slots: tuple[Slot | Tensor | int, ...]
@@ -46,7 +46,7 @@ class Executable:
     @property
     def is_right(self) -> bool:
         """Whether every Python value that it has taken in is what it was."""
-        return self.captured.guards.hold()
+        return self.captured.guards.all_hold()
 
     def sizes(self, arguments: Arguments) -> dict[str, int]:
         """The varying sizes in this call, by name."""
@@ -56,7 +56,7 @@ class Executable:
 
 
 def ready(
-    job: JobDefinition, captured: Captured, local: LocalProgram, *, number: int, variation: Variation | None = None
+    job: JobDefinition, captured: CapturedJob, local: LocalProgram, *, number: int, variation: Variation | None = None
 ) -> Executable:
     """A job's program with its inputs and outputs found."""
     return Executable(

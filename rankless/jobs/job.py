@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from rankless.compiler.capture.autocast import without_autocast
-from rankless.compiler.capture.refusals import as_the_script_raised_it
+from rankless.compiler.capture.autocast import disable_autocast
+from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError
@@ -133,13 +133,13 @@ class Job(Generic[Parameters, Result]):
             with default_dtype(world.dtype or self._dtype):
                 outcome = self._view.run(arguments)
             if outcome.loss is not None:
-                with without_autocast(job.device(world.mesh.device).type):
+                with disable_autocast(job.device(world.mesh.device).type):
                     self._stepped = self._stepper_of(world).take(outcome.loss, outcome.counts)
         except RanklessError as error:
             # The message has the script's line; the frames below this one are ours and PyTorch's.
             raise error.with_traceback(None) from error.__cause__
         except Exception as error:  # the script's own code raised it, under capture with a hundred frames between
-            raise as_the_script_raised_it(error) from error.__cause__
+            raise keep_user_frames(error) from error.__cause__
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
         loss = outcome.loss

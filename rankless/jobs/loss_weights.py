@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from rankless.compiler.analysis.loss_normalizers import counted, results_alone
-from rankless.compiler.capture.capture import ArgumentShape, Captured, JobSource, capture
+from rankless.compiler.analysis.loss_normalizers import add_loss_normalizers, keep_last_results
+from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
@@ -43,20 +43,20 @@ class LossWeights:
 
     def read(self, prepared: Executable, results: Sequence[Tensor]) -> tuple[Count, ...]:
         """The counts among a program's results: the last ones."""
-        finishes = self._finishes[id(prepared.captured)]
-        totals = [float(total) for total in results[len(results) - len(finishes) :]]
-        return tuple(Count(total, plus, least) for total, (plus, least) in zip(totals, finishes, strict=True))
+        adjustments = self._finishes[id(prepared.captured)]
+        totals = [float(total) for total in results[len(results) - len(adjustments) :]]
+        return tuple(Count(total, plus, least) for total, (plus, least) in zip(totals, adjustments, strict=True))
 
-    def _changed(self, captured: Captured, arguments: Arguments) -> LogicalProgram:
+    def _changed(self, captured: CapturedJob, arguments: Arguments) -> LogicalProgram:
         """The captured program with its counts, or these alone."""
         rows, dims = rows_of(arguments, self._job)
 
-        def with_rows(times: int) -> LogicalProgram:
+        def capture_with_rows(times: int) -> LogicalProgram:
             return self._captured_with(arguments, rows, dims, times)
 
-        found = counted(captured.program, with_rows, dims, line=self._job.line)
-        self._finishes[id(captured)] = found.finishes
-        return results_alone(found.program, len(found.finishes)) if self._alone else found.program
+        found = add_loss_normalizers(captured.program, capture_with_rows, dims, line=self._job.line)
+        self._finishes[id(captured)] = found.adjustments
+        return keep_last_results(found.program, len(found.adjustments)) if self._alone else found.program
 
     def _captured_with(self, arguments: Arguments, rows: int, dims: dict[int, int], times: int) -> LogicalProgram:
         """The job captured for so many times the rows. A plain argument that is the number of rows grows with them."""

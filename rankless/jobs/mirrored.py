@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.tensor_collectives import all_reduce, broadcast, joined_by_kind
 from rankless.collectives.typed_values import decode_value, encode_value
-from rankless.compiler.capture.autocast import fresh_casts, without_autocast
-from rankless.compiler.capture.capture import objective
+from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
+from rankless.compiler.capture.capture import extract_loss
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import Arguments
@@ -137,11 +137,11 @@ class Mirrored:
         """The result of one element."""
         own_args, own_kwargs = of_device(args, place), of_device(kwargs, place)
         devices = [self._world.mesh.device] if self._world.mesh.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), fresh_casts(), torch.set_grad_enabled(self._job.trains):
+        with torch.random.fork_rng(devices), clear_autocast_cache(), torch.set_grad_enabled(self._job.trains):
             torch.manual_seed((seed + place) % 2**63)
             result = function(*own_args, **dict(own_kwargs))
         if self._job.trains:
-            objective(result, self._job.name)  # a loss of the right kind, or an error
+            extract_loss(result, self._job.name)  # a loss of the right kind, or an error
         return result
 
     def _encoded(self, result: Any) -> bytes:
@@ -156,7 +156,7 @@ class Mirrored:
             ) from error
 
     def _backward(self, loss: Tensor) -> None:
-        with without_autocast(loss.device.type):
+        with disable_autocast(loss.device.type):
             loss.backward()
 
     def _hand_on_buffers(self) -> None:

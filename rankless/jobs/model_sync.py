@@ -8,7 +8,7 @@ import torch
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.tensor_collectives import broadcast
 from rankless.compiler.capture.graph_cleanup import named_tensors
-from rankless.compiler.capture.side_effects import require_initialised
+from rankless.compiler.capture.side_effects import require_initialized
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.jobs.definition import JobDefinition
@@ -29,7 +29,7 @@ def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
 
 def equalise(job: JobDefinition, world: World, *, when: str) -> None:
     """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
-    require_initialised(job.modules, job.line)
+    require_initialized(job.modules, job.line)
     parted = differing(job, world)
     if not parted:
         return

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.capture.autocast import fresh_casts, without_autocast
-from rankless.compiler.capture.capture import objective
-from rankless.compiler.capture.training_calls import steps_refused
+from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
+from rankless.compiler.capture.capture import extract_loss
+from rankless.compiler.capture.training_calls import refuse_training_calls
 from rankless.context.world import World
 from rankless.jobs.arguments import Arguments
 from rankless.jobs.definition import JobDefinition, Outcome, without_gradient
@@ -37,7 +37,7 @@ class Plain:
         if not self._job.trains:
             if inspector is not None:
                 inspector.run_beside(self._job, self._world, arguments)
-            with self._checked(), fresh_casts(), torch.no_grad():
+            with self._checked(), clear_autocast_cache(), torch.no_grad():
                 result: Any = self._job.function(*args, **kwargs)
             if inspector is not None:
                 inspector.record_plain(self._job, result)
@@ -52,11 +52,11 @@ class Plain:
                 stack.enter_context(nudged(parameters, self._noise))
             if inspector is not None:
                 inspector.run_beside(self._job, self._world, arguments)
-            with fresh_casts():
+            with clear_autocast_cache():
                 with self._checked():
                     result = self._job.function(*args, **kwargs)
-                loss = objective(result, self._job.name)
-                with without_autocast(self._device.type):
+                loss = extract_loss(result, self._job.name)
+                with disable_autocast(self._device.type):
                     loss.backward()
         if inspector is not None:
             inspector.record_plain(self._job, result)
@@ -67,4 +67,4 @@ class Plain:
     def _checked(self) -> contextlib.AbstractContextManager[None]:
         """At the first call what the job may not do is refused; later calls cost nothing."""
         first, self._is_first = self._is_first, False
-        return steps_refused() if first else contextlib.nullcontext()
+        return refuse_training_calls() if first else contextlib.nullcontext()

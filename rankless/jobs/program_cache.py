@@ -8,16 +8,16 @@ import msgspec
 from torch import nn
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.compiler.capture.capture import ArgumentShape, Captured, JobSource, capture
-from rankless.compiler.capture.refusals import raised_at
-from rankless.compiler.capture.torch_modes import modes
-from rankless.compiler.codegen.codegen import LocalProgram, built
+from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
+from rankless.compiler.capture.torch_modes import get_torch_modes
+from rankless.compiler.capture.trace_errors import find_user_line
+from rankless.compiler.codegen.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.program_agreement import require_same_program
 from rankless.compiler.scheduling.schedule import GradientMemory
-from rankless.compiler.tracing.plain_values import kinds_of_plain
-from rankless.compiler.tracing.symbolic_sizes import Sizes, condition_of, is_size
+from rankless.compiler.tracing.plain_values import make_type_keys
+from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, is_symbolic
 from rankless.context.world import World
 from rankless.errors import RanklessError
 from rankless.jobs.arguments import Arguments, shapes_of
@@ -72,7 +72,7 @@ class Call:
     def stale(self) -> Guard | None:
         """What has changed since a program was captured that would be right without."""
         programs = (*self.kind.by_shapes.get(self.shapes, ()), *self.kind.varying)
-        return next((prepared.captured.guards.first_changed() for prepared in programs), None)
+        return next((prepared.captured.guards.first_failing() for prepared in programs), None)
 
     def varying(self) -> tuple[tuple[Place, ...], ...]:
         """The places whose sizes vary; lengths of shards that do not follow from a size stay as they are."""
@@ -94,7 +94,7 @@ class ProgramCache:
         self,
         job: JobDefinition,
         world: World,
-        changed: Callable[[Captured, Arguments], LogicalProgram] = lambda captured, _: captured.program,
+        changed: Callable[[CapturedJob, Arguments], LogicalProgram] = lambda captured, _: captured.program,
     ) -> None:
         self._job = job
         self._world = world
@@ -160,8 +160,8 @@ class ProgramCache:
                     for tensor, placement in zip(arguments.tensors, placements, strict=True)
                 ]
             ),
-            kinds_of_plain(arguments.plain),
-            modes(self._job.device(self._world.mesh.device).type),
+            make_type_keys(arguments.plain),
+            get_torch_modes(self._job.device(self._world.mesh.device).type),
         )
 
     def _for_these_sizes(self, call: Call) -> Executable:
@@ -169,7 +169,7 @@ class ProgramCache:
         captured = self._capture(call.arguments, shapes_of(call.arguments), None)
         program = self._changed(captured, call.arguments)
         require_same_program(program, self._world.mesh)
-        local = built(program, call.placements, self._world.mesh, memory=self._memory)
+        local = build_local_program(program, call.placements, self._world.mesh, memory=self._memory)
         self._tell(local, captured)
         return self._ready(captured, local)
 
@@ -178,14 +178,14 @@ class ProgramCache:
         kind, groups = call.kind, call.varying()
         if not groups or kind.failures >= MOST_FAILURES:
             return None
-        sizes, failure = Sizes(), ""
+        sizes, failure = SymbolicSizes(), ""
         try:
             shapes = symbolic(sizes, shapes_of(call.arguments), groups)
             captured = self._capture(call.arguments, shapes, sizes)
             placements = [placed_as(item, shape.shape) for item, shape in zip(call.placements, shapes, strict=True)]
             mesh, symbols = self._world.mesh, tuple(sizes.symbols)
             program = self._changed(captured, call.arguments)
-            local = built(program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
+            local = build_local_program(program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
         except Exception as error:  # the job's own code, which may ask of a size what only a number can answer
             failure = reason_of(error, self._job.line)
         conditions = self._agreed(sizes, failure)
@@ -200,7 +200,7 @@ class ProgramCache:
             groups=groups,
             symbols=symbols,
             fixed={place: size for place, size in sizes_of(call.shapes).items() if place not in varied},
-            holds=condition_of(conditions, len(groups)),
+            holds=compile_guards(conditions, len(groups)),
         )
         prepared = self._ready(captured, local, variation)
         kind.varying.append(prepared)
@@ -212,14 +212,14 @@ class ProgramCache:
             )
         return prepared
 
-    def _agreed(self, sizes: Sizes, failure: str) -> list[str] | None:
+    def _agreed(self, sizes: SymbolicSizes, failure: str) -> list[str] | None:
         """The guards of all ranks' programs for varying sizes, whose own lengths differ; None if any has none.
 
         With the union all ranks always choose the same program.
         """
-        if not failure and not sizes.vary():
+        if not failure and not sizes.has_free_symbols():
             failure = f"{fixing_line(sizes) or self._job.line}: it asks for the number itself, as len() and range() do"
-        told = Told([] if failure else sizes.conditions(), failure)
+        told = Told([] if failure else sizes.guard_expressions(), failure)
         everyone = all_gather_bytes(msgspec.msgpack.encode(told), mesh=self._world.mesh)
         answers = [msgspec.msgpack.decode(data, type=Told) for data in everyone]
         failed = next((answer.failure for answer in answers if answer.failure), None)
@@ -231,11 +231,13 @@ class ProgramCache:
         )
         return None
 
-    def _ready(self, captured: Captured, local: LocalProgram, variation: Variation | None = None) -> Executable:
+    def _ready(self, captured: CapturedJob, local: LocalProgram, variation: Variation | None = None) -> Executable:
         self._captures += 1
         return ready(self._job, captured, local, number=self._captures, variation=variation)
 
-    def _capture(self, arguments: Arguments, shapes: Sequence[ArgumentShape], sizes: Sizes | None) -> Captured:
+    def _capture(
+        self, arguments: Arguments, shapes: Sequence[ArgumentShape], sizes: SymbolicSizes | None
+    ) -> CapturedJob:
         """The logical program for arguments of the given shapes."""
         job = self._job
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
@@ -249,15 +251,15 @@ class ProgramCache:
             raise TypeError(f"the job keeps a size of an argument in {kept[0]!r}")
         return captured
 
-    def _tell(self, local: LocalProgram, captured: Captured) -> None:
+    def _tell(self, local: LocalProgram, captured: CapturedJob) -> None:
         """Say once which operators no rule covers and what is lost, and show the program to whoever asked for it."""
-        if captured.printed is not None:
+        if captured.print_line is not None:
             self._world.notify(
-                f"{captured.printed}: what job {self._job.name!r} prints or logs comes only while it is captured"
+                f"{captured.print_line}: what job {self._job.name!r} prints or logs comes only while it is captured"
             )
         if self._world.programs is not None:
             self._world.programs.record(self._job, local)
-        for node in local.placed.ruleless:
+        for node in local.sharded.nodes_without_rule:
             self._world.notify(
                 f"{node.meta.get('line', '')}: no rule to split {node.target} yet; in job {self._job.name!r} it is "
                 "gathered and computed whole on every rank (right, but not faster with more workers)"
@@ -283,12 +285,12 @@ def reason_of(error: Exception, line: str) -> str:
         text, where = str(error.found), error.where
     else:
         text, where = f"{type(error).__name__}: {error}", None
-    return f"{where or raised_at(error) or line}: {text}".partition("\n")[0]
+    return f"{where or find_user_line(error) or line}: {text}".partition("\n")[0]
 
 
-def fixing_line(sizes: Sizes) -> str:
+def fixing_line(sizes: SymbolicSizes) -> str:
     """The first line of the user's that a size had to be a number for."""
-    return next((line for line in sizes.environment.fixing_lines if line), "")
+    return next((line for line in sizes.shape_env.specializing_lines if line), "")
 
 
 def namespaces_of(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
@@ -301,7 +303,7 @@ def without_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping
     """Put back what the job has overwritten with a size, which outside the job would be no number; the names."""
     kept = []
     for names, known in zip(namespaces, before, strict=True):
-        for name in [name for name, value in names.items() if is_size(value)]:
+        for name in [name for name, value in names.items() if is_symbolic(value)]:
             kept.append(name)
             names[name] = known.get(name)
     return kept

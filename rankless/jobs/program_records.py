@@ -7,8 +7,8 @@ from torch import fx
 
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput
-from rankless.compiler.sharding.redistribute import bytes_of
-from rankless.compiler.tracing.symbolic_sizes import known
+from rankless.compiler.sharding.redistribute import count_bytes
+from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.jobs.definition import JobDefinition
 from rankless.parallel.placement import Placement, Shard
 from rankless.records.job_programs import (
@@ -49,15 +49,15 @@ class ProgramRecorder:
 
 def job_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
     """A job after lowering, as plain facts."""
-    placed = local.placed
-    logical = placed.logical
+    sharded = local.sharded
+    logical = sharded.logical
     return JobProgram(
         job=job.name,
         line=job.line,
         trains=job.trains,
-        workers=placed.mesh_size,
+        workers=sharded.mesh_size,
         operators=operator_count(logical),
-        inputs=tuple(planned_input(node, given, placed.placements[node]) for node, given in logical.inputs.items()),
+        inputs=tuple(planned_input(node, given, sharded.placements[node]) for node, given in logical.inputs.items()),
         moves=tuple(
             PlannedMove(
                 kind=move.kind,
@@ -68,10 +68,11 @@ def job_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
                 reason=move.reason,
                 overlapped=move.overlapped,
             )
-            for move in local.moves
+            for move in local.collectives
         ),
         gathered=tuple(
-            GatheredOperator(operator=str(node.target), line=str(node.meta.get("line", ""))) for node in placed.ruleless
+            GatheredOperator(operator=str(node.target), line=str(node.meta.get("line", "")))
+            for node in sharded.nodes_without_rule
         ),
     )
 
@@ -88,9 +89,9 @@ def planned_input(node: fx.Node, given: ProgramInput, placement: Placement) -> P
     return PlannedInput(
         kind=given.kind,
         name=given.name,
-        shape=tuple(int(known(size)) for size in value.shape),
+        shape=tuple(int(size_hint(size)) for size in value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
-        bytes=bytes_of(node),
+        bytes=count_bytes(node),
         placement=placement_text(placement),
     )
 
@@ -98,5 +99,5 @@ def planned_input(node: fx.Node, given: ProgramInput, placement: Placement) -> P
 def placement_text(placement: Placement) -> str:
     """How a value lies, in words."""
     if isinstance(placement, Shard):
-        return f"dim {placement.dim} split {'+'.join(str(known(length)) for length in placement.lengths)}"
+        return f"dim {placement.dim} split {'+'.join(str(size_hint(length)) for length in placement.lengths)}"
     return "whole on every worker"

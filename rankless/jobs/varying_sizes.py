@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.compiler.capture.capture import ArgumentShape
-from rankless.compiler.tracing.symbolic_sizes import SMALLEST, Sizes
+from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes
 from rankless.parallel.placement import Placement, Shard, split_lengths
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -39,7 +39,7 @@ class History:
         """The places that vary, those that have always had equal sizes together; none before the third shape."""
         found: dict[int, list[Place]] = {}
         for place, size in sizes_of(shapes).items():
-            if len(self._distinct) >= DISTINCT and place in self._varied and size >= SMALLEST:
+            if len(self._distinct) >= DISTINCT and place in self._varied and size >= MIN_SYMBOLIC_SIZE:
                 found.setdefault(self._kinds[place], []).append(place)
         return tuple(map(tuple, found.values()))
 
@@ -77,13 +77,13 @@ class Variation:
 
 
 def symbolic(
-    sizes: Sizes, shapes: Sequence[ArgumentShape], groups: Sequence[Sequence[Place]]
+    sizes: SymbolicSizes, shapes: Sequence[ArgumentShape], groups: Sequence[Sequence[Place]]
 ) -> tuple[ArgumentShape, ...]:
     """The shapes with a new symbol for every group of places."""
     changed = [list(item.shape) for item in shapes]
     for number, group in enumerate(groups):
         first, dim = group[0]
-        size = sizes.size(shapes[first].shape[dim], f"size {number}")
+        size = sizes.create(shapes[first].shape[dim], f"size {number}")
         for argument, dim in group:
             changed[argument][dim] = size
     return tuple(

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron
+from adversarial_cases import AdversarialCase, Script, batches, perceptron
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -206,21 +206,21 @@ def parameter_changed_inside():
     return Script(function=loss, modules={"model": model}, batches=batches())
 
 
-TRAPS = [
-    Trap(build=custom_function),
-    Trap(build=hook_on_a_tensor),
-    Trap(build=hook_on_a_parameter, refused=r"a hook on parameter model\.0\.weight"),
-    Trap(build=hook_after_a_gradient_has_been_added, refused=r"a hook on parameter model\.0\.weight"),
-    Trap(build=full_backward_hook_of_a_module),
-    Trap(build=gradient_penalty),
-    Trap(build=tied_weights),
-    Trap(build=checkpoint_without_reentry),
-    Trap(build=checkpoint_of_dropout),
-    Trap(build=checkpoint_with_reentry, refused=r"use_reentrant=True"),
-    Trap(build=requires_grad_that_changes_between_calls),
-    Trap(build=requires_grad_set_inside, refused=r"requires_grad"),
-    Trap(build=frozen_parameters),
-    Trap(build=no_grad_inside),
-    Trap(build=backward_inside, refused=r"backward\(\) inside the job"),
-    Trap(build=parameter_changed_inside, refused=r"parameter 'model\.0\.weight' is changed in place"),
+CASES = [
+    AdversarialCase(build=custom_function),
+    AdversarialCase(build=hook_on_a_tensor),
+    AdversarialCase(build=hook_on_a_parameter, refused=r"a hook on parameter model\.0\.weight"),
+    AdversarialCase(build=hook_after_a_gradient_has_been_added, refused=r"a hook on parameter model\.0\.weight"),
+    AdversarialCase(build=full_backward_hook_of_a_module),
+    AdversarialCase(build=gradient_penalty),
+    AdversarialCase(build=tied_weights),
+    AdversarialCase(build=checkpoint_without_reentry),
+    AdversarialCase(build=checkpoint_of_dropout),
+    AdversarialCase(build=checkpoint_with_reentry, refused=r"use_reentrant=True"),
+    AdversarialCase(build=requires_grad_that_changes_between_calls),
+    AdversarialCase(build=requires_grad_set_inside, refused=r"requires_grad"),
+    AdversarialCase(build=frozen_parameters),
+    AdversarialCase(build=no_grad_inside),
+    AdversarialCase(build=backward_inside, refused=r"backward\(\) inside the job"),
+    AdversarialCase(build=parameter_changed_inside, refused=r"parameter 'model\.0\.weight' is changed in place"),
 ]

@@ -38,7 +38,7 @@ class Script:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trap:
+class AdversarialCase:
     """A script and what must become of it: the same training, or a refusal that says `refused` (a regex)."""
 
     build: Callable[[], Script]
@@ -80,10 +80,10 @@ def perceptron() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
-def started(trap: Trap) -> tuple[Script, torch.optim.Optimizer]:
+def started(case: AdversarialCase) -> tuple[Script, torch.optim.Optimizer]:
     """The script after its set-up, the same whenever it is started."""
     torch.manual_seed(SEED)
-    script = trap.build()
+    script = case.build()
     torch.manual_seed(SEED + 1)
     parameters = [item for module in script.modules.values() for item in module.parameters()]
     return script, torch.optim.SGD(parameters, lr=LEARNING_RATE)
@@ -107,9 +107,9 @@ def call_after(script: Script, results: Any, batch: Sequence[Any]) -> Call:
     )
 
 
-def run_plainly(trap: Trap) -> list[Call]:
+def run_plainly(case: AdversarialCase) -> list[Call]:
     """The script as PyTorch runs it, with no Rankless."""
-    script, optimizer = started(trap)
+    script, optimizer = started(case)
     calls = []
     for number, batch in enumerate(script.batches):
         script.before_call(number)
@@ -125,9 +125,9 @@ def run_plainly(trap: Trap) -> list[Call]:
     return calls
 
 
-def run_captured(mesh: Mesh, trap: Trap) -> list[Call]:
+def run_captured(mesh: Mesh, case: AdversarialCase) -> list[Call]:
     """The same script as a job on a mesh; on a mesh of one it is captured nevertheless."""
-    script, optimizer = started(trap)
+    script, optimizer = started(case)
     world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
     if mesh.size == 1:

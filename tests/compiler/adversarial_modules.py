@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron, rows
+from adversarial_cases import AdversarialCase, Script, batches, perceptron, rows
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -231,25 +231,27 @@ def encoder_layer():
     return classifier(FirstOfSequence().double(), make=sequences)
 
 
-TRAPS = [
-    Trap(build=buffer_changed_in_place),
-    Trap(build=buffer_replaced, refused=r"model\.mean is replaced by another tensor"),
-    Trap(build=scores_kept_in_an_attribute, refused=r"Unexpected fake|model\.last was"),
-    Trap(build=model_not_given, refused=r"a parameter of shape \[6, 6\] of a module that was not given"),
-    Trap(build=frozen_model_not_given),
-    Trap(build=mode_of_one_module_that_changes),
-    Trap(build=unused_parameters),
-    Trap(build=long_lstm),
-    Trap(build=lstm_of_float32, tolerance=1e-5),
-    Trap(build=bidirectional_lstm_with_dropout),
-    Trap(build=gru),
-    Trap(build=packed_sequence, refused=r"pack_padded_sequence needs the value of a tensor"),
-    Trap(build=embedding_bag),
-    Trap(build=sparse_embedding),
-    Trap(build=embedding_that_shortens_its_rows, refused=r"parameter 'embedding\.weight' is changed in place"),
-    Trap(build=batch_norm_and_dropout),
-    Trap(build=spectral_and_weight_norm),
-    Trap(build=causal_attention),
-    Trap(build=attention_with_dropout),
-    Trap(build=encoder_layer),
+CASES = [
+    AdversarialCase(build=buffer_changed_in_place),
+    AdversarialCase(build=buffer_replaced, refused=r"model\.mean is replaced by another tensor"),
+    AdversarialCase(build=scores_kept_in_an_attribute, refused=r"Unexpected fake|model\.last was"),
+    AdversarialCase(build=model_not_given, refused=r"a parameter of shape \[6, 6\] of a module that was not given"),
+    AdversarialCase(build=frozen_model_not_given),
+    AdversarialCase(build=mode_of_one_module_that_changes),
+    AdversarialCase(build=unused_parameters),
+    AdversarialCase(build=long_lstm),
+    AdversarialCase(build=lstm_of_float32, tolerance=1e-5),
+    AdversarialCase(build=bidirectional_lstm_with_dropout),
+    AdversarialCase(build=gru),
+    AdversarialCase(build=packed_sequence, refused=r"pack_padded_sequence needs the value of a tensor"),
+    AdversarialCase(build=embedding_bag),
+    AdversarialCase(build=sparse_embedding),
+    AdversarialCase(
+        build=embedding_that_shortens_its_rows, refused=r"parameter 'embedding\.weight' is changed in place"
+    ),
+    AdversarialCase(build=batch_norm_and_dropout),
+    AdversarialCase(build=spectral_and_weight_norm),
+    AdversarialCase(build=causal_attention),
+    AdversarialCase(build=attention_with_dropout),
+    AdversarialCase(build=encoder_layer),
 ]

@@ -8,7 +8,7 @@ import types
 import numpy
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron
+from adversarial_cases import AdversarialCase, Script, batches, perceptron
 from torch import nn
 
 SCALE = 1.0
@@ -239,23 +239,27 @@ def logger_in_the_model():
     return Script(function=loss, modules={"model": model}, batches=batches())
 
 
-TRAPS = [
-    Trap(build=closure_value),
-    Trap(build=closure_value_two_functions_deep),
-    Trap(build=global_value),
-    Trap(build=value_in_a_global_dict),
-    Trap(build=attribute_of_the_module),
-    Trap(build=attribute_two_levels_deep),
-    Trap(build=counter_in_the_module, refused=r"model\.calls was \d and is \d after the job"),
-    Trap(build=counter_in_the_closure, refused=r"count was \d and is \d after the job"),
-    Trap(build=counter_in_a_dict, refused=r"counts was \{'calls': \d\} and is \{'calls': \d\} after the job"),
-    Trap(build=losses_collected_in_a_list, refused=r"seen was of length \d and is of length \d after the job"),
-    Trap(build=text_collected_in_a_list, refused=r"lines was \['called'\] and is \['called', 'called'\]"),
-    Trap(build=random_number_of_python, refused=r"asks for random\.random;"),
-    Trap(build=random_number_of_numpy, refused=r"asks for numpy\.random\.rand;"),
-    Trap(build=wall_clock, refused=r"asks for time\.time;"),
-    Trap(build=closure_tensor_changed_in_place),
-    Trap(build=closure_tensor_rebound),
-    Trap(build=closure_tensor_written_inside, refused=r"mutating a non-functional tensor"),
-    Trap(build=logger_in_the_model),
+CASES = [
+    AdversarialCase(build=closure_value),
+    AdversarialCase(build=closure_value_two_functions_deep),
+    AdversarialCase(build=global_value),
+    AdversarialCase(build=value_in_a_global_dict),
+    AdversarialCase(build=attribute_of_the_module),
+    AdversarialCase(build=attribute_two_levels_deep),
+    AdversarialCase(build=counter_in_the_module, refused=r"model\.calls was \d and is \d after the job"),
+    AdversarialCase(build=counter_in_the_closure, refused=r"count was \d and is \d after the job"),
+    AdversarialCase(
+        build=counter_in_a_dict, refused=r"counts was \{'calls': \d\} and is \{'calls': \d\} after the job"
+    ),
+    AdversarialCase(
+        build=losses_collected_in_a_list, refused=r"seen was of length \d and is of length \d after the job"
+    ),
+    AdversarialCase(build=text_collected_in_a_list, refused=r"lines was \['called'\] and is \['called', 'called'\]"),
+    AdversarialCase(build=random_number_of_python, refused=r"asks for random\.random;"),
+    AdversarialCase(build=random_number_of_numpy, refused=r"asks for numpy\.random\.rand;"),
+    AdversarialCase(build=wall_clock, refused=r"asks for time\.time;"),
+    AdversarialCase(build=closure_tensor_changed_in_place),
+    AdversarialCase(build=closure_tensor_rebound),
+    AdversarialCase(build=closure_tensor_written_inside, refused=r"mutating a non-functional tensor"),
+    AdversarialCase(build=logger_in_the_model),
 ]

@@ -19,7 +19,7 @@ from time import perf_counter as clock
 import numpy
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron
+from adversarial_cases import AdversarialCase, Script, batches, perceptron
 from torch import nn
 
 CALLS = 0
@@ -308,39 +308,49 @@ def training_without_gradients():
 MOVED = r"would move on once"
 ASKED = r"the job asks for "
 
-TRAPS = [
-    Trap(build=count_that_is_taken_from, refused=r"reads numbers, an iterator \(count\), which would move on once"),
-    Trap(build=generator_that_is_taken_from, refused=MOVED),
-    Trap(build=iterator_of_a_cycle_of_equal_values, refused=MOVED),
-    Trap(build=queue_that_is_taken_from, refused=r"waiting.queue was of length \d+ and is of length \d+ after the job"),
-    Trap(build=iterator_of_the_scripts_own, refused=r"\.number was \d and is \d after the job"),
-    Trap(build=counter_in_an_object_in_a_list, refused=r"counters\[0\]\.number was \d and is \d after the job"),
-    Trap(build=global_counter, refused=r"CALLS was \d and is \d after the job"),
-    Trap(build=counter_that_a_hook_keeps, refused=r"calls was \[None\] and is \[None, None\] after the job"),
-    Trap(build=own_random_numbers, refused=ASKED + r"random\.uniform;"),
-    Trap(build=random_number_imported_by_name, refused=ASKED + r"random\.random;"),
-    Trap(build=clock_imported_by_name, refused=ASKED + r"time\.perf_counter;"),
-    Trap(build=generator_of_numpy, refused=r"numbers was '\w+' and is '\w+' after the job"),
-    Trap(build=generator_of_numpy_behind_a_method, refused=r"draw_number was '\w+' and is '\w+' after the job"),
-    Trap(build=random_number_of_a_database, refused=r"mul.*, where it was mul.* a moment before"),
-    Trap(build=generator_of_numpy_made_inside, refused=ASKED),
-    Trap(build=date_and_time, refused=ASKED + r"datetime\.datetime\.now;"),
-    Trap(build=date_of_today, refused=ASKED + r"datetime\.date\.today;"),
-    Trap(build=token, refused=ASKED + r"secrets\.token_hex;"),
-    Trap(build=identifier, refused=ASKED + r"uuid\.uuid4;"),
-    Trap(build=random_bytes, refused=ASKED + r"posix\.urandom;"),
-    Trap(build=working_folder, refused=ASKED + r"posix\.getcwd;"),
-    Trap(build=file_opened, refused=ASKED + r"io\.open;"),
-    Trap(build=file_read_by_its_path, refused=ASKED + r"pathlib\.read_text;"),
-    Trap(build=file_that_may_exist, refused=ASKED + r"genericpath\.exists;"),
-    Trap(build=file_of_arrays, refused=ASKED),
-    Trap(build=file_of_tensors, refused=ASKED + r"torch\.load;"),
-    Trap(build=seed_of_torch, refused=ASKED + r"torch\.initial_seed;"),
-    Trap(build=seed_drawn, refused=r"seeds torch's generator"),
-    Trap(build=answer_of_the_user, refused=ASKED + r"builtins\.input;"),
-    Trap(build=command_of_the_system, refused=ASKED + r"subprocess\.run;"),
-    Trap(build=time_of_a_file_in_a_function_of_a_hook, refused=ASKED + r"time\.monotonic;"),
-    Trap(build=file_that_is_read_on, refused=r"file was \d+ and is \d+ after the job"),
-    Trap(build=lazy_layer, refused=r"model\.0\.weight, which a lazy module has not made yet"),
-    Trap(build=training_without_gradients, refused=r"a call inside torch\.no_grad\(\) or torch\.inference_mode\(\)"),
+CASES = [
+    AdversarialCase(
+        build=count_that_is_taken_from, refused=r"reads numbers, an iterator \(count\), which would move on once"
+    ),
+    AdversarialCase(build=generator_that_is_taken_from, refused=MOVED),
+    AdversarialCase(build=iterator_of_a_cycle_of_equal_values, refused=MOVED),
+    AdversarialCase(
+        build=queue_that_is_taken_from, refused=r"waiting.queue was of length \d+ and is of length \d+ after the job"
+    ),
+    AdversarialCase(build=iterator_of_the_scripts_own, refused=r"\.number was \d and is \d after the job"),
+    AdversarialCase(
+        build=counter_in_an_object_in_a_list, refused=r"counters\[0\]\.number was \d and is \d after the job"
+    ),
+    AdversarialCase(build=global_counter, refused=r"CALLS was \d and is \d after the job"),
+    AdversarialCase(build=counter_that_a_hook_keeps, refused=r"calls was \[None\] and is \[None, None\] after the job"),
+    AdversarialCase(build=own_random_numbers, refused=ASKED + r"random\.uniform;"),
+    AdversarialCase(build=random_number_imported_by_name, refused=ASKED + r"random\.random;"),
+    AdversarialCase(build=clock_imported_by_name, refused=ASKED + r"time\.perf_counter;"),
+    AdversarialCase(build=generator_of_numpy, refused=r"numbers was '\w+' and is '\w+' after the job"),
+    AdversarialCase(
+        build=generator_of_numpy_behind_a_method, refused=r"draw_number was '\w+' and is '\w+' after the job"
+    ),
+    AdversarialCase(build=random_number_of_a_database, refused=r"mul.*, where it was mul.* a moment before"),
+    AdversarialCase(build=generator_of_numpy_made_inside, refused=ASKED),
+    AdversarialCase(build=date_and_time, refused=ASKED + r"datetime\.datetime\.now;"),
+    AdversarialCase(build=date_of_today, refused=ASKED + r"datetime\.date\.today;"),
+    AdversarialCase(build=token, refused=ASKED + r"secrets\.token_hex;"),
+    AdversarialCase(build=identifier, refused=ASKED + r"uuid\.uuid4;"),
+    AdversarialCase(build=random_bytes, refused=ASKED + r"posix\.urandom;"),
+    AdversarialCase(build=working_folder, refused=ASKED + r"posix\.getcwd;"),
+    AdversarialCase(build=file_opened, refused=ASKED + r"io\.open;"),
+    AdversarialCase(build=file_read_by_its_path, refused=ASKED + r"pathlib\.read_text;"),
+    AdversarialCase(build=file_that_may_exist, refused=ASKED + r"genericpath\.exists;"),
+    AdversarialCase(build=file_of_arrays, refused=ASKED),
+    AdversarialCase(build=file_of_tensors, refused=ASKED + r"torch\.load;"),
+    AdversarialCase(build=seed_of_torch, refused=ASKED + r"torch\.initial_seed;"),
+    AdversarialCase(build=seed_drawn, refused=r"seeds torch's generator"),
+    AdversarialCase(build=answer_of_the_user, refused=ASKED + r"builtins\.input;"),
+    AdversarialCase(build=command_of_the_system, refused=ASKED + r"subprocess\.run;"),
+    AdversarialCase(build=time_of_a_file_in_a_function_of_a_hook, refused=ASKED + r"time\.monotonic;"),
+    AdversarialCase(build=file_that_is_read_on, refused=r"file was \d+ and is \d+ after the job"),
+    AdversarialCase(build=lazy_layer, refused=r"model\.0\.weight, which a lazy module has not made yet"),
+    AdversarialCase(
+        build=training_without_gradients, refused=r"a call inside torch\.no_grad\(\) or torch\.inference_mode\(\)"
+    ),
 ]

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron, rows
+from adversarial_cases import AdversarialCase, Script, batches, perceptron, rows
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -274,7 +274,7 @@ def plain_list_of_parts_changed():
     return classifier(model, at_call(1, lambda: model.order.append(model.second)))
 
 
-RIGHT = [
+SUPPORTED = [
     *(hook_added_later, hook_removed_later, hook_exchanged, hook_before_added_later, hook_of_backward_added_later),
     *(hook_before_backward_added_later, hook_of_all_modules, hook_that_reads_a_closure),
     *(parametrization_registered_later, weight_norm_later, spectral_norm_later, chance_of_dropout),
@@ -283,8 +283,8 @@ RIGHT = [
     *(module_appended_to_a_list, module_removed_from_a_list, modules_of_a_list_in_another_order, part_exchanged),
     *(list_of_parts_emptied, plain_list_of_parts_changed),
 ]
-TRAPS = [
-    *(Trap(build=build) for build in RIGHT),
-    Trap(build=hook_on_a_parameter_added_later, refused=r"a hook on parameter model\.0\.weight"),
-    Trap(build=old_weight_norm_later, refused=r"model\.0\.weight was a tensor and is a tensor"),
+CASES = [
+    *(AdversarialCase(build=build) for build in SUPPORTED),
+    AdversarialCase(build=hook_on_a_parameter_added_later, refused=r"a hook on parameter model\.0\.weight"),
+    AdversarialCase(build=old_weight_norm_later, refused=r"model\.0\.weight was a tensor and is a tensor"),
 ]

@@ -5,7 +5,7 @@ import functools
 import stale_settings
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Trap
+from adversarial_cases import AdversarialCase
 from adversarial_stale_values import scaled_by
 
 
@@ -281,7 +281,7 @@ def method_rebound_on_an_object():
     return scaled_by(lambda: holder.factor(), change)
 
 
-RIGHT = [
+SUPPORTED = [
     *(property_of_an_object, callable_object, item_of_an_object, number_that_an_object_stands_for),
     *(attribute_by_a_computed_name, attribute_by_vars, attribute_by_a_helper_function),
     *(object_in_a_list_of_objects, slot_of_an_object, attribute_that_a_class_computes, attribute_of_a_class),
@@ -291,4 +291,4 @@ RIGHT = [
     *(closures_over_a_loop_variable, global_that_comes_to_hide_a_builtin, function_of_torch_replaced),
     *(code_of_a_function_replaced, method_rebound_on_an_object),
 ]
-TRAPS = [Trap(build=build) for build in RIGHT]
+CASES = [AdversarialCase(build=build) for build in SUPPORTED]

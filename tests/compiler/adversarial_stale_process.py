@@ -10,7 +10,7 @@ import weakref
 
 import stale_settings
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron
+from adversarial_cases import AdversarialCase, Script, batches, perceptron
 from adversarial_stale_objects import Holder
 from adversarial_stale_values import scaled_by
 
@@ -143,10 +143,10 @@ def queue_that_is_looked_into():
     return scaled_by(lambda: waiting.qsize() + 1.0, waiting.put)
 
 
-RIGHT = [
+SUPPORTED = [
     *(referent_of_a_weak_reference, value_of_a_thread, context_variable, environment_variable),
     *(environment_variable_that_appears, command_line, cached_function, evaluated_text),
     *(text_that_names_a_global, argument_that_is_an_object, arguments_that_compare_equal),
     *(annealed_coefficient_of_a_trainer, queue_that_is_looked_into),
 ]
-TRAPS = [Trap(build=build) for build in RIGHT]
+CASES = [AdversarialCase(build=build) for build in SUPPORTED]

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron, rows
+from adversarial_cases import AdversarialCase, Script, batches, perceptron, rows
 from adversarial_stale_modules import at_call, classifier
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -188,15 +188,15 @@ def attention_by_another_backend():
     return Script(function=loss, modules={"model": model}, batches=batches(make), before_call=switch)
 
 
-RIGHT = [
+SUPPORTED = [
     *(parameter_replaced, parameter_that_gets_other_data, bias_taken_away, buffer_replaced_outside),
     *(buffer_of_another_shape, buffer_of_another_dtype, buffer_taken_away, buffers_that_become_one),
     *(weights_tied_later, weights_untied_later, forward_replaced_on_the_object, forward_replaced_on_the_class),
     *(forward_replaced_on_a_class_of_torch, class_of_a_part_exchanged, model_that_is_not_given_changes),
     *(default_dtype, torch_function_mode_around_a_call, attention_by_another_backend),
 ]
-TRAPS = [
-    *(Trap(build=build) for build in RIGHT),
-    Trap(build=floats_instead_of_doubles, tolerance=1e-5),
-    Trap(build=autocast_around_a_call, tolerance=1e-5),
+CASES = [
+    *(AdversarialCase(build=build) for build in SUPPORTED),
+    AdversarialCase(build=floats_instead_of_doubles, tolerance=1e-5),
+    AdversarialCase(build=autocast_around_a_call, tolerance=1e-5),
 ]

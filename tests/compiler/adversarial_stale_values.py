@@ -10,7 +10,7 @@ import types
 import numpy
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron
+from adversarial_cases import AdversarialCase, Script, batches, perceptron
 
 
 def scaled_by(read, change, **options):
@@ -273,7 +273,7 @@ def tensor_that_gets_another_shape():
     return scaled_by(lambda: weights.sum() * weights.shape[0], change)
 
 
-RIGHT = [
+SUPPORTED = [
     *(entry_of_an_array, bytes_behind_a_view),
     *(list_of_dicts, fields_of_dataclasses, list_in_a_dataclass, dataclass_taken_as_a_dict, six_attributes_deep),
     *(namedtuple_of_lists, member_of_an_enum, entry_of_a_numpy_array, numpy_array_as_a_tensor, numpy_scalar),
@@ -282,5 +282,7 @@ RIGHT = [
     *(attribute_of_a_dict, tensor_in_a_list_replaced, tensor_in_a_dict_changed_in_place),
     tensor_that_gets_another_shape,
 ]
-REFUSED = [Trap(build=numpy_array_of_objects, refused=r"rates.*: a NumPy array of 16 bytes and dtype object")]
-TRAPS = [*(Trap(build=build) for build in RIGHT), *REFUSED]
+REFUSED = [
+    AdversarialCase(build=numpy_array_of_objects, refused=r"rates.*: a NumPy array of 16 bytes and dtype object")
+]
+CASES = [*(AdversarialCase(build=build) for build in SUPPORTED), *REFUSED]

@@ -5,7 +5,7 @@ import io
 
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron
+from adversarial_cases import AdversarialCase, Script, batches, perceptron
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 
@@ -87,14 +87,14 @@ def row_written():
 
 
 PARTS = [
-    Trap(build=step_of_an_optimizer, refused=r"an optimizer's step\(\) inside the job"),
-    Trap(build=step_of_a_scheduler, refused=r"a scheduler's step\(\) inside the job"),
-    Trap(build=loss_scaled, refused=r"a GradScaler's scale\(\) inside the job"),
-    Trap(build=norm_clipped, refused=r"clipping gradients inside the job"),
-    Trap(build=values_clipped, refused=r"clipping gradients inside the job"),
-    Trap(build=backward_of_the_loss, refused=r"backward\(\) inside the job"),
+    AdversarialCase(build=step_of_an_optimizer, refused=r"an optimizer's step\(\) inside the job"),
+    AdversarialCase(build=step_of_a_scheduler, refused=r"a scheduler's step\(\) inside the job"),
+    AdversarialCase(build=loss_scaled, refused=r"a GradScaler's scale\(\) inside the job"),
+    AdversarialCase(build=norm_clipped, refused=r"clipping gradients inside the job"),
+    AdversarialCase(build=values_clipped, refused=r"clipping gradients inside the job"),
+    AdversarialCase(build=backward_of_the_loss, refused=r"backward\(\) inside the job"),
 ]
 WRITTEN = [
-    Trap(build=line_written, refused=r"write\(\) of a file inside the job"),
-    Trap(build=row_written, refused=r"writerow\(\) of a file inside the job"),
+    AdversarialCase(build=line_written, refused=r"write\(\) of a file inside the job"),
+    AdversarialCase(build=row_written, refused=r"writerow\(\) of a file inside the job"),
 ]

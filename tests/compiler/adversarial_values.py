@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, batches, perceptron, rows
+from adversarial_cases import AdversarialCase, Script, batches, perceptron, rows
 from torch import nn
 
 
@@ -214,25 +214,27 @@ def loss_per_sample():
 
 NEEDS_A_VALUE = r"needs the value of a tensor"
 
-TRAPS = [
-    Trap(build=plain),
-    Trap(build=branch_on_a_value, refused=NEEDS_A_VALUE),
-    Trap(build=item_of_a_tensor, refused=NEEDS_A_VALUE),
-    Trap(build=float_of_a_tensor, refused=NEEDS_A_VALUE),
-    Trap(build=list_of_a_tensor, refused=NEEDS_A_VALUE),
-    Trap(build=numpy_of_a_tensor, refused=r"a tensor turned into a NumPy array"),
-    Trap(build=item_of_a_tensor_of_the_closure, refused=NEEDS_A_VALUE),
-    Trap(build=value_of_a_parameter, refused=NEEDS_A_VALUE),
-    Trap(build=shape_that_depends_on_values, refused=r"nonzero\(\), or indexing with a mask, needs the value"),
-    Trap(build=count_of_nonzero_places, refused=r"nonzero\(\), or indexing with a mask, needs the value"),
-    Trap(build=ctc_loss_with_tensor_lengths, refused=r"_ctc_loss\S* needs the value of a tensor"),
-    Trap(build=print_of_the_loss, refused=r"print of a tensor|formatted as text"),
-    Trap(build=loss_formatted_as_text, refused=r"a tensor formatted as text"),
-    Trap(build=argument_changed_in_place, refused=r"tensor argument 0 is changed in place"),
-    Trap(build=random_numbers_inside),
-    Trap(build=seed_set_inside, refused=r"seeds torch's generator"),
-    Trap(build=generator_of_the_scripts_own, refused=r"draws from a Generator of the script's"),
-    Trap(build=autocast_inside, tolerance=1e-5),
-    Trap(build=metrics_beside_the_loss),
-    Trap(build=loss_per_sample),
+CASES = [
+    AdversarialCase(build=plain),
+    AdversarialCase(build=branch_on_a_value, refused=NEEDS_A_VALUE),
+    AdversarialCase(build=item_of_a_tensor, refused=NEEDS_A_VALUE),
+    AdversarialCase(build=float_of_a_tensor, refused=NEEDS_A_VALUE),
+    AdversarialCase(build=list_of_a_tensor, refused=NEEDS_A_VALUE),
+    AdversarialCase(build=numpy_of_a_tensor, refused=r"a tensor turned into a NumPy array"),
+    AdversarialCase(build=item_of_a_tensor_of_the_closure, refused=NEEDS_A_VALUE),
+    AdversarialCase(build=value_of_a_parameter, refused=NEEDS_A_VALUE),
+    AdversarialCase(
+        build=shape_that_depends_on_values, refused=r"nonzero\(\), or indexing with a mask, needs the value"
+    ),
+    AdversarialCase(build=count_of_nonzero_places, refused=r"nonzero\(\), or indexing with a mask, needs the value"),
+    AdversarialCase(build=ctc_loss_with_tensor_lengths, refused=r"_ctc_loss\S* needs the value of a tensor"),
+    AdversarialCase(build=print_of_the_loss, refused=r"print of a tensor|formatted as text"),
+    AdversarialCase(build=loss_formatted_as_text, refused=r"a tensor formatted as text"),
+    AdversarialCase(build=argument_changed_in_place, refused=r"tensor argument 0 is changed in place"),
+    AdversarialCase(build=random_numbers_inside),
+    AdversarialCase(build=seed_set_inside, refused=r"seeds torch's generator"),
+    AdversarialCase(build=generator_of_the_scripts_own, refused=r"draws from a Generator of the script's"),
+    AdversarialCase(build=autocast_inside, tolerance=1e-5),
+    AdversarialCase(build=metrics_beside_the_loss),
+    AdversarialCase(build=loss_per_sample),
 ]

@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.graph_cleanup import named_tensors
-from rankless.compiler.ir.local_kernels import extreme_of
+from rankless.compiler.ir.local_kernels import reduce_extremum
 from rankless.compiler.lowering.lower import LocalGraph, lower
-from rankless.compiler.sharding.redistribute import Collective, StackedGather
-from rankless.compiler.sharding.sharding_propagation import PlacedProgram, place
-from rankless.compiler.tracing.symbolic_sizes import Sizes, condition_of, numbers_of
+from rankless.compiler.sharding.redistribute import Redistribution, StackedGather
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
+from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, evaluate_size
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Placement, Replicate, Shard, split_lengths
 
@@ -29,7 +29,7 @@ class Outcome:
     results: list[Tensor]
     gradients: dict[str, Tensor]
     mutations: dict[str, Tensor]
-    placed: PlacedProgram
+    sharded: ShardedProgram
     local: LocalGraph
 
 
@@ -46,14 +46,14 @@ def run_in_step(
     With `captured_at` the program is made for the shapes of those, with symbols where the arguments' differ.
     """
     source = JobSource(name="job", function=function, modules=modules, trains=trains)
-    sizes = Sizes()
+    sizes = SymbolicSizes()
     shapes, symbols = varying_shapes(sizes, arguments if captured_at is None else captured_at, arguments)
     program = capture(source, lambda tensors: (tuple(tensors), {}), shapes, torch.device("cpu"), sizes=sizes).program
-    placed = place(program, tuple(batch_placement(item.shape, ranks) for item in shapes), ranks)
+    sharded = propagate_shardings(program, tuple(batch_placement(item.shape, ranks) for item in shapes), ranks)
     meshes = [Mesh(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
-    graphs = [lower(placed, mesh) for mesh in meshes]
-    if not condition_of(sizes.conditions(), len(symbols))(list(symbols.values())):
-        raise OtherProgram(sizes.conditions())
+    graphs = [lower(sharded, mesh) for mesh in meshes]
+    if not compile_guards(sizes.guard_expressions(), len(symbols))(list(symbols.values())):
+        raise OtherProgram(sizes.guard_expressions())
     placements = [batch_placement(item.shape, ranks) for item in arguments]
     tensors = named_tensors(modules)
     inputs = [
@@ -68,7 +68,7 @@ def run_in_step(
         for rank in range(ranks)
     ]
     values = interpret(graphs, inputs, symbols)
-    return outcome(placed, graphs, values)
+    return make_outcome(sharded, graphs, values)
 
 
 class OtherProgram(Exception):
@@ -76,7 +76,7 @@ class OtherProgram(Exception):
 
 
 def varying_shapes(
-    sizes: Sizes, captured_at: Sequence[Tensor], arguments: Sequence[Tensor]
+    sizes: SymbolicSizes, captured_at: Sequence[Tensor], arguments: Sequence[Tensor]
 ) -> tuple[list[ArgumentShape], dict[str, int]]:
     """Shapes to capture for, with a symbol for each pair of sizes that differ; and the symbols' later values."""
     symbols: dict[tuple[int, int], Any] = {}
@@ -85,7 +85,7 @@ def varying_shapes(
         shape = []
         for pair in zip(before.shape, after.shape, strict=True):
             if pair[0] != pair[1] and pair not in symbols:
-                symbols[pair] = sizes.size(pair[0], f"size {len(symbols)}")
+                symbols[pair] = sizes.create(pair[0], f"size {len(symbols)}")
             shape.append(symbols.get(pair, pair[0]))
         shapes.append(ArgumentShape(shape=tuple(shape), dtype=before.dtype))
     return shapes, dict(zip(sizes.symbols, (after for _, after in symbols), strict=True))
@@ -119,13 +119,13 @@ def interpret(
         called = [
             fx.node.map_aggregate(
                 (node.args, node.kwargs),
-                lambda item, known=known: known[item] if isinstance(item, fx.Node) else numbers_of(item, symbols),
+                lambda item, known=known: known[item] if isinstance(item, fx.Node) else evaluate_size(item, symbols),
             )
             for node, known in zip(nodes, values, strict=True)
         ]
-        if isinstance(nodes[0].target, Collective | StackedGather):
+        if isinstance(nodes[0].target, Redistribution | StackedGather):
             pieces, lengths = [args[0] for args, _ in called], called[0][0][1:]
-            results = [moved(node.target, pieces, lengths, rank) for rank, node in enumerate(nodes)]
+            results = [call_collective(node.target, pieces, lengths, rank) for rank, node in enumerate(nodes)]
         else:
             state = torch.get_rng_state()
             results = []
@@ -138,8 +138,8 @@ def interpret(
     return values
 
 
-def moved(
-    collective: Collective | StackedGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
+def call_collective(
+    collective: Redistribution | StackedGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
 ) -> Tensor:
     """What a collective gives to one rank."""
     if isinstance(collective, StackedGather):
@@ -151,17 +151,19 @@ def moved(
     elif source.reduce_op == "sum":
         whole = torch.stack(pieces).sum(0).to(pieces[0].dtype)
     else:
-        whole = extreme_of(torch.stack(pieces), source.reduce_op)
+        whole = reduce_extremum(torch.stack(pieces), source.reduce_op)
     return piece_of(whole, Shard(target.dim, lengths[-1]) if isinstance(target, Shard) else target, rank)
 
 
-def outcome(placed: PlacedProgram, graphs: Sequence[LocalGraph], values: Sequence[dict[fx.Node, Any]]) -> Outcome:
+def make_outcome(
+    sharded: ShardedProgram, graphs: Sequence[LocalGraph], values: Sequence[dict[fx.Node, Any]]
+) -> Outcome:
     """The outputs of rank 0, equal on all ranks; pending gradients summed."""
     results: list[Tensor] = []
     gradients, mutations = {}, {}
     for index, (node, described) in enumerate(graphs[0].outputs):
         everyone = [known[graph.outputs[index][0]] for graph, known in zip(graphs, values, strict=True)]
-        if node in graphs[0].pending:
+        if node in graphs[0].pending_gradients:
             value = torch.stack(everyone).sum(0)
         else:
             value = everyone[0]
@@ -173,7 +175,7 @@ def outcome(placed: PlacedProgram, graphs: Sequence[LocalGraph], values: Sequenc
             mutations[described.name] = value
         else:
             results.append(value)
-    return Outcome(results, gradients, mutations, placed, graphs[0])
+    return Outcome(results, gradients, mutations, sharded, graphs[0])
 
 
 def assert_same_as_plain(

@@ -3,14 +3,23 @@
 import inspect
 import re
 
-import adversarial_autograd as traps_autograd
-import adversarial_modules as traps_modules
-import adversarial_python_state as traps_python_state
-import adversarial_values as traps_values
+import adversarial_autograd
+import adversarial_modules
+import adversarial_python_state
+import adversarial_values
 import pytest
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Script, Trap, assert_alike, perceptron, rows, run_captured, run_plainly, started
+from adversarial_cases import (
+    AdversarialCase,
+    Script,
+    assert_alike,
+    perceptron,
+    rows,
+    run_captured,
+    run_plainly,
+    started,
+)
 from support.processes import on_mesh
 
 from rankless.compiler.capture.capture import JobSource, capture
@@ -19,9 +28,14 @@ from rankless.errors import CaptureError
 from rankless.jobs.arguments import shapes_of, taken_apart
 from rankless.parallel.mesh import Mesh
 
-TRAPS = [*traps_python_state.TRAPS, *traps_autograd.TRAPS, *traps_modules.TRAPS, *traps_values.TRAPS]
-RIGHT = [trap for trap in TRAPS if trap.refused is None]
-REFUSED = [trap for trap in TRAPS if trap.refused is not None]
+CASES = [
+    *adversarial_python_state.CASES,
+    *adversarial_autograd.CASES,
+    *adversarial_modules.CASES,
+    *adversarial_values.CASES,
+]
+SUPPORTED = [case for case in CASES if case.refused is None]
+REFUSED = [case for case in CASES if case.refused is not None]
 WORKERS = 2
 # Sums over rows are rounded to bfloat16 on each rank, so parts of a batch round otherwise than the whole.
 ROUNDED_IN_PARTS = {"autocast_inside"}
@@ -33,35 +47,35 @@ def _random_state_is_put_back():
         yield
 
 
-@pytest.mark.parametrize("trap", RIGHT, ids=str)
-def test_the_captured_job_does_what_the_plain_script_does(trap: Trap):
-    wanted = run_plainly(trap)
-    assert_alike(run_captured(Mesh.solo(), trap), wanted, trap.tolerance)
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_the_captured_job_does_what_the_plain_script_does(case: AdversarialCase):
+    wanted = run_plainly(case)
+    assert_alike(run_captured(Mesh.solo(), case), wanted, case.tolerance)
 
 
-@pytest.mark.parametrize("trap", REFUSED, ids=str)
-def test_the_job_is_refused_with_what_was_found_and_the_line(trap: Trap):
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_the_job_is_refused_with_what_was_found_and_the_line(case: AdversarialCase):
     with pytest.raises(CaptureError) as raised:
-        run_captured(Mesh.solo(), trap)
-    assert re.search(trap.refused, str(raised.value.found)), raised.value.found
-    assert raised.value.where == trap.line()
+        run_captured(Mesh.solo(), case)
+    assert re.search(case.refused, str(raised.value.found)), raised.value.found
+    assert raised.value.where == case.line()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trap", [trap for trap in RIGHT if str(trap) not in ROUNDED_IN_PARTS], ids=str)
-def test_on_two_workers_every_rank_does_what_the_plain_script_does(trap: Trap):
-    wanted = run_plainly(trap)
-    for calls in on_mesh(WORKERS, run_captured, trap):
-        assert_alike(calls, wanted, trap.tolerance)
+@pytest.mark.parametrize("case", [case for case in SUPPORTED if str(case) not in ROUNDED_IN_PARTS], ids=str)
+def test_on_two_workers_every_rank_does_what_the_plain_script_does(case: AdversarialCase):
+    wanted = run_plainly(case)
+    for calls in on_mesh(WORKERS, run_captured, case):
+        assert_alike(calls, wanted, case.tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trap", REFUSED[::4], ids=str)
-def test_on_two_workers_the_job_is_refused_as_on_one(trap: Trap):
+@pytest.mark.parametrize("case", REFUSED[::4], ids=str)
+def test_on_two_workers_the_job_is_refused_as_on_one(case: AdversarialCase):
     with pytest.raises(CaptureError) as raised:
-        on_mesh(WORKERS, run_captured, trap)
-    assert re.search(trap.refused, str(raised.value.found)), raised.value.found
-    assert raised.value.where == trap.line()
+        on_mesh(WORKERS, run_captured, case)
+    assert re.search(case.refused, str(raised.value.found)), raised.value.found
+    assert raised.value.where == case.line()
 
 
 def captured(script: Script) -> LogicalProgram:
@@ -73,11 +87,11 @@ def captured(script: Script) -> LogicalProgram:
     return capture(source, arguments.joined, shapes_of(arguments), device).program
 
 
-@pytest.mark.parametrize("trap", RIGHT, ids=str)
-def test_every_operator_of_the_script_forward_and_backward_has_a_line_of_it(trap: Trap):
-    script, _ = started(trap)
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_every_operator_of_the_script_forward_and_backward_has_a_line_of_it(case: AdversarialCase):
+    script, _ = started(case)
     operators = [node for node in captured(script).graph.nodes if node.op == "call_function"]
-    source = inspect.getsourcefile(trap.build)
+    source = inspect.getsourcefile(case.build)
     without = [str(node.target) for node in operators if not node.meta["line"].startswith(f"{source}:")]
     assert operators
     assert without == []
@@ -98,7 +112,7 @@ def loss_of_several_lines() -> Script:
 def test_an_operator_and_its_backward_have_the_very_line_that_they_come_from():
     operators = [node for node in captured(loss_of_several_lines()).graph.nodes if node.op == "call_function"]
     lines = {str(node.target): node.meta["line"] for node in operators}
-    marked = Trap(build=loss_of_several_lines).line()
+    marked = AdversarialCase(build=loss_of_several_lines).line()
     source, number = marked.rsplit(":", 1)
     assert lines["aten.sigmoid.default"] == lines["aten.sigmoid_backward.default"] == marked
     softmax, backward = "aten._log_softmax.default", "aten._log_softmax_backward_data.default"

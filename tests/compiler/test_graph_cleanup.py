@@ -30,5 +30,5 @@ def test_a_result_that_is_a_view_of_a_parameter_does_not_change_with_it(view):
 def test_a_fresh_result_is_not_copied_once_more():
     model = nn.Linear(4, 4)
     found = run_in_step(lambda x: model(x).relu(), {"model": model}, [torch.randn(6, 4)], 2, trains=False)
-    operators = [str(node.target) for node in found.placed.logical.graph.nodes if node.op == "call_function"]
+    operators = [str(node.target) for node in found.sharded.logical.graph.nodes if node.op == "call_function"]
     assert "aten.clone.default" not in operators

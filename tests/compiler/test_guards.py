@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from rankless.compiler.capture import capture as capturing
-from rankless.compiler.guards.guard_discovery import guards_of
-from rankless.compiler.guards.guards import Guards
+from rankless.compiler.guards.guard_discovery import collect_guards
+from rankless.compiler.guards.guards import GuardSet
 from rankless.context.world import World
 from rankless.jobs import program_cache
 from rankless.jobs.arguments import taken_apart
@@ -32,14 +32,14 @@ FACTORS = [1.0, 2.0]
 APPLIED = doubled
 
 
-def labels(guards: Guards) -> set[str]:
+def labels(guards: GuardSet) -> set[str]:
     return {guard.label for guard in guards.guards}
 
 
-def changed(guards: Guards) -> str:
+def changed(guards: GuardSet) -> str:
     """The label of the value that is not what it was."""
-    assert not guards.hold()
-    guard = guards.first_changed()
+    assert not guards.all_hold()
+    guard = guards.first_failing()
     assert guard is not None
     return guard.label
 
@@ -50,9 +50,9 @@ def test_a_closure_value_is_guarded_until_it_changes():
     def job(value):
         return value * scale
 
-    guards = guards_of(job, {})
-    assert guards.hold()
-    assert guards.first_changed() is None
+    guards = collect_guards(job, {})
+    assert guards.all_hold()
+    assert guards.first_failing() is None
     scale = 3.0
     assert changed(guards) == "scale"
 
@@ -63,11 +63,11 @@ def test_a_value_that_changes_back_holds_again():
     def job(value):
         return value * scale
 
-    guards = guards_of(job, {})
+    guards = collect_guards(job, {})
     scale = 3.0
-    assert not guards.hold()
+    assert not guards.all_hold()
     scale = 1.0
-    assert guards.hold()
+    assert guards.all_hold()
 
 
 def test_an_equal_number_of_another_type_is_another_value():
@@ -76,7 +76,7 @@ def test_an_equal_number_of_another_type_is_another_value():
     def job(value):
         return value / scale
 
-    guards = guards_of(job, {})
+    guards = collect_guards(job, {})
     scale = 1.0
     assert changed(guards) == "scale"
 
@@ -85,8 +85,8 @@ def test_a_global_is_guarded_until_it_changes(monkeypatch: pytest.MonkeyPatch):
     def job(value):
         return value * SCALE
 
-    guards = guards_of(job, {})
-    assert guards.hold()
+    guards = collect_guards(job, {})
+    assert guards.all_hold()
     monkeypatch.setitem(globals(), "SCALE", 5.0)
     assert changed(guards) == "SCALE"
 
@@ -95,9 +95,9 @@ def test_an_attribute_two_levels_deep_is_guarded_and_one_that_is_not_read_is_not
     def job(value):
         return value * SETTINGS.optimizer.scale
 
-    guards = guards_of(job, {})
+    guards = collect_guards(job, {})
     monkeypatch.setattr(SETTINGS, "unread", 7.0)
-    assert guards.hold()
+    assert guards.all_hold()
     monkeypatch.setattr(SETTINGS.optimizer, "scale", 7.0)
     assert changed(guards) == "SETTINGS.optimizer.scale"
 
@@ -111,7 +111,7 @@ def test_a_value_read_by_a_function_that_the_job_calls_is_guarded():
     def job(value):
         return scaled(value)
 
-    guards = guards_of(job, {})
+    guards = collect_guards(job, {})
     assert "scale" in labels(guards)
     scale = 2.0
     assert changed(guards) == "scale"
@@ -122,12 +122,12 @@ def test_a_list_that_grows_or_has_another_entry_is_noticed(monkeypatch: pytest.M
         return value * sum(FACTORS)
 
     monkeypatch.setitem(globals(), "FACTORS", [1.0, 2.0])
-    guards = guards_of(job, {})
-    assert guards.hold()
+    guards = collect_guards(job, {})
+    assert guards.all_hold()
     FACTORS.append(3.0)
     assert changed(guards) == "FACTORS"
     FACTORS.pop()
-    assert guards.hold()
+    assert guards.all_hold()
     FACTORS[0] = 9.0
     assert changed(guards) == "FACTORS"
 
@@ -138,8 +138,8 @@ def test_a_list_of_tensors_that_grows_is_noticed():
     def job(value):
         return value + sum(kept)
 
-    guards = guards_of(job, {})
-    assert guards.hold()
+    guards = collect_guards(job, {})
+    assert guards.all_hold()
     kept.append(torch.ones(1))
     assert changed(guards) == "kept"
 
@@ -148,8 +148,8 @@ def test_a_function_replaced_under_its_name_is_noticed(monkeypatch: pytest.Monke
     def job(value):
         return APPLIED(value)
 
-    guards = guards_of(job, {})
-    assert guards.hold()
+    guards = collect_guards(job, {})
+    assert guards.all_hold()
     monkeypatch.setitem(globals(), "APPLIED", tripled)
     assert changed(guards) == "APPLIED"
 
@@ -160,9 +160,9 @@ def test_a_tensor_changed_in_place_is_the_same_value_and_a_rebound_one_is_not():
     def job(value):
         return value * weights
 
-    guards = guards_of(job, {})
+    guards = collect_guards(job, {})
     weights.add_(1.0)
-    assert guards.hold()
+    assert guards.all_hold()
     weights = torch.full((2,), 2.0)
     assert changed(guards) == "weights"
 
@@ -184,9 +184,9 @@ def test_an_attribute_that_a_modules_forward_reads_is_guarded():
     def job(value):
         return model(value)
 
-    guards = guards_of(job, {"model": model})
+    guards = collect_guards(job, {"model": model})
     model[0].note = "still unread"
-    assert guards.hold()
+    assert guards.all_hold()
     model[0].scale = 2.0
     assert changed(guards) == "model.0.scale"
 

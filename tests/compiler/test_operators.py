@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from simulated_ranks import Outcome, assert_same_as_plain
 from torch import Tensor, nn
 
-from rankless.compiler.rules.table import TABLE
+from rankless.compiler.rules.table import SHARDING_RULES
 from rankless.parallel.placement import Replicate
 
 aten = torch.ops.aten
@@ -336,7 +336,7 @@ def test_an_operator_on_shards_gives_values_and_gradients_of_one_device(name, ra
 
 def is_split(outcome: Outcome, node: Any) -> bool:
     """Whether an operator works on parts, or is written in another way for them."""
-    strategy = outcome.placed.strategies[node]
+    strategy = outcome.sharded.strategies[node]
     placements = (*strategy.inputs, *strategy.outputs)
     return strategy.lower is not None or any(not isinstance(item, Replicate) for item in placements)
 
@@ -371,9 +371,9 @@ def test_every_rule_is_proved_on_parts_by_some_case():
     split, whole = set(), set()
     for name in CASES:
         outcome = proved(name, 3)
-        for node in outcome.placed.strategies:
+        for node in outcome.sharded.strategies:
             (split if is_split(outcome, node) else whole).add(node.target)
-    assert {operator for operator in TABLE if operator not in split} == ON_CUDA_ALONE | DRAWN_WHOLE
+    assert {operator for operator in SHARDING_RULES if operator not in split} == ON_CUDA_ALONE | DRAWN_WHOLE
     assert whole >= DRAWN_WHOLE
 
 
@@ -390,5 +390,5 @@ WITHOUT_RULE = {
 def test_an_operator_without_a_rule_is_right_and_reported_with_its_line(name):
     function, operator = WITHOUT_RULE[name]
     outcome = proved_case(Case(function), 3)
-    reported = {str(node.target): node.meta["line"] for node in outcome.placed.ruleless}
+    reported = {str(node.target): node.meta["line"] for node in outcome.sharded.nodes_without_rule}
     assert reported[operator].startswith(f"{__file__}:")

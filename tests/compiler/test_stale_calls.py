@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from adversarial_cases import Trap, run_captured, started
-from adversarial_stale_calls import TRAPS
+from adversarial_cases import AdversarialCase, run_captured, started
+from adversarial_stale_calls import CASES
 from adversarial_training_calls import PARTS, WRITTEN
 
 from rankless.context.world import World
@@ -21,20 +21,20 @@ def _gradients_are_switched_on_again():
     torch.set_grad_enabled(True)
 
 
-@pytest.mark.parametrize("trap", [*TRAPS, *PARTS, *WRITTEN], ids=str)
-def test_the_job_is_refused_with_what_was_found_and_the_line(trap: Trap):
+@pytest.mark.parametrize("case", [*CASES, *PARTS, *WRITTEN], ids=str)
+def test_the_job_is_refused_with_what_was_found_and_the_line(case: AdversarialCase):
     with pytest.raises(CaptureError) as raised:
-        run_captured(Mesh.solo(), trap)
-    assert re.search(trap.refused, str(raised.value.found)), raised.value.found
-    assert raised.value.where == trap.line()
+        run_captured(Mesh.solo(), case)
+    assert re.search(case.refused, str(raised.value.found)), raised.value.found
+    assert raised.value.where == case.line()
 
 
-@pytest.mark.parametrize("trap", PARTS, ids=str)
-def test_parts_of_the_step_are_refused_on_one_device_too(trap: Trap):
-    script, optimizer = started(trap)
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_parts_of_the_step_are_refused_on_one_device_too(case: AdversarialCase):
+    script, optimizer = started(case)
     world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
     job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
     with pytest.raises(CaptureError) as raised:
         job(*script.batches[0])
-    assert re.search(trap.refused, str(raised.value.found))
-    assert raised.value.where == trap.line()
+    assert re.search(case.refused, str(raised.value.found))
+    assert raised.value.where == case.line()

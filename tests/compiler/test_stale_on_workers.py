@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from adversarial_cases import Trap, assert_alike, batches, perceptron, run_captured, run_plainly
+from adversarial_cases import AdversarialCase, assert_alike, batches, perceptron, run_captured, run_plainly
 from adversarial_python_state import counter_in_the_module, random_number_of_python
 from adversarial_stale_modules import (
     hook_added_later,
@@ -43,20 +43,20 @@ def _random_state_is_put_back():
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("build", FOLLOWED, ids=lambda build: build.__name__)
 def test_every_rank_follows_what_the_script_changes(build, workers: int):
-    trap = Trap(build=build)
-    wanted = run_plainly(trap)
-    for calls in on_mesh(workers, run_captured, trap):
-        assert_alike(calls, wanted, trap.tolerance)
+    case = AdversarialCase(build=build)
+    wanted = run_plainly(case)
+    for calls in on_mesh(workers, run_captured, case):
+        assert_alike(calls, wanted, case.tolerance)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
 def test_every_rank_refuses_what_no_program_can_follow(build, workers: int):
-    trap = Trap(build=build, refused=REFUSED[build])
+    case = AdversarialCase(build=build, refused=REFUSED[build])
     with pytest.raises(CaptureError) as raised:
-        on_mesh(workers, run_captured, trap)
-    assert re.search(trap.refused, str(raised.value.found)), raised.value.found
-    assert raised.value.where == trap.line()
+        on_mesh(workers, run_captured, case)
+    assert re.search(case.refused, str(raised.value.found)), raised.value.found
+    assert raised.value.where == case.line()
 
 
 def edited(mesh: Mesh | None) -> list[dict[str, Tensor]]:

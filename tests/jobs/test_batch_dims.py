@@ -116,11 +116,11 @@ def train_marked(mesh, marks, rows):
     loss = job(torch.randint(4, (5, rows)), torch.rand(5, 5).double())
     ((prepared,),) = next(iter(job._view._programs._kinds.values())).by_shapes.values()
     placements = {
-        given.index: str(prepared.local.placed.placements[node])
+        given.index: str(prepared.local.sharded.placements[node])
         for node, given in prepared.captured.program.inputs.items()
         if given.kind == "argument"
     }
-    return loss, model.weight.grad.clone(), placements, [move.kind for move in prepared.local.moves]
+    return loss, model.weight.grad.clone(), placements, [move.kind for move in prepared.local.collectives]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -197,7 +197,7 @@ def variadic(mesh):
     ((prepared,),) = next(iter(job._view._programs._kinds.values())).by_shapes.values()
     inputs = prepared.captured.program.inputs
     return said, [
-        str(prepared.local.placed.placements[node]) for node, given in inputs.items() if given.kind == "argument"
+        str(prepared.local.sharded.placements[node]) for node, given in inputs.items() if given.kind == "argument"
     ]
 
 

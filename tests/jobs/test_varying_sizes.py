@@ -6,7 +6,7 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.compiler.capture.capture import ArgumentShape
-from rankless.compiler.tracing.symbolic_sizes import Sizes, condition_of, known, numbers_of
+from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, evaluate_size, size_hint
 from rankless.context.world import World
 from rankless.jobs.arguments import Arguments
 from rankless.jobs.job import make_job
@@ -42,7 +42,7 @@ def test_sizes_of_0_and_1_are_never_symbols():
 
 def test_a_program_fits_where_fixed_sizes_equal_ones_and_guards_hold():
     variation = Variation(
-        groups=(((0, 1), (1, 0)),), symbols=("s",), fixed={(0, 0): 6}, holds=condition_of(["2 <= L['t0']"], 1)
+        groups=(((0, 1), (1, 0)),), symbols=("s",), fixed={(0, 0): 6}, holds=compile_guards(["2 <= L['t0']"], 1)
     )
     assert variation.fits(((6, 5), (5,)))
     assert not variation.fits(((6, 5), (4,)))
@@ -53,14 +53,14 @@ def test_a_program_fits_where_fixed_sizes_equal_ones_and_guards_hold():
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 7])
 def test_shard_lengths_of_a_varying_size_are_those_of_every_number_with_no_guard(parts):
-    sizes = Sizes()
+    sizes = SymbolicSizes()
     (shape,) = symbolic(sizes, [ArgumentShape(shape=(9,), dtype=torch.float32)], [[(0, 0)]])
     lengths = split_lengths(shape.shape[0], parts)
-    assert sizes.environment.guards == []
+    assert sizes.shape_env.guards == []
     (symbol,) = sizes.symbols
     for rows in range(2, 40):
         plain = [rows // parts + (part < rows % parts) for part in range(parts)]
-        assert [numbers_of(length, {symbol: rows}) for length in lengths] == plain
+        assert [evaluate_size(length, {symbol: rows}) for length in lengths] == plain
         assert list(split_lengths(rows, parts)) == plain
 
 
@@ -76,17 +76,17 @@ def test_lengths_that_do_not_follow_from_a_size_are_kept():
 
 
 def test_a_number_asked_of_a_size_is_a_guard_and_a_cost_looked_at_is_none():
-    sizes = Sizes()
-    size = sizes.size(7, "a")
-    assert known(size * 3) == 21
-    assert sizes.vary()
-    assert sizes.environment.guards == []
+    sizes = SymbolicSizes()
+    size = sizes.create(7, "a")
+    assert size_hint(size * 3) == 21
+    assert sizes.has_free_symbols()
+    assert sizes.shape_env.guards == []
     assert list(range(size)) == list(range(7))
-    assert not sizes.vary()
-    holds = condition_of(sizes.conditions(), 1)
+    assert not sizes.has_free_symbols()
+    holds = compile_guards(sizes.guard_expressions(), 1)
     assert holds([7])
     assert not holds([8])
-    assert set(sizes.environment.fixing_lines) == {f"{__file__}:{line_of('list(range(size))')}"}
+    assert set(sizes.shape_env.specializing_lines) == {f"{__file__}:{line_of('list(range(size))')}"}
 
 
 def line_of(text):
@@ -98,8 +98,8 @@ def agreed(mesh, failing):
     said = []
     world = World(mesh=mesh, notify=said.append, send_record=lambda _: None)
     job = make_job(lambda x: x, model=nn.Linear(1, 1), optimizer=None, view="consistent", world=lambda: world)
-    sizes = Sizes()
-    assert sizes.size(9, "a") > mesh.rank + 3
+    sizes = SymbolicSizes()
+    assert sizes.create(9, "a") > mesh.rank + 3
     failure = "there: it raised" if mesh.rank == failing else ""
     return ProgramCache(job.definition, world)._agreed(sizes, failure), said
 
@@ -109,7 +109,7 @@ def test_all_ranks_check_the_guards_of_all(workers):
     answers = on_mesh(workers, agreed, None)
     for conditions, said in answers:
         assert conditions == answers[0][0]
-        holds = condition_of(conditions, 1)
+        holds = compile_guards(conditions, 1)
         assert holds([workers + 3])
         assert not holds([workers + 2])
         assert said == []

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from torch.optim import SGD, Optimizer
 
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.lowering.lower import Lowering
+from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling import schedule
-from rankless.compiler.scheduling.schedule import Bucket
+from rankless.compiler.scheduling.schedule import GradientBucket
 from rankless.compiler.sharding.redistribute import StackedGather
 from rankless.data.loader import Loader
 from rankless.jobs import consistent
@@ -58,24 +58,24 @@ def dropped_gradient_reduction(clock: Clock) -> None:
 
 
 def gradient_scaled_by_workers(clock: Clock) -> None:
-    finish = Bucket.finish
+    finish = GradientBucket.finish
 
-    def scaled(self: Bucket) -> list[Tensor]:
+    def scaled(self: GradientBucket) -> list[Tensor]:
         return [value * WORKERS if clock.late else value for value in finish(self)]
 
-    Bucket.finish = scaled
+    GradientBucket.finish = scaled
 
 
 def instead_of_the_count(clock: Clock, wrong: Callable[[Tensor], Tensor]) -> None:
-    all_reduce = Lowering.all_reduce
+    all_reduce = LoweringPass.all_reduce
 
-    def replaced(self: Lowering, value: fx.Node, reason: str, size: int) -> fx.Node:
+    def replaced(self: LoweringPass, value: fx.Node, reason: str, size: int) -> fx.Node:
         right = all_reduce(self, value, reason, size)
         if not reason.startswith("number of valid targets"):
             return right
         return self.call(lambda total, mine: wrong(mine) if clock.late else total, right, value)
 
-    Lowering.all_reduce = replaced
+    LoweringPass.all_reduce = replaced
 
 
 def dropped_count_reduction(clock: Clock) -> None:
@@ -107,14 +107,14 @@ def running_statistics_not_updated(clock: Clock) -> None:
 
 
 def other_seed_on_one_rank(clock: Clock) -> None:
-    dropout_mask = local_kernels.dropout_mask
+    dropout_mask = local_kernels.draw_dropout_mask
 
     def drawn(*arguments: Any) -> Tensor:
         if clock.step == FROM and RANK == 1:
             torch.manual_seed(99)
         return dropout_mask(*arguments)
 
-    local_kernels.dropout_mask = drawn
+    local_kernels.draw_dropout_mask = drawn
 
 
 def change_batches(change: Callable[[Iterator[Any]], Iterator[Any]]) -> None:

@@ -17,303 +17,349 @@ import torch
 from torch import fx
 
 from rankless.compiler.analysis.batch_dim_kinds import (
-    BATCH_NORM,
-    CLAMPED,
-    CONVERTED,
-    DIVIDED,
-    FACTOR,
-    MADE,
-    MEAN,
-    MULTIPLIED,
-    NLL,
-    SHIFTED,
-    VIEWED,
-    Divisor,
-    Fixed,
-    Kind,
-    Lost,
-    Rows,
-    Sum,
-    argument_at,
-    grouped,
-    lies_so,
-    literal_key,
-    placed_as,
-    ratio,
-    same_along,
+    ADD_OPS,
+    BATCH_NORM_OPS,
+    CLAMP_OPS,
+    CONVERSION_OPS,
+    DIV_OPS,
+    FACTORY_OPS,
+    GROWTH_FACTOR,
+    MEAN_REDUCTION,
+    MUL_OPS,
+    NLL_OPS,
+    VIEW_OPS,
+    BatchDimKind,
+    BatchIndependent,
+    BatchMixed,
+    BatchSharded,
+    BatchSum,
+    Normalizer,
+    compute_growth,
+    get_argument,
+    is_compatible,
+    is_uniform_along,
+    make_batch_shard,
+    make_literal_key,
+    to_placement,
 )
-from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, draws
+from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, is_random_node
 from rankless.compiler.rules.pointwise import is_pointwise
-from rankless.compiler.rules.reductions import mean_as_sum
-from rankless.compiler.rules.strategy import Call, Strategy, call_of, shape_of
-from rankless.compiler.rules.table import rule_for
+from rankless.compiler.rules.reductions import lower_mean_as_sum
+from rankless.compiler.rules.strategy import OperatorCall, Strategy, logical_shape, make_call
+from rankless.compiler.rules.table import find_rule
 from rankless.parallel.placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 
 
-class RowKinds:
+class BatchDimAnalysis:
     """The kind of every value of `probe`, the program for FACTOR times the rows of `program`, node by node its twin.
 
     `dims` are the batch's dims of tensor arguments; `key_of` tells equal divisors apart from others.
     """
 
     def __init__(
-        self, probe: LogicalProgram, program: LogicalProgram, dims: Mapping[int, int], key_of: Callable[[fx.Node], str]
+        self,
+        grown_program: LogicalProgram,
+        program: LogicalProgram,
+        dims: Mapping[int, int],
+        key_of: Callable[[fx.Node], str],
     ) -> None:
-        self.kinds: dict[fx.Node, Kind] = {}
-        self._twins = dict(zip(probe.graph.nodes, program.graph.nodes, strict=True))
+        self.kinds: dict[fx.Node, BatchDimKind] = {}
+        self._counterparts = dict(zip(grown_program.graph.nodes, program.graph.nodes, strict=True))
         self._key_of = key_of
-        self.trained: set[fx.Node] = set()
-        for node in probe.graph.nodes:
+        self.trained_nodes: set[fx.Node] = set()
+        for node in grown_program.graph.nodes:
             if node.op == "output":
                 continue
-            if node in probe.inputs:
-                self.kinds[node] = self._input(node, probe.inputs[node], program.inputs[self._twins[node]], dims)
-                if probe.inputs[node].kind == "parameter":
-                    self.trained.add(node)
+            if node in grown_program.inputs:
+                self.kinds[node] = self._analyze_input(
+                    node, grown_program.inputs[node], program.inputs[self._counterparts[node]], dims
+                )
+                if grown_program.inputs[node].kind == "parameter":
+                    self.trained_nodes.add(node)
             else:
-                self.kinds[node] = self._checked(node, self._kind(node))
-                if any(value in self.trained for value in node.all_input_nodes):
-                    self.trained.add(node)
+                self.kinds[node] = self._check_growth(node, self._analyze(node))
+                if any(value in self.trained_nodes for value in node.all_input_nodes):
+                    self.trained_nodes.add(node)
 
-    def _input(self, node: fx.Node, given: ProgramInput, twin: ProgramInput, dims: Mapping[int, int]) -> Kind:
+    def _analyze_input(
+        self, node: fx.Node, given: ProgramInput, counterpart: ProgramInput, dims: Mapping[int, int]
+    ) -> BatchDimKind:
         """A batch has rows; a constant may be a number of them, as `torch.tensor(len(images))`."""
         if given.kind == "argument" and given.index in dims:
-            return Rows(grouped(dims[given.index], shape_of(node)[dims[given.index]]))
-        if given.constant is None or twin.constant is None or torch.equal(given.constant, twin.constant):
-            return Fixed()
-        grown = given.constant.dim() == 0 and ratio(float(given.constant), float(twin.constant)) == FACTOR
-        return Sum(frozenset({None})) if grown else Lost("a constant that depends on how many rows there are", "")
+            return BatchSharded(make_batch_shard(dims[given.index], logical_shape(node)[dims[given.index]]))
+        if given.constant is None or counterpart.constant is None or torch.equal(given.constant, counterpart.constant):
+            return BatchIndependent()
+        grown = (
+            given.constant.dim() == 0
+            and compute_growth(float(given.constant), float(counterpart.constant)) == GROWTH_FACTOR
+        )
+        return (
+            BatchSum(frozenset({None}))
+            if grown
+            else BatchMixed("a constant that depends on how many rows there are", "")
+        )
 
-    def _kind(self, node: fx.Node) -> Kind:
+    def _analyze(self, node: fx.Node) -> BatchDimKind:
         if node.target is getitem:
-            return self._output(node)
+            return self._analyze_output(node)
         inputs = [self.kinds[value] for value in node.all_input_nodes]
-        if node.target in MADE:
-            return self._of_fixed(node)
-        if node.target in DIVIDED and len(inputs) == 2 and isinstance(inputs[0], Sum):
-            divisor = self._divisor(node.all_input_nodes[1])
-            if divisor is not None:
-                return self._quotient(node, inputs[0], divisor)
+        if node.target in FACTORY_OPS:
+            return self._analyze_independent(node)
+        if node.target in DIV_OPS and len(inputs) == 2 and isinstance(inputs[0], BatchSum):
+            normalizer = self._find_normalizer(node.all_input_nodes[1])
+            if normalizer is not None:
+                return self._divide(node, inputs[0], normalizer)
         for kind in inputs:
-            if isinstance(kind, Lost):
+            if isinstance(kind, BatchMixed):
                 return kind
-        if any(isinstance(kind, Sum) for kind in inputs):
-            return self._of_sums(node)
-        if any(isinstance(kind, Rows) for kind in inputs):
-            return self._of_rows(node)
-        return self._of_fixed(node)
+        if any(isinstance(kind, BatchSum) for kind in inputs):
+            return self._analyze_sums(node)
+        if any(isinstance(kind, BatchSharded) for kind in inputs):
+            return self._analyze_sharded(node)
+        return self._analyze_independent(node)
 
-    def _checked(self, node: fx.Node, kind: Kind) -> Kind:
+    def _check_growth(self, node: fx.Node, kind: BatchDimKind) -> BatchDimKind:
         """Only rows may grow with the batch: a value filled, stretched or drawn for each row has rows of its own."""
-        value, twin = node.meta["val"], self._twins[node].meta["val"]
-        if isinstance(kind, Lost) or isinstance(value, tuple | list):
+        value, counterpart = node.meta["val"], self._counterparts[node].meta["val"]
+        if isinstance(kind, BatchMixed) or isinstance(value, tuple | list):
             return kind
-        grown = [dim for dim, size in enumerate(value.shape) if int(size) != int(twin.shape[dim])]
-        if isinstance(kind, Rows):
-            return kind if grown == [kind.placement.dim] else self._lost(node, "its size grows twice with the batch")
+        grown = [dim for dim, size in enumerate(value.shape) if int(size) != int(counterpart.shape[dim])]
+        if isinstance(kind, BatchSharded):
+            return kind if grown == [kind.placement.dim] else self._mixed(node, "its size grows twice with the batch")
         if not grown:
             return kind
-        if len(grown) == 1 and isinstance(kind, Fixed) and grown[0] in kind.alike:
-            return Rows(grouped(grown[0], int(value.shape[grown[0]])))
-        return self._lost(node, "a value of its own for each place in the batch, or a sum over it given to each row")
+        if len(grown) == 1 and isinstance(kind, BatchIndependent) and grown[0] in kind.uniform_dims:
+            return BatchSharded(make_batch_shard(grown[0], int(value.shape[grown[0]])))
+        return self._mixed(node, "a value of its own for each place in the batch, or a sum over it given to each row")
 
-    def _output(self, node: fx.Node) -> Kind:
+    def _analyze_output(self, node: fx.Node) -> BatchDimKind:
         """One output of an operator with several."""
         source, index = node.all_input_nodes[0], int(str(node.args[1]))
         kind = self.kinds[source]
-        if isinstance(kind, Lost | Fixed):
+        if isinstance(kind, BatchMixed | BatchIndependent):
             return kind
-        if source.target in NLL and source.args[3] == MEAN:
+        if source.target in NLL_OPS and source.args[3] == MEAN_REDUCTION:
             # What it divides by is written out by `denominators.counted`, in operators of its own.
-            return kind if index == 0 else self._lost(node, "the number of valid targets of one call")
-        if source.target in BATCH_NORM:
-            return kind if index == 0 else self._lost(node, "the statistics of one call")
-        strategy = self._strategy(self._call(source))
-        return self._lost(node) if strategy is None else self._placed(source, strategy.outputs[index], strategy)
+            return kind if index == 0 else self._mixed(node, "the number of valid targets of one call")
+        if source.target in BATCH_NORM_OPS:
+            return kind if index == 0 else self._mixed(node, "the statistics of one call")
+        strategy = self._find_strategy(self._make_call(source))
+        return (
+            self._mixed(node)
+            if strategy is None
+            else self._analyze_placement(source, strategy.outputs[index], strategy)
+        )
 
-    def _of_fixed(self, node: fx.Node) -> Kind:
-        scaled = self._scaled(node)
-        filled = node.target in MADE and shape_of(node) == ()
-        if scaled == [FACTOR] and (filled or node.target in MULTIPLIED):
-            return Sum(frozenset({None}))
-        if scaled:
-            return self._lost(node, "a number that depends on how many rows there are")
-        return Fixed(frozenset(self._alike(node)))
+    def _analyze_independent(self, node: fx.Node) -> BatchDimKind:
+        growth = self._find_growth(node)
+        filled = node.target in FACTORY_OPS and logical_shape(node) == ()
+        if growth == [GROWTH_FACTOR] and (filled or node.target in MUL_OPS):
+            return BatchSum(frozenset({None}))
+        if growth:
+            return self._mixed(node, "a number that depends on how many rows there are")
+        return BatchIndependent(frozenset(self._find_uniform_dims(node)))
 
-    def _alike(self, node: fx.Node) -> list[int]:
+    def _find_uniform_dims(self, node: fx.Node) -> list[int]:
         """Dims along which a value without rows has the same in every entry."""
         value = node.meta["val"]
         if isinstance(value, tuple | list) or not isinstance(node.target, torch._ops.OpOverload):
             return []
         count = len(value.shape)
         inputs = [(item, self.kinds[item]) for item in node.all_input_nodes]
-        everywhere = all(isinstance(kind, Fixed) and len(kind.alike) == len(shape_of(item)) for item, kind in inputs)
-        drawn = draws(node) and node.target is not aten.randperm.default
-        if node.target in MADE or (everywhere and (drawn or is_pointwise(node.target) or node.target in CONVERTED)):
+        everywhere = all(
+            isinstance(kind, BatchIndependent) and len(kind.uniform_dims) == len(logical_shape(item))
+            for item, kind in inputs
+        )
+        drawn = is_random_node(node) and node.target is not aten.randperm.default
+        if node.target in FACTORY_OPS or (
+            everywhere and (drawn or is_pointwise(node.target) or node.target in CONVERSION_OPS)
+        ):
             return list(range(count))
         if node.target is aten.embedding.default:
             indices = self.kinds[node.all_input_nodes[1]]
-            return [dim for dim in range(count - 1) if isinstance(indices, Fixed) and dim in indices.alike]
+            return [
+                dim for dim in range(count - 1) if isinstance(indices, BatchIndependent) and dim in indices.uniform_dims
+            ]
         if node.target is not aten.expand.default and not is_pointwise(node.target):
             return []
-        return [dim for dim in range(count) if all(same_along(item, kind, dim, count) for item, kind in inputs)]
+        return [dim for dim in range(count) if all(is_uniform_along(item, kind, dim, count) for item, kind in inputs)]
 
-    def _of_rows(self, node: fx.Node) -> Kind:
-        call = self._call(node)
-        scaled = self._scaled(node)
-        if scaled:
-            return self._rows_scaled(node, scaled)
-        strategy = self._strategy(call)
-        rows = [kind for kind in (self.kinds[item] for item in call.inputs) if isinstance(kind, Rows)]
-        if node.target in VIEWED and (rows[0].outer > 1 or strategy is None):
-            return self._regrouped(node, rows[0])
-        outers = {kind.outer for kind in rows}
+    def _analyze_sharded(self, node: fx.Node) -> BatchDimKind:
+        call = self._make_call(node)
+        growth = self._find_growth(node)
+        if growth:
+            return self._scale_sharded(node, growth)
+        strategy = self._find_strategy(call)
+        rows = [kind for kind in (self.kinds[item] for item in call.inputs) if isinstance(kind, BatchSharded)]
+        if node.target in VIEW_OPS and (rows[0].outer_size > 1 or strategy is None):
+            return self._analyze_view(node, rows[0])
+        outers = {kind.outer_size for kind in rows}
         if strategy is None or len(outers) > 1:
-            return self._lost(node)
-        result = self._of_apart(node, call, strategy)
-        return replace(result, outer=outers.pop()) if isinstance(result, Rows) else result
+            return self._mixed(node)
+        result = self._analyze_split(node, call, strategy)
+        return replace(result, outer_size=outers.pop()) if isinstance(result, BatchSharded) else result
 
-    def _of_apart(self, node: fx.Node, call: Call, strategy: Strategy) -> Kind:
+    def _analyze_split(self, node: fx.Node, call: OperatorCall, strategy: Strategy) -> BatchDimKind:
         """The kind of what a strategy gives for rows that stay apart."""
-        overs = {kind.over for kind in (self.kinds[item] for item in call.inputs) if isinstance(kind, Rows)}
-        if overs - {None}:
-            over = next(iter(overs - {None}))
-            if len(overs - {None}) > 1 or not self._linear_in_divided(call):
-                return self._lost(node, "rows divided by their number are used in another way than summed")
-            result = self._placed(node, strategy.outputs[0], strategy)
-            if isinstance(result, Rows):
-                return replace(result, over=over)
-            is_plain = isinstance(result, Sum) and result.divisors == {None}
-            return Sum(frozenset({over})) if is_plain else self._lost(node)
+        normalizers_seen = {
+            kind.normalizer for kind in (self.kinds[item] for item in call.inputs) if isinstance(kind, BatchSharded)
+        }
+        if normalizers_seen - {None}:
+            normalizer = next(iter(normalizers_seen - {None}))
+            if len(normalizers_seen - {None}) > 1 or not self._is_linear_in_normalized(call):
+                return self._mixed(node, "rows divided by their number are used in another way than summed")
+            result = self._analyze_placement(node, strategy.outputs[0], strategy)
+            if isinstance(result, BatchSharded):
+                return replace(result, normalizer=normalizer)
+            is_plain = isinstance(result, BatchSum) and result.normalizers == {None}
+            return BatchSum(frozenset({normalizer})) if is_plain else self._mixed(node)
         # Of several outputs the first; which one is meant is seen at `getitem`.
-        return self._placed(node, strategy.outputs[0], strategy)
+        return self._analyze_placement(node, strategy.outputs[0], strategy)
 
-    def _regrouped(self, node: fx.Node, kind: Rows) -> Kind:
+    def _analyze_view(self, node: fx.Node, kind: BatchSharded) -> BatchDimKind:
         """Rows whose dim is flattened with dims before it, or parted again from those."""
-        before, after, dim = shape_of(node.all_input_nodes[0]), shape_of(node), kind.placement.dim
-        rows, outer = before[dim] // kind.outer, kind.outer
+        before, after, dim = logical_shape(node.all_input_nodes[0]), logical_shape(node), kind.placement.dim
+        rows, outer_size = before[dim] // kind.outer_size, kind.outer_size
         # Dims after the batch's lie within a row, so they may be regrouped in any way.
-        if outer == 1:
+        if outer_size == 1:
             for first in range(dim):
                 if after[: first + 1] == (*before[:first], prod(before[first : dim + 1])):
                     times = prod(before[first:dim])
-                    return replace(kind, placement=grouped(first, times * rows), outer=times)
+                    return replace(kind, placement=make_batch_shard(first, times * rows), outer_size=times)
         elif after[:dim] == before[:dim]:
             for place in range(dim + 1, len(after)):
-                if prod(after[dim:place]) == outer and after[place] == rows:
-                    return replace(kind, placement=grouped(place, rows), outer=1)
+                if prod(after[dim:place]) == outer_size and after[place] == rows:
+                    return replace(kind, placement=make_batch_shard(place, rows), outer_size=1)
             if dim < len(after) and after[dim] == before[dim]:
                 return kind
-        return self._lost(node)
+        return self._mixed(node)
 
-    def _rows_scaled(self, node: fx.Node, scaled: list[float]) -> Kind:
+    def _scale_sharded(self, node: fx.Node, growth: list[float]) -> BatchDimKind:
         """Rows times or over a number that is a count of rows."""
         (first,) = node.all_input_nodes[:1]
         kind = self.kinds[first]
-        divided = (node.target in DIVIDED and scaled == [FACTOR]) or (
-            node.target in MULTIPLIED and scaled == [1 / FACTOR]
+        divided = (node.target in DIV_OPS and growth == [GROWTH_FACTOR]) or (
+            node.target in MUL_OPS and growth == [1 / GROWTH_FACTOR]
         )
-        if not divided or not isinstance(kind, Rows) or kind.over is not None or len(node.all_input_nodes) > 1:
-            return self._lost(node, "a number that depends on how many rows there are")
-        return replace(kind, over=Divisor(literal_key(), node, literal=True))
+        if (
+            not divided
+            or not isinstance(kind, BatchSharded)
+            or kind.normalizer is not None
+            or len(node.all_input_nodes) > 1
+        ):
+            return self._mixed(node, "a number that depends on how many rows there are")
+        return replace(kind, normalizer=Normalizer(make_literal_key(), node, is_literal=True))
 
-    def _of_sums(self, node: fx.Node) -> Kind:
+    def _analyze_sums(self, node: fx.Node) -> BatchDimKind:
         """Sums over rows pass what is linear; a sum over a sum, or over a number of rows, is a mean."""
         inputs = node.all_input_nodes
         kinds = [self.kinds[item] for item in inputs]
-        if any(isinstance(kind, Rows) for kind in kinds):
-            return self._lost(node, "each row is computed with a sum or mean over the whole batch")
-        scaled = self._scaled(node)
-        if scaled:
-            return self._sum_scaled(node, scaled)
-        if node.target in SHIFTED and len(inputs) == 1 and isinstance(kinds[0], Sum):
-            return replace(kinds[0], constant=True)
-        if node.target in CONVERTED:
+        if any(isinstance(kind, BatchSharded) for kind in kinds):
+            return self._mixed(node, "each row is computed with a sum or mean over the whole batch")
+        growth = self._find_growth(node)
+        if growth:
+            return self._scale_sum(node, growth)
+        if node.target in ADD_OPS and len(inputs) == 1 and isinstance(kinds[0], BatchSum):
+            return replace(kinds[0], has_constant=True)
+        if node.target in CONVERSION_OPS:
             return kinds[0]
-        call = self._call(node)
-        rule = rule_for(call.operator)
+        call = self._make_call(node)
+        rule = find_rule(call.operator)
         for strategy in () if rule is None else rule(call):
             wanted = strategy.inputs
             fits = all(
-                isinstance(placement, Partial) or (isinstance(placement, Replicate) and isinstance(kind, Fixed))
+                isinstance(placement, Partial)
+                or (isinstance(placement, Replicate) and isinstance(kind, BatchIndependent))
                 for kind, placement in zip((self.kinds[item] for item in call.inputs), wanted, strict=True)
             )
             if fits and all(isinstance(placement, Partial) for placement in strategy.outputs):
-                return self._joined(call, wanted)
-        return self._lost(node, "it is not linear in a sum or mean over the batch")
+                return self._add_terms(call, wanted)
+        return self._mixed(node, "it is not linear in a sum or mean over the batch")
 
-    def _joined(self, call: Call, wanted: tuple[Placement, ...]) -> Kind:
+    def _add_terms(self, call: OperatorCall, wanted: tuple[Placement, ...]) -> BatchDimKind:
         """The terms of several sums together; a value without rows that is added is a constant term."""
-        divisors: set[Divisor | None] = set()
-        constant = False
+        normalizers: set[Normalizer | None] = set()
+        has_constant = False
         for item, placement in zip(call.inputs, wanted, strict=True):
             kind = self.kinds[item]
-            if isinstance(kind, Sum):
-                divisors |= kind.divisors
-                constant |= kind.constant
+            if isinstance(kind, BatchSum):
+                normalizers |= kind.normalizers
+                has_constant |= kind.has_constant
             elif isinstance(placement, Partial):
-                constant = True
-        return Sum(frozenset(divisors), constant)
+                has_constant = True
+        return BatchSum(frozenset(normalizers), has_constant)
 
-    def _sum_scaled(self, node: fx.Node, scaled: list[float]) -> Kind:
+    def _scale_sum(self, node: fx.Node, growth: list[float]) -> BatchDimKind:
         """A sum over, or a mean times, a number that is a count of rows."""
         kind = self.kinds[node.all_input_nodes[0]]
-        alone = len(node.all_input_nodes) == 1 and isinstance(kind, Sum) and not kind.constant
-        over = (node.target in DIVIDED and scaled == [FACTOR]) or (node.target in MULTIPLIED and scaled == [1 / FACTOR])
-        times = node.target in MULTIPLIED and scaled == [FACTOR]
-        if alone and isinstance(kind, Sum):
-            if over and kind.divisors == {None}:
-                return Sum(frozenset({Divisor(literal_key(), node, literal=True)}))
-            if times and all(divisor is not None and divisor.literal for divisor in kind.divisors):
-                return Sum(frozenset({None}))
-        return self._lost(node, "a number that depends on how many rows there are")
+        alone = len(node.all_input_nodes) == 1 and isinstance(kind, BatchSum) and not kind.has_constant
+        normalizer = (node.target in DIV_OPS and growth == [GROWTH_FACTOR]) or (
+            node.target in MUL_OPS and growth == [1 / GROWTH_FACTOR]
+        )
+        times = node.target in MUL_OPS and growth == [GROWTH_FACTOR]
+        if alone and isinstance(kind, BatchSum):
+            if normalizer and kind.normalizers == {None}:
+                return BatchSum(frozenset({Normalizer(make_literal_key(), node, is_literal=True)}))
+            if times and all(normalizer is not None and normalizer.is_literal for normalizer in kind.normalizers):
+                return BatchSum(frozenset({None}))
+        return self._mixed(node, "a number that depends on how many rows there are")
 
-    def _divisor(self, below: fx.Node) -> Divisor | None:
+    def _find_normalizer(self, below: fx.Node) -> Normalizer | None:
         """A divisor that is a sum over rows, clamped or shifted perhaps; None for another."""
-        plus, least, base = 0.0, None, below
-        while base.target in CONVERTED and base.all_input_nodes:
+        offset, minimum, base = 0.0, None, below
+        while base.target in CONVERSION_OPS and base.all_input_nodes:
             base = base.all_input_nodes[0]
-        if base.target in CLAMPED and len(base.args) == 2:
-            base, least = base.all_input_nodes[0], float(str(base.args[1]))
+        if base.target in CLAMP_OPS and len(base.args) == 2:
+            base, minimum = base.all_input_nodes[0], float(str(base.args[1]))
         elif base.target in (aten.add.Tensor, aten.add.Scalar) and len(base.all_input_nodes) == 1 and not base.kwargs:
-            base, plus = base.all_input_nodes[0], float(str(base.args[1]))
+            base, offset = base.all_input_nodes[0], float(str(base.args[1]))
         kind = self.kinds[base]
-        if shape_of(base) != () or not isinstance(kind, Sum) or kind.divisors != {None} or kind.constant:
+        if (
+            logical_shape(base) != ()
+            or not isinstance(kind, BatchSum)
+            or kind.normalizers != {None}
+            or kind.has_constant
+        ):
             return None
-        return Divisor(self._key_of(base), base, literal=False, plus=plus, least=least)
+        return Normalizer(self._key_of(base), base, is_literal=False, offset=offset, minimum=minimum)
 
-    def _quotient(self, node: fx.Node, above: Sum, divisor: Divisor) -> Kind:
+    def _divide(self, node: fx.Node, above: BatchSum, normalizer: Normalizer) -> BatchDimKind:
         """A sum over a sum: a mean, if the one below is a count."""
-        if above.divisors != {None} or above.constant:
-            return self._lost(node, "what is divided by a sum over the batch is no sum over it")
-        if divisor.node in self.trained:
-            return self._lost(node, "it is divided by a sum that depends on parameters")
-        return Sum(frozenset({divisor}))
+        if above.normalizers != {None} or above.has_constant:
+            return self._mixed(node, "what is divided by a sum over the batch is no sum over it")
+        if normalizer.node in self.trained_nodes:
+            return self._mixed(node, "it is divided by a sum that depends on parameters")
+        return BatchSum(frozenset({normalizer}))
 
-    def _call(self, node: fx.Node) -> Call:
+    def _make_call(self, node: fx.Node) -> OperatorCall:
         """The node with its inputs placed as a cut batch lies."""
-        placements = {item: placed_as(self.kinds[item]) for item in node.all_input_nodes if item in self.kinds}
-        return call_of(node, placements, 2)
+        placements = {item: to_placement(self.kinds[item]) for item in node.all_input_nodes if item in self.kinds}
+        return make_call(node, placements, 2)
 
-    def _strategy(self, call: Call) -> Strategy | None:
+    def _find_strategy(self, call: OperatorCall) -> Strategy | None:
         """The strategy that takes the inputs just as they lie."""
-        rule = rule_for(call.operator)
+        rule = find_rule(call.operator)
         for strategy in () if rule is None else rule(call):
             if all(
-                lies_so(self.kinds[item], wanted) for item, wanted in zip(call.inputs, strategy.inputs, strict=True)
+                is_compatible(self.kinds[item], wanted)
+                for item, wanted in zip(call.inputs, strategy.inputs, strict=True)
             ):
                 return strategy
         return None
 
-    def _linear_in_divided(self, call: Call) -> bool:
+    def _is_linear_in_normalized(self, call: OperatorCall) -> bool:
         """Whether an operator is linear in its divided rows taken together."""
         if call.operator is aten.sum.default or call.operator is aten.sum.dim_IntList:
             return True
-        divided = {item for item in call.inputs if isinstance(kind := self.kinds[item], Rows) and kind.over is not None}
+        divided = {
+            item
+            for item in call.inputs
+            if isinstance(kind := self.kinds[item], BatchSharded) and kind.normalizer is not None
+        }
         placements = {item: Partial() if item in divided else Replicate() for item in call.inputs}
-        rule = rule_for(call.operator)
+        rule = find_rule(call.operator)
         strategies = () if rule is None else rule(replace(call, placements=placements))
         return any(
             isinstance(strategy.outputs[0], Partial)
@@ -324,34 +370,37 @@ class RowKinds:
             for strategy in strategies
         )
 
-    def _placed(self, node: fx.Node, placement: Placement, strategy: Strategy) -> Kind:
+    def _analyze_placement(self, node: fx.Node, placement: Placement, strategy: Strategy) -> BatchDimKind:
         """The kind of an output that lies so."""
         if isinstance(placement, Shard):
-            return Rows(placement)
+            return BatchSharded(placement)
         if isinstance(placement, Partial) and placement.reduce_op == "sum":
-            if strategy.lower is mean_as_sum:
-                return Sum(frozenset({Divisor(literal_key(), node, literal=True)}))
-            if node.target in NLL and node.args[3] == MEAN:
-                return Sum(frozenset({Divisor(self._key_of(node), node, literal=False)}))
-            return Sum(frozenset({None}))
-        if node.target in MADE:
-            return Fixed(frozenset(range(len(shape_of(node)))))
-        return self._lost(node)
+            if strategy.lower is lower_mean_as_sum:
+                return BatchSum(frozenset({Normalizer(make_literal_key(), node, is_literal=True)}))
+            if node.target in NLL_OPS and node.args[3] == MEAN_REDUCTION:
+                return BatchSum(frozenset({Normalizer(self._key_of(node), node, is_literal=False)}))
+            return BatchSum(frozenset({None}))
+        if node.target in FACTORY_OPS:
+            return BatchIndependent(frozenset(range(len(logical_shape(node)))))
+        return self._mixed(node)
 
-    def _scaled(self, node: fx.Node) -> list[float]:
+    def _find_growth(self, node: fx.Node) -> list[float]:
         """Of the plain numbers that an operator computes with, those that grow with the rows: by how much."""
         found = []
         operator = node.target
         assert isinstance(operator, torch._ops.OpOverload), operator
-        twin = self._twins[node]
+        counterpart = self._counterparts[node]
         for position, described in enumerate(operator._schema.arguments):
             # A number may stand for a tensor, as in mul.Tensor(x, 0.5); sizes and dims are no values.
             if not any(word in str(described.type) for word in ("number", "float", "Tensor")):
                 continue
-            ours, theirs = argument_at(node, position, described.name), argument_at(twin, position, described.name)
+            ours, theirs = (
+                get_argument(node, position, described.name),
+                get_argument(counterpart, position, described.name),
+            )
             if isinstance(ours, int | float) and isinstance(theirs, int | float) and float(ours) != float(theirs):
-                found.append(ratio(float(ours), float(theirs)))
+                found.append(compute_growth(float(ours), float(theirs)))
         return found
 
-    def _lost(self, node: fx.Node, reason: str | None = None) -> Lost:
-        return Lost(reason or f"{node.target} mixes rows of the batch", str(node.meta.get("line", "")))
+    def _mixed(self, node: fx.Node, reason: str | None = None) -> BatchMixed:
+        return BatchMixed(reason or f"{node.target} mixes rows of the batch", str(node.meta.get("line", "")))

@@ -10,20 +10,20 @@ import torch
 from torch import fx
 
 from rankless.compiler.rules.pointwise import RULES as LIKE_RULES
-from rankless.compiler.rules.strategy import shape_of
+from rankless.compiler.rules.strategy import logical_shape
 from rankless.parallel.placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
-FACTOR = 3
+GROWTH_FACTOR = 3
 """The second capture has this many times the rows of the first."""
 
-NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-MEAN = 1
-BATCH_NORM = (
+NLL_OPS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+MEAN_REDUCTION = 1
+BATCH_NORM_OPS = (
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit.no_stats,
 )
-MADE = (
+FACTORY_OPS = (
     aten.full.default,
     aten.zeros.default,
     aten.ones.default,
@@ -36,16 +36,16 @@ MADE = (
     *(operator for operator in LIKE_RULES if "new_" in str(operator)),
 )
 """Operators that fill a new tensor with one value, whatever stands in the one they take."""
-MULTIPLIED = (aten.mul.Tensor, aten.mul.Scalar)
-DIVIDED = (aten.div.Tensor, aten.div.Scalar)
-SHIFTED = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar)
-VIEWED = (aten.view.default, aten._unsafe_view.default)
-CLAMPED = (aten.clamp_min.default, aten.clamp.default)
-CONVERTED = (*VIEWED, aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default)
+MUL_OPS = (aten.mul.Tensor, aten.mul.Scalar)
+DIV_OPS = (aten.div.Tensor, aten.div.Scalar)
+ADD_OPS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar)
+VIEW_OPS = (aten.view.default, aten._unsafe_view.default)
+CLAMP_OPS = (aten.clamp_min.default, aten.clamp.default)
+CONVERSION_OPS = (*VIEW_OPS, aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default)
 
 
 @dataclass(frozen=True)
-class Divisor:
+class Normalizer:
     """What a sum over rows was divided by: a value of the program, or (`literal`) a number that stands in it.
 
     `node` is where it stands; of a mean it is the mean itself. `key` tells equal divisors apart from others.
@@ -53,13 +53,13 @@ class Divisor:
 
     key: str
     node: fx.Node
-    literal: bool
-    plus: float = 0.0
-    least: float | None = None
+    is_literal: bool
+    offset: float = 0.0
+    minimum: float | None = None
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchSharded:
     """Each row of it depends on its own row of the batch alone; `over` is what each was divided by.
 
     With `outer` above one the dim is so many others flattened together with the batch, which is the inner one: rows
@@ -67,76 +67,78 @@ class Rows:
     """
 
     placement: Shard
-    over: Divisor | None = None
-    outer: int = 1
+    normalizer: Normalizer | None = None
+    outer_size: int = 1
 
 
 @dataclass(frozen=True)
-class Fixed:
+class BatchIndependent:
     """Does not depend on the batch. Along the dims in `alike` all entries are the same, or drawn alike."""
 
-    alike: frozenset[int] = frozenset()
+    uniform_dims: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
-class Sum:
+class BatchSum:
     """A sum of terms, each a sum over rows divided by its divisor (None: by nothing).
 
     `constant`: and a term without rows.
     """
 
-    divisors: frozenset[Divisor | None]
-    constant: bool = False
+    normalizers: frozenset[Normalizer | None]
+    has_constant: bool = False
 
 
 @dataclass(frozen=True)
-class Lost:
+class BatchMixed:
     """Parts of a batch do not give it: why, and where in the script."""
 
     reason: str
     line: str
 
 
-Kind = Rows | Fixed | Sum | Lost
+BatchDimKind = BatchSharded | BatchIndependent | BatchSum | BatchMixed
 
 
-def grouped(dim: int, length: int) -> Shard:
+def make_batch_shard(dim: int, length: int) -> Shard:
     """A dim cut where the batch is cut: after one part in FACTOR."""
-    return Shard(dim, (length // FACTOR, length - length // FACTOR))
+    return Shard(dim, (length // GROWTH_FACTOR, length - length // GROWTH_FACTOR))
 
 
-def literal_key() -> str:
+def make_literal_key() -> str:
     """Numbers of rows are compared when they are known: at every call."""
     return "a number of rows"
 
 
-def ratio(ours: float, theirs: float) -> float:
+def compute_growth(ours: float, theirs: float) -> float:
     """How a number grew, exactly FACTOR or its inverse where it is that but for rounding."""
     found = ours / theirs if theirs else 0.0
-    return next((known for known in (FACTOR, 1 / FACTOR) if abs(found - known) < 1e-12), found)
+    return next((known for known in (GROWTH_FACTOR, 1 / GROWTH_FACTOR) if abs(found - known) < 1e-12), found)
 
 
-def argument_at(node: fx.Node, position: int, name: str) -> Any:
+def get_argument(node: fx.Node, position: int, name: str) -> Any:
     """An argument of a call by position or name."""
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
-def placed_as(kind: Kind) -> Placement:
+def to_placement(kind: BatchDimKind) -> Placement:
     """How a value of this kind lies when the batch is cut."""
-    return kind.placement if isinstance(kind, Rows) else Partial() if isinstance(kind, Sum) else Replicate()
+    return (
+        kind.placement if isinstance(kind, BatchSharded) else Partial() if isinstance(kind, BatchSum) else Replicate()
+    )
 
 
-def lies_so(kind: Kind, wanted: Placement) -> bool:
+def is_compatible(kind: BatchDimKind, wanted: Placement) -> bool:
     """Whether a value may be taken as placed in this way without anything being exchanged."""
-    if isinstance(kind, Rows):
+    if isinstance(kind, BatchSharded):
         return wanted == kind.placement
-    if isinstance(kind, Fixed):
-        return isinstance(wanted, Replicate) or (isinstance(wanted, Shard) and wanted.dim in kind.alike)
+    if isinstance(kind, BatchIndependent):
+        return isinstance(wanted, Replicate) or (isinstance(wanted, Shard) and wanted.dim in kind.uniform_dims)
     return False
 
 
-def same_along(item: fx.Node, kind: Kind, dim: int, count: int) -> bool:
+def is_uniform_along(item: fx.Node, kind: BatchDimKind, dim: int, count: int) -> bool:
     """Whether an input, stretched to `count` dims, is the same all along one of them."""
-    sizes = shape_of(item)
+    sizes = logical_shape(item)
     own = dim - (count - len(sizes))
-    return own < 0 or sizes[own] == 1 or (isinstance(kind, Fixed) and own in kind.alike)
+    return own < 0 or sizes[own] == 1 or (isinstance(kind, BatchIndependent) and own in kind.uniform_dims)

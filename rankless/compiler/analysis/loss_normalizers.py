@@ -13,78 +13,90 @@ from typing import Any
 import torch
 from torch import fx
 
-from rankless.compiler.analysis.batch_dim_analysis import RowKinds
-from rankless.compiler.analysis.batch_dim_kinds import DIVIDED, FACTOR, MEAN, NLL, VIEWED, Divisor, Lost, Sum
-from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramOutput, draws
-from rankless.compiler.tracing.symbolic_sizes import is_size
+from rankless.compiler.analysis.batch_dim_analysis import BatchDimAnalysis
+from rankless.compiler.analysis.batch_dim_kinds import (
+    DIV_OPS,
+    GROWTH_FACTOR,
+    MEAN_REDUCTION,
+    NLL_OPS,
+    VIEW_OPS,
+    BatchMixed,
+    BatchSum,
+    Normalizer,
+)
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramOutput, is_random_node
+from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
 aten = torch.ops.aten
-MEANS = (aten.mean.default, aten.mean.dim)
+MEAN_OPS = (aten.mean.default, aten.mean.dim)
 
 
 @dataclass(frozen=True)
-class CountedProgram:
+class NormalizedProgram:
     """A program whose last results are counts, and for each count what is added to it and what it is at least."""
 
     program: LogicalProgram
-    finishes: tuple[tuple[float, float | None], ...]
+    adjustments: tuple[tuple[float, float | None], ...]
 
 
-def counted(
-    program: LogicalProgram, with_rows: Callable[[int], LogicalProgram], dims: Mapping[int, int], *, line: str
-) -> CountedProgram:
+def add_loss_normalizers(
+    program: LogicalProgram, capture_with_rows: Callable[[int], LogicalProgram], dims: Mapping[int, int], *, line: str
+) -> NormalizedProgram:
     """The program with what its loss is divided by; no counts if the loss is a sum over rows.
 
     `with_rows(k)` captures the same job for k times the rows; `dims` are the batch's dims of tensor arguments.
     Raises `CaptureError` with the line if calls cannot be gathered.
     """
-    varies = any(is_size(size) for node in program.inputs for size in node.meta["val"].shape)
+    varies = any(is_symbolic(size) for node in program.inputs for size in node.meta["val"].shape)
     # Comparing a size that varies with a number would settle it.
-    fewer, more = with_rows(1) if varies else program, with_rows(FACTOR)
-    if first_difference(nodes_of(fewer), nodes_of(more)) is not None:
+    fewer, more = capture_with_rows(1) if varies else program, capture_with_rows(GROWTH_FACTOR)
+    if find_first_difference(list_nodes(fewer), list_nodes(more)) is not None:
         # A batch of one row may lie in memory in more ways than one, and its program then has other views.
-        fewer, more = more, with_rows(FACTOR**2)
-        require_alike(nodes_of(fewer), nodes_of(more), line)
-    written = {
+        fewer, more = more, capture_with_rows(GROWTH_FACTOR**2)
+        require_same_operators(list_nodes(fewer), list_nodes(more), line)
+    target_counts = {
         node: count
         for given in {id(item): item for item in (program, fewer, more)}.values()
-        for node, count in targets_counted(given).items()
+        for node, count in add_target_counts(given).items()
     }
-    found = RowKinds(more, fewer, dims, key_in(written))
-    divisors = divisors_of(minimised(more), found, line)
+    analysis = BatchDimAnalysis(more, fewer, dims, make_key_function(target_counts))
+    normalizers = find_normalizers(get_loss_node(more), analysis, line)
     counts = []
-    for divisor in divisors:
-        twin = twin_of(divisor.node, more, program, line)
-        if divisor.literal:
-            counts.append(number_made(program.graph, rows_counted(twin)))
+    for normalizer in normalizers:
+        counterpart = find_counterpart(normalizer.node, more, program, line)
+        if normalizer.is_literal:
+            counts.append(add_constant(program.graph, read_row_count(counterpart)))
         else:
-            require_undrawn(written.get(twin, twin), line)
-            counts.append(written.get(twin, twin))
-    return CountedProgram(with_results(program, counts), tuple((item.plus, item.least) for item in divisors))
+            require_deterministic(target_counts.get(counterpart, counterpart), line)
+            counts.append(target_counts.get(counterpart, counterpart))
+    return NormalizedProgram(
+        append_results(program, counts), tuple((item.offset, item.minimum) for item in normalizers)
+    )
 
 
-def nodes_of(program: LogicalProgram) -> list[fx.Node]:
+def list_nodes(program: LogicalProgram) -> list[fx.Node]:
     """The nodes in order."""
     return list(program.graph.nodes)
 
 
-def twin_of(node: fx.Node, of: LogicalProgram, program: LogicalProgram, line: str) -> fx.Node:
+def find_counterpart(node: fx.Node, of: LogicalProgram, program: LogicalProgram, line: str) -> fx.Node:
     """The node that stands for the same in the program for another number of rows: the one as far on among its kind."""
     ours, theirs = (
-        [item for item in needed_for(minimised(given)) if item.target == node.target] for given in (of, program)
+        [item for item in list_dependencies(get_loss_node(given)) if item.target == node.target]
+        for given in (of, program)
     )
     if len(ours) != len(theirs):
-        raise another_program(node, line)
+        raise make_size_dependence_error(node, line)
     return theirs[ours.index(node)]
 
 
-def minimised(program: LogicalProgram) -> fx.Node:
+def get_loss_node(program: LogicalProgram) -> fx.Node:
     """What a train job's program minimises: its first result."""
     return next(node for node, output in program.outputs if output.kind == "result" and output.index == 0)
 
 
-def needed_for(node: fx.Node) -> list[fx.Node]:
+def list_dependencies(node: fx.Node) -> list[fx.Node]:
     """A node and what it is computed from, in order."""
     needed = {node}
     for item in reversed(node.graph.nodes):
@@ -93,7 +105,7 @@ def needed_for(node: fx.Node) -> list[fx.Node]:
     return [item for item in node.graph.nodes if item in needed]
 
 
-def first_difference(ones: Sequence[fx.Node], others: Sequence[fx.Node]) -> fx.Node | None:
+def find_first_difference(ones: Sequence[fx.Node], others: Sequence[fx.Node]) -> fx.Node | None:
     """The first node at whose place the other program has another operator, or none."""
     for place, node in enumerate(ones):
         if place >= len(others) or (node.op, node.op != "placeholder" and node.target) != (
@@ -104,14 +116,14 @@ def first_difference(ones: Sequence[fx.Node], others: Sequence[fx.Node]) -> fx.N
     return ones[-1] if len(ones) < len(others) else None
 
 
-def require_alike(ones: Sequence[fx.Node], others: Sequence[fx.Node], line: str) -> None:
+def require_same_operators(ones: Sequence[fx.Node], others: Sequence[fx.Node], line: str) -> None:
     """Refuse a job that is another program for another number of rows."""
-    differing = first_difference(ones, others)
+    differing = find_first_difference(ones, others)
     if differing is not None:
-        raise another_program(differing, line)
+        raise make_size_dependence_error(differing, line)
 
 
-def another_program(differing: fx.Node, line: str) -> CaptureError:
+def make_size_dependence_error(differing: fx.Node, line: str) -> CaptureError:
     """Why the numbers in a program cannot be told from numbers of rows."""
     return CaptureError(
         expected="a job that is the same program for any number of rows, so that calls can be gathered into a step",
@@ -121,43 +133,49 @@ def another_program(differing: fx.Node, line: str) -> CaptureError:
     )
 
 
-def key_in(written: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], str]:
+def make_key_function(target_counts: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], str]:
     """What tells equal counts from others: how they are computed."""
     known: dict[fx.Node, str] = {}
-    return lambda node: digest(written.get(node, node), known)
+    return lambda node: hash_computation(target_counts.get(node, node), known)
 
 
-def divisors_of(objective: fx.Node, found: RowKinds, line: str) -> list[Divisor]:
+def find_normalizers(objective: fx.Node, analysis: BatchDimAnalysis, line: str) -> list[Normalizer]:
     """What the loss is divided by, in the order of the program; nothing for a sum over rows.
 
     Raises for what cannot be gathered.
     """
-    kind = found.kinds[objective]
-    if isinstance(kind, Lost):
-        raise refusal(kind.reason, kind.line or line)
-    if not isinstance(kind, Sum):
-        raise refusal("one that no batch goes into", line)
+    kind = analysis.kinds[objective]
+    if isinstance(kind, BatchMixed):
+        raise make_accumulation_error(kind.reason, kind.line or line)
+    if not isinstance(kind, BatchSum):
+        raise make_accumulation_error("one that no batch goes into", line)
     order = {node: place for place, node in enumerate(objective.graph.nodes)}
     # A set's order is another on every rank, and all must take the same of several that are computed alike.
-    divisors = sorted(filter(None, kind.divisors), key=lambda divisor: order[divisor.node])
-    if not divisors:
-        if kind.constant:
-            raise refusal("a sum over rows plus a term without rows, which would be added once per call", line)
+    normalizers = sorted(filter(None, kind.normalizers), key=lambda normalizer: order[normalizer.node])
+    if not normalizers:
+        if kind.has_constant:
+            raise make_accumulation_error(
+                "a sum over rows plus a term without rows, which would be added once per call", line
+            )
         return []
-    lines = " and ".join(sorted({str(divisor.node.meta.get("line", "")) for divisor in divisors}))
-    if len(divisors) < len(kind.divisors):
-        raise refusal("a sum over rows plus a mean over them, whose gradients have other weights", lines)
-    finishes = {(divisor.plus, divisor.least) for divisor in divisors}
-    if len(finishes) > 1 or (kind.constant and finishes != {(0.0, None)}):
-        raise refusal("a mean over a count that is clamped or shifted, beside a term that is not", lines)
+    lines = " and ".join(sorted({str(normalizer.node.meta.get("line", "")) for normalizer in normalizers}))
+    if len(normalizers) < len(kind.normalizers):
+        raise make_accumulation_error(
+            "a sum over rows plus a mean over them, whose gradients have other weights", lines
+        )
+    adjustments = {(normalizer.offset, normalizer.minimum) for normalizer in normalizers}
+    if len(adjustments) > 1 or (kind.has_constant and adjustments != {(0.0, None)}):
+        raise make_accumulation_error(
+            "a mean over a count that is clamped or shifted, beside a term that is not", lines
+        )
     # Counts that are computed alike are one. Different ones must be in proportion, which every call shows.
-    alike: dict[fx.Node | str, Divisor] = {}
-    for divisor in divisors:
-        alike.setdefault(divisor.node if divisor.literal else divisor.key, divisor)
+    alike: dict[fx.Node | str, Normalizer] = {}
+    for normalizer in normalizers:
+        alike.setdefault(normalizer.node if normalizer.is_literal else normalizer.key, normalizer)
     return list(alike.values())
 
 
-def refusal(found: str, line: str) -> CaptureError:
+def make_accumulation_error(found: str, line: str) -> CaptureError:
     """Why this loss cannot be gathered over calls."""
     return CaptureError(
         expected="a loss that is a mean, or a sum, over the rows of the batch: then the gradients of several calls "
@@ -169,7 +187,7 @@ def refusal(found: str, line: str) -> CaptureError:
     )
 
 
-def require_undrawn(node: fx.Node, line: str) -> None:
+def require_deterministic(node: fx.Node, line: str) -> None:
     """Refuse a count that is drawn by chance: it could not be known beside the draw."""
     seen, stack = set[fx.Node](), [node]
     while stack:
@@ -177,22 +195,24 @@ def require_undrawn(node: fx.Node, line: str) -> None:
         if item in seen:
             continue
         seen.add(item)
-        if draws(item):
-            raise refusal("a mean over a count that is drawn at random", str(item.meta.get("line", line)))
+        if is_random_node(item):
+            raise make_accumulation_error(
+                "a mean over a count that is drawn at random", str(item.meta.get("line", line))
+            )
         stack.extend(item.all_input_nodes)
 
 
-def rows_counted(node: fx.Node) -> Any:
+def read_row_count(node: fx.Node) -> Any:
     """The number that stands in a mean, a division or a multiplication by an inverse."""
     value: LogicalValue = node.meta["val"]
     first: LogicalValue = node.all_input_nodes[0].meta["val"]
-    if node.target in MEANS:
+    if node.target in MEAN_OPS:
         return prod(first.shape) // max(prod(value.shape), 1)
     number: Any = node.args[1]
-    return number if node.target in DIVIDED else 1.0 / number
+    return number if node.target in DIV_OPS else 1.0 / number
 
 
-def number_made(graph: fx.Graph, number: Any) -> fx.Node:
+def add_constant(graph: fx.Graph, number: Any) -> fx.Node:
     """A number as a value of the program, on the CPU, where it is read."""
     returned = next(node for node in graph.nodes if node.op == "output")
     settings: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
@@ -202,7 +222,7 @@ def number_made(graph: fx.Graph, number: Any) -> fx.Node:
     return made
 
 
-def with_results(program: LogicalProgram, nodes: list[fx.Node]) -> LogicalProgram:
+def append_results(program: LogicalProgram, nodes: list[fx.Node]) -> LogicalProgram:
     """The program with further results."""
     results = sum(output.kind == "result" for _, output in program.outputs)
     added = [
@@ -215,7 +235,7 @@ def with_results(program: LogicalProgram, nodes: list[fx.Node]) -> LogicalProgra
     return replace(program, outputs=outputs)
 
 
-def results_alone(program: LogicalProgram, count: int) -> LogicalProgram:
+def keep_last_results(program: LogicalProgram, count: int) -> LogicalProgram:
     """A program of the last `count` results and what they need; the given program is used up."""
     outputs = program.outputs[len(program.outputs) - count :]
     returned = next(node for node in program.graph.nodes if node.op == "output")
@@ -229,19 +249,19 @@ def results_alone(program: LogicalProgram, count: int) -> LogicalProgram:
     )
 
 
-def targets_counted(program: LogicalProgram) -> dict[fx.Node, fx.Node]:
+def add_target_counts(program: LogicalProgram) -> dict[fx.Node, fx.Node]:
     """For each mean negative log likelihood the number, or the weights, of its valid targets, now in the graph."""
-    found = {}
+    target_counts = {}
     for node in list(program.graph.nodes):
-        if node.target in NLL and node.args[3] == MEAN:
+        if node.target in NLL_OPS and node.args[3] == MEAN_REDUCTION:
             with program.graph.inserting_after(node):
-                writer = Writer(program.graph, node)
+                writer = TargetCountWriter(program.graph, node)
             _, target, weight, _, ignored = node.args
-            found[node] = writer.targets(target, weight, ignored)
-    return found
+            target_counts[node] = writer.targets(target, weight, ignored)
+    return target_counts
 
 
-class Writer:
+class TargetCountWriter:
     """Writes operators into a graph, after a node and with its line."""
 
     def __init__(self, graph: fx.Graph, after: fx.Node) -> None:
@@ -251,7 +271,7 @@ class Writer:
 
     def targets(self, target: Any, weight: Any, ignored: Any) -> fx.Node:
         """The number of targets that count, or the sum of their weights, as PyTorch's label smoothing writes it."""
-        while target.target in VIEWED and sizes_of(target) == sizes_of(target.all_input_nodes[0]):
+        while target.target in VIEW_OPS and drop_unit_dims(target) == drop_unit_dims(target.all_input_nodes[0]):
             target = target.all_input_nodes[0]
         value: LogicalValue = target.meta["val"]
         flat = (prod(value.shape),)
@@ -278,17 +298,17 @@ class Writer:
         return node
 
 
-def sizes_of(node: fx.Node) -> list[int]:
+def drop_unit_dims(node: fx.Node) -> list[int]:
     """The sizes of a value, but for dims of size one."""
     return [size for size in node.meta["val"].shape if size != 1]
 
 
-def digest(node: fx.Node, known: dict[fx.Node, str]) -> str:
+def hash_computation(node: fx.Node, known: dict[fx.Node, str]) -> str:
     """A text that is the same for values computed in the same way from the same inputs."""
     if node not in known:
         if node.op != "call_function":
             known[node] = node.name
         else:
-            args = fx.node.map_arg((node.args, node.kwargs), lambda item: digest(item, known))
+            args = fx.node.map_arg((node.args, node.kwargs), lambda item: hash_computation(item, known))
             known[node] = hashlib.sha256(f"{node.target}{args}".encode()).hexdigest()
     return known[node]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 
-def autocast_state(device_type: str) -> tuple[tuple[str, torch.dtype] | None, ...]:
+def get_autocast_state(device_type: str) -> tuple[tuple[str, torch.dtype] | None, ...]:
     """What autocast does now to operators on this type of device, and on the CPU."""
     return tuple(
         (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
@@ -21,7 +21,7 @@ def autocast_state(device_type: str) -> tuple[tuple[str, torch.dtype] | None, ..
 
 
 @contextlib.contextmanager
-def fresh_casts() -> Iterator[None]:
+def clear_autocast_cache() -> Iterator[None]:
     """Within, no weight's cast from an earlier call is used; after, none from this call is left."""
     torch.clear_autocast_cache()
     try:
@@ -31,9 +31,9 @@ def fresh_casts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_autocast(device_type: str) -> Iterator[None]:
+def disable_autocast(device_type: str) -> Iterator[None]:
     """Within, operators run in the dtypes of what they are given."""
-    if not any(autocast_state(device_type)):
+    if not any(get_autocast_state(device_type)):
         yield
         return
     with contextlib.ExitStack() as stack:
@@ -43,7 +43,7 @@ def without_autocast(device_type: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def autocast_as(state: tuple[tuple[str, torch.dtype] | None, ...]) -> Iterator[None]:
+def apply_autocast_state(state: tuple[tuple[str, torch.dtype] | None, ...]) -> Iterator[None]:
     """Within, autocast does what it did when `autocast_state` was asked."""
     with contextlib.ExitStack() as stack:
         for entry in filter(None, state):

@@ -18,19 +18,19 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.capture.autocast import autocast_as, autocast_state, without_autocast
+from rankless.compiler.capture.autocast import apply_autocast_state, disable_autocast, get_autocast_state
 from rankless.compiler.capture.decompositions import DECOMPOSITIONS
-from rankless.compiler.capture.graph_cleanup import cleaned, named
-from rankless.compiler.capture.refusals import capture_error
-from rankless.compiler.capture.side_effects import Effects, require_no_parameter_hooks
-from rankless.compiler.capture.torch_modes import require_gradients
-from rankless.compiler.guards.guards import Guards
+from rankless.compiler.capture.graph_cleanup import clean_up, name_inputs_and_outputs
+from rankless.compiler.capture.side_effects import SideEffects, require_no_parameter_hooks
+from rankless.compiler.capture.torch_modes import require_grad_enabled
+from rankless.compiler.capture.trace_errors import convert_trace_errors
+from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.tracing.operator_lines import lines_recorded
-from rankless.compiler.tracing.symbolic_sizes import Environment, Sizes, sizes_spelled_out
+from rankless.compiler.tracing.operator_lines import record_lines
+from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
 
-ArgumentsOf = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+BuildArguments = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
 """Puts the tensor arguments of a call among its plain ones: positional and keyword arguments."""
 
 
@@ -56,36 +56,36 @@ class JobSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Captured:
+class CapturedJob:
     """A logical program and how to put its results together again."""
 
     program: LogicalProgram
     result_spec: pytree.TreeSpec
     result_leaves: tuple[Any, ...]
     """One entry per leaf of the job's result: `LEAF` for the next tensor result, else the plain value itself."""
-    guards: Guards
+    guards: GuardSet
     """What the job's Python has read: if it changes, this is no longer its program."""
-    modes_set: Sequence[tuple[nn.Module, bool]]
+    changed_modes: Sequence[tuple[nn.Module, bool]]
     """The modules that the job puts into train or eval mode."""
-    printed: str | None
+    print_line: str | None
     """The line of a print in the job, which a program does not do."""
 
 
-LEAF = object()
-SHAPE_LOGGER = "torch.fx.experimental.symbolic_shapes"
+TENSOR_LEAF = object()
+SYMBOLIC_SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"
 
 
 class TracedJob(nn.Module):
     """The job's function as a module whose parameters are those of the modules it may use."""
 
-    def __init__(self, source: JobSource, arguments: ArgumentsOf, device: torch.device) -> None:
+    def __init__(self, source: JobSource, arguments: BuildArguments, device: torch.device) -> None:
         super().__init__()
         for name, module in source.modules.items():
             self.add_module(name, module)
         self.source = source
         self.arguments = arguments
-        self.autocast = autocast_state(device.type)
-        self.effects = Effects(source.function, source.modules)
+        self.autocast = get_autocast_state(device.type)
+        self.effects = SideEffects(source.function, source.modules)
         self.result_spec: pytree.TreeSpec | None = None
         self.result_leaves: tuple[Any, ...] = ()
 
@@ -96,20 +96,20 @@ class TracedJob(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
         traced = [*self.parameters(), *self.buffers()]
-        with self.effects.watched() as trail, lines_recorded(traced, trail), sizes_spelled_out():
+        with self.effects.trace_pass() as call_log, record_lines(traced, call_log), specialize_on_repr():
             args, kwargs = self.arguments(tensors)
-            with autocast_as(self.autocast):
+            with apply_autocast_state(self.autocast):
                 result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
-        self.result_leaves = tuple(LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        self.result_leaves = tuple(TENSOR_LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         # A result may be an argument, or a view of one; a clone makes it a value of the program.
         values = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor))
         if not self.source.trains:
             return values
-        return (objective(result, self.source.name), *values)
+        return (extract_loss(result, self.source.name), *values)
 
 
-def objective(result: Any, job: str) -> Tensor:
+def extract_loss(result: Any, job: str) -> Tensor:
     """What a train job minimises: its loss, or the mean of its losses per sample."""
     loss = result
     if isinstance(result, Mapping):
@@ -120,13 +120,13 @@ def objective(result: Any, job: str) -> Tensor:
         raise CaptureError(
             expected=f"train job {job!r} to return its loss: a tensor that depends on the model's parameters, "
             'alone, first in a tuple, or as "loss" in a dict',
-            found=describe(loss),
+            found=describe_result(loss),
             fix="return the loss, or take optimizer= away if the job only predicts",
         )
     return loss if loss.dim() == 0 else loss.mean()
 
 
-def describe(value: Any) -> str:
+def describe_result(value: Any) -> str:
     """A value in a few words, for an error."""
     if isinstance(value, Tensor):
         gradient = "" if value.requires_grad else ", without gradient"
@@ -136,12 +136,12 @@ def describe(value: Any) -> str:
 
 def capture(
     source: JobSource,
-    arguments: ArgumentsOf,
+    arguments: BuildArguments,
     shapes: Sequence[ArgumentShape],
     device: torch.device,
     *,
-    sizes: Sizes | None = None,
-) -> Captured:
+    sizes: SymbolicSizes | None = None,
+) -> CapturedJob:
     """The logical program of a job for arguments of the given logical shapes.
 
     `arguments` puts the tensor arguments back among the plain ones; `sizes` made the symbols in `shapes`, if there
@@ -149,45 +149,49 @@ def capture(
     user's script, if the job cannot be one program.
     """
     if source.trains:
-        require_gradients(source.name, source.line)
+        require_grad_enabled(source.name, source.line)
     job = TracedJob(source, arguments, device)
-    environment = Environment() if sizes is None else sizes.environment
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+    shape_env = LineTrackingShapeEnv() if sizes is None else sizes.shape_env
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
     with contextlib.ExitStack() as stack:
         # PyTorch keeps the last capture's fake tensors here, which then die noisily with the interpreter.
         stack.callback(PhiloxStateTracker.reset)
         # The backward is traced outside of an autocast that stands around the call.
-        stack.enter_context(without_autocast(device.type))
+        stack.enter_context(disable_autocast(device.type))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.set_grad_enabled(source.trains))
-        stack.enter_context(unlogged())
+        stack.enter_context(silence_trace_loggers())
         with fake:
             inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
-        with capture_error(source.name, source.line), seems_compiling(), tensors_kept(source.modules):
+        with (
+            convert_trace_errors(source.name, source.line),
+            set_compiling_flag(),
+            restore_module_tensors(source.modules),
+        ):
             require_no_parameter_hooks(source.modules)
             joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
-            job.effects.require_none()
-            if not job.effects.settled():
+            job.effects.raise_if_found()
+            if not job.effects.is_stable():
                 # The first pass may have set the model up; then two more are the same, or nothing ever is.
                 joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
-                job.effects.require_none()
-                job.effects.require_settled()
-            program = cleaned(named(source.name, source.line, joint.graph_module), source.modules)
+                job.effects.raise_if_found()
+                job.effects.require_stable()
+            program = clean_up(name_inputs_and_outputs(source.name, source.line, joint.graph_module), source.modules)
     assert job.result_spec is not None
-    return Captured(
+    return CapturedJob(
         program=program,
         result_spec=job.result_spec,
         result_leaves=job.result_leaves,
-        guards=job.effects.guards(),
-        modes_set=job.effects.modes_set(),
-        printed=job.effects.printed(),
+        guards=job.effects.collect_guards(),
+        changed_modes=job.effects.changed_modes(),
+        print_line=job.effects.first_print_line(),
     )
 
 
 @contextlib.contextmanager
-def unlogged() -> Iterator[None]:
+def silence_trace_loggers() -> Iterator[None]:
     """Within, PyTorch does not log what fails: it is raised as well, and under varying sizes it may be no error."""
-    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SHAPE_LOGGER)]
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SYMBOLIC_SHAPES_LOGGER)]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
@@ -199,7 +203,7 @@ def unlogged() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tensors_kept(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def restore_module_tensors(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """After, every module has its own tensors again: PyTorch leaves traced ones in a module that has two names."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))
@@ -215,7 +219,7 @@ def tensors_kept(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seems_compiling() -> Iterator[None]:
+def set_compiling_flag() -> Iterator[None]:
     """Within, `torch.compiler.is_compiling()` is true: models then leave out checks that read values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True

@@ -14,7 +14,7 @@ from torch._decomp import get_decompositions
 
 aten = torch.ops.aten
 
-PYTORCHS: dict[Any, Callable[..., Any]] = get_decompositions(
+TORCH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
     [
         aten.mse_loss,
         aten.mse_loss_backward,
@@ -37,7 +37,7 @@ PYTORCHS: dict[Any, Callable[..., Any]] = get_decompositions(
 )
 
 
-def variance_and_mean(
+def decompose_variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean as sums over logical counts."""
@@ -49,22 +49,22 @@ def variance_and_mean(
     return variance, mean if keepdim else mean.squeeze(dims)
 
 
-def by_bias(
+def decompose_unbiased_variance(
     x: Tensor, dim: Sequence[int] | None = None, unbiased: bool = True, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The same, in the older signature."""
-    return variance_and_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
+    return decompose_variance_and_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
-OURS: dict[Any, Callable[..., Any]] = {
-    aten.var.correction: lambda *args, **kwargs: variance_and_mean(*args, **kwargs)[0],
-    aten.var.dim: lambda *args, **kwargs: by_bias(*args, **kwargs)[0],
-    aten.var.default: lambda x, unbiased=True: by_bias(x, None, unbiased)[0],
-    aten.var_mean.correction: variance_and_mean,
-    aten.std.correction: lambda *args, **kwargs: variance_and_mean(*args, **kwargs)[0].sqrt(),
-    aten.std.dim: lambda *args, **kwargs: by_bias(*args, **kwargs)[0].sqrt(),
-    aten.std.default: lambda x, unbiased=True: by_bias(x, None, unbiased)[0].sqrt(),
+STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.var.correction: lambda *args, **kwargs: decompose_variance_and_mean(*args, **kwargs)[0],
+    aten.var.dim: lambda *args, **kwargs: decompose_unbiased_variance(*args, **kwargs)[0],
+    aten.var.default: lambda x, unbiased=True: decompose_unbiased_variance(x, None, unbiased)[0],
+    aten.var_mean.correction: decompose_variance_and_mean,
+    aten.std.correction: lambda *args, **kwargs: decompose_variance_and_mean(*args, **kwargs)[0].sqrt(),
+    aten.std.dim: lambda *args, **kwargs: decompose_unbiased_variance(*args, **kwargs)[0].sqrt(),
+    aten.std.default: lambda x, unbiased=True: decompose_unbiased_variance(x, None, unbiased)[0].sqrt(),
 }
 """Statistics that PyTorch decomposes no further than its own `prims.var`."""
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = PYTORCHS | OURS
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS

@@ -22,38 +22,38 @@ from rankless.compiler.ir.logical_program import (
     LogicalValue,
     ProgramInput,
     ProgramOutput,
-    described,
-    draws,
+    describe_value,
+    is_random_node,
 )
-from rankless.compiler.tracing.symbolic_sizes import is_size
+from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
 aten = torch.ops.aten
-ALIASES = (aten.detach.default, aten.alias.default)
+ALIAS_OPS = (aten.detach.default, aten.alias.default)
 
 
-def named(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
+def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
     """The program in a traced graph whose placeholders and outputs carry PyTorch's descriptors.
 
     Operators that the system adds (the mean of losses per sample, a result's copy) get the job's own `line`.
     """
     graph = graph_module.graph
     returned = next(node for node in graph.nodes if node.op == "output")
-    meanings = [named_output(descriptor) for descriptor in returned.meta["desc"]]
+    meanings = [make_output(descriptor) for descriptor in returned.meta["desc"]]
     inputs: dict[fx.Node, ProgramInput] = {}
     for node in list(graph.nodes):
-        value, descriptor = described(node.meta.get("val")), node.meta.get("desc")
+        value, descriptor = describe_value(node.meta.get("val")), node.meta.get("desc")
         # Nothing else of tracing is kept: its fake tensors would live as long as the program.
         node.meta = {"line": node.meta.get("stack_trace") or line, "val": value, "desc": descriptor}
         if node.op == "placeholder":
-            stands_for = named_input(node.meta["desc"])
+            stands_for = make_input(node.meta["desc"])
             if stands_for is None:
-                replace_by_one(node)
+                replace_with_one(node)
             else:
                 inputs[node] = stands_for
         elif node.op == "get_attr":
-            inputs[node] = constant_input(node, graph_module)
-    sizes_inlined(graph)
+            inputs[node] = make_constant_input(node, graph_module)
+    inline_sizes(graph)
     (values,) = returned.args
     outputs = tuple(
         (value, output)
@@ -63,22 +63,22 @@ def named(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
     return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
 
 
-def sizes_inlined(graph: fx.Graph) -> None:
+def inline_sizes(graph: fx.Graph) -> None:
     """Put sizes themselves where nodes stand that compute them: they are known before the program runs."""
     for node in graph.nodes:
-        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), size_itself)
-    computed = [node for node in graph.nodes if is_size(node.meta.get("val"))]
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), get_size_or_node)
+    computed = [node for node in graph.nodes if is_symbolic(node.meta.get("val"))]
     for node in reversed(computed):
         graph.erase_node(node)
 
 
-def size_itself(node: fx.Node) -> Any:
+def get_size_or_node(node: fx.Node) -> Any:
     """The size that a node computes, or the node."""
     value = node.meta.get("val")
-    return value if is_size(value) else node
+    return value if is_symbolic(value) else node
 
 
-def named_input(descriptor: Any) -> ProgramInput | None:
+def make_input(descriptor: Any) -> ProgramInput | None:
     """What a placeholder stands for; None for the gradient of the loss by itself, which is one."""
     match descriptor:
         case ParamAOTInput(target=target):
@@ -102,7 +102,7 @@ def named_input(descriptor: Any) -> ProgramInput | None:
     )
 
 
-def named_output(descriptor: Any) -> ProgramOutput | None:
+def make_output(descriptor: Any) -> ProgramOutput | None:
     """What an output stands for; None for one that nobody reads."""
     match descriptor:
         case PlainAOTOutput(idx=index):
@@ -126,7 +126,7 @@ def named_output(descriptor: Any) -> ProgramOutput | None:
     return None
 
 
-def replace_by_one(node: fx.Node) -> None:
+def replace_with_one(node: fx.Node) -> None:
     """Turn the placeholder for the loss's own gradient into the constant one."""
     value: LogicalValue = node.meta["val"]
     with node.graph.inserting_before(node):
@@ -136,7 +136,7 @@ def replace_by_one(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramInput:
+def make_constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramInput:
     """A tensor the job read from its surroundings; parameters are refused, for their gradients would be lost."""
     constant = getattr(graph_module, str(node.target))
     if not isinstance(constant, Tensor):
@@ -154,28 +154,28 @@ def constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramInput:
             fix="pass the module too: @rankless.job(model=[model, other], …)",
             where=", ".join(sorted(users)),
         )
-    node.meta["val"] = described(constant)
+    node.meta["val"] = describe_value(constant)
     return ProgramInput(kind="constant", name=str(node.target), constant=constant)
 
 
-def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> LogicalProgram:
+def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> LogicalProgram:
     """The same program with tied parameters as one input, and no aliases, final copies or unused nodes."""
     replacements: dict[fx.Node, fx.Node] = {}
-    inputs = tie(program, modules, replacements)
+    inputs = tie_inputs(program, modules, replacements)
     for node in program.graph.nodes:
-        if node.op == "call_function" and node.target in ALIASES:
+        if node.op == "call_function" and node.target in ALIAS_OPS:
             replacements[node] = node.args[0]
             node.replace_all_uses_with(node.args[0])
     outputs = [(resolve(node, replacements), output) for node, output in program.outputs]
-    outputs = tied_gradients_added(program.graph, outputs, named_tensors(modules))
-    outputs = [(without_final_copy(node) if output.kind == "result" else node, output) for node, output in outputs]
+    outputs = add_tied_gradients(program.graph, outputs, named_tensors(modules))
+    outputs = [(skip_final_copy(node) if output.kind == "result" else node, output) for node, output in outputs]
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
     drop_double_transposes(program.graph)
     outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
     # Random operators stay even if unused: the script's generator moves past them.
-    program.graph.eliminate_dead_code(is_impure_node=is_kept)
-    copy, copied = copy_of(program.graph)
+    program.graph.eliminate_dead_code(is_impure_node=has_side_effect)
+    copy, copied = copy_graph(program.graph)
     return LogicalProgram(
         name=program.name,
         graph=copy,
@@ -184,7 +184,7 @@ def cleaned(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logica
     )
 
 
-def copy_of(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A graph without the nodes that tracing made and dropped, and the fake tensors that they hold; node by node."""
     copy, copied = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
@@ -203,9 +203,9 @@ def drop_double_transposes(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0].args[0])
 
 
-def is_kept(node: fx.Node) -> bool:
+def has_side_effect(node: fx.Node) -> bool:
     """Whether a node stays although nobody uses its value."""
-    return node.op in ("placeholder", "output") or draws(node)
+    return node.op in ("placeholder", "output") or is_random_node(node)
 
 
 def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -215,7 +215,7 @@ def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:
     return node
 
 
-def tie(
+def tie_inputs(
     program: LogicalProgram, modules: Mapping[str, nn.Module], replacements: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, ProgramInput]:
     """One input for parameters that are the same tensor under several names."""
@@ -247,7 +247,7 @@ def named_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return found
 
 
-def tied_gradients_added(
+def add_tied_gradients(
     graph: fx.Graph, outputs: list[tuple[fx.Node, ProgramOutput]], tensors: Mapping[str, Tensor]
 ) -> list[tuple[fx.Node, ProgramOutput]]:
     """The outputs, with one gradient per parameter tensor: the sum of those under each of its names."""
@@ -266,7 +266,7 @@ def tied_gradients_added(
     return list(added.values())
 
 
-def without_final_copy(node: fx.Node) -> fx.Node:
+def skip_final_copy(node: fx.Node) -> fx.Node:
     """The value behind a result's last copy, if that is memory of its own and not a view."""
     if node.target is not aten.clone.default:
         return node

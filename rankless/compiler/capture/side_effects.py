@@ -11,120 +11,126 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rankless.compiler.capture.training_calls import steps_refused
-from rankless.compiler.guards.guard_discovery import Finder, found_by, guards_of
-from rankless.compiler.guards.guards import Guards
-from rankless.compiler.guards.python_tracer import Watch
-from rankless.compiler.tracing.impure_calls import frozen_calls_refused
+from rankless.compiler.capture.training_calls import refuse_training_calls
+from rankless.compiler.guards.guard_discovery import GuardDiscovery, collect_guards, discover_guards
+from rankless.compiler.guards.guards import GuardSet
+from rankless.compiler.guards.python_tracer import PythonTracer
+from rankless.compiler.tracing.impure_calls import refuse_python_impure_calls
 from rankless.errors import CaptureError
 
-PLAIN_STATE = "a job that leaves Python values as they are: its Python runs once, not at every step"
-OUTSIDE = "count, collect or change it outside the job, or keep it in a buffer and change that in place"
+EXPECTED_NO_STATE_CHANGE = "a job that leaves Python values as they are: its Python runs once, not at every step"
+FIX_STATE_CHANGE = "count, collect or change it outside the job, or keep it in a buffer and change that in place"
 
 
-class Effects:
+class SideEffects:
     """Watches the passes of a capture. Only the last pass counts: in the first a model may set itself up."""
 
     def __init__(self, function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> None:
         self._function = function
         self._modules = modules
-        self._generator = generator_state()
-        self._training = {id(part): part.training for part in self._parts()}
-        self._watch: Watch | None = None
-        self._found: CaptureError | None = None
-        self._trails: list[list[Any]] = [[]]
+        self._generator = read_generator_state()
+        self._training = {id(part): part.training for part in self._submodules()}
+        self._tracer: PythonTracer | None = None
+        self._error: CaptureError | None = None
+        self._call_logs: list[list[Any]] = [[]]
         self._same_code = False
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[list[Any]]:
+    def trace_pass(self) -> Iterator[list[Any]]:
         """One pass: what the job changes while it runs inside is noted. Yields a list for what it calls, in order."""
-        for part in self._parts():
+        for part in self._submodules():
             part.training = self._training.setdefault(id(part), part.training)
         # What the first pass reads is not known before it.
-        finder = None if self._watch is None else found_by(self._function, self._modules, self._watch)
-        guards = None if finder is None else finder.result(None)
+        discovery = None if self._tracer is None else discover_guards(self._function, self._modules, self._tracer)
+        guards = None if discovery is None else discovery.guard_set(None)
         tables = [
             (f"{name}.{path}" if path else name, part, dict(part._buffers), dict(part._parameters))
             for name, module in self._modules.items()
             for path, part in module.named_modules()
         ]
-        is_first, watch = self._watch is None, Watch()
-        self._trails.append([])
+        is_first, tracer = self._tracer is None, PythonTracer()
+        self._call_logs.append([])
         with contextlib.ExitStack() as stack:
-            stack.enter_context(frozen_calls_refused())
-            stack.enter_context(steps_refused())
+            stack.enter_context(refuse_python_impure_calls())
+            stack.enter_context(refuse_training_calls())
             if not is_first:
                 # Print once.
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(watch.watching())
-            yield self._trails[-1]
-        watch.forget_passing()
-        self._same_code = self._watch is not None and watch.codes.keys() <= self._watch.codes.keys()
-        self._watch = watch
-        self._found = None if finder is None or guards is None else changed(finder, guards)
+            stack.enter_context(tracer.trace())
+            yield self._call_logs[-1]
+        tracer.drop_temporaries()
+        self._same_code = self._tracer is not None and tracer.codes.keys() <= self._tracer.codes.keys()
+        self._tracer = tracer
+        self._error = None if discovery is None or guards is None else find_state_change(discovery, guards)
         for path, part, buffers, parameters in tables:
-            replaced = first_replaced(part._buffers, buffers) or first_replaced(part._parameters, parameters)
+            replaced = find_replaced(part._buffers, buffers) or find_replaced(part._parameters, parameters)
             if replaced is not None:
-                self._found = CaptureError(
+                self._error = CaptureError(
                     expected="buffers and parameters that stay the same tensors",
                     found=f"{path}.{replaced} is replaced by another tensor inside the job",
                     fix=f"change it in place: self.{replaced}.copy_(new)",
                 )
-        if generator_state() != self._generator:
-            self._found = CaptureError(
+        if read_generator_state() != self._generator:
+            self._error = CaptureError(
                 expected="a job that leaves torch's generator to its random operators",
                 found="the job seeds torch's generator, or draws from it for a value of Python's",
                 fix="call torch.manual_seed outside the job",
             )
 
-    def require_none(self) -> None:
+    def raise_if_found(self) -> None:
         """Raise what the last pass has shown."""
-        if self._found is not None:
-            raise self._found
+        if self._error is not None:
+            raise self._error
 
-    def settled(self) -> bool:
+    def is_stable(self) -> bool:
         """Whether the last two passes have run the same code, with the same plain values."""
-        return self._same_code and self._trails[-1] == self._trails[-2]
+        return self._same_code and self._call_logs[-1] == self._call_logs[-2]
 
-    def require_settled(self) -> None:
+    def require_stable(self) -> None:
         """Raise if the last two passes differ, with the first line that called something else."""
-        for before, now in zip_longest(*self._trails[-2:]):
+        for before, now in zip_longest(*self._call_logs[-2:]):
             if before != now:
-                raise unsettled(before, now)
+                raise make_unstable_error(before, now)
         if not self._same_code:
-            raise unsettled(None, None)
+            raise make_unstable_error(None, None)
 
-    def guards(self) -> Guards:
+    def collect_guards(self) -> GuardSet:
         """The guards of what the last pass has read."""
-        return guards_of(self._function, self._modules, self._watch, self._training)
+        return collect_guards(self._function, self._modules, self._tracer, self._training)
 
-    def modes_set(self) -> list[tuple[nn.Module, bool]]:
+    def changed_modes(self) -> list[tuple[nn.Module, bool]]:
         """The modules that the job puts into another mode, with that mode."""
-        return [(part, part.training) for part in self._parts() if self._training.get(id(part)) is not part.training]
+        return [
+            (part, part.training) for part in self._submodules() if self._training.get(id(part)) is not part.training
+        ]
 
-    def printed(self) -> str | None:
+    def first_print_line(self) -> str | None:
         """The line of the first thing that the job prints or logs."""
-        return None if self._watch is None else self._watch.printed
+        return None if self._tracer is None else self._tracer.print_line
 
-    def _parts(self) -> list[nn.Module]:
+    def _submodules(self) -> list[nn.Module]:
         return [part for module in self._modules.values() for part in module.modules()]
 
 
-def changed(finder: Finder, guards: Guards) -> CaptureError | None:
+def find_state_change(discovery: GuardDiscovery, guards: GuardSet) -> CaptureError | None:
     """The error for the first thing that the job has read and changed."""
-    for label, iterator in finder.iterators.items():
+    for label, iterator in discovery.iterators.items():
         return CaptureError(
-            expected=PLAIN_STATE,
+            expected=EXPECTED_NO_STATE_CHANGE,
             found=f"the job reads {label}, an iterator ({type(iterator).__name__}), which would move on once",
             fix="call next() outside the job and pass what it gives as an argument",
         )
-    moved = guards.first_changed() or next((state for state in finder.states if not state.holds()), None)
-    if moved is None:
+    change = guards.first_failing() or next((state for state in discovery.read_only_states if not state.holds()), None)
+    if change is None:
         return None
-    return CaptureError(expected=PLAIN_STATE, found=f"{moved.label} {moved.change()} after the job", fix=OUTSIDE)
+    return CaptureError(
+        expected=EXPECTED_NO_STATE_CHANGE,
+        found=f"{change.label} {change.describe_change()} after the job",
+        fix=FIX_STATE_CHANGE,
+    )
 
 
-def unsettled(before: Any, now: Any) -> CaptureError:
+def make_unstable_error(before: Any, now: Any) -> CaptureError:
     """The error for a job that computes otherwise whenever its Python runs; each is a call, with its line."""
     was, found = ("nothing" if call is None else f"{call[0]}{call[2]}" for call in (before, now))
     where = next((call[1] for call in (now, before) if call is not None), "")
@@ -148,7 +154,7 @@ def require_no_parameter_hooks(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def require_initialised(modules: Mapping[str, nn.Module], line: str) -> None:
+def require_initialized(modules: Mapping[str, nn.Module], line: str) -> None:
     """Refuse lazy modules that have no parameters yet: every rank must start from the same ones."""
     for name, module in modules.items():
         for path, tensor in (*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)):
@@ -161,13 +167,13 @@ def require_initialised(modules: Mapping[str, nn.Module], line: str) -> None:
                 )
 
 
-def generator_state() -> bytes:
+def read_generator_state() -> bytes:
     """The state of torch's generator, read past the modes of a capture."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return torch.get_rng_state().numpy().tobytes()
 
 
-def first_replaced(now: Mapping[str, Tensor | None], before: Mapping[str, Tensor | None]) -> str | None:
+def find_replaced(now: Mapping[str, Tensor | None], before: Mapping[str, Tensor | None]) -> str | None:
     """The first name under which another object stands."""
     names = [*before, *(name for name in now if name not in before)]
     return next((name for name in names if now.get(name) is not before.get(name)), None)

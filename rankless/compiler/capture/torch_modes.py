@@ -6,17 +6,17 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from rankless.compiler.capture.autocast import autocast_state
+from rankless.compiler.capture.autocast import get_autocast_state
 from rankless.errors import CaptureError
 
 
-def modes(device_type: str) -> Hashable:
+def get_torch_modes(device_type: str) -> Hashable:
     """The switches as they are now."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        autocast_state(device_type),
+        get_autocast_state(device_type),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.flash_sdp_enabled(),
@@ -26,7 +26,7 @@ def modes(device_type: str) -> Hashable:
     )
 
 
-def require_gradients(job: str, line: str) -> None:
+def require_grad_enabled(job: str, line: str) -> None:
     """Refuse a train job where gradients are switched off: plainly, its backward would fail."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise CaptureError(

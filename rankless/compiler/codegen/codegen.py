@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.lower import LocalGraph, lower
-from rankless.compiler.scheduling.schedule import GradientMemory, scheduled
-from rankless.compiler.sharding.redistribute import Move
-from rankless.compiler.sharding.sharding_propagation import PlacedProgram, place
-from rankless.compiler.tracing.symbolic_sizes import NUMBERS, is_size, text_of
+from rankless.compiler.scheduling.schedule import GradientMemory, schedule_gradients
+from rankless.compiler.sharding.redistribute import CollectiveRecord
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
+from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS, format_expression, is_symbolic
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Placement
 
@@ -28,8 +28,8 @@ class LocalProgram:
     function: Callable[..., Sequence[Tensor]]
     lines: Mapping[int, str]
     """The script's line, as "file.py:12", for each line of `function`."""
-    placed: PlacedProgram
-    moves: tuple[Move, ...]
+    sharded: ShardedProgram
+    collectives: tuple[CollectiveRecord, ...]
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
         """Run it once; no gradient is recorded, and autocast's casts are those that were captured.
@@ -40,11 +40,11 @@ class LocalProgram:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
                 return self.function(*sizes, *values)
         except Exception as error:  # operators are foreign code, and this program has no lines that a user knows
-            if note := self._place_of(error):
-                error.add_note(note)
+            if origin := self._describe_origin(error):
+                error.add_note(origin)
             raise
 
-    def _place_of(self, error: Exception) -> str:
+    def _describe_origin(self, error: Exception) -> str:
         """Which line of the script an error came from, in words; empty if that cannot be told."""
         for frame, number in traceback.walk_tb(error.__traceback__):
             if frame.f_code is self.function.__code__ and (line := self.lines.get(number)):
@@ -54,7 +54,9 @@ class LocalProgram:
         return ""
 
 
-def compiled(graph: fx.Graph, sizes: Sequence[str] = ()) -> tuple[Callable[..., Sequence[Tensor]], Mapping[int, str]]:
+def generate_function(
+    graph: fx.Graph, sizes: Sequence[str] = ()
+) -> tuple[Callable[..., Sequence[Tensor]], Mapping[int, str]]:
     """A graph as one Python function: an assignment per node, each value dropped after its last use.
 
     `sizes` names the varying sizes, which it takes first. Beside it the script's line for each of its own.
@@ -90,7 +92,7 @@ class CodeWriter:
         self.parameters: list[str] = list(sizes)
         self.lines: list[str] = []
         self.origins: dict[int, str] = {}
-        self.constants: dict[str, Any] = dict(NUMBERS)
+        self.constants: dict[str, Any] = dict(EXPRESSION_GLOBALS)
         self.computed: dict[str, str] = {}
 
     def text(self, argument: Any) -> str:
@@ -99,8 +101,8 @@ class CodeWriter:
             return argument.name
         if argument is None or isinstance(argument, bool | int | str):
             return repr(argument)
-        if is_size(argument):
-            return self.size(text_of(argument))
+        if is_symbolic(argument):
+            return self.size(format_expression(argument))
         if isinstance(argument, list):
             return f"[{', '.join(map(self.text, argument))}]"
         if type(argument) in (tuple, torch.Size):
@@ -121,7 +123,9 @@ class CodeWriter:
 
     def origins_by_line(self) -> dict[int, str]:
         """The script's line for each line of the function, which begins with its name and the sizes it computes."""
-        return {1 + len(self.computed) + place: line for place, line in self.origins.items()}
+        return {
+            1 + len(self.computed) + propagate_shardings: line for propagate_shardings, line in self.origins.items()
+        }
 
     def function(self) -> Callable[..., Sequence[Tensor]]:
         """The lines as a function."""
@@ -133,7 +137,7 @@ class CodeWriter:
         return function
 
 
-def built(
+def build_local_program(
     program: LogicalProgram,
     arguments: tuple[Placement, ...],
     mesh: Mesh,
@@ -142,20 +146,20 @@ def built(
     sizes: Sequence[str] = (),
 ) -> LocalProgram:
     """Place, lower and schedule a logical program for the rank that `mesh` says we are; `sizes` names what varies."""
-    placed = place(program, arguments, mesh.size)
-    local = lower(placed, mesh)
-    local = scheduled(local, logical_gradients(local, program), mesh, memory)
-    function, lines = compiled(local.graph, sizes)
+    sharded = propagate_shardings(program, arguments, mesh.size)
+    local = lower(sharded, mesh)
+    local = schedule_gradients(local, map_to_logical_nodes(local, program), mesh, memory)
+    function, lines = generate_function(local.graph, sizes)
     return LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
         function=function,
         lines=lines,
-        placed=placed,
-        moves=local.moves,
+        sharded=sharded,
+        collectives=local.collectives,
     )
 
 
-def logical_gradients(local: LocalGraph, program: LogicalProgram) -> Mapping[fx.Node, fx.Node]:
+def map_to_logical_nodes(local: LocalGraph, program: LogicalProgram) -> Mapping[fx.Node, fx.Node]:
     """The logical node behind each local output."""
     return {node: logical for (node, _), (logical, _) in zip(local.outputs, program.outputs, strict=True)}

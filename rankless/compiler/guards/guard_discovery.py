@@ -21,347 +21,364 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rankless.compiler.guards.bytecode_names import NOTHING, Names, Reader, functions_in, names_in
-from rankless.compiler.guards.guards import Answer, Cell, Entry, Guard, Guards, Items, contents, laid_out
-from rankless.compiler.guards.module_state import ModuleState, kind_of
-from rankless.compiler.guards.object_state import (
-    cache_state,
-    drawing_state,
-    is_builtin_iterator,
-    is_users_class,
-    itself,
-    methods_of,
-    place_in,
-    too_large,
-    vars_of,
+from rankless.compiler.guards.bytecode_names import NO_NAMES, BytecodeReader, ReadNames, extract_names, unwrap_functions
+from rankless.compiler.guards.guards import (
+    CellGuard,
+    ContainerGuard,
+    Guard,
+    GuardSet,
+    NamespaceGuard,
+    QueryGuard,
+    make_guard_set,
+    read_cell,
 )
-from rankless.compiler.guards.python_tracer import Watch
+from rankless.compiler.guards.module_state import ModuleGuard, describe_tensor
+from rankless.compiler.guards.object_state import (
+    get_cache_state,
+    get_file_position,
+    get_namespace,
+    hash_rng_state,
+    is_builtin_iterator,
+    is_user_class,
+    list_methods,
+    make_size_error,
+    return_value,
+)
+from rankless.compiler.guards.python_tracer import PythonTracer
 from rankless.compiler.tracing.plain_values import (
     BUFFERS,
-    COMPARED_BYTES,
     CONTAINERS,
+    MAX_COMPARED_BYTES,
     MISSING,
-    elements,
-    frozen,
-    is_simple,
+    is_plain,
+    list_elements,
+    snapshot,
 )
 from rankless.user_code import is_user_code
 
-MOST_ITEMS = 100_000
+MAX_COMPARED_ITEMS = 100_000
 """A container with more items than this is not compared at every call."""
 
-HOLDERS = ("collections", "configparser", "enum", "queue", "weakref")
+CONTAINER_MODULES = ("collections", "configparser", "enum", "queue", "weakref")
 """Modules of Python whose classes hold data for their user under names of their own."""
 
-OWN_TABLES = frozenset(
+MODULE_TABLES = frozenset(
     {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
     | {"_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"}
     | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"}
 )
 """What `ModuleState` watches, and what recurrent modules write anew whenever a parameter is set."""
 
-NAMESPACES = (SimpleNamespace, argparse.Namespace)
-COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
+NAMESPACE_TYPES = (SimpleNamespace, argparse.Namespace)
+COMPREHENSION_NAMES = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
-def guards_of(
+def collect_guards(
     function: Callable[..., Any],
     modules: Mapping[str, nn.Module],
-    watch: Watch | None = None,
+    tracer: PythonTracer | None = None,
     training: Mapping[int, bool] | None = None,
-) -> Guards:
+) -> GuardSet:
     """The guards for a job's function and its modules, and for what ran in a watched pass, with their values of now.
 
     `training` gives the modes that count, by the module's id, where they are not those of now.
     """
-    return found_by(function, modules, watch).result(training or {})
+    return discover_guards(function, modules, tracer).guard_set(training or {})
 
 
-def found_by(function: Callable[..., Any], modules: Mapping[str, nn.Module], watch: Watch | None) -> "Finder":
+def discover_guards(
+    function: Callable[..., Any], modules: Mapping[str, nn.Module], tracer: PythonTracer | None
+) -> "GuardDiscovery":
     """A finder that has walked."""
-    found = Finder(None if watch is None else watch.codes)
-    found.value("job", function)
+    found = GuardDiscovery(None if tracer is None else tracer.codes)
+    found.visit_value("job", function)
     for name, module in modules.items():
-        found.module(name, module)
-    if watch is not None:
-        found.watched(watch)
+        found.visit_module(name, module)
+    if tracer is not None:
+        found.visit_trace(tracer)
     return found
 
 
-class Finder:
+class GuardDiscovery:
     """Walks from a function to all that its code reads."""
 
-    def __init__(self, ran: Container[CodeType] | None = None) -> None:
-        self._ran = ran
+    def __init__(self, executed: Container[CodeType] | None = None) -> None:
+        self._executed = executed
         """The code that ran, if that is known: other code is not read, but for what runs in backward."""
         self.guards: dict[tuple[int, str], Guard] = {}
-        self.states: list[Answer] = []
+        self.read_only_states: list[QueryGuard] = []
         """Of things that may be read but not moved on by a job: generators of random numbers, open files."""
         self.iterators: dict[str, Any] = {}
-        self.parts: dict[str, nn.Module] = {}
-        self._reader = Reader()
-        self._functions: set[int] = set()
-        self._codes: set[CodeType] = set()
-        self._walked: set[tuple[int, int]] = set()
-        self._walked_classes: set[tuple[int, int]] = set()
-        self._part_identities: set[int] = set()
-        self._class_scopes: dict[type, Mapping[str, Any]] = {}
-        self._names_of_class: dict[type, Names] = {}
-        self._every = Names(frozenset(), every=True)
+        self.submodules: dict[str, nn.Module] = {}
+        self._reader = BytecodeReader()
+        self._visited_functions: set[int] = set()
+        self._visited_codes: set[CodeType] = set()
+        self._visited: set[tuple[int, int]] = set()
+        self._visited_classes: set[tuple[int, int]] = set()
+        self._visited_modules: set[int] = set()
+        self._class_namespaces: dict[type, Mapping[str, Any]] = {}
+        self._class_names: dict[type, ReadNames] = {}
+        self._any_name = ReadNames(frozenset(), includes_all=True)
 
-    def result(self, training: Mapping[int, bool] | None) -> Guards:
+    def guard_set(self, training: Mapping[int, bool] | None) -> GuardSet:
         """What has been found; see `ModuleState` for `training`."""
-        return laid_out(list(self.guards.values()), ModuleState(self.parts, training))
+        return make_guard_set(list(self.guards.values()), ModuleGuard(self.submodules, training))
 
-    def watched(self, watch: Watch) -> None:
+    def visit_trace(self, tracer: PythonTracer) -> None:
         """What ran: its globals, its closures, and the attributes of the objects that it had."""
-        for code, scope in list(watch.codes.items()):
-            self._globals(code, scope)
-        missing = [code for code in watch.codes if code.co_freevars and code not in self._codes]
-        missing = [code for code in missing if code.co_name not in COMPREHENSIONS]
+        for code, scope in list(tracer.codes.items()):
+            self._visit_globals(code, scope)
+        missing = [code for code in tracer.codes if code.co_freevars and code not in self._visited_codes]
+        missing = [code for code in missing if code.co_name not in COMPREHENSION_NAMES]
         if missing:
             for item in gc.get_referrers(*missing):
                 if isinstance(item, FunctionType):
-                    self._function(item)
-        ran, self._ran = self._ran, None
-        for part in list(self.parts.values()):
+                    self._visit_function(item)
+        executed, self._executed = self._executed, None
+        for part in list(self.submodules.values()):
             for hook in (*part._backward_hooks.values(), *part._backward_pre_hooks.values()):
-                self._into("a backward hook", hook, NOTHING)
-        for code, scope in list(watch.codes.items()):
-            for name in sorted(self._reader.names(code).read_globally & scope.keys()):
-                self._backward_of(scope[name])
-        self._ran = ran
-        for (_, code), (label, value) in list(watch.objects.items()):
-            if is_simple(value):
+                self._visit("a backward hook", hook, NO_NAMES)
+        for code, scope in list(tracer.codes.items()):
+            for name in sorted(self._reader.read_names(code).global_names & scope.keys()):
+                self._visit_autograd_function(scope[name])
+        self._executed = executed
+        for (_, code), (label, value) in list(tracer.objects.items()):
+            if is_plain(value):
                 # A list or array that no name leads to; what cannot be changed in place is part of something else.
-                if frozen(value) is not value:
-                    self._ask(label, functools.partial(itself, value), (id(value), "itself"))
+                if snapshot(value) is not value:
+                    self._add_query(label, functools.partial(return_value, value), (id(value), "itself"))
             else:
-                self._into(label, value, self._reader.names(code))
+                self._visit(label, value, self._reader.read_names(code))
         environment: Mapping[Any, Any] = vars(os.environ)["_data"]  # without a copy and decoding
-        for name in sorted(watch.environment):
+        for name in sorted(tracer.environment):
             key: Any = os.fsencode(name)
-            entry = Entry(f"os.environ[{name!r}]", environment, key, environment.get(key, MISSING))
+            entry = NamespaceGuard(f"os.environ[{name!r}]", environment, key, environment.get(key, MISSING))
             self.guards.setdefault((id(environment), name), entry)
 
-    def module(self, path: str, module: nn.Module) -> None:
+    def visit_module(self, path: str, module: nn.Module) -> None:
         """A module with its parts, and the attributes that their code reads."""
         for name, part in module.named_modules(prefix=path):
-            if id(part) not in self._part_identities:
-                self._part_identities.add(id(part))
-                self.parts[name] = part
-                self._attributes(name, part, self._names_of(type(part)))
+            if id(part) not in self._visited_modules:
+                self._visited_modules.add(id(part))
+                self.submodules[name] = part
+                self._visit_attributes(name, part, self._names_read_by_class(type(part)))
 
-    def value(self, label: str, value: Any) -> None:
+    def visit_value(self, label: str, value: Any) -> None:
         """What stands behind a value, such as the job's function."""
-        self._into(label, value, NOTHING)
+        self._visit(label, value, NO_NAMES)
 
-    def _names_of(self, kind: type) -> Names:
+    def _names_read_by_class(self, kind: type) -> ReadNames:
         """What the methods of a module's class read."""
-        if kind not in self._names_of_class:
+        if kind not in self._class_names:
             read = frozenset({"forward"})
-            for method in methods_of(kind):
-                if not is_user_code(method.__code__.co_filename) or self._has_run(method.__code__):
-                    read |= names_in(method.__code__)
-                    self._function(method)
+            for method in list_methods(kind):
+                if not is_user_code(method.__code__.co_filename) or self._was_executed(method.__code__):
+                    read |= extract_names(method.__code__)
+                    self._visit_function(method)
             owner = next(parent for parent in kind.__mro__ if "forward" in vars(parent))
-            self._entry(f"{kind.__name__}.forward", self._scope_of(owner), "forward", NOTHING)
-            self._names_of_class[kind] = Names(read)
-        return self._names_of_class[kind]
+            self._visit_entry(f"{kind.__name__}.forward", self._class_namespace(owner), "forward", NO_NAMES)
+            self._class_names[kind] = ReadNames(read)
+        return self._class_names[kind]
 
-    def _function(self, function: FunctionType) -> None:
+    def _visit_function(self, function: FunctionType) -> None:
         """Closure cells, globals and defaults that a Python function of the user reads."""
         code = function.__code__
-        if id(function) in self._functions or not is_user_code(code.co_filename) or not self._has_run(code):
+        if (
+            id(function) in self._visited_functions
+            or not is_user_code(code.co_filename)
+            or not self._was_executed(code)
+        ):
             return
-        self._functions.add(id(function))
-        names = self._reader.names(code)
-        self._codes.add(code)
+        self._visited_functions.add(id(function))
+        names = self._reader.read_names(code)
+        self._visited_codes.add(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._keep((id(cell), name), contents(cell), functools.partial(Cell, name, cell))
-            self._into(name, contents(cell), names)
-        self._globals(code, function.__globals__)
+            self._add_guard((id(cell), name), read_cell(cell), functools.partial(CellGuard, name, cell))
+            self._visit(name, read_cell(cell), names)
+        self._visit_globals(code, function.__globals__)
         label = function.__name__
         for name in ("__defaults__", "__kwdefaults__", "__code__"):
-            self._ask(f"{label}.{name}", functools.partial(getattr, function, name), (id(function), name))
-        self._into(label, function.__defaults__, names)
-        self._into(label, function.__kwdefaults__, names)
-        self._attributes(label, function, names)
+            self._add_query(f"{label}.{name}", functools.partial(getattr, function, name), (id(function), name))
+        self._visit(label, function.__defaults__, names)
+        self._visit(label, function.__kwdefaults__, names)
+        self._visit_attributes(label, function, names)
 
-    def _has_run(self, code: CodeType) -> bool:
-        return self._ran is None or code in self._ran
+    def _was_executed(self, code: CodeType) -> bool:
+        return self._executed is None or code in self._executed
 
-    def _backward_of(self, value: Any) -> None:
+    def _visit_autograd_function(self, value: Any) -> None:
         """What an autograd function of the user's reads when its gradient is made."""
         if isinstance(value, type) and issubclass(value, torch.autograd.Function):
             for item in vars(value).values():
-                for function in functions_in(item):
-                    self._function(function)
+                for function in unwrap_functions(item):
+                    self._visit_function(function)
 
-    def _globals(self, code: CodeType, scope: dict[str, Any]) -> None:
+    def _visit_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
         """The globals that code names, and the modules that it imports."""
-        names = self._reader.names(code)
-        for name in sorted(names.read_globally & scope.keys()):
-            self._entry(name, scope, name, names)
-        for name in sorted(names.read_globally & vars(sys.modules["builtins"]).keys() - scope.keys()):
-            self.guards.setdefault((id(scope), name), Entry(name, scope, name, MISSING))
-        for name, module in self._reader.modules(code, scope):
-            self._into(name, module, names)
+        names = self._reader.read_names(code)
+        for name in sorted(names.global_names & scope.keys()):
+            self._visit_entry(name, scope, name, names)
+        for name in sorted(names.global_names & vars(sys.modules["builtins"]).keys() - scope.keys()):
+            self.guards.setdefault((id(scope), name), NamespaceGuard(name, scope, name, MISSING))
+        for name, module in self._reader.imported_modules(code, scope):
+            self._visit(name, module, names)
 
-    def _entry(self, label: str, scope: Mapping[str, Any], name: str, names: Names) -> None:
+    def _visit_entry(self, label: str, scope: Mapping[str, Any], name: str, names: ReadNames) -> None:
         """An entry of a namespace, and what stands behind it."""
         value = scope[name]
-        self._keep((id(scope), name), value, lambda value: Entry(label, scope, name, value))
-        self._into(label, value, names)
+        self._add_guard((id(scope), name), value, lambda value: NamespaceGuard(label, scope, name, value))
+        self._visit(label, value, names)
 
-    def _keep(self, key: tuple[int, str], value: Any, guard: Callable[[Any], Guard]) -> None:
+    def _add_guard(self, key: tuple[int, str], value: Any, guard: Callable[[Any], Guard]) -> None:
         """A guard on a plain value, or on which object stands there."""
-        self.guards.setdefault(key, guard(frozen(value) if is_simple(value) else value))
+        self.guards.setdefault(key, guard(snapshot(value) if is_plain(value) else value))
 
-    def _ask(self, label: str, ask: Callable[[], Any], key: tuple[int, str]) -> None:
-        value = ask()
-        self._keep(key, value, lambda value: Answer(label, ask, value))
+    def _add_query(self, label: str, query: Callable[[], Any], key: tuple[int, str]) -> None:
+        value = query()
+        self._add_guard(key, value, lambda value: QueryGuard(label, query, value))
 
-    def _into(self, label: str, value: Any, names: Names) -> None:
+    def _visit(self, label: str, value: Any, names: ReadNames) -> None:
         """Go on into what is no plain value."""
-        if value is MISSING or is_simple(value) or (id(value), id(names)) in self._walked:
+        if value is MISSING or is_plain(value) or (id(value), id(names)) in self._visited:
             return
-        self._walked.add((id(value), id(names)))
+        self._visited.add((id(value), id(names)))
         if isinstance(value, FakeTensor | FunctionalTensor):
             return  # a value of the capture itself, as an argument; the program's key and guards of sizes know it
         if isinstance(value, Tensor):
-            self._ask(f"{label}, its shape, dtype and requires_grad", lambda: kind_of(value), (id(value), "kind"))
+            self._add_query(
+                f"{label}, its shape, dtype and requires_grad", lambda: describe_tensor(value), (id(value), "kind")
+            )
         elif isinstance(value, nn.Module):
-            self.module(label, value)
-            self._attributes(label, value, names)
+            self.visit_module(label, value)
+            self._visit_attributes(label, value, names)
         elif isinstance(value, ModuleType):
-            self._python_module(label, value, names)
+            self._visit_python_module(label, value, names)
         elif isinstance(value, FunctionType | MethodType | functools.partial | property | staticmethod | classmethod):
-            self._callable(label, value, names)
+            self._visit_callable(label, value, names)
         elif isinstance(value, CONTAINERS):
-            self._items(label, value, names)
+            self._visit_container(label, value, names)
         elif isinstance(value, type):
-            self._class(label, value, names)
+            self._visit_class(label, value, names)
         else:
-            self._object(label, value, names)
+            self._visit_object(label, value, names)
 
-    def _python_module(self, label: str, module: ModuleType, names: Names) -> None:
+    def _visit_python_module(self, label: str, module: ModuleType, names: ReadNames) -> None:
         """A user's module like any object; of others plain settings, functions and modules in them."""
         scope = vars(module)
         is_users = is_user_code(getattr(module, "__file__", None) or "<frozen")
-        for name in sorted(names.read & scope.keys()):
+        for name in sorted(names.names & scope.keys()):
             value = scope[name]
-            if is_users or is_simple(value) or isinstance(value, ModuleType):
-                self._entry(f"{label}.{name}", scope, name, names)
+            if is_users or is_plain(value) or isinstance(value, ModuleType):
+                self._visit_entry(f"{label}.{name}", scope, name, names)
             elif callable(value):
-                self.guards.setdefault((id(scope), name), Entry(f"{label}.{name}", scope, name, value))
+                self.guards.setdefault((id(scope), name), NamespaceGuard(f"{label}.{name}", scope, name, value))
 
-    def _callable(self, label: str, value: Any, names: Names) -> None:
-        for function in functions_in(value):
-            self._function(function)
+    def _visit_callable(self, label: str, value: Any, names: ReadNames) -> None:
+        for function in unwrap_functions(value):
+            self._visit_function(function)
         if isinstance(value, MethodType):
-            inner = [self._reader.names(function.__code__) for function in functions_in(value)]
-            self._into(label, value.__self__, inner[0] if inner else names)
+            inner = [self._reader.read_names(function.__code__) for function in unwrap_functions(value)]
+            self._visit(label, value.__self__, inner[0] if inner else names)
         elif isinstance(value, functools.partial):
             for name in ("func", "args", "keywords"):
-                self._ask(f"{label}.{name}", functools.partial(getattr, value, name), (id(value), name))
-                self._into(label, getattr(value, name), names)
+                self._add_query(f"{label}.{name}", functools.partial(getattr, value, name), (id(value), name))
+                self._visit(label, getattr(value, name), names)
 
-    def _items(self, label: str, container: Any, names: Names) -> None:
+    def _visit_container(self, label: str, container: Any, names: ReadNames) -> None:
         """A container's items, and what stands behind each."""
-        if len(container) > MOST_ITEMS:
-            raise too_large(label, f"a {type(container).__name__} of {len(container)} items")
-        keys, values = map(tuple, elements(container))
+        if len(container) > MAX_COMPARED_ITEMS:
+            raise make_size_error(label, f"a {type(container).__name__} of {len(container)} items")
+        keys, values = map(tuple, list_elements(container))
         is_mapping = isinstance(container, Mapping)
-        kept = tuple(frozen(item) if is_simple(item) else item for item in values)
-        items = Items(label, container, keys if is_mapping else None, kept)
+        kept = tuple(snapshot(item) if is_plain(item) else item for item in values)
+        items = ContainerGuard(label, container, keys if is_mapping else None, kept)
         self.guards.setdefault((id(container), "items"), items)
         for key, item in zip(keys if is_mapping else range(len(values)), values, strict=True):
-            self._into(f"{label}[{key!r:.40}]", item, names)
-        if vars_of(container) is not None:
-            self._attributes(label, container, names)
+            self._visit(f"{label}[{key!r:.40}]", item, names)
+        if get_namespace(container) is not None:
+            self._visit_attributes(label, container, names)
 
-    def _object(self, label: str, value: Any, names: Names) -> None:
+    def _visit_object(self, label: str, value: Any, names: ReadNames) -> None:
         """An object of any class: what it is made of, as far as code names it."""
         if isinstance(value, numpy.ndarray):
-            raise too_large(label, f"a NumPy array of {value.nbytes} bytes and dtype {value.dtype}")
+            raise make_size_error(label, f"a NumPy array of {value.nbytes} bytes and dtype {value.dtype}")
         if isinstance(value, BUFFERS):
-            if memoryview(value).nbytes > COMPARED_BYTES:
-                raise too_large(label, f"{memoryview(value).nbytes} bytes")
-            self._ask(label, lambda: bytes(value), (id(value), "bytes"))
+            if memoryview(value).nbytes > MAX_COMPARED_BYTES:
+                raise make_size_error(label, f"{memoryview(value).nbytes} bytes")
+            self._add_query(label, lambda: bytes(value), (id(value), "bytes"))
         if isinstance(value, ReferenceType):
-            self._ask(f"{label}()", value, (id(value), "referent"))
-            self._into(label, value(), names)
+            self._add_query(f"{label}()", value, (id(value), "referent"))
+            self._visit(label, value(), names)
         elif isinstance(value, ContextVar):
-            self._ask(label, lambda: value.get(MISSING), (id(value), "context"))
-            self._into(label, value.get(MISSING), names)
+            self._add_query(label, lambda: value.get(MISSING), (id(value), "context"))
+            self._visit(label, value.get(MISSING), names)
         elif isinstance(value, numpy.random.Generator | numpy.random.RandomState):
-            self.states.append(Answer(label, lambda: drawing_state(value), drawing_state(value)))
+            self.read_only_states.append(QueryGuard(label, lambda: hash_rng_state(value), hash_rng_state(value)))
         elif isinstance(value, io.IOBase):
-            self.states.append(Answer(label, lambda: place_in(value), place_in(value)))
+            self.read_only_states.append(QueryGuard(label, lambda: get_file_position(value), get_file_position(value)))
         elif isinstance(value, logging.Logger | logging.Handler):
             return
         elif is_builtin_iterator(value):
             self.iterators[label] = value
         elif isinstance(value, functools._lru_cache_wrapper):
-            self._ask(f"{label}.cache_info()", lambda: cache_state(value), (id(value), "cache"))
-            self._into(label, value.__wrapped__, names)
+            self._add_query(f"{label}.cache_info()", lambda: get_cache_state(value), (id(value), "cache"))
+            self._visit(label, value.__wrapped__, names)
         else:
-            self._attributes(label, value, names)
+            self._visit_attributes(label, value, names)
             if isinstance(value, Enum):
-                self._into(f"{label}.value", value._value_, names)
+                self._visit(f"{label}.value", value._value_, names)
 
-    def _attributes(self, label: str, value: Any, names: Names) -> None:
+    def _visit_attributes(self, label: str, value: Any, names: ReadNames) -> None:
         """The attributes of an object that code names: its own, its slots, and its class's."""
         kind = type(value)
-        holds_data = kind.__module__ in HOLDERS or dataclasses.is_dataclass(kind)
-        if kind.__module__ in HOLDERS:
-            names = self._every
-        elif not holds_data and not is_users_class(kind) and kind not in NAMESPACES:
-            names = names.named
-        scope = vars_of(value)
+        holds_data = kind.__module__ in CONTAINER_MODULES or dataclasses.is_dataclass(kind)
+        if kind.__module__ in CONTAINER_MODULES:
+            names = self._any_name
+        elif not holds_data and not is_user_class(kind) and kind not in NAMESPACE_TYPES:
+            names = names.explicit
+        scope = get_namespace(value)
         if scope is not None:
-            own = OWN_TABLES if isinstance(value, nn.Module) else frozenset()
-            for name in names.among(scope):
+            own = MODULE_TABLES if isinstance(value, nn.Module) else frozenset()
+            for name in names.select(scope):
                 if name not in own:
                     # What is not named is read of this object; not of all that it leads to, but for plain data.
-                    self._entry(f"{label}.{name}", scope, name, names if holds_data else names.named)
-        self._class(label, kind, names)
+                    self._visit_entry(f"{label}.{name}", scope, name, names if holds_data else names.explicit)
+        self._visit_class(label, kind, names)
         for parent in kind.__mro__:
             for name, item in vars(parent).items():
-                if isinstance(item, MemberDescriptorType) and (names.every or name in names.read):
-                    self._slot(f"{label}.{name}", value, item, names)
+                if isinstance(item, MemberDescriptorType) and (names.includes_all or name in names.names):
+                    self._visit_slot(f"{label}.{name}", value, item, names)
             if scope is not None:
-                for name in names.read & vars(parent).keys() - scope.keys():
-                    self.guards.setdefault((id(scope), name), Entry(f"{label}.{name}", scope, name, MISSING))
+                for name in names.names & vars(parent).keys() - scope.keys():
+                    self.guards.setdefault((id(scope), name), NamespaceGuard(f"{label}.{name}", scope, name, MISSING))
 
-    def _slot(self, label: str, value: Any, slot: MemberDescriptorType, names: Names) -> None:
-        def ask() -> Any:
+    def _visit_slot(self, label: str, value: Any, slot: MemberDescriptorType, names: ReadNames) -> None:
+        def query() -> Any:
             try:
                 return slot.__get__(value, type(value))
             except AttributeError:
                 return MISSING
 
-        self._ask(label, ask, (id(value), slot.__name__))
-        self._into(label, ask(), names)
+        self._add_query(label, query, (id(value), slot.__name__))
+        self._visit(label, query(), names)
 
-    def _class(self, label: str, kind: type, names: Names) -> None:
+    def _visit_class(self, label: str, kind: type, names: ReadNames) -> None:
         """What a user's class holds or inherits under the names that code reads."""
-        if (id(kind), id(names)) in self._walked_classes:
+        if (id(kind), id(names)) in self._visited_classes:
             return
-        self._walked_classes.add((id(kind), id(names)))
-        scopes = [(parent, self._scope_of(parent)) for parent in kind.__mro__]
-        for name in sorted(names.read | {"__call__", "__getattr__"}):
+        self._visited_classes.add((id(kind), id(names)))
+        scopes = [(parent, self._class_namespace(parent)) for parent in kind.__mro__]
+        for name in sorted(names.names | {"__call__", "__getattr__"}):
             for place, (parent, scope) in enumerate(scopes):
-                if not is_users_class(parent):
+                if not is_user_class(parent):
                     continue
                 if name in scope:
                     if not isinstance(scope[name], MemberDescriptorType):
-                        self._entry(f"{label}.{name}", scope, name, names)
+                        self._visit_entry(f"{label}.{name}", scope, name, names)
                     break
                 if any(name in later for _, later in scopes[place + 1 :]):
-                    self.guards.setdefault((id(scope), name), Entry(f"{label}.{name}", scope, name, MISSING))
+                    self.guards.setdefault((id(scope), name), NamespaceGuard(f"{label}.{name}", scope, name, MISSING))
 
-    def _scope_of(self, kind: type) -> Mapping[str, Any]:
+    def _class_namespace(self, kind: type) -> Mapping[str, Any]:
         """A class's namespace; the same object whenever it is asked for."""
-        return self._class_scopes.setdefault(kind, vars(kind))
+        return self._class_namespaces.setdefault(kind, vars(kind))

@@ -16,8 +16,8 @@ from operator import is_
 from types import CellType
 from typing import Any, Protocol
 
-from rankless.compiler.guards.module_state import ModuleState
-from rankless.compiler.tracing.plain_values import MISSING, brief, elements, frozen, is_simple, same
+from rankless.compiler.guards.module_state import ModuleGuard
+from rankless.compiler.tracing.plain_values import MISSING, format_briefly, is_plain, is_same, list_elements, snapshot
 
 
 class Guard(Protocol):
@@ -30,12 +30,12 @@ class Guard(Protocol):
     def holds(self) -> bool:
         """Whether it is what it was."""
 
-    def change(self) -> str:
+    def describe_change(self) -> str:
         """What it was and what it is, in few words."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class NamespaceGuard:
     """An entry of a namespace: a global, an attribute of an object or of a class; `MISSING` where there was none."""
 
     label: str
@@ -45,15 +45,15 @@ class Entry:
 
     def holds(self) -> bool:
         """Whether the same stands there."""
-        return same(self.scope.get(self.name, MISSING), self.value)
+        return is_same(self.scope.get(self.name, MISSING), self.value)
 
-    def change(self) -> str:
+    def describe_change(self) -> str:
         """What stood there and what stands there now."""
-        return f"was {brief(self.value)} and is {brief(self.scope.get(self.name, MISSING))}"
+        return f"was {format_briefly(self.value)} and is {format_briefly(self.scope.get(self.name, MISSING))}"
 
 
 @dataclass(frozen=True)
-class Cell:
+class CellGuard:
     """What a closure's cell holds."""
 
     label: str
@@ -62,32 +62,32 @@ class Cell:
 
     def holds(self) -> bool:
         """Whether it holds the same."""
-        return same(contents(self.cell), self.value)
+        return is_same(read_cell(self.cell), self.value)
 
-    def change(self) -> str:
+    def describe_change(self) -> str:
         """What it held and what it holds now."""
-        return f"was {brief(self.value)} and is {brief(contents(self.cell))}"
+        return f"was {format_briefly(self.value)} and is {format_briefly(read_cell(self.cell))}"
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryGuard:
     """What something says when asked: a slot, the state of a cache."""
 
     label: str
-    ask: Callable[[], Any]
+    query: Callable[[], Any]
     value: Any
 
     def holds(self) -> bool:
         """Whether the answer is the same."""
-        return same(self.ask(), self.value)
+        return is_same(self.query(), self.value)
 
-    def change(self) -> str:
+    def describe_change(self) -> str:
         """What it said and what it says now."""
-        return f"was {brief(self.value)} and is {brief(self.ask())}"
+        return f"was {format_briefly(self.value)} and is {format_briefly(self.query())}"
 
 
 @dataclass(frozen=True)
-class Items:
+class ContainerGuard:
     """The items of a container, in their order: the same objects, or equal plain values."""
 
     label: str
@@ -99,25 +99,25 @@ class Items:
         """Whether it holds what it held."""
         if len(self.container) != len(self.values):
             return False
-        keys, values = elements(self.container)
+        keys, values = list_elements(self.container)
         if all(map(is_, values, self.values)) and (self.keys is None or all(map(is_, keys, self.keys))):
             return True
-        keys, values = elements(self.container)
-        return all(map(same, values, self.values)) and (self.keys is None or all(map(same, keys, self.keys)))
+        keys, values = list_elements(self.container)
+        return all(map(is_same, values, self.values)) and (self.keys is None or all(map(is_same, keys, self.keys)))
 
-    def change(self) -> str:
+    def describe_change(self) -> str:
         """How its length has changed, or which item is another."""
         if len(self.container) != len(self.values):
             return f"was of length {len(self.values)} and is of length {len(self.container)}"
-        keys, values = elements(self.container)
+        keys, values = list_elements(self.container)
         names = range(len(self.values)) if self.keys is None else self.keys
         for name, now, before in zip(names, values, self.values, strict=True):
-            if not same(now, before):
-                return f"had {brief(before)} under {name!r:.40} and has {brief(now)}"
-        return f"had the keys {brief(self.keys)} and has {brief(tuple(keys))}"
+            if not is_same(now, before):
+                return f"had {format_briefly(before)} under {name!r:.40} and has {format_briefly(now)}"
+        return f"had the keys {format_briefly(self.keys)} and has {format_briefly(tuple(keys))}"
 
 
-def contents(cell: CellType) -> Any:
+def read_cell(cell: CellType) -> Any:
     """A closure cell's value; `MISSING` while it has none."""
     try:
         return cell.cell_contents
@@ -126,33 +126,33 @@ def contents(cell: CellType) -> Any:
 
 
 @dataclass(frozen=True)
-class Guards:
+class GuardSet:
     """All that was found for one capture; the other fields are the same guards, laid out for a quick check."""
 
     guards: tuple[Guard, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[NamespaceGuard, ...]
     scopes: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
     values: tuple[Any, ...]
     others: tuple[Guard, ...]
 
-    def hold(self) -> bool:
+    def all_hold(self) -> bool:
         """Whether everything is what it was."""
         now = map(dict.get, self.scopes, self.names, repeat(MISSING))
         if not all(map(is_, now, self.values)) and not all(entry.holds() for entry in self.entries):
             return False
         return all(guard.holds() for guard in self.others)
 
-    def first_changed(self) -> Guard | None:
+    def first_failing(self) -> Guard | None:
         """The first guard that does not hold."""
         return next((guard for guard in self.guards if not guard.holds()), None)
 
 
-def laid_out(guards: Sequence[Guard], modules: ModuleState) -> Guards:
+def make_guard_set(guards: Sequence[Guard], modules: ModuleGuard) -> GuardSet:
     """Guards in the order that they were found, and in the layout that is quick to check."""
-    entries = tuple(guard for guard in guards if isinstance(guard, Entry) and is_quick(guard))
+    entries = tuple(guard for guard in guards if isinstance(guard, NamespaceGuard) and is_identity_comparable(guard))
     quick = set(map(id, entries))
-    return Guards(
+    return GuardSet(
         guards=(*guards, modules),
         entries=entries,
         scopes=tuple(entry.scope for entry in entries if isinstance(entry.scope, dict)),
@@ -162,6 +162,6 @@ def laid_out(guards: Sequence[Guard], modules: ModuleState) -> Guards:
     )
 
 
-def is_quick(entry: Entry) -> bool:
+def is_identity_comparable(entry: NamespaceGuard) -> bool:
     """Whether it can be compared by identity: a copy is kept of a plain list, which is never the same object."""
-    return isinstance(entry.scope, dict) and (not is_simple(entry.value) or frozen(entry.value) is entry.value)
+    return isinstance(entry.scope, dict) and (not is_plain(entry.value) or snapshot(entry.value) is entry.value)

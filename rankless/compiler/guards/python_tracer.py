@@ -17,15 +17,15 @@ from typing import Any
 
 from torch import Tensor
 
-from rankless.compiler.tracing.impure_calls import require_not_frozen, require_nothing_written, user_asking
-from rankless.compiler.tracing.plain_values import SIMPLE
+from rankless.compiler.tracing.impure_calls import find_user_frame, refuse_file_write, refuse_impure_call
+from rankless.compiler.tracing.plain_values import PLAIN_TYPES
 from rankless.user_code import is_user_code
 
-ENVIRONMENT_READ = type(os.environ).__getitem__.__code__
-LOGGING = logging.Logger._log.__code__
+ENVIRON_GETITEM_CODE = type(os.environ).__getitem__.__code__
+LOGGER_LOG_CODE = logging.Logger._log.__code__
 
 
-class Watch:
+class PythonTracer:
     """What one pass of a capture has run."""
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class Watch:
         """The objects that it had in its variables, under their names."""
         self.environment: set[str] = set()
         """The environment variables that it asked for."""
-        self.printed: str | None = None
+        self.print_line: str | None = None
         """The first line that prints or logs."""
-        self._is_users: dict[str, bool] = {}
+        self._is_user_file: dict[str, bool] = {}
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def trace(self) -> Iterator[None]:
         """Within, calls on this thread are watched; another profiler pauses.
 
         So does looking for garbage: finalizers and callbacks of it, of any library, run at moments that mean nothing.
@@ -48,7 +48,7 @@ class Watch:
         before: Any = sys.getprofile()
         collects = gc.isenabled()
         gc.disable()
-        sys.setprofile(self._called)
+        sys.setprofile(self._profile)
         try:
             yield
         finally:
@@ -61,54 +61,54 @@ class Watch:
             else:
                 sys.setprofile(before)
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call":
             owner = getattr(argument, "__self__", None)
             if argument is print or owner is sys.stdout or owner is sys.stderr:
-                self._says(frame)
+                self._record_print(frame)
             else:
-                require_nothing_written(argument, frame)
-            require_not_frozen(argument, frame)
+                refuse_file_write(argument, frame)
+            refuse_impure_call(argument, frame)
         elif event in ("call", "return"):
             code = frame.f_code
-            if self._users(frame):
-                self._note(code, frame)
+            if self._is_user_frame(frame):
+                self._record_frame(code, frame)
                 caller = frame.f_back
-                if event == "return" and caller is not None and self._users(caller):
-                    self._keep(code.co_name, argument, caller.f_code)
-            elif event == "call" and code is LOGGING:
-                self._says(frame.f_back)
-            elif event == "call" and code is ENVIRONMENT_READ and user_asking(frame) is not None:
+                if event == "return" and caller is not None and self._is_user_frame(caller):
+                    self._record_object(code.co_name, argument, caller.f_code)
+            elif event == "call" and code is LOGGER_LOG_CODE:
+                self._record_print(frame.f_back)
+            elif event == "call" and code is ENVIRON_GETITEM_CODE and find_user_frame(frame) is not None:
                 self.environment.add(frame.f_locals["key"])
 
-    def _says(self, frame: FrameType | None) -> None:
+    def _record_print(self, frame: FrameType | None) -> None:
         """Note the first line that prints or logs."""
-        while frame is not None and self.printed is None and not self._users(frame):
+        while frame is not None and self.print_line is None and not self._is_user_frame(frame):
             frame = frame.f_back
-        if frame is not None and self.printed is None:
-            self.printed = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if frame is not None and self.print_line is None:
+            self.print_line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def _users(self, frame: FrameType) -> bool:
+    def _is_user_frame(self, frame: FrameType) -> bool:
         file = frame.f_code.co_filename
         if file.startswith("<"):
             # Code made at run time, as a dataclass's methods are, belongs to the module that it works in.
             module = frame.f_globals.get("__name__", "__main__")
             file = getattr(sys.modules.get(module), "__file__", None) or ("<frozen" if module != "__main__" else file)
-        known = self._is_users.get(file)
+        known = self._is_user_file.get(file)
         if known is None:
-            known = self._is_users[file] = is_user_code(file)
+            known = self._is_user_file[file] = is_user_code(file)
         return known
 
-    def _note(self, code: CodeType, frame: FrameType) -> None:
+    def _record_frame(self, code: CodeType, frame: FrameType) -> None:
         self.codes[code] = frame.f_globals
         for name, value in frame.f_locals.items():
-            self._keep(name, value, code)
+            self._record_object(name, value, code)
 
-    def _keep(self, name: str, value: Any, code: CodeType) -> None:
-        if not isinstance(value, SIMPLE) and not isinstance(value, Tensor):
+    def _record_object(self, name: str, value: Any, code: CodeType) -> None:
+        if not isinstance(value, PLAIN_TYPES) and not isinstance(value, Tensor):
             self.objects.setdefault((id(value), code), (name, value))
 
-    def forget_passing(self) -> None:
+    def drop_temporaries(self) -> None:
         """Let go of objects that nobody else holds: they were made in the pass."""
         count = -1
         while count != len(self.objects):

@@ -26,12 +26,12 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _keep_linear_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+def _save_linear_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
     return (
@@ -41,7 +41,7 @@ def _linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
     )
 
 
-linear.register_autograd(_linear_gradients, setup_context=_keep_linear_inputs)
+linear.register_autograd(_linear_backward, setup_context=_save_linear_inputs)
 
 
 def run_linear_weight(grad: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -60,18 +60,18 @@ def _(grad: Tensor, x: Tensor) -> Tensor:
     return x.new_empty((grad.shape[-1], x.shape[-1]))
 
 
-def _keep_both(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _save_linear_weight_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _linear_weight_gradients(ctx: Any, by_weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _linear_weight_backward(ctx: Any, by_weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     grad, x = ctx.saved_tensors
     return linear(x, by_weight, None), linear(grad, by_weight.t(), None)
 
 
-linear_weight.register_autograd(_linear_weight_gradients, setup_context=_keep_both)
+linear_weight.register_autograd(_linear_weight_backward, setup_context=_save_linear_weight_inputs)
 
-RECURRENT: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+RECURRENT_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "lstm": torch.lstm,
     "gru": torch.gru,
     "rnn_tanh": torch.rnn_tanh,
@@ -93,7 +93,9 @@ def run_recurrent(
     """Time-first layers without dropout; `layout` is (has biases, number of layers, bidirectional)."""
     has_biases, layers, bidirectional = layout
     state = tuple(states) if kind == "lstm" else states[0]
-    results = RECURRENT[kind](x, state, list(weights), bool(has_biases), layers, 0.0, False, bool(bidirectional), False)
+    results = RECURRENT_FUNCTIONS[kind](
+        x, state, list(weights), bool(has_biases), layers, 0.0, False, bool(bidirectional), False
+    )
     return [result.clone() for result in results]
 
 
@@ -158,13 +160,13 @@ def _(
     return [torch.empty_like(tensor) for tensor in (x, *states, *weights)]
 
 
-def _keep_recurrent_inputs(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save_recurrent_inputs(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     kind, x, states, weights, layout = inputs
     ctx.kind, ctx.layout, ctx.state_count = kind, list(layout), len(states)
     ctx.save_for_backward(x, *states, *weights, *output)
 
 
-def _recurrent_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _recurrent_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     x, *rest = ctx.saved_tensors
     outputs = rest[-(1 + ctx.state_count) :]
     states, weights = rest[: ctx.state_count], rest[ctx.state_count : -(1 + ctx.state_count)]
@@ -173,10 +175,10 @@ def _recurrent_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any,
     return None, grad_x, others[: ctx.state_count], others[ctx.state_count :], None
 
 
-recurrent.register_autograd(_recurrent_gradients, setup_context=_keep_recurrent_inputs)
+recurrent.register_autograd(_recurrent_backward, setup_context=_save_recurrent_inputs)
 
 
-def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def capture_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` for capture: whole for batches of sequences, PyTorch's own otherwise."""
     if x.dim() < 3 or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
@@ -184,7 +186,7 @@ def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return result
 
 
-def whole_recurrent(
+def capture_recurrent(
     kind: str,
     x: Tensor,
     state: Tensor | tuple[Tensor, ...],

@@ -12,17 +12,17 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def piece(whole: Tensor, dim: int, start: int, length: int) -> Tensor:
+def slice_dim(whole: Tensor, dim: int, start: int, length: int) -> Tensor:
     """Rows `start` to `start + length` of a dim, as a view."""
     return whole.narrow(dim, start, length)
 
 
-def held_by_first(value: Tensor, rank: int) -> Tensor:
+def keep_on_rank_zero(value: Tensor, rank: int) -> Tensor:
     """A whole value as a partial sum: rank 0 holds it, the others zeros."""
     return value if rank == 0 else torch.zeros_like(value)
 
 
-def drawn(
+def draw_and_slice(
     operator: Callable[..., Tensor],
     example: tuple[Sequence[int], Sequence[int], torch.dtype],
     device: torch.device,
@@ -38,13 +38,13 @@ def drawn(
     return whole if part is None else whole.narrow(*part).clone()
 
 
-def dropped(x: Tensor, mask: Tensor, probability: float) -> Tensor:
+def apply_dropout(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     """Dropout with a mask of what stays."""
     scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
     return x.mul(mask).mul_(scale)
 
 
-def dropout_mask(
+def draw_dropout_mask(
     example: tuple[Sequence[int], Sequence[int], torch.dtype],
     device: torch.device,
     probability: float,
@@ -76,7 +76,7 @@ def channel_moments(x: Tensor) -> Tensor:
     return torch.stack([mean, variance])
 
 
-def merged_moments(gathered: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def merge_moments(gathered: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per channel of all rows, from every rank's (ranks, 2, channels) and row counts."""
     total = sum(counts)
     weights = torch.tensor([count / total for count in counts], dtype=gathered.dtype, device=gathered.device)
@@ -97,7 +97,7 @@ def batch_norm(
     `settings` is (every rank's number of values per channel, momentum, epsilon). Ioffe and Szegedy, 2015.
     """
     counts, momentum, epsilon = settings
-    mean, variance = merged_moments(gathered, counts)
+    mean, variance = merge_moments(gathered, counts)
     output = aten.native_batch_norm.default(x, *affine, mean, variance, False, 0.0, epsilon)[0]
     reciprocal = torch.rsqrt(variance + epsilon)
     running_mean, running_variance = running
@@ -144,6 +144,6 @@ def batch_norm_input_gradient(
     return direct.sub_(offset).addcmul_(x, slope.to(x.dtype).view(shape), value=-1)
 
 
-def extreme_of(gathered: Tensor, name: str) -> Tensor:
+def reduce_extremum(gathered: Tensor, name: str) -> Tensor:
     """The maximum or minimum over ranks; unlike a reduction's, it keeps NaN."""
     return gathered.amax(0) if name == "max" else gathered.amin(0)

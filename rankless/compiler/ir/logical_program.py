@@ -35,10 +35,10 @@ class LogicalValue:
         return self.dtype.itemsize
 
 
-def described(value: Any) -> Any:
+def describe_value(value: Any) -> Any:
     """A traced value, or several, without the fake tensors that tracing leaves behind."""
     if isinstance(value, list | tuple):
-        return tuple(described(item) for item in value)
+        return tuple(describe_value(item) for item in value)
     if not isinstance(value, Tensor):
         return value
     return LogicalValue(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
@@ -83,29 +83,29 @@ class LogicalProgram:
                 continue
             if node in self.inputs:
                 given = self.inputs[node]
-                what = f"{given.kind} {given.name}{constant_digest(given.constant)}"
+                what = f"{given.kind} {given.name}{hash_constant(given.constant)}"
             else:
                 what = f"{node.target}({', '.join(map(repr, node.args))}, {node.kwargs})"
-            lines.append(f"{node.name} = {what} : {value_text(node)}  # {node.meta.get('line', '')}")
+            lines.append(f"{node.name} = {what} : {format_value(node)}  # {node.meta.get('line', '')}")
         lines += [f"-> {node.name} : {output.kind} {output.name}" for node, output in self.outputs]
         return "\n".join(lines)
 
     @cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
-        return any(map(draws, self.graph.nodes))
+        return any(map(is_random_node, self.graph.nodes))
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits of `text`'s SHA-256."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
 
-def draws(node: fx.Node) -> bool:
+def is_random_node(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def value_text(node: fx.Node) -> str:
+def format_value(node: fx.Node) -> str:
     """The shapes and dtypes of a node's value."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
@@ -115,7 +115,7 @@ def value_text(node: fx.Node) -> str:
     )
 
 
-def constant_digest(constant: Tensor | None) -> str:
+def hash_constant(constant: Tensor | None) -> str:
     """A digest of a constant's bytes, so that ranks with other constants are found."""
     if constant is None:
         return ""

@@ -10,29 +10,42 @@ from torch import fx
 
 from rankless.compiler.ir import custom_ops, local_kernels
 from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput
-from rankless.compiler.rules.strategy import Local, Strategy, call_of, local_shape, operator_of, tensor_slots
-from rankless.compiler.sharding.redistribute import Collective, Move, StackedGather, bytes_of, cost
-from rankless.compiler.sharding.sharding_propagation import PlacedProgram
+from rankless.compiler.rules.strategy import (
+    LocalValue,
+    Strategy,
+    compute_local_shape,
+    get_operator,
+    list_tensor_slots,
+    make_call,
+)
+from rankless.compiler.sharding.redistribute import (
+    CollectiveRecord,
+    Redistribution,
+    StackedGather,
+    count_bytes,
+    estimate_cost,
+)
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
-ours = torch.ops.rankless
+rankless_ops = torch.ops.rankless
 
-RUN_AS: dict[Any, Callable[..., Any]] = {
+LOCAL_OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.view.default: aten.reshape.default,  # a gathered or reduced value need not lie in memory as the whole did
     aten._unsafe_view.default: aten.reshape.default,
-    ours.linear.default: aten.linear.default,
-    ours.linear_weight.default: custom_ops.run_linear_weight,
-    ours.recurrent.default: custom_ops.run_recurrent,
-    ours.recurrent_backward.default: custom_ops.run_recurrent_backward,
+    rankless_ops.linear.default: aten.linear.default,
+    rankless_ops.linear_weight.default: custom_ops.run_linear_weight,
+    rankless_ops.recurrent.default: custom_ops.run_recurrent,
+    rankless_ops.recurrent_backward.default: custom_ops.run_recurrent_backward,
 }
 """Operators and what runs in their place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalGraph:
-    """One rank's program as a graph on local values. Its collectives carry a `Move` as `meta["move"]`.
+    """One rank's program as a graph on local values. Its collectives carry a `Move` as `meta["collective"]`.
 
     Gradients may still be partial sums: `pending` names those that `schedule` is to reduce.
     """
@@ -40,29 +53,29 @@ class LocalGraph:
     graph: fx.Graph
     inputs: tuple[tuple[fx.Node, ProgramInput], ...]
     outputs: tuple[tuple[fx.Node, ProgramOutput], ...]
-    pending: tuple[fx.Node, ...]
+    pending_gradients: tuple[fx.Node, ...]
 
     @property
-    def moves(self) -> tuple[Move, ...]:
+    def collectives(self) -> tuple[CollectiveRecord, ...]:
         """All collectives, in the order in which the program starts them."""
-        return tuple(node.meta["move"] for node in self.graph.nodes if "move" in node.meta)
+        return tuple(node.meta["collective"] for node in self.graph.nodes if "collective" in node.meta)
 
 
-class Lowering:
+class LoweringPass:
     """Builds the local graph of one rank, operator by operator (it is the `Emit` of the rules)."""
 
-    def __init__(self, placed: PlacedProgram, mesh: Mesh) -> None:
-        self.placed = placed
+    def __init__(self, sharded: ShardedProgram, mesh: Mesh) -> None:
+        self.sharded = sharded
         self.mesh = mesh
         self.rank = mesh.rank
         self.graph = fx.Graph()
         self.values: dict[fx.Node, dict[Placement, fx.Node]] = {}
-        self.results: dict[fx.Node, Local] = {}
-        self.at: fx.Node | None = None
+        self.results: dict[fx.Node, LocalValue] = {}
+        self.current_node: fx.Node | None = None
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator or a function of ours."""
-        node = self.graph.call_function(RUN_AS.get(target, target))
+        node = self.graph.call_function(LOCAL_OPERATORS.get(target, target))
         # Set afterwards, for PyTorch warns of sizes among the arguments that a node is made with.
         node.args, node.kwargs = args, kwargs
         node.meta["line"] = self.line
@@ -71,27 +84,27 @@ class Lowering:
     @property
     def line(self) -> str:
         """The user's line of the operator that is being lowered."""
-        return "" if self.at is None else str(self.at.meta.get("line", ""))
+        return "" if self.current_node is None else str(self.current_node.meta.get("line", ""))
 
     def output_size(self, index: int) -> list[int]:
         """The local size of an output of that operator."""
-        assert self.at is not None
-        value = self.at.meta["val"]
+        assert self.current_node is not None
+        value = self.current_node.meta["val"]
         shape = tuple((value[index] if isinstance(value, tuple | list) else value).shape)
-        return local_shape(shape, self.placed.strategies[self.at].outputs[index], self.rank)
+        return compute_local_shape(shape, self.sharded.strategies[self.current_node].outputs[index], self.rank)
 
     def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
         """Add a sum over all ranks of a value of `size` bytes."""
-        return self.collective(Collective(self.mesh, Partial(), Replicate()), value, size, reason)
+        return self.add_collective(Redistribution(self.mesh, Partial(), Replicate()), value, size, reason)
 
     def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
         """Add a gathering of equal pieces, of `size` bytes each, along a new dim 0."""
-        return self.collective(StackedGather(self.mesh), value, size * self.mesh.size, reason)
+        return self.add_collective(StackedGather(self.mesh), value, size * self.mesh.size, reason)
 
-    def collective(self, target: Collective | StackedGather, value: fx.Node, size: int, reason: str) -> fx.Node:
+    def add_collective(self, target: Redistribution | StackedGather, value: fx.Node, size: int, reason: str) -> fx.Node:
         """Add a collective and write down what it moves and why."""
-        node = self.call(target, value, *(target.lengths if isinstance(target, Collective) else ()))
-        node.meta["move"] = Move(
+        node = self.call(target, value, *(target.lengths if isinstance(target, Redistribution) else ()))
+        node.meta["collective"] = CollectiveRecord(
             kind=target.__name__,
             value=value.name,
             bytes=size,
@@ -101,110 +114,112 @@ class Lowering:
         )
         return node
 
-    def run(self) -> LocalGraph:
+    def lower_graph(self) -> LocalGraph:
         """The whole local graph."""
-        logical = self.placed.logical
+        logical = self.sharded.logical
         inputs = []
         for node in logical.graph.nodes:
             if node in logical.inputs:
                 local = self.graph.placeholder(node.name)
-                self.values[node] = {self.placed.placements[node]: local}
+                self.values[node] = {self.sharded.placements[node]: local}
                 inputs.append((local, logical.inputs[node]))
         for node in logical.graph.nodes:
             if node not in logical.inputs and node.op != "output":
-                self.lower(node)
-        outputs, pending = self.lower_outputs()
+                self.lower_node(node)
+        outputs, pending_gradients = self.lower_outputs()
         self.graph.output(tuple(node for node, _ in outputs))
         return LocalGraph(
             graph=self.graph,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            pending=tuple(pending),
+            pending_gradients=tuple(pending_gradients),
         )
 
     def lower_outputs(self) -> tuple[list[tuple[fx.Node, ProgramOutput]], list[fx.Node]]:
         """Results and new buffers whole on every rank; gradients that are partial sums are left for the schedule."""
-        outputs, pending = [], []
-        for node, described in self.placed.logical.outputs:
-            self.at = node
-            placement = self.placed.placements[node]
+        outputs, pending_gradients = [], []
+        for node, described in self.sharded.logical.outputs:
+            self.current_node = node
+            placement = self.sharded.placements[node]
             if described.kind == "gradient" and isinstance(placement, Partial):
                 local = self.values[node][placement]
-                if local not in pending:
-                    pending.append(local)
+                if local not in pending_gradients:
+                    pending_gradients.append(local)
             else:
                 what = described.name if described.kind == "result" else f"{described.kind} of {described.name}"
-                local = self.moved(node, Replicate(), f"{what}, whole on every worker")
+                local = self.redistribute(node, Replicate(), f"{what}, whole on every worker")
             outputs.append((local, described))
-        return outputs, pending
+        return outputs, pending_gradients
 
-    def lower(self, node: fx.Node) -> None:
+    def lower_node(self, node: fx.Node) -> None:
         """Add one operator, and before it what brings its inputs into place."""
-        self.at = node
+        self.current_node = node
         if node.target is getitem:
             (source,), index = node.all_input_nodes, int(str(node.args[1]))
             result = self.results[source]
             local = result[index] if isinstance(result, tuple) else self.call(getitem, result, index)
             assert local is not None, f"{source.target} has no output {index}"
-            self.values[node] = {self.placed.placements[node]: local}
+            self.values[node] = {self.sharded.placements[node]: local}
             return
-        strategy = self.placed.strategies[node]
-        slots = tensor_slots(node)
+        strategy = self.sharded.strategies[node]
+        slots = list_tensor_slots(node)
         inputs = [value for value in slots if value is not None]
         locals_ = [
-            self.moved(value, wanted, f"input of {node.target}")
+            self.redistribute(value, wanted, f"input of {node.target}")
             for value, wanted in zip(inputs, strategy.inputs, strict=True)
         ]
-        args, kwargs = with_values(node, iter(locals_))
-        result = self.lowered(node, strategy, args, kwargs)
+        args, kwargs = replace_arguments(node, iter(locals_))
+        result = self.apply_strategy(node, strategy, args, kwargs)
         self.results[node] = result
         if not isinstance(result, tuple):
-            self.values[node] = {self.placed.placements[node]: result}
+            self.values[node] = {self.sharded.placements[node]: result}
 
-    def lowered(self, node: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Local:
+    def apply_strategy(
+        self, node: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> LocalValue:
         """The operator on local values, in the way that its strategy says."""
         if strategy.lower is None:
-            return self.call(operator_of(node), *args, **kwargs)
-        return strategy.lower(self, call_of(node, self.placed.placements, self.mesh.size), args, kwargs)
+            return self.call(get_operator(node), *args, **kwargs)
+        return strategy.lower(self, make_call(node, self.sharded.placements, self.mesh.size), args, kwargs)
 
-    def moved(self, node: fx.Node, target: Placement, reason: str) -> fx.Node:
+    def redistribute(self, node: fx.Node, target: Placement, reason: str) -> fx.Node:
         """The local value of a logical one in the wanted placement, moved there if need be, once."""
         known = self.values[node]
         if target in known:
             return known[target]
-        size = bytes_of(node)
-        source = min(known, key=lambda placement: cost(size, placement, target, self.mesh.size))
-        known[target] = self.redistributed(node, source, target, reason)
+        size = count_bytes(node)
+        source = min(known, key=lambda placement: estimate_cost(size, placement, target, self.mesh.size))
+        known[target] = self.add_redistribution(node, source, target, reason)
         return known[target]
 
-    def redistributed(self, node: fx.Node, source: Placement, target: Placement, reason: str) -> fx.Node:
+    def add_redistribution(self, node: fx.Node, source: Placement, target: Placement, reason: str) -> fx.Node:
         """Add what brings a value from one placement to another."""
         local = self.values[node][source]
         if isinstance(source, Replicate) and isinstance(target, Shard):
             start, length = target.start(self.rank), target.lengths[self.rank]
-            return self.call(local_kernels.piece, local, target.dim, start, length)
+            return self.call(local_kernels.slice_dim, local, target.dim, start, length)
         if isinstance(source, Replicate):
-            return self.call(local_kernels.held_by_first, local, self.rank)
+            return self.call(local_kernels.keep_on_rank_zero, local, self.rank)
         one_way = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
         if one_way or (isinstance(target, Shard) and isinstance(source, Partial) and source.reduce_op != "sum"):
-            self.values[node][Replicate()] = self.redistributed(node, source, Replicate(), reason)
-            return self.redistributed(node, Replicate(), target, reason)
-        return self.collective(Collective(self.mesh, source, target), local, bytes_of(node), reason)
+            self.values[node][Replicate()] = self.add_redistribution(node, source, Replicate(), reason)
+            return self.add_redistribution(node, Replicate(), target, reason)
+        return self.add_collective(Redistribution(self.mesh, source, target), local, count_bytes(node), reason)
 
 
-def with_values(node: fx.Node, values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def replace_arguments(node: fx.Node, values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments with its tensor inputs replaced, one by one, in the order of `tensor_slots`."""
     args, kwargs = list(node.args), dict(node.kwargs)
     operator: Any = node.target
     for position, described in enumerate(operator._schema.arguments):
         if position < len(args):
-            args[position] = replaced(args[position], values)
+            args[position] = replace_argument(args[position], values)
         elif described.name in kwargs:
-            kwargs[described.name] = replaced(kwargs[described.name], values)
+            kwargs[described.name] = replace_argument(kwargs[described.name], values)
     return tuple(args), kwargs
 
 
-def replaced(argument: Any, values: Any) -> Any:
+def replace_argument(argument: Any, values: Any) -> Any:
     """A plain argument as it is; a value, or a list with values, with the next ones in their place."""
     if isinstance(argument, fx.Node):
         return next(values)
@@ -213,6 +228,6 @@ def replaced(argument: Any, values: Any) -> Any:
     return argument
 
 
-def lower(placed: PlacedProgram, mesh: Mesh) -> LocalGraph:
+def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
     """The program of the rank that `mesh` says we are."""
-    return Lowering(placed, mesh).run()
+    return LoweringPass(sharded, mesh).lower_graph()

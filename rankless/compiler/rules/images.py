@@ -7,27 +7,27 @@ from typing import Any
 
 import torch
 
-from rankless.compiler.rules.pattern import by_pattern, letters
-from rankless.compiler.rules.strategy import Call, Rule, shape_of
+from rankless.compiler.rules.pattern import make_letters, make_pattern_rule
+from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, logical_shape
 
 aten = torch.ops.aten
 
 
-def spatial(dims: int) -> Any:
+def make_spatial_pattern(dims: int) -> Any:
     """A pattern with the last `dims` dims whole in every tensor."""
 
-    def pattern(call: Call) -> str:
+    def pattern(call: OperatorCall) -> str:
         whole = range(-dims, 0)
-        texts = [letters(len(shape_of(node)), whole) if node is not None else "" for node in call.slots]
-        outputs = [letters(len(shape), whole) for shape in call.output_shapes]
+        texts = [make_letters(len(logical_shape(node)), whole) if node is not None else "" for node in call.slots]
+        outputs = [make_letters(len(shape), whole) for shape in call.output_shapes]
         return ",".join(texts) + "->" + ",".join(outputs)
 
     return pattern
 
 
-RULES: dict[Any, Rule] = {
+RULES: dict[Any, ShardingRule] = {
     **{
-        operator: by_pattern(spatial(2))
+        operator: make_pattern_rule(make_spatial_pattern(2))
         for operator in (
             aten.max_pool2d_with_indices.default,
             aten.max_pool2d_with_indices_backward.default,
@@ -44,7 +44,7 @@ RULES: dict[Any, Rule] = {
         )
     },
     **{
-        operator: by_pattern(spatial(3))
+        operator: make_pattern_rule(make_spatial_pattern(3))
         for operator in (
             aten.max_pool3d_with_indices.default,
             aten.max_pool3d_with_indices_backward.default,

@@ -5,61 +5,61 @@ from typing import Any
 
 import torch
 
-from rankless.compiler.rules.pattern import LETTERS, by_pattern, letters, split
-from rankless.compiler.rules.strategy import Call, Rule, Strategy, shape_of
+from rankless.compiler.rules.pattern import LETTERS, make_letters, make_pattern_rule, split_strategies
+from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy, logical_shape
 from rankless.parallel.placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 
 
-def along_dim(call: Call) -> str:
+def along_dim_pattern(call: OperatorCall) -> str:
     """gather and scatter: dims other than the indexed one may be split where index and values have equal sizes."""
-    shapes = [shape_of(node) for node in call.inputs]
+    shapes = [logical_shape(node) for node in call.inputs]
     count = len(shapes[0])
     whole = [call.argument("dim")]
     whole += [dim for dim in range(count) if any(shape[dim] != shapes[0][dim] for shape in shapes)]
-    text = letters(count, whole)
+    text = make_letters(count, whole)
     return ",".join([text] * len(call.inputs)) + "->" + text
 
 
-def gathered(call: Call) -> Iterator[Strategy]:
+def along_dim_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """One pattern for all tensors of the call, if they have as many dims."""
-    if len({len(shape_of(node)) for node in call.inputs}) == 1 and call.output_shapes[0]:
-        yield from split(call, along_dim(call))
+    if len({len(logical_shape(node)) for node in call.inputs}) == 1 and call.output_shapes[0]:
+        yield from split_strategies(call, along_dim_pattern(call))
 
 
-def gather(call: Call) -> Iterator[Strategy]:
+def gather_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """As above; besides, the indices may be split along the indexed dim, which then must be whole in the source."""
-    yield from gathered(call)
-    shapes = [shape_of(node) for node in call.inputs]
+    yield from along_dim_strategies(call)
+    shapes = [logical_shape(node) for node in call.inputs]
     if len(shapes[0]) == len(shapes[1]) and shapes[1]:
         dim = call.argument("dim") % len(shapes[0])
         source = "." * len(shapes[0])
         indices = "".join("Z" if place == dim else "." for place in range(len(shapes[1])))
-        yield from split(call, f"{source},{indices}->{indices}")
+        yield from split_strategies(call, f"{source},{indices}->{indices}")
 
 
-def index_select(call: Call) -> str:
+def index_select_pattern(call: OperatorCall) -> str:
     """Rows by index: other dims of the source, or the list of indices, may be split."""
-    count = len(shape_of(call.inputs[0]))
+    count = len(logical_shape(call.inputs[0]))
     dim = call.argument("dim") % count
-    source = letters(count, [dim])
+    source = make_letters(count, [dim])
     return f"{source},Z->{source[:dim]}Z{source[dim + 1 :]}"
 
 
-def indexed(call: Call) -> tuple[str, list[str], str] | None:
+def make_index_patterns(call: OperatorCall) -> tuple[str, list[str], str] | None:
     """Patterns of source, of each index tensor and of the values of an advanced indexing; None if too intricate."""
     indices = call.argument("indices")
     positions = [place for place, index in enumerate(indices) if index is not None]
     if positions != list(range(positions[0], positions[-1] + 1)):
         return None
-    shapes = [shape_of(indices[place]) for place in positions]
+    shapes = [logical_shape(indices[place]) for place in positions]
     if any(indices[place].meta["val"].dtype in (torch.bool, torch.uint8) for place in positions):
         return None
     broadcast = torch.broadcast_shapes(*shapes)
     first = positions[0]
-    count = len(shape_of(call.inputs[0]))
-    source = letters(count, positions)
+    count = len(logical_shape(call.inputs[0]))
+    source = make_letters(count, positions)
     chosen = "".join("." if size == 1 else LETTERS[-1 - dim] for dim, size in enumerate(broadcast))
     texts = []
     for shape in shapes:
@@ -68,25 +68,25 @@ def indexed(call: Call) -> tuple[str, list[str], str] | None:
     return source, texts, source[:first] + chosen + source[first + len(positions) :]
 
 
-def index(call: Call) -> Iterator[Strategy]:
+def index_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """source[indices]."""
-    found = indexed(call)
+    found = make_index_patterns(call)
     if found is not None:
         source, texts, values = found
-        yield from split(call, ",".join([source, *texts]) + "->" + values)
+        yield from split_strategies(call, ",".join([source, *texts]) + "->" + values)
 
 
-def index_put(call: Call) -> Iterator[Strategy]:
+def index_put_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """source with values added at indices: each rank adds its own values, to a partial sum."""
-    found = indexed(call)
+    found = make_index_patterns(call)
     values = call.inputs[-1]
     if found is None or not call.argument("accumulate"):
         return
     source, texts, text = found
-    if len(shape_of(values)) != len(text):
+    if len(logical_shape(values)) != len(text):
         return
     inputs = [source, *texts, text]
-    for position, placement in enumerate(call.current):
+    for position, placement in enumerate(call.current_placements):
         if position == 0 or not isinstance(placement, Shard):
             continue
         letter = inputs[position][placement.dim]
@@ -98,14 +98,14 @@ def index_put(call: Call) -> Iterator[Strategy]:
         yield Strategy(tuple(placements), (Partial(),))
 
 
-RULES: dict[Any, Rule] = {
-    aten.gather.default: gather,
-    aten.scatter.src: gathered,
-    aten.scatter.value: gathered,
-    aten.scatter_add.default: gathered,
-    aten.index_select.default: by_pattern(index_select),
-    aten.index.Tensor: index,
-    aten.index_put.default: index_put,
-    aten._unsafe_index.Tensor: index,
-    aten._unsafe_index_put.default: index_put,
+RULES: dict[Any, ShardingRule] = {
+    aten.gather.default: gather_strategies,
+    aten.scatter.src: along_dim_strategies,
+    aten.scatter.value: along_dim_strategies,
+    aten.scatter_add.default: along_dim_strategies,
+    aten.index_select.default: make_pattern_rule(index_select_pattern),
+    aten.index.Tensor: index_strategies,
+    aten.index_put.default: index_put_strategies,
+    aten._unsafe_index.Tensor: index_strategies,
+    aten._unsafe_index_put.default: index_put_strategies,
 }

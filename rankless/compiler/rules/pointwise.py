@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from rankless.compiler.rules.pattern import LETTERS, split, sums
-from rankless.compiler.rules.strategy import Call, Rule, Strategy, shape_of
+from rankless.compiler.rules.pattern import LETTERS, partial_sum_strategies, split_strategies
+from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy, logical_shape
 from rankless.parallel.placement import Partial, Replicate
 
 aten = torch.ops.aten
 
-ALSO_POINTWISE = {
+UNTAGGED_POINTWISE = {
     aten.native_dropout_backward.default,
     aten.clone.default,
     aten._to_copy.default,
@@ -33,9 +33,9 @@ ALSO_POINTWISE = {
 }
 """Pointwise operators that PyTorch does not tag as such."""
 
-BOTH = {aten.add.Tensor, aten.sub.Tensor}
-EITHER = {aten.mul.Tensor}
-FIRST = {
+LINEAR_IN_BOTH = {aten.add.Tensor, aten.sub.Tensor}
+LINEAR_IN_EACH = {aten.mul.Tensor}
+LINEAR_IN_FIRST = {
     aten.mul.Scalar,
     aten.div.Tensor,
     aten.div.Scalar,
@@ -52,7 +52,7 @@ SHAPE_ONLY = {
 """Operators that read no value: of a partial sum they give the whole, and not a term of it."""
 
 
-def broadcast_pattern(call: Call) -> str:
+def broadcast_pattern(call: OperatorCall) -> str:
     """One letter per dim of the output; a dim of size one that is stretched stays whole."""
     (shape, *_) = call.output_shapes
     out = "".join("." if size == 1 else LETTERS[dim] for dim, size in enumerate(shape))
@@ -61,26 +61,26 @@ def broadcast_pattern(call: Call) -> str:
         if node is None:
             texts.append("")
             continue
-        sizes = shape_of(node)
+        sizes = logical_shape(node)
         offset = len(shape) - len(sizes)
         texts.append("".join(out[offset + dim] if size != 1 else "." for dim, size in enumerate(sizes)))
     return ",".join(texts) + "->" + ",".join([out] * len(call.output_shapes))
 
 
-def pointwise(call: Call) -> Iterator[Strategy]:
+def pointwise_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Split on any dim; partial sums pass where the operator is linear."""
-    yield from split(call, broadcast_pattern(call))
-    if call.operator in SHAPE_ONLY and isinstance(call.current[0], Partial):
-        yield Strategy(call.current, (Replicate(),))
-    elif call.operator in BOTH and len(call.inputs) == 2:
-        yield from sums(call, (0, 1))
-    elif call.operator in EITHER:
-        yield from sums(call, *((position,) for position in range(len(call.inputs))))
-    elif (call.operator in FIRST and call.slots[0] is not None) or is_widening(call):
-        yield from sums(call, (0,))
+    yield from split_strategies(call, broadcast_pattern(call))
+    if call.operator in SHAPE_ONLY and isinstance(call.current_placements[0], Partial):
+        yield Strategy(call.current_placements, (Replicate(),))
+    elif call.operator in LINEAR_IN_BOTH and len(call.inputs) == 2:
+        yield from partial_sum_strategies(call, (0, 1))
+    elif call.operator in LINEAR_IN_EACH:
+        yield from partial_sum_strategies(call, *((position,) for position in range(len(call.inputs))))
+    elif (call.operator in LINEAR_IN_FIRST and call.slots[0] is not None) or is_widening(call):
+        yield from partial_sum_strategies(call, (0,))
 
 
-def is_widening(call: Call) -> bool:
+def is_widening(call: OperatorCall) -> bool:
     """Whether a call only changes the dtype, to a floating one no narrower than before."""
     if call.operator is not aten._to_copy.default:
         return False
@@ -92,26 +92,26 @@ def is_widening(call: Call) -> bool:
 
 def is_pointwise(operator: torch._ops.OpOverload) -> bool:
     """Whether an operator treats every element by itself."""
-    return operator in ALSO_POINTWISE or (
+    return operator in UNTAGGED_POINTWISE or (
         torch.Tag.pointwise in operator.tags and torch.Tag.nondeterministic_seeded not in operator.tags
     )
 
 
-def log_sigmoid(call: Call) -> Iterator[Strategy]:
+def log_sigmoid_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """The second output is a buffer that has the input's shape on CPU and is empty on CUDA."""
     if call.output_shapes[0] == call.output_shapes[1]:
-        yield from split(call, broadcast_pattern(call))
+        yield from split_strategies(call, broadcast_pattern(call))
 
 
-def fresh(call: Call) -> Iterator[Strategy]:
+def new_tensor_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """A new tensor of a size of its own: the input gives only dtype and device, however it lies."""
-    yield Strategy(call.current, (Replicate(),))
+    yield Strategy(call.current_placements, (Replicate(),))
 
 
-RULES: dict[Any, Rule] = {
-    aten.log_sigmoid_forward.default: log_sigmoid,
-    aten.new_zeros.default: fresh,
-    aten.new_ones.default: fresh,
-    aten.new_full.default: fresh,
-    aten.new_empty.default: fresh,
+RULES: dict[Any, ShardingRule] = {
+    aten.log_sigmoid_forward.default: log_sigmoid_strategies,
+    aten.new_zeros.default: new_tensor_strategies,
+    aten.new_ones.default: new_tensor_strategies,
+    aten.new_full.default: new_tensor_strategies,
+    aten.new_empty.default: new_tensor_strategies,
 }

@@ -9,66 +9,74 @@ from typing import Any
 import torch
 
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.rules.strategy import Call, Emit, Local, Rule, Strategy
+from rankless.compiler.rules.strategy import GraphBuilder, LocalValue, OperatorCall, ShardingRule, Strategy
 from rankless.parallel.placement import Placement, Replicate, Shard
 
 aten = torch.ops.aten
 
 
-def part_of(emit: Emit, placement: Placement) -> tuple[int, int, int] | None:
+def get_local_slice(builder: GraphBuilder, placement: Placement) -> tuple[int, int, int] | None:
     """The (dim, start, length) of a rank's part, or None for the whole."""
     if not isinstance(placement, Shard):
         return None
-    return placement.dim, placement.start(emit.rank), placement.lengths[emit.rank]
+    return placement.dim, placement.start(builder.rank), placement.lengths[builder.rank]
 
 
-def example_of(call: Call, index: int = 0) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+def get_memory_layout(call: OperatorCall, index: int = 0) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     """Logical shape, strides and dtype of an input: numbers are drawn in its memory order."""
     value = call.inputs[index].meta["val"]
     return tuple(value.shape), tuple(value.stride()), value.dtype
 
 
-def like(call: Call) -> Iterator[Strategy]:
+def like_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Operators that read only the shape of their input; it may lie in any way."""
-    placement = call.current[0]
+    placement = call.current_placements[0]
     kept: Placement = placement if isinstance(placement, Shard) else Replicate()
 
-    def lower(emit: Emit, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Local:
+    def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         device = call.inputs[0].meta["val"].device
         arguments = tuple(args[1:])
         if kwargs.get("dtype") is not None:
-            shape, strides, _ = example_of(call)
+            shape, strides, _ = get_memory_layout(call)
             example = (shape, strides, kwargs["dtype"])
         else:
-            example = example_of(call)
-        return emit.call(local_kernels.drawn, call.operator, example, device, arguments, part_of(emit, kept))
+            example = get_memory_layout(call)
+        return builder.call(
+            local_kernels.draw_and_slice, call.operator, example, device, arguments, get_local_slice(builder, kept)
+        )
 
     yield Strategy((kept,), (kept,), lower)
 
 
-def dropout(call: Call) -> Iterator[Strategy]:
+def dropout_strategies(call: OperatorCall) -> Iterator[Strategy]:
     """Dropout with its mask; see local_kernels.dropout_mask."""
     if call.argument("train") is False:
         return
-    placement = call.current[0]
+    placement = call.current_placements[0]
     kept: Placement = placement if isinstance(placement, Shard) else Replicate()
 
-    def lower(emit: Emit, call: Call, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Local:
+    def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
         device = call.inputs[0].meta["val"].device
         probability = call.argument("p")
-        mask = emit.call(local_kernels.dropout_mask, example_of(call), device, probability, part_of(emit, kept))
-        return emit.call(local_kernels.dropped, args[0], mask, probability), mask
+        mask = builder.call(
+            local_kernels.draw_dropout_mask,
+            get_memory_layout(call),
+            device,
+            probability,
+            get_local_slice(builder, kept),
+        )
+        return builder.call(local_kernels.apply_dropout, args[0], mask, probability), mask
 
     yield Strategy((kept,), (kept, kept), lower)
 
 
-def whole(_call: Call) -> Iterator[Strategy]:
+def replicated_only(_call: OperatorCall) -> Iterator[Strategy]:
     """Operators that read values, or draw a fresh tensor: computed whole on every rank, from equal generators."""
     return iter(())
 
 
-RULES: dict[Any, Rule] = {
-    aten.native_dropout.default: dropout,
+RULES: dict[Any, ShardingRule] = {
+    aten.native_dropout.default: dropout_strategies,
     **dict.fromkeys(
         (
             aten.bernoulli.p,
@@ -85,7 +93,7 @@ RULES: dict[Any, Rule] = {
             aten.random.default,
             aten.random.to,
         ),
-        like,
+        like_strategies,
     ),
     **dict.fromkeys(
         (
@@ -102,6 +110,6 @@ RULES: dict[Any, Rule] = {
             aten.normal.Tensor_Tensor,
             aten.poisson.default,
         ),
-        whole,
+        replicated_only,
     ),
 }

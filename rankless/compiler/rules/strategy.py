@@ -10,12 +10,12 @@ from torch import fx
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.parallel.placement import Placement, Replicate, Shard
 
-Operator = torch._ops.OpOverload
-Local = fx.Node | tuple[fx.Node | None, ...]
+AtenOperator = torch._ops.OpOverload
+LocalValue = fx.Node | tuple[fx.Node | None, ...]
 """A value of the local program, or several where the operator has several outputs."""
 
 
-class Emit(Protocol):
+class GraphBuilder(Protocol):
     """What a lowering may do: add operators and collectives to one rank's program."""
 
     rank: int
@@ -37,7 +37,7 @@ class Emit(Protocol):
         ...
 
 
-Lowering = Callable[[Emit, "Call", tuple[Any, ...], dict[str, Any]], Local]
+LoweringRule = Callable[[GraphBuilder, "OperatorCall", tuple[Any, ...], dict[str, Any]], LocalValue]
 """Adds a call to one rank's program, given its arguments with local values in place of logical ones."""
 
 
@@ -50,15 +50,15 @@ class Strategy:
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
-    lower: Lowering | None = None
+    lower: LoweringRule | None = None
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """An operator in the logical program. `slots` are its tensor arguments in the order of its schema."""
 
     node: fx.Node
-    operator: Operator
+    operator: AtenOperator
     slots: tuple[fx.Node | None, ...]
     placements: Mapping[fx.Node, Placement]
     mesh_size: int
@@ -69,7 +69,7 @@ class Call:
         return tuple(node for node in self.slots if node is not None)
 
     @property
-    def current(self) -> tuple[Placement, ...]:
+    def current_placements(self) -> tuple[Placement, ...]:
         """How the inputs lie now."""
         return tuple(self.placements[node] for node in self.inputs)
 
@@ -90,28 +90,28 @@ class Call:
         return tuple(tuple(item.shape) if isinstance(item, LogicalValue) else () for item in values)
 
 
-Rule = Callable[[Call], Iterator[Strategy]]
+ShardingRule = Callable[[OperatorCall], Iterator[Strategy]]
 
 
-def operator_of(node: fx.Node) -> Operator:
+def get_operator(node: fx.Node) -> AtenOperator:
     """The operator that a node calls; only operators are placed."""
-    assert isinstance(node.target, Operator), node.target
+    assert isinstance(node.target, AtenOperator), node.target
     return node.target
 
 
-def call_of(node: fx.Node, placements: Mapping[fx.Node, Placement], mesh_size: int) -> Call:
+def make_call(node: fx.Node, placements: Mapping[fx.Node, Placement], mesh_size: int) -> OperatorCall:
     """A node of the logical program as a call to be placed or lowered."""
-    return Call(node, operator_of(node), tensor_slots(node), placements, mesh_size)
+    return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, mesh_size)
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...]:
+def logical_shape(node: fx.Node) -> tuple[int, ...]:
     """The logical shape of a value."""
     return tuple(node.meta["val"].shape)
 
 
-def tensor_slots(node: fx.Node) -> tuple[fx.Node | None, ...]:
+def list_tensor_slots(node: fx.Node) -> tuple[fx.Node | None, ...]:
     """The tensor arguments of a call in the order of its schema, lists flattened, absent ones None."""
-    operator = operator_of(node)
+    operator = get_operator(node)
     slots: list[fx.Node | None] = []
     for position, described in enumerate(operator._schema.arguments):
         if "Tensor" not in str(described.type):
@@ -124,12 +124,12 @@ def tensor_slots(node: fx.Node) -> tuple[fx.Node | None, ...]:
     return tuple(slots)
 
 
-def replicated(call: Call) -> Strategy:
+def make_replicated_strategy(call: OperatorCall) -> Strategy:
     """The strategy that is always right: everything whole, on every rank."""
     return Strategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.output_shapes))
 
 
-def local_shape(shape: tuple[int, ...], placement: Placement, rank: int) -> list[int]:
+def compute_local_shape(shape: tuple[int, ...], placement: Placement, rank: int) -> list[int]:
     """The shape of one rank's piece of a logical value."""
     sizes = list(shape)
     if isinstance(placement, Shard):

@@ -16,11 +16,11 @@ from rankless.compiler.rules import (
     reductions,
     views,
 )
-from rankless.compiler.rules.strategy import Operator, Rule
+from rankless.compiler.rules.strategy import AtenOperator, ShardingRule
 
 aten = torch.ops.aten
 
-TABLE: dict[Any, Rule] = {
+SHARDING_RULES: dict[Any, ShardingRule] = {
     **views.RULES,
     **reductions.RULES,
     **matrices.RULES,
@@ -33,15 +33,15 @@ TABLE: dict[Any, Rule] = {
     **pointwise.RULES,
 }
 
-REFUSED = {
+REFUSED_OPERATORS = {
     aten.as_strided.default: "it reads memory by strides, which a part of a value does not share with the whole",
     aten.as_strided_scatter.default: "it writes memory by strides",
 }
 """Operators that would be wrong even on gathered values."""
 
 
-def rule_for(operator: Operator) -> Rule | None:
+def find_rule(operator: AtenOperator) -> ShardingRule | None:
     """The rule of an operator, or None: it is then gathered and computed whole."""
-    if operator in TABLE:
-        return TABLE[operator]
-    return pointwise.pointwise if pointwise.is_pointwise(operator) else None
+    if operator in SHARDING_RULES:
+        return SHARDING_RULES[operator]
+    return pointwise.pointwise_strategies if pointwise.is_pointwise(operator) else None

@@ -15,7 +15,7 @@ from rankless.collectives.tensor_collectives import start_all_reduce
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.lowering.lower import LocalGraph
-from rankless.compiler.sharding.redistribute import Move, reduced_bytes
+from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
 from rankless.parallel.mesh import Mesh
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that reducing begins early."""
 
 
-PRODUCTS: dict[Any, Callable[..., Any]] = {
+OUT_VARIANTS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: aten.mm.out,
     run_linear_weight: run_linear_weight,
 }
@@ -38,7 +38,7 @@ class GradientMemory:
     def __init__(self) -> None:
         self._flats: dict[Hashable, Tensor] = {}
 
-    def flat(self, number: int, size: int, like: LogicalValue) -> Tensor:
+    def get_flat(self, number: int, size: int, like: LogicalValue) -> Tensor:
         """The memory of the bucket with this number among a program's."""
         key = number, size, like.dtype, like.device
         if key not in self._flats:
@@ -46,7 +46,7 @@ class GradientMemory:
         return self._flats[key]
 
 
-class Bucket:
+class GradientBucket:
     """Gradients that travel together. Its memory lives from step to step; `.grad` of the parameters are views of it."""
 
     def __init__(self, mesh: Mesh, values: Sequence[LogicalValue], flat: Tensor) -> None:
@@ -54,17 +54,19 @@ class Bucket:
         sizes = [value.numel() for value in values]
         self.flat = flat
         pieces = self.flat.split(sizes)
-        self.views: list[Tensor] = [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
+        self.gradient_views: list[Tensor] = [
+            piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)
+        ]
         self.work: dist.Work | None = None
 
-    def slot(self, index: int) -> Tensor:
+    def gradient_view(self, index: int) -> Tensor:
         """The memory of one gradient, for an operator to write into."""
-        return self.views[index]
+        return self.gradient_views[index]
 
     def start(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Copy in the gradients that were not written in place, and begin to reduce all."""
         if gradients:
-            torch._foreach_copy_([self.views[index] for index in indices], list(gradients))
+            torch._foreach_copy_([self.gradient_views[index] for index in indices], list(gradients))
         self.work = start_all_reduce(self.flat, mesh=self.mesh)
 
     def finish(self) -> list[Tensor]:
@@ -73,22 +75,24 @@ class Bucket:
             self.work.wait()
             self.work = None
         # Fresh tensors over the same memory: an optimizer or a user may keep or detach them.
-        return [view.detach() for view in self.views]
+        return [view.detach() for view in self.gradient_views]
 
 
-def scheduled(
+def schedule_gradients(
     local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mesh, memory: GradientMemory
 ) -> LocalGraph:
     """The same program with its pending gradients reduced; `gradients` maps each to its logical node."""
     order = {node: place for place, node in enumerate(local.graph.nodes)}
-    pending = sorted(local.pending, key=order.__getitem__)
+    pending_gradients = sorted(local.pending_gradients, key=order.__getitem__)
     reduced: dict[fx.Node, fx.Node] = {}
     names = {node: described.name for node, described in local.outputs}
     returned = next(node for node in local.graph.nodes if node.op == "output")
-    for number, nodes in enumerate(buckets(pending, gradients)):
+    for number, nodes in enumerate(group_into_buckets(pending_gradients, gradients)):
         values = [gradients[node].meta["val"] for node in nodes]
-        bucket = Bucket(mesh, values, memory.flat(number, sum(value.numel() for value in values), values[0]))
-        copied = [index for index, node in enumerate(nodes) if not written_in_place(local.graph, node, bucket, index)]
+        bucket = GradientBucket(
+            mesh, values, memory.get_flat(number, sum(value.numel() for value in values), values[0])
+        )
+        copied = [index for index, node in enumerate(nodes) if not try_write_in_place(local.graph, node, bucket, index)]
         with local.graph.inserting_after(nodes[-1]):
             started = local.graph.call_function(bucket.start, (copied, [nodes[index] for index in copied]))
         with local.graph.inserting_before(returned):
@@ -96,36 +100,38 @@ def scheduled(
             for index, node in enumerate(nodes):
                 reduced[node] = local.graph.call_function(getitem, (finished, index))
         size = sum(value.numel() * value.element_size() for value in values)
-        started.meta["move"] = Move(
+        started.meta["collective"] = CollectiveRecord(
             kind="all_reduce",
             value=", ".join(names[node] for node in nodes),
             bytes=size,
-            sent_bytes=reduced_bytes(size, mesh.size),
+            sent_bytes=all_reduce_bytes(size, mesh.size),
             line=str(nodes[-1].meta.get("line", "")),
             reason=f"{len(nodes)} gradients" if len(nodes) > 1 else "a gradient",
             overlapped=True,
         )
     outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)
     returned.args = (tuple(node for node, _ in outputs),)
-    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending=())
+    return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=())
 
 
-def written_in_place(graph: fx.Graph, node: fx.Node, bucket: Bucket, index: int) -> bool:
+def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket, index: int) -> bool:
     """Let a gradient that is a product of matrices be written where it travels from; False if it is another."""
-    if node.target not in PRODUCTS or len(node.users) > 1:
+    if node.target not in OUT_VARIANTS or len(node.users) > 1:
         return False
     with graph.inserting_before(node):
-        slot = graph.call_function(bucket.slot, (index,))
-    node.target = PRODUCTS[node.target]
-    node.kwargs = {"out": slot}
+        gradient_view = graph.call_function(bucket.gradient_view, (index,))
+    node.target = OUT_VARIANTS[node.target]
+    node.kwargs = {"out": gradient_view}
     return True
 
 
-def buckets(pending: Sequence[fx.Node], gradients: Mapping[fx.Node, fx.Node]) -> list[list[fx.Node]]:
+def group_into_buckets(
+    pending_gradients: Sequence[fx.Node], gradients: Mapping[fx.Node, fx.Node]
+) -> list[list[fx.Node]]:
     """Gradients in the order in which they are computed, in groups of one dtype and of limited size."""
     groups: list[list[fx.Node]] = []
     filled, kind = 0, None
-    for node in pending:
+    for node in pending_gradients:
         value: Any = gradients[node].meta["val"]
         size = value.numel() * value.element_size()
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES

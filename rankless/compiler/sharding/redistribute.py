@@ -8,14 +8,14 @@ from torch import fx
 
 from rankless.collectives import tensor_collectives
 from rankless.compiler.ir import local_kernels
-from rankless.compiler.rules.pattern import is_sum
-from rankless.compiler.tracing.symbolic_sizes import known
+from rankless.compiler.rules.pattern import is_partial_sum
+from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Partial, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class CollectiveRecord:
     """One collective of a program, with the line of the script that it serves.
 
     `bytes` is the size of the whole value; `sent_bytes` what one worker sends, when the collective goes round a ring.
@@ -31,13 +31,13 @@ class Move:
     """Whether it travels while the program goes on."""
 
 
-def bytes_of(node: fx.Node) -> int:
+def count_bytes(node: fx.Node) -> int:
     """The size of a logical value."""
     value = node.meta["val"]
-    return int(known(value.numel()) * value.element_size())
+    return int(size_hint(value.numel()) * value.element_size())
 
 
-def cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
+def estimate_cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
     """Bytes that move, roughly, from one placement to another; infinite where there is no way."""
     if source == target:
         return 0
@@ -45,7 +45,7 @@ def cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
         case Replicate(), Shard() | Replicate():
             return 0
         case Replicate(), Partial():
-            return 0 if is_sum(target) else inf
+            return 0 if is_partial_sum(target) else inf
         case Shard(), Replicate():
             return size
         case Shard(), Shard():
@@ -53,16 +53,16 @@ def cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
         case Partial(), Replicate():
             return 2 * size
         case Partial(), Shard():
-            return size if is_sum(source) else 2 * size
+            return size if is_partial_sum(source) else 2 * size
     return inf
 
 
-def reduced_bytes(size: int, ranks: int) -> int:
+def all_reduce_bytes(size: int, ranks: int) -> int:
     """What one worker sends when a value is summed round a ring: each part goes round twice, but for one place."""
     return 2 * size * (ranks - 1) // ranks
 
 
-class Collective:
+class Redistribution:
     """A collective as a step of a local program: a function of one tensor, and of lengths, that knows its mesh."""
 
     def __init__(self, mesh: Mesh, source: Placement, target: Placement) -> None:
@@ -94,11 +94,11 @@ class Collective:
         if isinstance(source, Shard) and isinstance(target, Shard):
             return size * (ranks - 1) // ranks**2
         if isinstance(source, Shard):
-            lengths = [int(known(length)) for length in source.lengths]
+            lengths = [int(size_hint(length)) for length in source.lengths]
             return size * max(lengths) * (ranks - 1) // max(1, sum(lengths))
-        if not is_sum(source) and not isinstance(target, Shard):
+        if not is_partial_sum(source) and not isinstance(target, Shard):
             return size * (ranks - 1)
-        return reduced_bytes(size, ranks)  # a reduce_scatter is an all_reduce, of which each worker keeps its part
+        return all_reduce_bytes(size, ranks)  # a reduce_scatter is an all_reduce, of which each worker keeps its part
 
     def __call__(self, value: torch.Tensor, *lengths: tuple[int, ...]) -> torch.Tensor:
         """Move this rank's piece; `lengths` are those of `self.lengths` in the present call."""
@@ -116,11 +116,11 @@ class Collective:
             return tensor_collectives.all_gather(value, mesh=self.mesh, dim=source.dim, lengths=lengths[0])
         if isinstance(target, Shard):
             return tensor_collectives.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=lengths[0])
-        if isinstance(source, Partial) and not is_sum(source):
+        if isinstance(source, Partial) and not is_partial_sum(source):
             everyone = tensor_collectives.all_gather(
                 value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size
             )
-            return local_kernels.extreme_of(everyone, source.reduce_op)
+            return local_kernels.reduce_extremum(everyone, source.reduce_op)
         return tensor_collectives.all_reduce(value, mesh=self.mesh)
 
 

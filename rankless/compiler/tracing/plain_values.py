@@ -18,56 +18,56 @@ import torch
 from torch import Tensor
 
 MISSING = object()
-SIMPLE = (
+PLAIN_TYPES = (
     *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice),
     *(date, time, timedelta, Decimal, Fraction, PurePath),
     *(numpy.generic, numpy.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-SMALL = 64
+MAX_PLAIN_ITEMS = 64
 """Containers of at most so many plain values are values themselves: an equal one in its place changes nothing."""
 
 SEQUENCES: tuple[type[Any], ...] = (list, tuple, set, frozenset, deque)
 CONTAINERS: tuple[type[Any], ...] = (*SEQUENCES, dict, MappingProxyType)
 BUFFERS = (array.array, memoryview, mmap.mmap)
-COMPARED_BYTES = 1 << 20
+MAX_COMPARED_BYTES = 1 << 20
 """Up to so many bytes of a NumPy array are compared at every call."""
 
 
-def is_simple(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Numbers, text, None and their kind, small containers of them, and NumPy arrays that are not too large."""
-    if isinstance(value, SIMPLE):
+    if isinstance(value, PLAIN_TYPES):
         return True
     kind = type(value)
     if kind in (list, tuple, set, frozenset, torch.Size):
-        return len(value) <= SMALL and all(map(is_simple, value))
+        return len(value) <= MAX_PLAIN_ITEMS and all(map(is_plain, value))
     if kind is dict:
-        return len(value) <= SMALL and all(map(is_simple, value)) and all(map(is_simple, value.values()))
+        return len(value) <= MAX_PLAIN_ITEMS and all(map(is_plain, value)) and all(map(is_plain, value.values()))
     if isinstance(value, numpy.ndarray):
-        return value.dtype.kind != "O" and value.nbytes <= COMPARED_BYTES
+        return value.dtype.kind != "O" and value.nbytes <= MAX_COMPARED_BYTES
     return kind is bytearray
 
 
-def frozen(value: Any) -> Any:
+def snapshot(value: Any) -> Any:
     """A plain value that cannot be changed in place: itself, or a copy of it."""
     kind = type(value)
     if kind in (list, set):
-        return kind(map(frozen, value))
+        return kind(map(snapshot, value))
     if kind is tuple:
-        items = tuple(map(frozen, value))
+        items = tuple(map(snapshot, value))
         return value if all(map(is_, items, value)) else items
     if kind is dict:
-        return {key: frozen(item) for key, item in value.items()}
+        return {key: snapshot(item) for key, item in value.items()}
     if isinstance(value, numpy.ndarray | bytearray):
         return value.copy()
     return value
 
 
-def same(now: Any, value: Any) -> bool:
+def is_same(now: Any, value: Any) -> bool:
     """Whether a value is what it was: the same object, or an equal plain value. `value` has gone through `frozen`."""
-    return now is value or (is_simple(value) and equal(now, value))
+    return now is value or (is_plain(value) and is_equal(now, value))
 
 
-def equal(now: Any, value: Any) -> bool:
+def is_equal(now: Any, value: Any) -> bool:
     """Whether two plain values are equal to the last bit; 1, 1.0 and True are three values, and so are 0.0 and -0.0."""
     kind = type(value)
     if type(now) is not kind:
@@ -76,12 +76,16 @@ def equal(now: Any, value: Any) -> bool:
         alike = now == value and math.copysign(1.0, now) == math.copysign(1.0, value)
         return bool(alike or (now != now and value != value))
     if kind in (list, tuple, torch.Size):
-        return len(now) == len(value) and all(map(equal, now, value))
+        return len(now) == len(value) and all(map(is_equal, now, value))
     if kind in (set, frozenset):
         # A copy may have another order.
         return {(type(item), item) for item in now} == {(type(item), item) for item in value}
     if kind is dict:
-        return len(now) == len(value) and all(map(equal, now, value)) and all(map(equal, now.values(), value.values()))
+        return (
+            len(now) == len(value)
+            and all(map(is_equal, now, value))
+            and all(map(is_equal, now.values(), value.values()))
+        )
     if isinstance(value, numpy.ndarray | numpy.generic):
         alike = (now.dtype, now.shape) == (value.dtype, value.shape)
         return alike and (now is value or now.tobytes() == value.tobytes())
@@ -90,7 +94,7 @@ def equal(now: Any, value: Any) -> bool:
     return bool(now == value)
 
 
-def elements(container: Any) -> tuple[Iterable[Any], Iterable[Any]]:
+def list_elements(container: Any) -> tuple[Iterable[Any], Iterable[Any]]:
     """Keys (none of a sequence's) and values of a container, without what a subclass makes of them."""
     for kind in SEQUENCES:
         if isinstance(container, kind):
@@ -100,19 +104,19 @@ def elements(container: Any) -> tuple[Iterable[Any], Iterable[Any]]:
     return dict.__iter__(container), dict.values(container)
 
 
-def brief(value: Any) -> str:
+def format_briefly(value: Any) -> str:
     """A value in few letters; tensors of a capture have no numbers to show."""
     if value is MISSING:
         return "not there"
     if isinstance(value, Tensor):
         return "a tensor"
     if isinstance(value, CONTAINERS):
-        return f"of length {len(value)}" if not is_simple(value) else f"{value!r:.40}"
-    if isinstance(value, SIMPLE):
+        return f"of length {len(value)}" if not is_plain(value) else f"{value!r:.40}"
+    if isinstance(value, PLAIN_TYPES):
         return f"{value!r:.40}"
     return f"of type {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-def kinds_of_plain(values: Iterable[Any]) -> tuple[str, ...]:
+def make_type_keys(values: Iterable[Any]) -> tuple[str, ...]:
     """What tells plain values apart that compare equal: 1, 1.0 and True, 0.0 and -0.0."""
     return tuple(repr(value) if isinstance(value, float | complex) else type(value).__name__ for value in values)

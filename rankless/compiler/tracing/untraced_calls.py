@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy
 
-from rankless.compiler.tracing.plain_values import SIMPLE
+from rankless.compiler.tracing.plain_values import PLAIN_TYPES
 
 
-def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], profile: Any) -> Any:
+def call_untraced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], profile: Any) -> Any:
     """Call a function of PyTorch's; if it is given Python code of the user's, that is watched by `profile`."""
-    if profile is None or not any(map(is_called_back, (*args, *kwargs.values()))):
+    if profile is None or not any(map(may_call_user_code, (*args, *kwargs.values()))):
         return function(*args, **kwargs)
     sys.setprofile(profile)
     try:
@@ -20,19 +20,19 @@ def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         sys.setprofile(None)
 
 
-def is_called_back(argument: Any) -> bool:
+def may_call_user_code(argument: Any) -> bool:
     """Whether an argument may be Python code of the user's."""
     return callable(argument) and not isinstance(argument, type)
 
 
-def plain_parts(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def describe_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The plain values among a call's arguments, as text, and of others their type."""
     parts: list[Any] = []
     for argument in arguments:
         if isinstance(argument, tuple | list):
-            parts.append(plain_parts(tuple(argument)))
+            parts.append(describe_arguments(tuple(argument)))
         elif isinstance(argument, numpy.ndarray):
             parts.append(argument.tobytes())
         else:
-            parts.append(repr(argument) if isinstance(argument, SIMPLE) else type(argument).__name__)
+            parts.append(repr(argument) if isinstance(argument, PLAIN_TYPES) else type(argument).__name__)
     return tuple(parts)

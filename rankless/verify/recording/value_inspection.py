@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.codegen.codegen import LocalProgram, compiled, logical_gradients
+from rankless.compiler.codegen.codegen import LocalProgram, generate_function, map_to_logical_nodes
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput
-from rankless.compiler.lowering.lower import Lowering
-from rankless.compiler.scheduling.schedule import GradientMemory, scheduled
-from rankless.compiler.sharding.sharding_propagation import PlacedProgram, place
+from rankless.compiler.lowering.lower import LoweringPass
+from rankless.compiler.scheduling.schedule import GradientMemory, schedule_gradients
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.context.world import World
 from rankless.jobs.arguments import Arguments, placements_of
 from rankless.jobs.definition import JobDefinition
@@ -42,10 +42,10 @@ class ValueInspector:
         return self._recorder.begins(job)
 
     def instrument(
-        self, placed: PlacedProgram, world: World
+        self, sharded: ShardedProgram, world: World
     ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
         """Return a placed program that also records its values, for the call that runs now."""
-        return tapped(placed, world.mesh, self._recorder)
+        return tapped(sharded, world.mesh, self._recorder)
 
     def run_beside(self, job: JobDefinition, world: World, arguments: Arguments) -> None:
         """Run the job's logical program on one worker and record its values, without side effects."""
@@ -85,21 +85,21 @@ class Tap:
 
 
 def tapped(
-    placed: PlacedProgram, mesh: Mesh, recorder: ValueRecorder
+    sharded: ShardedProgram, mesh: Mesh, recorder: ValueRecorder
 ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
     """A placed program that gives what it gives, and writes down its values; for the call that is being made now."""
-    logical = placed.logical
-    lowering = Lowering(placed, mesh)
-    graph = lowering.run()
-    values = {node: lowering.values[node][placed.placements[node]] for node in lowering.values}
-    local = scheduled(graph, logical_gradients(graph, logical), mesh, GradientMemory())
+    logical = sharded.logical
+    lowering = LoweringPass(sharded, mesh)
+    graph = lowering.lower_graph()
+    values = {node: lowering.values[node][sharded.placements[node]] for node in lowering.values}
+    local = schedule_gradients(graph, map_to_logical_nodes(graph, logical), mesh, GradientMemory())
     call_line = user_line(sys._getframe(1))
     for node, value in values.items():
         is_input = node in logical.inputs
         tap = Tap(
             recorder=recorder,
             mesh=mesh,
-            placement=placed.placements[node],
+            placement=sharded.placements[node],
             role="input" if is_input else "value",
             name=value_name(node, logical),
             operator="" if is_input else operator_name(node),
@@ -108,14 +108,14 @@ def tapped(
         )
         with local.graph.inserting_after(value):
             local.graph.call_function(tap, (value,))
-    function, lines = compiled(local.graph)
+    function, lines = generate_function(local.graph)
     program = LocalProgram(
         inputs=tuple(described for _, described in local.inputs),
         outputs=tuple(described for _, described in local.outputs),
         function=function,
         lines=lines,
-        placed=placed,
-        moves=(),
+        sharded=sharded,
+        collectives=(),
     )
 
     def run(inputs: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
@@ -147,8 +147,8 @@ def run_beside(job: JobDefinition, world: World, arguments: Arguments, recorder:
         else:
             values.append(slot if isinstance(slot, Tensor) else slot.tensor())
     # Whole, though a mesh of one could split as well: what runs is PyTorch's own operators, none of ours.
-    placed = place(prepared.captured.program, (Replicate(),) * len(arguments.tensors), 1)
-    tapped(placed, world.mesh, recorder)([value.detach() for value in values], ())
+    sharded = propagate_shardings(prepared.captured.program, (Replicate(),) * len(arguments.tensors), 1)
+    tapped(sharded, world.mesh, recorder)([value.detach() for value in values], ())
     torch.set_rng_state(state)
     for device, device_state in enumerate(cuda):
         torch.cuda.set_rng_state(device_state, device)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rankless.compiler.sharding.redistribute import Collective
+from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.config.run_config import InspectedCall
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Placement, Replicate
@@ -43,7 +43,7 @@ def whole(local: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
     """A value from all ranks' pieces, on every rank; a copy that each rank has stays its own."""
     if isinstance(placement, Replicate) or mesh.size == 1:
         return local
-    gather = Collective(mesh, placement, Replicate())
+    gather = Redistribution(mesh, placement, Replicate())
     # Not every backend gathers truth values.
     sent = local.to(torch.uint8) if local.dtype == torch.bool else local
     return gather(sent, *gather.lengths).to(local.dtype)

@@ -15,19 +15,19 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from rankless.errors import CaptureError, RanklessError
 from rankless.user_code import PACKAGE_FOLDER, is_user_code
 
-VALUE_READ = (
+FIX_VALUE_READ = (
     "compute with tensors instead (torch.where, masks, sums), or return the tensor as a metric and read it outside"
 )
-USERS_WORDS = {
+OPERATOR_DESCRIPTIONS = {
     "aten._local_scalar_dense.default": ".item(), float(), int() or bool() of a tensor, or an `if` on one,",
     "aten.nonzero.default": "nonzero(), or indexing with a mask,",
     "aten._pack_padded_sequence.default": "pack_padded_sequence",
 }
 # Messages of PyTorch that mean one of the things below; each is tested against the installed version.
-REASONS: tuple[tuple[str, str, str], ...] = (
+TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ("requires_grad", "parameters whose requires_grad is set outside the job", "set it before the call"),
     ("numpy", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
-    ("data-dependent", "a program that is the same for all values of its tensors", VALUE_READ),
+    ("data-dependent", "a program that is the same for all values of its tensors", FIX_VALUE_READ),
     ("Cannot access data pointer", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
     (
         "Unexpected fake",
@@ -53,50 +53,50 @@ REASONS: tuple[tuple[str, str, str], ...] = (
 
 
 @contextlib.contextmanager
-def capture_error(job: str, line: str) -> Iterator[None]:
+def convert_trace_errors(job: str, line: str) -> Iterator[None]:
     """Turn what PyTorch raises while tracing into a `CaptureError` with the user's line; user errors pass."""
     try:
         yield
     except RanklessError as error:
         # Raised while tracing, so between it and the script there are only frames of PyTorch's machinery.
-        raise error.add_location(raised_at(error) or line or None).with_traceback(None) from error.__cause__
+        raise error.add_location(find_user_line(error) or line or None).with_traceback(None) from error.__cause__
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         operator = str(getattr(error, "func", "a value"))
         raise CaptureError(
             expected=f"job {job!r} to be one program: no branch, loop or shape that depends on a tensor's value",
-            found=f"{USERS_WORDS.get(operator, operator)} needs the value of a tensor",
-            fix=VALUE_READ,
-            where=raised_at(error) or line,
-        ) from without_frames(error)
+            found=f"{OPERATOR_DESCRIPTIONS.get(operator, operator)} needs the value of a tensor",
+            fix=FIX_VALUE_READ,
+            where=find_user_line(error) or line,
+        ) from strip_frames(error)
     except UnsupportedOperatorException as error:
         raise CaptureError(
             expected=f"job {job!r} to use operators that PyTorch can trace",
             found=str(error.func),
             fix="use another operator, or compute it outside the job",
-            where=raised_at(error) or line,
-        ) from without_frames(error)
+            where=find_user_line(error) or line,
+        ) from strip_frames(error)
     except SyntaxError as error:
         # PyTorch writes a graph as Python code, and cannot for an overload named by a keyword, as random_.from.
         raise CaptureError(
             expected=f"job {job!r} to use operators that PyTorch can write down",
             found="one that it cannot, such as tensor.random_(low, high)",
             fix="use torch.randint and its kind",
-            where=raised_at(error) or line,
-        ) from without_frames(error)
+            where=find_user_line(error) or line,
+        ) from strip_frames(error)
     except (RuntimeError, AssertionError) as error:
-        refusal = refused(job, error, line)
+        refusal = convert_error(job, error, line)
         if refusal is error:
             raise
-        raise refusal from without_frames(error)
+        raise refusal from strip_frames(error)
 
 
-def without_frames(error: BaseException) -> BaseException:
+def strip_frames(error: BaseException) -> BaseException:
     """The error without the dozens of frames of PyTorch's tracing."""
     error.__context__ = None
     return error.with_traceback(None)
 
 
-def as_the_script_raised_it(error: Exception) -> Exception:
+def keep_user_frames(error: Exception) -> Exception:
     """The error of a job's own code with the script's lines only, without the dozens of PyTorch's tracing and ours.
 
     An error of Rankless's own code keeps all its frames.
@@ -116,21 +116,21 @@ def as_the_script_raised_it(error: Exception) -> Exception:
     return error.with_traceback(shown)
 
 
-def refused(job: str, error: RuntimeError | AssertionError, line: str) -> Exception:
+def convert_error(job: str, error: RuntimeError | AssertionError, line: str) -> Exception:
     """The `CaptureError` that a RuntimeError of PyTorch means, or the error itself if it is the user's own."""
     message = str(error)
-    for sign, expected, fix in REASONS:
+    for sign, expected, fix in TRACE_ERRORS:
         if sign in message:
             return CaptureError(
                 expected=f"job {job!r} to be one program: {expected}",
                 found=message.splitlines()[0],
                 fix=fix,
-                where=raised_at(error) or line,
+                where=find_user_line(error) or line,
             )
     return error
 
 
-def raised_at(error: BaseException) -> str | None:
+def find_user_line(error: BaseException) -> str | None:
     """The innermost line of the user's that led to an error, as "file.py:12"."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
