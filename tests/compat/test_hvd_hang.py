@@ -30,5 +30,5 @@ for step in range(3):
 def test_who_waits_in_which_operation_and_who_does_not_come(tmp_path: Path):
     done = run_script(SCRIPT, "-n", "2", "--hang-timeout", "3", folder=tmp_path)
     assert done.returncode == 1
-    assert "rank 1 did not come: it is in late() at script.py:11" in done.stderr
+    assert "rank 1 did not arrive: it is in late() at script.py:11" in done.stderr
     assert "rank 0 waits in the step of hvd.DistributedOptimizer at script.py:17" in done.stderr

@@ -150,7 +150,7 @@ FAULTS = [
     Fault(
         name="is stopped (SIGSTOP), and the others wait for it (--hang-timeout 4)",
         action="os.kill(os.getpid(), signal.SIGSTOP)",
-        told="rank {rank}{host} did not come: it is stopped",
+        told="rank {rank}{host} did not arrive: it is stopped",
         code=1,
         least_workers=2,
         hang_timeout_seconds=HANG_TIMEOUT,
@@ -159,7 +159,7 @@ FAULTS = [
     Fault(
         name="holds the interpreter lock, and the others wait for it (--hang-timeout 4)",
         action="end, _ = os.pipe(); ctypes.PyDLL(None).read(end, ctypes.create_string_buffer(1), 1)",
-        told="rank {rank}{host} did not come: it is at",
+        told="rank {rank}{host} did not arrive: it is at",
         code=1,
         least_workers=2,
         hang_timeout_seconds=HANG_TIMEOUT,

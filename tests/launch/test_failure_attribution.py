@@ -128,7 +128,7 @@ def test_who_waited_until_a_timeout_is_not_blamed_before_anyone_who_failed() -> 
 
 
 def test_the_rank_that_the_hang_watch_finds_missing_is_blamed_for_a_timeout() -> None:
-    stuck = HangDetected(rank=1, time_ns=0, headline="did not come: it is at train.py:8", traceback="")
+    stuck = HangDetected(rank=1, time_ns=0, headline="did not arrive: it is at train.py:8", traceback="")
     assert verdict_on(timed_out(0), left(0, 1), stuck) == verdict_on(stuck)
 
 

@@ -1,4 +1,4 @@
-"""Jobs that stand still: the rank that does not come is named, with its line; jobs that only seem to are left alone."""
+"""Real hung jobs: the watchdog names the missing rank and its line, and leaves slow but healthy jobs alone."""
 
 import re
 
@@ -60,12 +60,12 @@ FAULTS = {
 }
 
 
-def line_of(script, mark):
+def line_number(script, mark):
     return next(number for number, line in enumerate(script.splitlines(), 1) if f"# {mark}" in line)
 
 
-def verdict_in(done):
-    """What is said at the end, of the rank that has ended the job."""
+def find_verdict(done):
+    """Return the final line, on the rank that ended the job."""
     assert done.returncode == 1, done.stderr
     return next(line for line in done.stderr.splitlines()[::-1] if re.match(r"rankless: rank \d", line))
 
@@ -73,24 +73,24 @@ def verdict_in(done):
 SAMPLE = {("sleeps", 3), ("loops", 2), ("holds the interpreter", 2), ("is in another collective", 3)}
 
 
-def cases():
+def make_cases():
     for name in FAULTS:
         for workers in (2, 3):
             marks = [] if (name, workers) in SAMPLE else [pytest.mark.exhaustive]
             yield pytest.param(name, workers, marks=marks, id=f"{name}, {workers} workers")
 
 
-@pytest.mark.parametrize(("name", "workers"), list(cases()))
-def test_who_does_not_come_is_named_with_its_line(name, workers, tmp_path):
+@pytest.mark.parametrize(("name", "workers"), list(make_cases()))
+def test_the_missing_rank_and_its_line_are_named(name, workers, tmp_path):
     fault, sign = FAULTS[name]
     script = TRAINING.replace("{fault}", fault)
     done = run_script(script, "-n", str(workers), "--hang-timeout", TIMEOUT, folder=tmp_path)
-    said = verdict_in(done)
-    assert f"rank {workers - 1} did not come" in said
-    assert f"at script.py:{line_of(script, 'there')}" in said.partition(";")[0]
-    assert sign in said
+    verdict = find_verdict(done)
+    assert f"rank {workers - 1} did not arrive" in verdict
+    assert f"at script.py:{line_number(script, 'there')}" in verdict.partition(";")[0]
+    assert sign in verdict
     waiting = "rank 0 waits" if workers == 2 else "ranks 0, 1 wait"
-    assert f"{waiting} in all_reduce at script.py:{line_of(script, 'here')}" in said
+    assert f"{waiting} in all_reduce at script.py:{line_number(script, 'here')}" in verdict
     report = done.stderr[done.stderr.index("no progress for") :]
     assert len(report[: report.index("rankless: rank")].splitlines()) <= 15
     assert "in stuck" in report
@@ -98,17 +98,17 @@ def test_who_does_not_come_is_named_with_its_line(name, workers, tmp_path):
 
 def test_a_stopped_worker_is_named(tmp_path):
     script = TRAINING.replace("{fault}", "def stuck():\n    os.kill(os.getpid(), signal.SIGSTOP)")
-    said = verdict_in(run_script(script, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
-    assert "rank 1 did not come: it is stopped, by a signal (kill -CONT" in said
+    verdict = find_verdict(run_script(script, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert "rank 1 did not arrive: it is stopped by a signal (kill -CONT" in verdict
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_has_ended_its_script_and_lingers_is_named(tmp_path):
+def test_a_rank_whose_process_outlives_its_script_is_named(tmp_path):
     fault = "def stuck():\n    threading.Thread(target=time.sleep, args=(600,)).start()\n    sys.exit()"
-    said = verdict_in(
+    verdict = find_verdict(
         run_script(TRAINING.replace("{fault}", fault), "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path)
     )
-    assert "rank 1 did not come: it has ended its script, and its process goes on" in said
+    assert "rank 1 did not arrive: its script has ended, but its process still runs" in verdict
 
 
 DATA_LOADER = """
@@ -130,11 +130,13 @@ for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2):
 """
 
 
-def test_a_data_loaders_worker_that_hangs_is_named_and_ddp_is_known_to_wait(tmp_path):
-    said = verdict_in(run_script(DATA_LOADER, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
-    assert "rank 1 did not come" in said
-    assert re.search(rf"worker, process \d+, is in __getitem__\(\) at script.py:{line_of(DATA_LOADER, 'there')}", said)
-    assert f"rank 0 waits in backward() at script.py:{line_of(DATA_LOADER, 'here')}" in said
+def test_a_hung_data_loader_worker_is_named_while_ddp_waits(tmp_path):
+    verdict = find_verdict(run_script(DATA_LOADER, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert "rank 1 did not arrive" in verdict
+    assert re.search(
+        rf"worker, process \d+, is in __getitem__\(\) at script.py:{line_number(DATA_LOADER, 'there')}", verdict
+    )
+    assert f"rank 0 waits in backward() at script.py:{line_number(DATA_LOADER, 'here')}" in verdict
 
 
 JOB = """
@@ -158,22 +160,22 @@ for step, x in enumerate(rankless.loader(Data(), batch_size=4)):
 """
 
 
-def test_a_rank_that_does_not_come_to_a_jobs_call_is_named(tmp_path):
+def test_a_rank_missing_from_a_job_call_is_named(tmp_path):
     script = JOB.replace("SLEEPER", "1").replace("SLOW", "-1")
-    said = verdict_in(run_script(script, "-n", "3", "--hang-timeout", TIMEOUT, folder=tmp_path))
-    assert f"rank 1 did not come: it is at script.py:{line_of(script, 'there')} (sleeps" in said
-    assert f"ranks 0, 2 wait in a job's call at script.py:{line_of(script, 'here')}" in said
+    verdict = find_verdict(run_script(script, "-n", "3", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert f"rank 1 did not arrive: it is at script.py:{line_number(script, 'there')} (sleeps" in verdict
+    assert f"ranks 0, 2 wait in a job's call at script.py:{line_number(script, 'here')}" in verdict
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_does_not_come_with_its_share_of_a_batch_is_named(tmp_path):
+def test_a_rank_missing_while_it_reads_its_batch_is_named(tmp_path):
     script = JOB.replace("SLEEPER", "-1").replace("SLOW", "27")  # in batch 6 the last worker's
-    said = verdict_in(run_script(script, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
-    assert f"rank 1 did not come: it is in __getitem__() at script.py:{line_of(script, 'read')}" in said
-    assert "rank 0 waits in" in said
+    verdict = find_verdict(run_script(script, "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert f"rank 1 did not arrive: it is in __getitem__() at script.py:{line_number(script, 'read')}" in verdict
+    assert "rank 0 waits in" in verdict
 
 
-def test_a_rank_that_does_not_come_to_a_checked_collective_is_named(tmp_path):
+def test_a_rank_missing_from_a_checked_collective_is_named(tmp_path):
     script = """
 import time, torch, rankless
 from rankless.collectives import all_reduce, barrier
@@ -183,9 +185,9 @@ for step in range(9):
         time.sleep(600)  # there
     all_reduce(torch.ones(3))  # here
 """
-    said = verdict_in(run_script(script, "-n", "3", "--hang-timeout", TIMEOUT, folder=tmp_path))
-    assert f"rank 0 did not come: it is at script.py:{line_of(script, 'there')} (sleeps" in said
-    assert f"ranks 1, 2 wait in rankless.collectives.all_reduce at script.py:{line_of(script, 'here')}" in said
+    verdict = find_verdict(run_script(script, "-n", "3", "--hang-timeout", TIMEOUT, folder=tmp_path))
+    assert f"rank 0 did not arrive: it is at script.py:{line_number(script, 'there')} (sleeps" in verdict
+    assert f"ranks 1, 2 wait in rankless.collectives.all_reduce at script.py:{line_number(script, 'here')}" in verdict
 
 
 TIMED_OUT = """
@@ -198,21 +200,21 @@ dist.all_reduce(torch.ones(3))  # here
 """
 
 
-def test_when_the_scripts_own_timeout_is_over_first_the_rank_that_did_not_come_is_named(tmp_path):
+def test_the_missing_rank_is_named_if_the_scripts_own_timeout_expires_first(tmp_path):
     done = run_script(TIMED_OUT, "-n", "3", folder=tmp_path)
-    said = verdict_in(done)
-    assert f"rank 1 did not come: it is at script.py:{line_of(TIMED_OUT, 'there')} (sleeps" in said
-    assert f"wait in all_reduce at script.py:{line_of(TIMED_OUT, 'here')} for 3.0 s" in said
-    assert "PyTorch's timeout was over" in said
-    assert "RuntimeError" not in said
+    verdict = find_verdict(done)
+    assert f"rank 1 did not arrive: it is at script.py:{line_number(TIMED_OUT, 'there')} (sleeps" in verdict
+    assert f"wait in all_reduce at script.py:{line_number(TIMED_OUT, 'here')} for 3.0 s" in verdict
+    assert "PyTorch's timeout expired" in verdict
+    assert "RuntimeError" not in verdict
 
 
 @pytest.mark.exhaustive
-def test_where_nothing_is_watched_it_is_said_who_waited_until_the_timeout_and_who_was_not_there(tmp_path):
+def test_without_the_watchdog_a_timeout_still_names_the_waiting_ranks(tmp_path):
     done = run_script(TIMED_OUT, "-n", "2", folder=tmp_path, RANKLESS_HANG_TIMEOUT="0")
-    said = verdict_in(done)
-    here = f"script.py:{line_of(TIMED_OUT, 'here')}"
-    assert f"rank 0 waited in all_reduce at {here} until its timeout of 3 s; not heard to wait there: rank 1" in said
+    verdict = find_verdict(done)
+    here = f"script.py:{line_number(TIMED_OUT, 'here')}"
+    assert f"rank 0 waited in all_reduce at {here} until its timeout of 3 s; not heard to wait there: rank 1" in verdict
 
 
 FOR_5_SECONDS = "import time; end = time.monotonic() + 5\nwhile time.monotonic() < end: pass"
@@ -225,7 +227,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_by_itself_nothing_is_said_of_pauses(name, tmp_path):
+def test_pauses_of_a_healthy_job_are_not_reported(name, tmp_path):
     fault = f"def pause():\n    if step == 6:\n        {HEALTHY[name]}\n    return False"
     script = TRAINING.replace("{fault}", fault).replace("step == 6 and odd", "pause()")
     done = run_script(script, "-n", "2", folder=tmp_path)
@@ -234,19 +236,19 @@ def test_by_itself_nothing_is_said_of_pauses(name, tmp_path):
     assert "no progress" not in done.stderr
 
 
-def test_ranks_that_wait_for_one_that_saves_are_spoken_of_and_the_job_goes_on(tmp_path):
+def test_a_long_save_is_reported_and_the_job_continues(tmp_path):
     script = TRAINING.replace("{fault}", "def stuck():\n    torch.save(model, 'm'); time.sleep(7)  # there")
-    # It goes on for longer than the watch takes to look again.
+    # The job continues for longer than the interval between two checks.
     script = script.replace('print("done")', 'for _ in range(60): optimizer.step(); time.sleep(0.05)\nprint("done")')
     done = run_script(script, "-n", "2", "--hang-timeout", "10", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"rank 1 did not come: it is in stuck() at script.py:{line_of(script, 'there')}" in done.stderr
-    assert "rankless: the job goes on, after" in done.stderr
+    assert f"rank 1 did not arrive: it is in stuck() at script.py:{line_number(script, 'there')}" in done.stderr
+    assert "rankless: the job continues after a pause of" in done.stderr
     assert "done" in done.stdout
 
 
 @pytest.mark.exhaustive
-def test_a_rank_at_a_breakpoint_is_spoken_of_and_never_ended(tmp_path):
+def test_a_rank_at_a_breakpoint_is_reported_but_never_ended(tmp_path):
     fault = """
 def stuck():
     import pdb
@@ -256,11 +258,11 @@ def stuck():
 """
     done = run_script(TRAINING.replace("{fault}", fault), "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "rank 1 did not come: it is in a debugger" in done.stderr
+    assert "rank 1 did not arrive: it is in a debugger" in done.stderr
 
 
 @pytest.mark.exhaustive
-def test_output_of_the_rank_that_others_wait_for_puts_the_end_off(tmp_path):
+def test_output_of_the_missing_rank_delays_the_end(tmp_path):
     fault = """
 def stuck():
     end = time.monotonic() + 6
@@ -270,10 +272,10 @@ def stuck():
 """
     done = run_script(TRAINING.replace("{fault}", fault), "-n", "2", "--hang-timeout", TIMEOUT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "rank 1 did not come: it is in stuck() at script.py" in done.stderr
+    assert "rank 1 did not arrive: it is in stuck() at script.py" in done.stderr
 
 
-def test_switched_off_nothing_is_watched(tmp_path):
+def test_a_timeout_of_zero_turns_the_watchdog_off(tmp_path):
     script = TRAINING.replace("{fault}", "def stuck():\n    time.sleep(4)").replace(
         "import ctypes", "import ctypes, gc"
     )
@@ -286,11 +288,11 @@ def test_switched_off_nothing_is_watched(tmp_path):
 def test_plain_processes_are_watched_too(tmp_path):
     script = TRAINING.replace("{fault}", FAULTS["sleeps"][0])
     done = run_script(script, "-n", "2", "--no-warm", "--hang-timeout", "5", folder=tmp_path)
-    assert "rank 1 did not come: it is in stuck() at script.py" in verdict_in(done)
+    assert "rank 1 did not arrive: it is in stuck() at script.py" in find_verdict(done)
 
 
 @pytest.mark.parametrize("given", ["-1", "nan", "inf"])
-def test_a_timeout_that_is_no_time_is_refused(given, tmp_path):
+def test_an_invalid_timeout_is_rejected(given, tmp_path):
     done = run_script("", "-n", "1", f"--hang-timeout={given}", folder=tmp_path)
     assert done.returncode != 0
     assert "seconds without progress after which a job is ended" in done.stderr

@@ -1,4 +1,4 @@
-"""A job on two hosts that stands still: host 0 asks all for their ranks, and names the one that does not come."""
+"""A hung job on two hosts: host 0 collects the status of all ranks and names the missing one."""
 
 import sys
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ for step in range(9):
 """
 
 
-def line_of(mark: str) -> int:
+def line_number(mark: str) -> int:
     return next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if f"# {mark}" in line)
 
 
@@ -38,36 +38,36 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield found
 
 
-def report_of(hosts: Hosts, folder: Path, *, workers: int, culprit: int) -> str:
-    """What host 0 says of a job with one rank that computes for ever."""
+def run_hung_job(hosts: Hosts, folder: Path, *, workers: int, missing_rank: int) -> str:
+    """Return what host 0 prints about a job in which one rank computes forever."""
     (folder / "script.py").write_text(SCRIPT)
     listed = ",".join(f"{address}:{workers}" for address in hosts.addresses)
     options = ["--hosts", listed, "--no-ssh", "--insecure", "--hang-timeout", "5"]
-    line = [sys.executable, "-m", "rankless", "run", *options, "script.py", str(culprit)]
+    line = [sys.executable, "-m", "rankless", "run", *options, "script.py", str(missing_rank)]
     jobs = [hosts.start(name, line, cwd=folder) for name in ("a", "b")]
     reports = [job.communicate(timeout=60)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [1, 1], reports
     return reports[0]
 
 
-@pytest.mark.parametrize(("culprit", "host"), [(1, "b"), pytest.param(0, "a", marks=pytest.mark.exhaustive)])
-def test_a_rank_that_computes_alone_on_its_host_is_named_with_its_stack(
-    culprit: int, host: str, hosts: Hosts, tmp_path: Path
+@pytest.mark.parametrize(("missing_rank", "host"), [(1, "b"), pytest.param(0, "a", marks=pytest.mark.exhaustive)])
+def test_a_rank_that_computes_forever_is_named_with_its_stack(
+    missing_rank: int, host: str, hosts: Hosts, tmp_path: Path
 ):
-    report = report_of(hosts, tmp_path, workers=1, culprit=culprit)
+    report = run_hung_job(hosts, tmp_path, workers=1, missing_rank=missing_rank)
     where = f"on {hosts.addresses['ab'.index(host)]}"
-    before, _, said = report.rpartition("no progress for")
-    assert f"rank {culprit} {where} did not come: it is in stuck() at script.py:{line_of('there')}" in said
-    assert f'File "script.py", line {line_of("there")}, in stuck' in said
-    assert f"rank {1 - culprit} waits in all_reduce at script.py:{line_of('here')}" in said
-    # On a busy machine the start may have been slow, and be spoken of, too.
-    assert before.count("no progress for") == before.count("the job goes on"), report
+    before, _, last = report.rpartition("no progress for")
+    assert f"rank {missing_rank} {where} did not arrive: it is in stuck() at script.py:{line_number('there')}" in last
+    assert f'File "script.py", line {line_number("there")}, in stuck' in last
+    assert f"rank {1 - missing_rank} waits in all_reduce at script.py:{line_number('here')}" in last
+    # On a busy machine the watchdog may report a slow start too.
+    assert before.count("no progress for") == before.count("the job continues"), report
 
 
-def test_where_all_ranks_of_all_hosts_are_is_in_host_0s_file(hosts: Hosts, tmp_path: Path):
-    report = report_of(hosts, tmp_path, workers=2, culprit=3)
-    assert f"rank 3 on {hosts.addresses[1]} did not come: it is in stuck()" in report
-    assert f"ranks 0-2 wait in all_reduce at script.py:{line_of('here')}" in report
+def test_host_0s_file_has_the_stacks_of_all_hosts(hosts: Hosts, tmp_path: Path):
+    report = run_hung_job(hosts, tmp_path, workers=2, missing_rank=3)
+    assert f"rank 3 on {hosts.addresses[1]} did not arrive: it is in stuck()" in report
+    assert f"ranks 0-2 wait in all_reduce at script.py:{line_number('here')}" in report
     text = (tmp_path / "log" / "latest" / "stacks.txt").read_text()
     assert [f"-- rank {rank}, " in text for rank in range(4)] == [True] * 4
-    assert f"line {line_of('there')}, in stuck" in text
+    assert f"line {line_number('there')}, in stuck" in text

@@ -1,4 +1,4 @@
-"""The hang watch by itself: processes that only sleep, made-up times and other hosts' records."""
+"""The watchdog with sleeping processes, simulated times and records of other hosts."""
 
 import contextlib
 import subprocess
@@ -39,15 +39,15 @@ def make_worker_config(rank, world_size):
 @pytest.fixture
 def sleeper():
     process = subprocess.Popen(["sleep", "600"])
-    # These tests' seconds pass in no time: by then it must have come to its sleep.
+    # The tests simulate time, so the process must be asleep before they start.
     wait_until(lambda: psutil.Process(process.pid).name() == "sleep" and read_process_stats(process.pid).state == "S")
     yield process.pid
     process.kill()
     process.wait()
 
 
-class FollowerSide(SingleHost):
-    """Host 0, seen from another one."""
+class FakeLeader(SingleHost):
+    """Host 0 as another host sees it."""
 
     judges = False
     asks = False
@@ -57,8 +57,8 @@ class FollowerSide(SingleHost):
         return asks
 
 
-class LeaderSide(SingleHost):
-    """The other hosts, seen from host 0."""
+class FakeFollowers(SingleHost):
+    """The other hosts as host 0 sees them."""
 
     count = 0
 
@@ -68,7 +68,7 @@ class LeaderSide(SingleHost):
 
 @contextlib.contextmanager
 def watch_rank_0(process_id, folder, *, others=None, timeout_seconds=None):
-    """The watch of the host of rank 0, of two hosts with a worker each."""
+    """Yield the watchdog of rank 0's host, in a job of two hosts with one worker each."""
     pages = open_status_pages(1, timeout_seconds=timeout_seconds)
     scene = WatchdogConfig(
         worker_configs=[make_worker_config(0, 2)],
@@ -85,7 +85,7 @@ def watch_rank_0(process_id, folder, *, others=None, timeout_seconds=None):
 
 
 def collect_records(watchdog, seconds, start=None):
-    """What it tells in so many turns, a second apart by its clock."""
+    """Return the records of `seconds` ticks, one second apart on the watchdog's clock."""
     start = time.monotonic() if start is None else start
     return [record for second in range(seconds) for record in watchdog.tick(start + second)]
 
@@ -94,17 +94,17 @@ def waiting_status(still):
     return RankStatus(rank=1, time_ns=0, state="waits", doing="all_reduce", line="train.py:33", still_seconds=still)
 
 
-def test_a_rank_that_another_host_waits_for_is_named_with_its_host(sleeper, tmp_path):
+def test_a_report_names_the_missing_rank_and_its_host(sleeper, tmp_path):
     with watch_rank_0(sleeper, tmp_path) as watchdog:
         start = time.monotonic()
         assert collect_records(watchdog, 25, start) == []
         watchdog.receive(waiting_status(still=40.0))
         notices = [record.text for record in collect_records(watchdog, 10, start + 25) if isinstance(record, Notice)]
     assert "rank 1 waits in all_reduce at train.py:33" in notices[0]
-    assert "rank 0 on a did not come: its stack cannot be read (sleeps, 0 % CPU)" in notices[0]
+    assert "rank 0 on a did not arrive: its stack cannot be read (sleeps, 0 % CPU)" in notices[0]
 
 
-def test_it_is_ended_after_the_users_timeout_and_that_is_the_verdict(sleeper, tmp_path):
+def test_the_users_timeout_ends_the_job_and_gives_the_verdict(sleeper, tmp_path):
     with watch_rank_0(sleeper, tmp_path, timeout_seconds=20.0) as watchdog:
         watchdog.receive(waiting_status(still=15.0))
         start = time.monotonic()
@@ -114,21 +114,21 @@ def test_it_is_ended_after_the_users_timeout_and_that_is_the_verdict(sleeper, tm
         (stuck,) = [record for record in collect_records(watchdog, 20, start + 15) if isinstance(record, HangDetected)]
     verdict = judge([Started(rank=0, time_ns=0, pid=1, log_file=""), stuck, Exited(rank=1, time_ns=0, exit_code=1)])
     assert (verdict.culprit, verdict.cause, verdict.exit_code) == (0, "stuck", 1)
-    assert "did not come" in verdict.headline
+    assert "did not arrive" in verdict.headline
 
 
-def test_a_host_that_does_not_judge_tells_where_its_ranks_are(sleeper, tmp_path):
-    with watch_rank_0(sleeper, tmp_path, others=FollowerSide()) as watchdog:
+def test_a_follower_host_sends_the_status_of_its_ranks(sleeper, tmp_path):
+    with watch_rank_0(sleeper, tmp_path, others=FakeLeader()) as watchdog:
         records = collect_records(watchdog, int(STARTUP_STALL_SECONDS) + 5)
     assert [(record.rank, record.state) for record in records] == [(0, "blocked")]
 
 
-def test_nobody_waits_so_nothing_is_said(sleeper, tmp_path):
+def test_no_report_if_no_rank_waits(sleeper, tmp_path):
     with watch_rank_0(sleeper, tmp_path) as watchdog:
         assert all(isinstance(record, RankStatus) for record in collect_records(watchdog, 400))
 
 
-def test_when_its_own_process_was_held_up_nothing_is_known_of_the_time_between(sleeper, tmp_path):
+def test_idle_time_restarts_after_the_watchdog_itself_was_stopped(sleeper, tmp_path):
     with watch_rank_0(sleeper, tmp_path) as watchdog:
         watchdog.receive(waiting_status(still=1.0))
         start = time.monotonic()
@@ -136,13 +136,13 @@ def test_when_its_own_process_was_held_up_nothing_is_known_of_the_time_between(s
         assert collect_records(watchdog, 3, start + 1000) == []
 
 
-def test_ranks_that_have_ended_are_not_looked_at(sleeper, tmp_path):
+def test_ended_ranks_are_not_checked(sleeper, tmp_path):
     with watch_rank_0(sleeper, tmp_path) as watchdog:
         watchdog.receive(ScriptFinished(rank=0, time_ns=0, exit_code=0))
         assert collect_records(watchdog, 100) == []
 
 
-def test_a_process_without_our_handler_is_never_sent_the_signal(sleeper):
+def test_a_process_without_our_handler_never_gets_the_signal(sleeper):
     (page,) = open_status_pages(1, timeout_seconds=None)
     stack_request = StackRequest(sleeper, page, 0.0)
     assert stack_request.is_complete(0.0)
@@ -151,20 +151,20 @@ def test_a_process_without_our_handler_is_never_sent_the_signal(sleeper):
         subprocess.run(["tail", f"--pid={sleeper}", "-f", "/dev/null"], timeout=0.2)
 
 
-def test_a_host_that_is_asked_tells_at_once_where_its_ranks_are_and_then_that_all_is_well(sleeper, tmp_path):
-    host_0 = FollowerSide()
-    with watch_rank_0(sleeper, tmp_path, others=host_0) as watchdog:
+def test_a_follower_host_responds_at_once_and_then_reports_recovery(sleeper, tmp_path):
+    leader = FakeLeader()
+    with watch_rank_0(sleeper, tmp_path, others=leader) as watchdog:
         start = time.monotonic()
         assert collect_records(watchdog, 3, start) == []
-        host_0.asks = True
+        leader.asks = True
         (answer, later) = collect_records(watchdog, 4, start + 3)
     assert (answer.rank, answer.asked) == (0, True)
     assert answer.state != "moves"
     assert later.state == "moves"
 
 
-def test_host_0_asks_the_others_and_waits_for_their_answer(sleeper, tmp_path):
-    others = LeaderSide()
+def test_host_0_requests_the_statuses_and_waits_for_the_responses(sleeper, tmp_path):
+    others = FakeFollowers()
     with watch_rank_0(sleeper, tmp_path, others=others) as watchdog:
         watchdog.receive(waiting_status(still=40.0))
         start = time.monotonic()
@@ -173,8 +173,6 @@ def test_host_0_asks_the_others_and_waits_for_their_answer(sleeper, tmp_path):
         assert watchdog.tick(start + 1) == []
         watchdog.receive(msgspec.structs.replace(waiting_status(still=41.0), doing="barrier", asked=True))
         notices = [record.text for record in collect_records(watchdog, 1, start + 1) if isinstance(record, Notice)]
-        assert (
-            collect_records(watchdog, 20, start + 2) == []
-        )  # an answer is no news: it does not look again before long
+        assert collect_records(watchdog, 20, start + 2) == []  # a response starts no new check
     assert "rank 1 waits in barrier" in notices[0]
     assert others.count == 1

@@ -1,4 +1,4 @@
-"""What ranks that stand still mean: on made-up ranks, times and stacks, without a process."""
+"""The diagnosis of hung ranks, on simulated ranks, times and stacks."""
 
 import os
 import sysconfig
@@ -35,13 +35,13 @@ def abort_after(*ranks, timeout=None, stall_limit=10.0):
     return diagnosis.abort_after(timeout=timeout, stall_limit=stall_limit)
 
 
-def test_who_does_not_wait_is_who_does_not_come():
+def test_a_rank_that_does_not_wait_is_missing():
     diagnosis = diagnose_ranks(where(0, "waits"), where(1, "computes"), where(2, "waits"))
     assert [each.rank for each in diagnosis.missing] == [1]
     assert [each.rank for each in diagnosis.waiting] == [0, 2]
 
 
-def test_of_ranks_that_all_wait_those_elsewhere_than_most_do_not_come():
+def test_if_all_ranks_wait_the_minority_is_missing():
     elsewhere = {"doing": "barrier", "line": "train.py:40"}
     diagnosis = diagnose_ranks(where(0, "waits", **elsewhere), where(1, "waits"), where(2, "waits"))
     assert [each.rank for each in diagnosis.missing] == [0]
@@ -49,32 +49,32 @@ def test_of_ranks_that_all_wait_those_elsewhere_than_most_do_not_come():
     assert [each.rank for each in diagnosis.missing] == [1]
 
 
-def test_ranks_that_all_wait_in_one_place_are_blamed_on_nobody_and_never_ended():
+def test_ranks_that_all_wait_in_one_place_are_never_ended():
     diagnosis = diagnose_ranks(where(0, "waits"), where(1, "waits"))
     assert diagnosis.missing == ()
     assert diagnosis.abort_after(timeout=None, stall_limit=10.0) == NEVER
     assert "no rank is missing" in format_report(diagnosis, StepRate(), host_name=lambda _rank: "", stacks_file="")
 
 
-def test_a_rank_that_has_only_just_come_ends_the_suspicion():
+def test_no_diagnosis_if_a_rank_has_just_arrived():
     assert diagnose_ranks(where(0, "waits"), where(1, "waits", still=0.1)) is None
 
 
-def test_a_rank_that_has_ended_is_blamed_only_if_nobody_else_is():
+def test_an_ended_rank_is_missing_only_if_no_other_rank_is():
     diagnosis = diagnose_ranks(where(0, "waits"), where(1, "ended"), where(2, "computes"))
     assert [each.rank for each in diagnosis.missing] == [2]
     diagnosis = diagnose_ranks(where(0, "waits"), where(1, "ended"))
     assert [each.rank for each in diagnosis.missing] == [1]
 
 
-def test_who_waits_for_nobody_is_spoken_of_only_if_it_has_trained():
+def test_blocked_ranks_are_reported_only_after_the_first_step():
     assert diagnose_ranks(where(0, "blocked"), where(1, "blocked"), steps=0) is None
     assert diagnose_ranks(where(0, "blocked"), where(1, "computes")) is None
     assert diagnose_ranks(where(0, "ended"), where(1, "ended")) is None
     assert len(diagnose_ranks(where(0, "blocked"), where(1, "blocked")).missing) == 2
 
 
-def test_by_itself_a_job_is_ended_only_if_nothing_of_it_runs():
+def test_without_a_timeout_a_job_ends_only_if_nothing_in_it_runs():
     assert abort_after(where(0, "waits"), where(1, "computes")) == NEVER
     assert abort_after(where(0, "waits"), where(1, "blocked"), where(2, "computes")) == NEVER
     assert abort_after(where(0, "waits"), where(1, "debugged")) == NEVER
@@ -87,14 +87,14 @@ def test_by_itself_a_job_is_ended_only_if_nothing_of_it_runs():
     assert abort_after(where(0, "waits"), where(1, "blocked"), stall_limit=100.0) == 1000.0
 
 
-def test_with_a_timeout_it_is_ended_then_unless_somebody_debugs_it():
+def test_the_timeout_ends_the_job_unless_a_debugger_is_attached():
     assert abort_after(where(0, "waits"), where(1, "computes"), timeout=30.0) == 30.0
     assert abort_after(where(0, "blocked"), where(1, "blocked"), timeout=30.0) == 30.0
     assert abort_after(where(0, "waits"), where(1, "debugged"), timeout=30.0) == NEVER
     assert abort_after(where(0, "waits"), where(1, "blocked"), timeout=0) == NEVER
 
 
-def test_the_report_of_many_ranks_stays_short():
+def test_the_report_on_many_ranks_stays_short():
     diagnosis = diagnose_ranks(
         *(where(rank, "waits") for rank in range(60)),
         *(where(rank, "blocked", stack=tuple(f"frame {n}" for n in range(20))) for rank in range(60, 64)),
@@ -104,7 +104,7 @@ def test_the_report_of_many_ranks_stays_short():
     )
     assert len(text.splitlines()) <= 15
     assert "ranks 0-59 wait in all_reduce at train.py:33" in text
-    assert "rank 60 on host1 did not come: it is in load() at train.py:33" in text
+    assert "rank 60 on host1 did not arrive: it is in load() at train.py:33" in text
     assert "rank 61 on host1" in format_headline(diagnosis, host_name=lambda rank: f"host{rank // 32}")
 
 
@@ -117,7 +117,7 @@ def make_step_rate(*gaps):
     return step_rate
 
 
-def test_the_limit_is_learned_from_steps_and_from_pauses_that_have_ended():
+def test_the_stall_limit_grows_with_steps_and_finished_pauses():
     assert StepRate().stall_limit == STARTUP_STALL_SECONDS
     assert make_step_rate(0.2, 0.2, 0.2).stall_limit == MIN_STALL_SECONDS
     assert make_step_rate(2.0, 2.0, 2.0).stall_limit == 40.0
@@ -127,7 +127,7 @@ def test_the_limit_is_learned_from_steps_and_from_pauses_that_have_ended():
     assert step_rate.stall_limit == 90.0
 
 
-def test_steps_between_two_looks_are_counted_and_a_step_of_any_rank_is_progress():
+def test_a_step_of_any_rank_is_progress():
     step_rate = StepRate()
     step_rate.update([Steps(0, 10, 100.0), Steps(0, 9, 99.9)])
     step_rate.update([Steps(0, 10, 100.0), Steps(0, 20, 101.0)])
@@ -150,7 +150,7 @@ Current thread 0x00000000000000bb (most recent call first):
 """
 
 
-def test_a_stack_is_read_for_its_main_thread_collective_and_lines_of_the_script():
+def test_a_stack_gives_the_collective_and_the_lines_of_the_script():
     location = classify_stack(parse_main_stack(DUMP, 0xBB))
     assert location.collective == "all_gather_object"
     assert location.line == "/data/parts.py:12"
@@ -163,16 +163,16 @@ def test_every_module_that_the_classifier_lists_exists():
     assert [path for path in listed if not os.path.exists(os.path.join(PACKAGE_FOLDER, path))] == []
 
 
-def test_a_lock_is_no_collective():
+def test_a_lock_is_not_a_collective():
     assert classify_stack(parse_main_stack(DUMP, 0xAA)).collective == ""
 
 
-def test_a_debugger_anywhere_in_the_stack_counts():
+def test_a_debugger_anywhere_in_the_stack_is_detected():
     text = DUMP.replace(f"{TORCH}/distributed/c10d_logger.py", f"{STANDARD}/bdb.py")
     assert classify_stack(parse_main_stack(text, 0xBB)).is_debugged
 
 
-def test_a_data_loaders_worker_is_where_its_own_code_is_and_an_idle_one_nowhere():
+def test_only_a_busy_data_loader_worker_has_a_location():
     reader = f"{TORCH}/utils/data/_utils/worker.py"
     loop = f'  File "{reader}", line 349 in _worker_loop\n  File "/data/train.py", line 9 in f\n'
     thread = "Current thread 0x00000000000000bb (most recent call first):\n"

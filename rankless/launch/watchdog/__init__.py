@@ -1,8 +1,14 @@
-"""Seeing that a job stands still: which ranks wait where, and which rank does not come.
+"""Detect hung jobs and name the rank that the others wait for.
 
-Enters: what the kernel tells of workers (`vitals`), what they count (`pace`), their stacks when asked (`stacks`, read
-by `places`). Leaves: `Where` records of this host's ranks (`lookout`), and on host 0 what `jury` finds in those of all,
-in the words of `wording`. `hang_watch` turns the wheel, whenever `launch.supervisor.supervisor` calls it. Linux only:
-elsewhere nothing
-is watched.
+`watchdog` combines the parts. The supervisor calls it on every tick and passes it every record. Each module adds one
+kind of evidence:
+
+- `process_stats`: CPU time and context switches of each worker, from `/proc`;
+- `step_rate`: the optimizer steps that the workers count in shared memory;
+- `stacks` and `stack_classifier`: the Python stacks of stalled workers, and whether they wait in a collective;
+- `worker_monitor`: the `RankStatus` of each local rank; `remote_ranks`: the ranks of other hosts;
+- `diagnosis` and `collective_timeouts`: which ranks are missing, and when to end the job;
+- `report`: the text for the terminal.
+
+Outputs are `Notice`, `RankStatus` and `HangDetected` records. The watchdog works on Linux only.
 """

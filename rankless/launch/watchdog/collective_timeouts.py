@@ -1,7 +1,7 @@
-"""Ranks whose wait in a collective has come to the timeout of the script's own process group: they are not to blame.
+"""Find the rank that did not arrive when a collective raises the timeout of the script's own process group.
 
-PyTorch raises in who has waited, and says of the others nothing. Where they are is looked for at once, as when a job
-stands still: whoever is elsewhere has not come.
+PyTorch raises in the ranks that waited and does not name the missing rank. The watchdog collects the status of all
+ranks at once. A rank that waits elsewhere, or does not wait at all, is missing.
 """
 
 import re
@@ -13,13 +13,13 @@ from rankless.launch.watchdog.stacks import Frame
 from rankless.records.events import Raised, RankStatus
 
 _TIMED_OUT = re.compile(r"(?:Timed out waiting|[Ww]ait timeout after) (\d+) ?ms")
-"""As Gloo says it, and the store at which ranks meet."""
+"""The messages of Gloo and of the TCP store."""
 _TRACEBACK_HEADER = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^ +File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 
 
 def parse_timeout(record: Raised) -> RankStatus | None:
-    """Where a rank waited for others until a timeout raised; None if something else did."""
+    """Return the status of a rank that a collective's timeout ended; None if the exception has another cause."""
     found = _TIMED_OUT.search(record.traceback)
     if found is None:
         return None
@@ -41,7 +41,7 @@ def parse_timeout(record: Raised) -> RankStatus | None:
 
 
 def find_missing(ranks: Mapping[int, RankStatus], timed_out: Mapping[int, RankStatus]) -> HangDiagnosis | None:
-    """Who did not come to where the ranks of `late` waited; None if no rank seems to be missing."""
+    """Name the ranks that did not arrive where the ranks in `timed_out` waited; None if no rank seems to be missing."""
     first = next(iter(timed_out.values()))
     statuses = {**ranks, **timed_out}
     others = [where for where in statuses.values() if where.state not in ("waits", "moves")]

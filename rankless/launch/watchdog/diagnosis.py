@@ -1,10 +1,10 @@
-"""What it means when ranks stand still: who waits for whom, and how sure that is.
+"""Decide which ranks hold up a hung job, and after how long to end the job.
 
-Note [ending a job]: a healthy job must never be ended, and one that is not must not hold its machines for days. Without
-a word from the user a job is ended only if nothing in it runs: no rank computes, none is at a breakpoint, some wait for
-others, and the others have stood still, with all their processes, for `BLOCKED_SECONDS`; it is `DEADLOCK_SECONDS` if
-every rank waits for another one, or has ended. With a timeout of the user's it is ended also if the rank that does not
-come computes.
+Note [ending a job]: the watchdog must never end a healthy job, and must not let a hung job hold its machines for days.
+Without a timeout from the user, it ends a job only if nothing in it runs. No rank computes, no rank is at a breakpoint,
+and some ranks wait for others. The other ranks and their child processes must have been idle for `BLOCKED_SECONDS`.
+`DEADLOCK_SECONDS` suffice if every rank waits for another or has ended. With a timeout from the user, the watchdog also
+ends a job whose missing rank computes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,17 +20,22 @@ BLOCKED_MULTIPLE = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class HangDiagnosis:
-    """Why the job does not go on, as far as can be told."""
+    """Which ranks wait, and which ranks they wait for."""
 
     waiting: tuple[RankStatus, ...]
-    """Of these `culprits` are no part."""
+    """The ranks that wait in a collective, without those in `missing`."""
     missing: tuple[RankStatus, ...]
-    """The ranks that do not come; empty if all wait in one place."""
+    """The ranks that did not arrive; empty if all ranks wait in the same place."""
     seconds: float
-    """For how long it has stood still."""
+    """How long the job has made no progress."""
 
     def abort_after(self, *, timeout: float | None, stall_limit: float) -> float:
-        """After how many seconds the job is to be ended; endless if never. `limit`: what is unusual for this job."""
+        """Return after how many seconds without progress to end the job; infinity for never.
+
+        Args:
+            timeout: The user's `--hang-timeout` in seconds; None if the user gave none, 0 to never end the job.
+            stall_limit: The pause in seconds that is unusual for this job.
+        """
         if timeout == 0 or any(missing_rank.state == "debugged" for missing_rank in self.missing):
             return float("inf")
         if timeout is not None:
@@ -39,32 +44,39 @@ class HangDiagnosis:
         if not self.waiting or not self.missing or any(where.state == "computes" for where in statuses):
             return float("inf")
         if any(where.state == "waits" and where.still_seconds < stall_limit for where in statuses):
-            return float("inf")  # data may be on its way
+            return float("inf")  # data may still be in transit
         if all(where.state in ("waits", "ended") for where in self.missing):
             return max(DEADLOCK_SECONDS, DEADLOCK_MULTIPLE * stall_limit)
-        # Who is stopped was stopped by somebody, who may want to look, and then let it go on.
+        # Somebody stopped a stopped process, perhaps to inspect it and then resume it.
         return max(BLOCKED_SECONDS, BLOCKED_MULTIPLE * stall_limit)
 
 
 def diagnose(
     ranks: Mapping[int, RankStatus], *, seconds: float, steps: int, stall_limit: float
 ) -> HangDiagnosis | None:
-    """What holds the job up; None if nothing seems to. `ranks` has every rank of the job; `limit` as above."""
+    """Find the ranks that hold up the job; None if none seems to.
+
+    Args:
+        ranks: The status of every rank of the job.
+        seconds: How long the job has made no progress.
+        steps: Optimizer steps so far.
+        stall_limit: The pause in seconds that is unusual for this job.
+    """
     waiting = [where for where in ranks.values() if where.state == "waits"]
     others = [where for where in ranks.values() if where.state not in ("waits", "moves")]
     if not waiting:
-        # A server that waits for requests stands still, too: only who has trained is expected to go on.
+        # A server that waits for requests is idle too: only a job that has made a step is expected to continue.
         living = [where for where in others if where.state != "ended"]
         if not living or not steps or not all(where.state in ("blocked", "stopped") for where in living):
             return None
         return HangDiagnosis(waiting=(), missing=tuple(living), seconds=seconds)
     if others:
         ended = [where for where in others if where.state == "ended"]
-        # Who has ended is to blame only if nobody else is: ranks may end before others.
+        # Some ranks may end earlier than others: a rank that has ended is missing only if no other rank is.
         missing = [where for where in others if where.state != "ended"] or ended
         return HangDiagnosis(waiting=tuple(waiting), missing=tuple(missing), seconds=seconds)
     if min(where.still_seconds for where in waiting) < min(seconds, stall_limit) / 2:
-        return None  # somebody has only just come
+        return None  # a rank arrived only a moment ago
     minority = _find_minority(waiting)
     return HangDiagnosis(
         waiting=tuple(where for where in waiting if where not in minority), missing=tuple(minority), seconds=seconds
@@ -72,8 +84,9 @@ def diagnose(
 
 
 def _find_minority(waiting: Sequence[RankStatus]) -> list[RankStatus]:
-    """Those that wait elsewhere than most; if no place has most, elsewhere than the lowest rank. Empty if all wait in
-    one place.
+    """Return the ranks that wait elsewhere than most ranks; empty if all wait in one place.
+
+    On a tie the lowest rank's place counts as the majority.
     """
     locations: dict[tuple[str, str], list[RankStatus]] = {}
     for where in sorted(waiting, key=lambda where: where.rank):

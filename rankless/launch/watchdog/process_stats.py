@@ -1,8 +1,8 @@
-"""What the kernel tells of a process without disturbing it: whether it runs, and for how long it has stood still.
+"""Read from `/proc` whether a process runs and how long it has been idle, without disturbing it.
 
-# Note [standing still]: the main thread of a rank that waits for others is not scheduled at all, as long as it waits.
-# So "it has waited for 30 s" needs no word from the script: its count of context switches and the process's CPU time
-# stand still. Whoever computes, moves data or polls a file often does not stand still by this measure.
+Note [idle processes]: the kernel does not schedule the main thread of a rank while the rank waits for others. So the
+main thread's context switches and the process's CPU time do not grow. A process that computes, moves data or polls a
+file often is not idle by this measure. The script need not cooperate.
 """
 
 import os
@@ -11,33 +11,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAX_SWITCHES_PER_SECOND = 25.0
-"""Of the main thread, while it stands still: a wait that looks now and then whether the others live is one, too."""
+"""Context switches of an idle main thread: a wait that polls now and then counts as idle."""
 MAX_IDLE_CPU_FRACTION = 0.03
-"""Of one core, likewise."""
+"""CPU time of an idle process, as a fraction of one core."""
 MAX_UPDATE_GAP_SECONDS = 5.0
-"""Between two looks: after a longer one (this process was stopped, or starved) nothing is known of the time between."""
+"""Between two updates. After a longer gap the idle time restarts at 0: this process itself was stopped or starved."""
 CPU_WINDOW_SECONDS = 2.0
+"""The period over which `ActivityTracker.cpu_percent` is measured."""
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class ProcessStats:
-    """A process at one moment."""
+    """The kernel's counters of a process at one moment."""
 
     state: str
-    """The main thread's, one letter as `ps` shows it."""
+    """State of the main thread, one letter as in `ps`."""
     cpu_seconds: float
-    """All threads', and those of children that have ended."""
+    """CPU time of all threads, and of child processes that have ended."""
     context_switches: int
-    """How often the main thread has gone to sleep."""
+    """Voluntary context switches of the main thread."""
     tracer_pid: int
-    """The debugger's process, or 0."""
+    """Process ID of an attached debugger, or 0."""
     caught_signals: int
-    """The signals that it has handlers for, as a set of bits."""
+    """The signals for which the process has handlers, as a bit set."""
 
 
 def read_process_stats(process_id: int) -> ProcessStats | None:
-    """The process now; None if it is gone, or this is no Linux."""
+    """Read the counters of a process; None if the process is gone or the system is not Linux."""
     try:
         with open(f"/proc/{process_id}/stat", "rb") as file:
             stat = file.read().rpartition(b")")[2].split()
@@ -55,7 +56,7 @@ def read_process_stats(process_id: int) -> ProcessStats | None:
 
 
 def iterate_descendants(process_id: int) -> Iterator[int]:
-    """Its children, their children, and so on."""
+    """Yield the process IDs of all child processes, recursively."""
     try:
         threads = os.listdir(f"/proc/{process_id}/task")
     except OSError:
@@ -72,7 +73,7 @@ def iterate_descendants(process_id: int) -> Iterator[int]:
 
 
 def describe_wait(process_id: int) -> str:
-    """In which way its main thread sleeps, as far as the kernel says, or ""."""
+    """Say what the main thread of a sleeping process waits for, from the kernel's wait channel; "" if unknown."""
     try:
         with open(f"/proc/{process_id}/wchan", encoding="ascii") as file:
             wait_channel = file.read()
@@ -95,21 +96,21 @@ def describe_wait(process_id: int) -> str:
 
 
 class ActivityTracker:
-    """One worker, looked at about every second."""
+    """Track how long one worker has been idle; the watchdog updates it about once a second."""
 
     def __init__(self, process_id: int, now: float) -> None:
         self.process_id = process_id
         self.stats = read_process_stats(process_id)
         self.idle_since = now
-        """Since when neither its main thread nor the process has done anything to speak of."""
+        """The time since which the main thread and the process have been idle."""
         self.tree_idle_since = now
-        """Since when that holds for the processes that it has started, too."""
+        """The time since which the process and its child processes have been idle."""
         self._updated_at = now
         self._tree: dict[int, float] = {}
         self._cpu: deque[tuple[float, float]] = deque()
 
     def update(self, now: float) -> None:
-        """Look once more."""
+        """Read the counters again."""
         before, seconds = self.stats, now - self._updated_at
         self.stats, self._updated_at = read_process_stats(self.process_id), now
         if self.stats is None or before is None:
@@ -125,7 +126,7 @@ class ActivityTracker:
         self._update_tree(now, seconds)
 
     def _update_tree(self, now: float, seconds: float) -> None:
-        if self.idle_since == now:  # then its children do not matter
+        if self.idle_since == now:  # the process itself is active: its children do not matter
             self._tree, cpu = {}, 0.0
         else:
             before, self._tree = self._tree, {}
@@ -143,11 +144,11 @@ class ActivityTracker:
 
     @property
     def cpu_percent(self) -> float:
-        """Of one core, over the last seconds; its children's counts while it waits for them."""
+        """CPU usage in percent of one core over `CPU_WINDOW_SECONDS`; includes the children of an idle process."""
         (start, cpu_before), (end, cpu) = self._cpu[0], self._cpu[-1]
         return max(0.0, 100.0 * (cpu - cpu_before) / (end - start)) if end > start else 0.0
 
     @property
     def children(self) -> list[int]:
-        """The processes that it has started, and theirs, as they were when it stood still."""
+        """Process IDs of the descendants at the last update at which the process was idle."""
         return list(self._tree)

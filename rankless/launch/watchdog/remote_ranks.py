@@ -1,4 +1,4 @@
-"""The ranks of other hosts as the hang watch of host 0 knows them: by what those hosts tell, by themselves or asked."""
+"""The ranks of other hosts, as the watchdog of host 0 knows them from those hosts' reports."""
 
 from collections.abc import Collection
 
@@ -6,11 +6,11 @@ from rankless.launch.rendezvous.peers import Others
 from rankless.records.events import RankStatus
 
 RESPONSE_TIMEOUT_SECONDS = 2.5
-"""For another host's answer: it asks its own workers first."""
+"""For another host's response: it requests the stacks of its own workers first."""
 
 
 class RemoteRanks:
-    """What was told last of each rank."""
+    """The latest status of each rank on another host."""
 
     def __init__(self, others: Others, ranks: Collection[int]) -> None:
         self._others = others
@@ -20,16 +20,16 @@ class RemoteRanks:
         self.statuses: dict[int, RankStatus] = {}
 
     def receive(self, where: RankStatus) -> None:
-        """Note what a host tells."""
+        """Store a status that a host sent, on request or on its own."""
         self.statuses[where.rank] = where
         self._pending -= {where.rank}
 
     def request_statuses(self, now: float) -> None:
-        """Ask for all of them."""
+        """Request the status of every remote rank."""
         if self._ranks:
             self._others.ask_where()
             self._pending, self._requested_at = self._ranks, now
 
     def is_complete(self, now: float, *, ended: Collection[int]) -> bool:
-        """Whether nothing more is to be expected; those in `ended` tell nothing."""
+        """Return True once every rank outside `ended` has responded, or the responses have timed out."""
         return self._pending <= set(ended) or now - self._requested_at > RESPONSE_TIMEOUT_SECONDS

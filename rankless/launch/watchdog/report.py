@@ -1,4 +1,4 @@
-"""A finding in words, for the terminal: at most 15 lines."""
+"""Format a hang diagnosis for the terminal, in at most 15 lines."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,11 +10,11 @@ from rankless.records.quantities import timed
 
 MAX_LISTED = 3
 HostName = Callable[[int], str]
-"""On which host a rank is; empty where there is only one."""
+"""The host of a rank; empty if the job has only one host."""
 
 
 def format_report(diagnosis: HangDiagnosis, step_rate: StepRate, *, host_name: HostName, stacks_file: str) -> str:
-    """Who waits where, who does not come and where it is instead, and where to read more."""
+    """Say which ranks wait where, where the missing ranks are, and which file has all stacks."""
     steps = f"{step_rate.steps} steps made" if step_rate.steps else "no step yet"
     if step_rate.step_seconds is not None:
         steps += f", a step took {timed(step_rate.step_seconds)}"
@@ -27,28 +27,30 @@ def format_report(diagnosis: HangDiagnosis, step_rate: StepRate, *, host_name: H
     if more > 0:
         lines.append(f"  and {more} more")
     if not diagnosis.missing:
-        lines.append("  no rank is missing: their sizes, dtypes or groups may differ, or the network is at fault")
+        lines.append(
+            "  no rank is missing: sizes, dtypes or groups may differ between ranks, or the network is at fault"
+        )
     if stacks_file:
         lines.append(f"  all threads of all ranks: {stacks_file}")
     return "\n".join(lines)
 
 
 def format_headline(diagnosis: HangDiagnosis, *, host_name: HostName) -> str:
-    """What is said of the first culprit when the job is ended for it, after "rank 1"."""
+    """Return the cause for which the job ends, to follow "rank 1" of the first missing rank."""
     who = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
     rest = [missing_rank for missing_rank in diagnosis.missing if missing_rank is not who]
-    more = "; nor did " + ", ".join(format_rank(missing_rank, host_name) for missing_rank in rest) if rest else ""
+    more = "; also missing: " + ", ".join(format_rank(missing_rank, host_name) for missing_rank in rest) if rest else ""
     if not diagnosis.missing:
-        return f"waits in {who.doing}{_format_location(who)}, as all do, for {timed(diagnosis.seconds)}"
+        return f"waits in {who.doing}{_format_location(who)}, like every other rank, for {timed(diagnosis.seconds)}"
     if not diagnosis.waiting:
-        return f"has stood still for {timed(diagnosis.seconds)}: {describe_status(who)}{more}"
+        return f"made no progress for {timed(diagnosis.seconds)}: {describe_status(who)}{more}"
     return f"{describe_missing(diagnosis, who)}; {describe_waiting(diagnosis)} for {timed(diagnosis.seconds)}{more}"
 
 
 def describe_waiting(diagnosis: HangDiagnosis) -> str:
-    """As "ranks 0, 2 wait in all_reduce at train.py:33"."""
+    """Describe the waiting ranks as "ranks 0, 2 wait in all_reduce at train.py:33"."""
     if not diagnosis.waiting:
-        return "every rank stands still"
+        return "every rank is idle"
     locations: dict[str, list[int]] = {}
     for where in sorted(diagnosis.waiting, key=lambda where: where.rank):
         locations.setdefault(f"in {where.doing}{_format_location(where)}", []).append(where.rank)
@@ -56,35 +58,35 @@ def describe_waiting(diagnosis: HangDiagnosis) -> str:
     for location, ranks in list(locations.items())[:MAX_LISTED]:
         texts.append(f"{format_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {location}")
     if len(locations) > MAX_LISTED:
-        texts.append(f"others in {len(locations) - MAX_LISTED} more places")
+        texts.append(f"other ranks wait in {len(locations) - MAX_LISTED} more places")
     return ", ".join(texts)
 
 
 def describe_missing(diagnosis: HangDiagnosis, where: RankStatus) -> str:
-    """As "did not come: it is in load() at data.py:12 (sleeps, 0 % CPU)"."""
-    return f"did not come: {describe_status(where)}" if diagnosis.waiting else describe_status(where)
+    """Describe a missing rank as "did not arrive: it is in load() at data.py:12 (sleeps, 0 % CPU)"."""
+    return f"did not arrive: {describe_status(where)}" if diagnosis.waiting else describe_status(where)
 
 
 def describe_status(where: RankStatus) -> str:
-    """Where a rank is, in words."""
+    """Say where a rank is."""
     if where.state == "waits":
         return f"it waits in {where.doing}{_format_location(where)}"
     if where.state == "ended":
-        return "it has ended its script" + (f", and its process {where.doing}" if where.doing else "")
+        return "its script has ended" + (f", but its process {where.doing}" if where.doing else "")
     location = f"it is in {where.text}" if "()" in where.text else f"it is at {where.text}"
     if not where.text:
         location = "its stack cannot be read"
     if where.state == "stopped":
-        return f"it is stopped, by a signal ({where.doing})"
+        return f"it is stopped by a signal ({where.doing})"
     if where.state == "debugged":
         return f"it is in a debugger{', ' + location if where.text else ''}"
     cpu = f"{where.cpu_percent:.0f} % CPU"
-    how = where.doing or ("computes" if where.state == "computes" else "stands still")
+    how = where.doing or ("computes" if where.state == "computes" else "is idle")
     return f"{location} ({how}, {cpu})"
 
 
 def format_rank(where: RankStatus, host_name: HostName) -> str:
-    """As "rank 1 on 10.0.0.2"."""
+    """Format a rank as "rank 1 on 10.0.0.2"."""
     host = host_name(where.rank)
     return f"rank {where.rank} on {host}" if host else f"rank {where.rank}"
 
@@ -94,7 +96,7 @@ def _format_location(where: RankStatus) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """As "ranks 0, 2"; a long row in short, as "ranks 0-6, 9"."""
+    """Format ranks as "ranks 0, 2", and long runs as "ranks 0-6, 9"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

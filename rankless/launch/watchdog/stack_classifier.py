@@ -1,4 +1,4 @@
-"""What a stack means: which line of the script a rank is at, and whether it waits there for other ranks."""
+"""Tell from a Python stack which line of the script a rank is at, and whether it waits there for other ranks."""
 
 import linecache
 import os
@@ -16,9 +16,9 @@ _DATA_LOADER_WORKER = "torch/utils/data/_utils/worker.py"
 _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/debugpy/", "/pydevd", "/_pydev_bundle/", "/ipdb/", "/pudb/")
 _WAITING_CALLS = (".wait(", "wait_tensor(")
-"""In a line of the script that calls C: a work, a future or a store of PyTorch's that it waits for."""
+"""In a line of the script that calls C code: the wait for a PyTorch work, future or store."""
 _GPU_CALLS = (".item(", ".tolist(", ".cpu(", ".numpy(", "synchronize(", ".to(")
-"""In a line of the script: where the CPU waits for the GPU, and so for whom the GPU waits."""
+"""In a line of the script: calls in which the CPU waits for the GPU, and so for the ranks that the GPU waits for."""
 _WAITING_MODULES = (
     "collectives/",
     "compiler/",
@@ -29,8 +29,8 @@ _WAITING_MODULES = (
 _MODULE_LABELS = {
     "jobs/job.py": "a job's call",
     "data/loader.py": "a loader",
-    "data/logical_tensor.py": "an operation on a whole batch",
-    "runtime/current_process.py": "the start, where all ranks join",
+    "data/logical_tensor.py": "an operation on a logical batch",
+    "runtime/current_process.py": "the rendezvous at the start",
     "runtime/worker.py": "the end of the script",
     "compat/horovod/context.py": "hvd.init",
     "compat/horovod/torch/basics.py": "hvd.init",
@@ -41,22 +41,22 @@ _MAX_FRAMES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class StackLocation:
-    """Where a process is."""
+    """Where a process is in the script, and what it waits for there."""
 
     collective: str = ""
-    """The collective in which it waits for others; empty if it is in none."""
+    """The collective in which the process waits for other ranks; empty if it is in none."""
     waits_for_data: bool = False
-    """It waits for its DataLoader's workers."""
+    """Whether the process waits for the worker processes of its DataLoader."""
     is_debugged: bool = False
     gpu_wait: str = ""
-    """If it is on a GPU, what it waits for there."""
+    """The call in which a process on a GPU may wait for that GPU."""
     line: str = ""
     text: str = ""
     stack: tuple[str, ...] = ()
 
 
 def classify_stack(stack: Sequence[Frame]) -> StackLocation:
-    """The place that a stack, innermost frame first, shows."""
+    """Classify a stack, given innermost frame first."""
     frames = _without_bootstrap(stack)
     if not frames or (frames[-1].file == "<string>" and any(frame.file.startswith(_WORKER) for frame in frames)):
         return StackLocation(collective=_find_collective(frames), text="the end of its script")
@@ -83,7 +83,7 @@ def classify_stack(stack: Sequence[Frame]) -> StackLocation:
 
 
 def locate_data_loader_worker(stack: Sequence[Frame]) -> StackLocation | None:
-    """Where a DataLoader's worker is in the script's own code; None if it waits for requests, or is none."""
+    """Return where a DataLoader worker is in the script's own code; None if it is idle or is another process."""
     end = next((index for index, frame in enumerate(stack) if frame.file.endswith(_DATA_LOADER_WORKER)), None)
     if end is None:
         return None
@@ -92,7 +92,7 @@ def locate_data_loader_worker(stack: Sequence[Frame]) -> StackLocation | None:
 
 
 def describe_location(script: Sequence[Frame]) -> str:
-    """As "load() at data.py:12, called from train.py:20"."""
+    """Describe a stack of the script's frames as "load() at data.py:12, called from train.py:20"."""
     innermost = script[0]
     text = (
         format_line(innermost)
@@ -104,12 +104,12 @@ def describe_location(script: Sequence[Frame]) -> str:
 
 
 def format_line(frame: Frame) -> str:
-    """As "train.py:33"."""
+    """Format a frame's file and line as "train.py:33"."""
     return f"{shorten_path(frame.file)}:{frame.line}"
 
 
 def shorten_path(path: str) -> str:
-    """A path as a user would name it here."""
+    """Return the path relative to the working directory, if it lies below it."""
     if not os.path.isabs(path):
         return path
     relative = os.path.relpath(path)
@@ -117,19 +117,19 @@ def shorten_path(path: str) -> str:
 
 
 def truncate_stack(stack: Sequence[str]) -> list[str]:
-    """The innermost of the script's frames, as many as a short report can hold."""
+    """Return the innermost frames of the script, as many as a short report can show."""
     return [*(["..."] if len(stack) > _MAX_FRAMES else []), *stack[-_MAX_FRAMES:]]
 
 
 def _without_bootstrap(stack: Sequence[Frame]) -> list[Frame]:
-    """The frames from the script's first line inwards: below stands what started the worker."""
+    """Return the frames from the script's first line inwards, without the frames that started the worker."""
     start = f"{PACKAGE_FOLDER}runtime{os.sep}"
     outermost = [index for index, frame in enumerate(stack) if frame.file.startswith(start + "user_program")]
     return list(stack[: outermost[-1]] if outermost else stack)
 
 
 def _find_collective(inner: Sequence[Frame]) -> str:
-    """The collective that library frames, innermost first, are in; empty for none."""
+    """Return the collective that library frames, innermost first, are in; empty for none."""
     files = [frame.file.replace(os.sep, "/") for frame in inner]
     if any(file.endswith(_DDP) for file in files):
         starts = any(frame.function == "__init__" for frame, file in zip(inner, files, strict=True) if _DDP in file)
@@ -158,7 +158,7 @@ def _package_path(file: str) -> str:
 
 
 def _name_rankless_call(inner: Sequence[Frame], files: Sequence[str]) -> str:
-    """What the script calls of ours: the outermost of our frames says."""
+    """Return the Rankless call that the script made, from the outermost frame of the package."""
     ours = [
         (frame, _package_path(file))
         for frame, file in zip(inner, files, strict=True)

@@ -1,4 +1,4 @@
-"""The stacks of a worker, and of processes that it has forked: asked for by a signal, read from shared memory."""
+"""Collect Python stacks of workers and their child processes. A signal requests them, shared memory returns them."""
 
 import os
 import re
@@ -11,14 +11,14 @@ from rankless.launch.watchdog.process_stats import read_process_stats
 from rankless.records.worker_status import NAME, PAGE_BYTES, asking_signal, read_page
 
 RESPONSE_TIMEOUT_SECONDS = 1.0
-"""For one process's answer."""
+"""For the stacks of one process."""
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One call."""
+    """One frame of a Python stack."""
 
     file: str
     line: int
@@ -26,7 +26,7 @@ class Frame:
 
 
 def parse_main_stack(text: str, main_thread: int) -> list[Frame]:
-    """The frames of the main thread, innermost first, from what the fault handler has written."""
+    """Return the frames of the main thread, innermost first, from the output of `faulthandler`."""
     stacks: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in text.splitlines():
@@ -38,7 +38,7 @@ def parse_main_stack(text: str, main_thread: int) -> list[Frame]:
 
 
 class StackRequest:
-    """The stacks of one worker, being asked for; of further processes of its, one after the other."""
+    """A request for the stacks of one worker and, one after the other, of its child processes."""
 
     def __init__(self, process_id: int, descriptor: int, now: float) -> None:
         self._descriptor = descriptor
@@ -47,21 +47,21 @@ class StackRequest:
         self._requested_at = now
         self._length = 0
         self.stacks: dict[int, str] = {}
-        """By process; those that could not be asked, or did not answer, are missing."""
+        """Stacks by process ID, without the processes that cannot respond or did not respond in time."""
         self.add([process_id], now)
 
     def add(self, process_ids: Sequence[int], now: float) -> None:
-        """Ask these, too."""
+        """Request the stacks of further processes."""
         self._queue.extend(process_ids)
         if self._current is None:
             self._request_next(now)
 
     def is_complete(self, now: float) -> bool:
-        """Whether nothing more is to be expected."""
+        """Return True once every process has responded or timed out."""
         if self._current is None:
             return True
         text = os.pread(self._descriptor, 1 << 20, PAGE_BYTES)
-        # A stack comes in many small pieces: it is whole when nothing has been added since the last look.
+        # faulthandler writes many small pieces: the stack is complete once it has not grown since the last check.
         if text and len(text) == self._length and text.endswith(b"\n"):
             self.stacks[self._current] = text.decode(errors="replace")
             self._request_next(now)
@@ -83,9 +83,7 @@ class StackRequest:
 
 
 def _can_respond(process_id: int, descriptor: int) -> bool:
-    """Whether it has our handler, and our memory under the number that the handler writes to: the signal would end any
-    other program.
-    """
+    """Return whether a process has Rankless's signal handler and shared memory: the signal would kill any other."""
     number, stats = asking_signal(), read_process_stats(process_id)
     if number is None or stats is None or stats.state in "tTZX" or not stats.caught_signals >> (number - 1) & 1:
         return False

@@ -1,4 +1,4 @@
-"""How long a job's steps take, and how long it may stand still before that is unusual."""
+"""How long a job's steps take, and how long a pause must be to count as a stall."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from rankless.records.worker_status import Steps
 
 MIN_STALL_SECONDS = 10.0
-"""Shorter pauses are never spoken of."""
+"""The watchdog never reports shorter pauses."""
 STARTUP_STALL_SECONDS = 30.0
-"""Before the first step: ranks wait there for one that fetches or prepares data."""
+"""Before the first step: one rank may download or prepare data while the others wait."""
 STEP_MULTIPLE = 20.0
+"""A pause of so many median steps counts as a stall."""
 PAUSE_MULTIPLE = 2.0
-"""Pauses that have ended by themselves, as an evaluation's, are usual: so much longer is not."""
+"""Pauses that ended on their own, such as an evaluation, are normal: a stall is so many times longer."""
 HISTORY_LENGTH = 64
 
 
 class StepRate:
-    """Learns from the steps that workers count."""
+    """Learns the usual step time from the steps that the workers count."""
 
     def __init__(self) -> None:
         self._per_step: deque[float] = deque(maxlen=HISTORY_LENGTH)
@@ -25,7 +26,7 @@ class StepRate:
         self._last: float | None = None
 
     def update(self, pages: Sequence[Steps]) -> None:
-        """Take what the workers have counted by now. Steps of any of them are progress."""
+        """Read the workers' counters. A step of any worker is progress."""
         latest = max((page for page in pages if page.last is not None), key=lambda page: page.last or 0.0, default=None)
         if latest is None or latest.last is None or (self._last is not None and latest.last <= self._last):
             return
@@ -37,26 +38,26 @@ class StepRate:
         self._count, self._last = count, latest.last
 
     def record_pause(self, seconds: float) -> None:
-        """The job stood still for so long, and went on by itself."""
+        """Record that the job paused for `seconds` and then continued on its own."""
         self._pauses.append(seconds)
 
     @property
     def steps(self) -> int:
-        """Of the rank that has made most."""
+        """Steps of the rank that has made the most."""
         return self._count
 
     @property
     def step_seconds(self) -> float | None:
-        """What a step usually takes; None before there are two."""
-        # Not by `statistics`: a user's module of that name would come before Python's.
+        """The median time of a step; None before the second step."""
+        # Not `statistics.median`: a user's module named `statistics` would shadow Python's.
         return sorted(self._per_step)[len(self._per_step) // 2] if self._per_step else None
 
     def seconds_since_step(self, now: float) -> float:
-        """Since the last step; endless before the first."""
+        """Seconds since the last step; infinity before the first."""
         return float("inf") if self._last is None else now - self._last
 
     @property
     def stall_limit(self) -> float:
-        """After how many seconds of standing still that is unusual."""
+        """The pause in seconds from which the job counts as stalled."""
         minimum = MIN_STALL_SECONDS if self._last is not None else STARTUP_STALL_SECONDS
         return max(minimum, STEP_MULTIPLE * (self.step_seconds or 0.0), PAUSE_MULTIPLE * max(self._pauses, default=0.0))

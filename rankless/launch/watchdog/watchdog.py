@@ -1,4 +1,4 @@
-"""The hang watch: looks about every second, asks when a rank has stood still for unusually long, says what it finds."""
+"""The watchdog: check the workers about once a second, collect stacks if the job stalls, and report the result."""
 
 import os
 import sys
@@ -22,32 +22,34 @@ from rankless.records.quantities import timed
 from rankless.records.worker_status import open_page
 
 LONGEST_INTERVAL_SECONDS = 1.0
+"""Between two checks of the workers."""
 SHORTEST_INTERVAL_SECONDS = 0.1
 
 
 def open_status_pages(count: int, *, timeout_seconds: float | None) -> list[int]:
-    """The memory of as many workers; none where nothing is to be watched, or cannot be."""
+    """Create the shared memory for `count` workers; empty if the watchdog is off or the system is not Linux."""
     return [open_page() for _ in range(count)] if timeout_seconds != 0 and sys.platform == "linux" else []
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
-    """What is watched."""
+    """What the watchdog watches."""
 
     worker_configs: Sequence[WorkerConfig]
-    """This host's workers."""
+    """The workers of this host."""
     pages: Sequence[int]
-    """Descriptors of their memory; none: nothing is watched."""
+    """Descriptors of the workers' shared memory; empty turns the watchdog off."""
     timeout_seconds: float | None
+    """The user's `--hang-timeout`; None if the user gave none, 0 to never end the job."""
     others: Others
-    """The other hosts; if this one judges, it says what is found, and ends the job."""
+    """The other hosts. The host whose `others.judges` is True reports hangs and ends the job."""
     stacks_file: str
-    """RankStatus the stacks of all threads go."""
+    """The file to which the watchdog appends the stacks of all threads."""
     host_name: Callable[[int], str] = lambda _rank: ""
 
 
 class Watchdog:
-    """Told of every record, and given a turn whenever the run is; returns records in its turn."""
+    """Receives every record of the run, and returns new records on each tick."""
 
     def __init__(self, config: WatchdogConfig) -> None:
         self._config = config
@@ -61,7 +63,7 @@ class Watchdog:
         )
         self._timed_out: dict[int, RankStatus] = {}
         self._is_requested = False
-        """By host 0, or by the timeout of a rank."""
+        """Whether host 0, or a collective that timed out on a rank, requested the statuses."""
         self._step_rate = StepRate()
         self._next_update_at = 0.0
         self._is_collecting = False
@@ -70,7 +72,7 @@ class Watchdog:
         self._is_finished = False
 
     def receive(self, record: AnyRecord) -> None:
-        """Note what a record tells of ranks."""
+        """Take note of a record."""
         if isinstance(record, Started) and record.rank in self._pages:
             config, page = self._worker_configs[record.rank], self._pages[record.rank]
             self._workers[record.rank] = WorkerMonitor(config, record.pid, page, time.monotonic())
@@ -85,14 +87,13 @@ class Watchdog:
                 self._next_check_at = 0.0
 
     def tick(self, now: float) -> list[AnyRecord]:
-        """What is to be told now."""
+        """Check the workers if a check is due, and return the records to send."""
         if not self._workers or self._is_finished:
             return []
         self._is_requested = self._config.others.is_asked_where() or self._is_requested
         if self._is_collecting:
-            completed = [
-                worker.is_complete(now) for worker in self._live_workers()
-            ]  # of all: each may have more to be asked
+            # Ask every worker, without a short circuit: each may have further processes to query.
+            completed = [worker.is_complete(now) for worker in self._live_workers()]
             if not all(completed) or not self._remote_ranks.is_complete(now, ended=self._ended):
                 return []
             self._is_collecting = False
@@ -118,13 +119,13 @@ class Watchdog:
         self._is_collecting = True
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the shared memory."""
         for page in self._config.pages:
             os.close(page)
 
     @property
     def _stall_limit(self) -> float:
-        """After how many seconds standing still is unusual."""
+        """The pause in seconds from which the job counts as stalled."""
         timeout, stall_limit = self._config.timeout_seconds, self._step_rate.stall_limit
         return stall_limit if timeout is None else min(stall_limit, timeout / 2)
 
@@ -132,7 +133,7 @@ class Watchdog:
         return [worker for rank, worker in self._workers.items() if rank not in self._ended]
 
     def _stalled_seconds(self, now: float) -> float:
-        """For how long some rank has stood still, and none has made a step."""
+        """How long some rank has been idle while no rank made a step."""
         stalled = [
             now - worker.activity.idle_since for worker in self._live_workers() if not self._is_busy_waiting(worker)
         ]
@@ -143,18 +144,19 @@ class Watchdog:
         return min(self._step_rate.seconds_since_step(now), max([*stalled, *busy_waiting, *remote], default=0.0))
 
     def _is_busy_waiting(self, worker: WorkerMonitor) -> bool:
-        """Whether a wait of this rank's may not look like one: for a GPU, the CPU waits by asking again and again.
-        Without a timeout of the user's nobody is asked for that: an evaluation looks the same.
+        """Return whether the rank may look busy while it waits, because its CPU polls the GPU.
+
+        An evaluation looks the same, so this counts only with a timeout from the user.
         """
         return worker.config.device != "cpu" and self._step_rate.steps > 0 and self._config.timeout_seconds is not None
 
     def _report_recovery(self) -> Iterator[AnyRecord]:
-        """All is well, or well again."""
+        """The job makes progress: report it if the watchdog had reported a stall."""
         self._next_check_at = 0.0
         if self._reported_seconds:
             self._step_rate.record_pause(self._reported_seconds)
             if self._config.others.judges:
-                yield _make_notice(f"the job goes on, after {timed(self._reported_seconds)}")
+                yield _make_notice(f"the job continues after a pause of {timed(self._reported_seconds)}")
             else:
                 for rank in self._worker_configs:
                     yield RankStatus(rank=rank, time_ns=time.monotonic_ns(), state="moves")
@@ -164,7 +166,7 @@ class Watchdog:
         stall_limit, stalled = self._stall_limit, self._stalled_seconds(now)
         self._next_check_at = self._choose_next_check(stalled)
         local = self._local_statuses(now, gpu_waits=False)
-        # That a GPU waits cannot be told from that it computes: it is believed if another rank is sure not to come.
+        # A waiting GPU looks like a computing one. Assume that it waits if another rank surely holds up the job.
         if any(where.state in ("blocked", "stopped", "debugged") for where in local.values()):
             local = self._local_statuses(now, gpu_waits=True)
         yield from (msgspec.structs.replace(where, asked=self._is_requested) for where in local.values())
@@ -185,10 +187,10 @@ class Watchdog:
         diagnosis = find_missing(statuses, self._timed_out)
         if diagnosis is not None:
             self._is_finished = True
-            yield self._make_verdict(diagnosis, more="; PyTorch's timeout was over")
+            yield self._make_verdict(diagnosis, more="; PyTorch's timeout expired")
 
     def _choose_next_check(self, stalled: float) -> float:
-        """After how long a standstill to look again; exactly when the user's timeout is over, for one."""
+        """Return the stall in seconds at which to check again: twice `stalled`, but at most the user's timeout."""
         timeout = self._config.timeout_seconds
         return 2 * stalled if timeout is None or stalled >= timeout else min(2 * stalled, timeout)
 
@@ -196,7 +198,7 @@ class Watchdog:
         local = {}
         for rank, worker in self._workers.items():
             if rank in self._ended:
-                doing = "goes on" if worker.is_alive else ""
+                doing = "still runs" if worker.is_alive else ""
                 local[rank] = RankStatus(rank=rank, time_ns=time.monotonic_ns(), state="ended", doing=doing)
             else:
                 local[rank] = worker.status(now, stall_limit=self._stall_limit, gpu_waits=gpu_waits)
@@ -204,7 +206,7 @@ class Watchdog:
 
     def _report_diagnosis(self, diagnosis: HangDiagnosis, stall_limit: float) -> AnyRecord:
         abort_after = diagnosis.abort_after(timeout=self._config.timeout_seconds, stall_limit=stall_limit)
-        # Who computes and writes output is alive, whatever it does.
+        # A rank that computes and writes output is alive.
         computing = [each.quiet_seconds for each in diagnosis.missing if each.state == "computes"]
         delay = max((abort_after - quiet for quiet in computing), default=0.0)
         stacks = write_stacks(self._config.stacks_file, self._live_workers(), self._remote_ranks.statuses.values())
@@ -224,14 +226,14 @@ class Watchdog:
         return HangDetected(rank=missing_rank.rank, time_ns=time.monotonic_ns(), headline=text, traceback=trace)
 
     def _all_statuses(self, local: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
-        """Every rank of the job; of those of which their host tells nothing is known that they run."""
+        """Return the status of every rank. A rank whose host sent no status counts as computing."""
         size = self._config.worker_configs[0].world_size
         statuses = {}
         for rank in range(size):
             state: RankStatus | None = local.get(rank) or self._remote_ranks.statuses.get(rank)
             if rank in self._ended and rank not in local:
                 state = RankStatus(rank=rank, time_ns=0, state="ended")
-            unknown = RankStatus(rank=rank, time_ns=0, state="computes", text="a place that its host has not told")
+            unknown = RankStatus(rank=rank, time_ns=0, state="computes", text="a line that its host did not report")
             statuses[rank] = unknown if state is None or state.state == "moves" else state
         return statuses
 

@@ -1,4 +1,4 @@
-"""This host's workers as the hang watch sees them: how long each has stood still, and where it is."""
+"""Monitor this host's workers: how long each has been idle, and where in the script it is."""
 
 import os
 import time
@@ -20,11 +20,11 @@ from rankless.records.worker_status import Steps, read_page
 
 MAX_DATA_LOADER_WORKERS = 8
 SHORT_IDLE_SECONDS = 1.5
-"""Longer than the time between two looks."""
+"""Longer than the interval between two checks."""
 
 
 class WorkerMonitor:
-    """One of this host's workers."""
+    """Monitors one worker of this host."""
 
     def __init__(self, config: WorkerConfig, process_id: int, descriptor: int, now: float) -> None:
         self.config = config
@@ -38,17 +38,17 @@ class WorkerMonitor:
 
     @property
     def page(self) -> Steps:
-        """What it has counted."""
+        """The counters in the worker's shared memory."""
         return read_page(self._descriptor)
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process is there, as far as this process knows."""
+        """Whether the worker's process exists."""
         stats = read_process_stats(self.activity.process_id)
         return stats is not None and stats.state not in "ZX"
 
     def update(self, now: float) -> None:
-        """Look at it from outside."""
+        """Read the process's counters and the size of its log files."""
         self.activity.update(now)
         written = 0
         for path in self._logs:
@@ -58,12 +58,12 @@ class WorkerMonitor:
             self._written, self._written_at = written, now
 
     def request_stacks(self, now: float) -> None:
-        """Ask for its stacks."""
+        """Request the stacks of the worker."""
         self.stack_request = StackRequest(self.activity.process_id, self._descriptor, now)
         self._has_requested_data_loader_workers = False
 
     def is_complete(self, now: float) -> bool:
-        """Whether its stacks are there, and those of its DataLoader's workers if it waits for them."""
+        """Return True once the stacks are there, including its DataLoader workers' if it waits for them."""
         if self.stack_request is None:
             return True
         if not self.stack_request.is_complete(now):
@@ -74,33 +74,34 @@ class WorkerMonitor:
         return self.stack_request.is_complete(now)
 
     def status(self, now: float, *, stall_limit: float, gpu_waits: bool) -> RankStatus:
-        """Where it is. `limit`: what is unusual for the job. `gpu_waits`: whether a rank that asks its GPU for a result
-        is taken to wait for others.
+        """Return the worker's status from its counters and stacks.
+
+        Args:
+            now: `time.monotonic()` in seconds.
+            stall_limit: The pause in seconds that is unusual for this job.
+            gpu_waits: Whether a rank that waits for its GPU counts as waiting for other ranks.
         """
         activity, location, stats = self.activity, self._location(), self.activity.stats
         state, doing, text, line = self._state(stats, location, now, stall_limit), "", location.text, location.line
         if state == "computes" and self.config.device != "cpu" and location.gpu_wait and gpu_waits:
-            state, doing = (
-                "waits",
-                location.gpu_wait,
-            )  # the CPU turns round and round while the GPU waits for other ranks
+            state, doing = "waits", location.gpu_wait  # the CPU polls while the GPU waits for other ranks
         elif state == "waits":
             doing = location.collective
         elif state == "stopped":
-            doing = f"kill -CONT {activity.process_id} lets it go on"
+            doing = f"kill -CONT {activity.process_id} resumes it"
         elif stats is not None and stats.state == "D":
             doing = "waits for a disk"
         elif state == "blocked":
             doing = describe_wait(activity.process_id)
         elif state == "computes" and now - activity.idle_since > stall_limit / 2:
-            doing = "waits for processes of its own that run"
+            doing = "waits for its child processes, which run"
         elif state == "computes" and now - activity.tree_idle_since > SHORT_IDLE_SECONDS:
-            doing = describe_wait(activity.process_id)  # not for long enough to be sure that it goes on doing nothing
+            doing = describe_wait(activity.process_id)  # idle, but not yet for long enough to count as blocked
         data_loader_worker = self._locate_data_loader_worker() if location.waits_for_data else None
         if data_loader_worker is not None:
             process_id, inside = data_loader_worker
             doing, line = (describe_wait(process_id) if state == "blocked" else doing), inside.line
-            text += f"; its DataLoader's worker, process {process_id}, is in {inside.text}"
+            text += f"; its DataLoader worker, process {process_id}, is in {inside.text}"
         return RankStatus(
             rank=self.config.rank,
             time_ns=time.monotonic_ns(),
@@ -123,8 +124,8 @@ class WorkerMonitor:
             return "stopped"
         if location.collective:
             return "waits"
-        stands_still = now - self.activity.tree_idle_since >= stall_limit / 2
-        return "blocked" if stands_still and stats.state != "D" else "computes"
+        is_idle = now - self.activity.tree_idle_since >= stall_limit / 2
+        return "blocked" if is_idle and stats.state != "D" else "computes"
 
     def _location(self) -> StackLocation:
         stacks = {} if self.stack_request is None else self.stack_request.stacks
@@ -132,7 +133,7 @@ class WorkerMonitor:
         return StackLocation() if text is None else classify_stack(parse_main_stack(text, self.page.main_thread))
 
     def _locate_data_loader_worker(self) -> tuple[int, StackLocation] | None:
-        """The first of its DataLoader's workers that is in the script's own code."""
+        """Return the first DataLoader worker that is in the script's own code."""
         stacks = {} if self.stack_request is None else self.stack_request.stacks
         for process_id, text in stacks.items():
             location = locate_data_loader_worker(parse_main_stack(text, self.page.main_thread))
@@ -142,9 +143,7 @@ class WorkerMonitor:
 
 
 def write_stacks(path: str, workers: Sequence[WorkerMonitor], remote_statuses: Collection[RankStatus] = ()) -> str:
-    """Append all that the workers have answered to a file, and of ranks elsewhere what was told of them; returns its
-    name as a user would write it.
-    """
+    """Append all collected stacks to a file and return its relative path, or "" if the file cannot be written."""
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(time.strftime("== %Y-%m-%d %H:%M:%S\n"))
