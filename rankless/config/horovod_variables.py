@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from rankless.errors import JoinError
-from rankless.records.elastic_messages import Seat
+from rankless.records.elastic_messages import RankAssignment
 
 ADDRESS = "GLOO_RENDEZVOUS_ADDR"
 PORT = "GLOO_RENDEZVOUS_PORT"
@@ -21,7 +21,7 @@ class HorovodWorker(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """Of the launcher's HTTP key-value server."""
     port: int
-    seat: Seat | None = None
+    assignment: RankAssignment | None = None
     """None where the launcher has not told all of it."""
     interface: str | None = None
     """The network card by which the ranks are to talk, if the launcher has named one."""
@@ -49,7 +49,7 @@ def horovod_worker(variables: Mapping[str, str]) -> HorovodWorker | None:
         world_size=size,
         address=address,
         port=port,
-        seat=seat_of_variables(variables),
+        assignment=read_rank_assignment(variables),
         interface=variables.get("GLOO_IFACE") or None,
         timeout_seconds=_seconds(variables.get("START_TIMEOUT", "")),
     )
@@ -65,12 +65,12 @@ def _refuse_elastic(variables: Mapping[str, str]) -> None:
         )
 
 
-def seat_of_variables(variables: Mapping[str, str]) -> Seat | None:
+def read_rank_assignment(variables: Mapping[str, str]) -> RankAssignment | None:
     """The seat that a launcher has told; None where it has not told all of it. Raises JoinError if one is no number."""
-    names = [name.upper() for name in Seat.__struct_fields__]
+    names = [name.upper() for name in RankAssignment.__struct_fields__]
     if not all(name in variables for name in names):
         return None
-    return Seat(**{name.lower(): _whole_number(name, variables) for name in names})
+    return RankAssignment(**{name.lower(): _whole_number(name, variables) for name in names})
 
 
 def _whole_number(name: str, variables: Mapping[str, str]) -> int:

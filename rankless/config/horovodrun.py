@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rankless.config.rank_layout import seats_of
-from rankless.records.elastic_messages import Seat
+from rankless.config.rank_layout import assign_ranks
+from rankless.records.elastic_messages import RankAssignment
 
 
 class NamedHost(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,23 +34,23 @@ class Horovod(msgspec.Struct, frozen=True, kw_only=True):
         return sum(host.slots for host in self.hosts)
 
 
-def seat_of(horovod: Horovod, rank: int) -> tuple[str, Seat]:
+def find_rank_assignment(horovod: Horovod, rank: int) -> tuple[str, RankAssignment]:
     """The host of one of the job's ranks, as the user named it, and its seat."""
     places = [place for place, host in enumerate(horovod.hosts) for _ in range(host.slots)]
-    return horovod.hosts[places[rank]].name, seats_of(places)[rank]
+    return horovod.hosts[places[rank]].name, assign_ranks(places)[rank]
 
 
 def slot_variables(horovod: Horovod, rank: int, *, interface: str) -> Mapping[str, str | None]:
     """Horovod's variables for one worker; `interface` is the network card by which all of them talk."""
-    host, seat = seat_of(horovod, rank)
+    host, assignment = find_rank_assignment(horovod, rank)
     own = {
         "HOROVOD_HOSTNAME": host,
-        "HOROVOD_RANK": str(seat.rank),
-        "HOROVOD_SIZE": str(seat.size),
-        "HOROVOD_LOCAL_RANK": str(seat.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(seat.local_size),
-        "HOROVOD_CROSS_RANK": str(seat.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(seat.cross_size),
+        "HOROVOD_RANK": str(assignment.rank),
+        "HOROVOD_SIZE": str(assignment.size),
+        "HOROVOD_LOCAL_RANK": str(assignment.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(assignment.local_size),
+        "HOROVOD_CROSS_RANK": str(assignment.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(assignment.cross_size),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_IFACE": interface,

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from rankless.records.elastic_messages import Seat
+from rankless.records.elastic_messages import RankAssignment
 
 
-def seats_of(hosts: Sequence[Hashable]) -> list[Seat]:
+def assign_ranks(hosts: Sequence[Hashable]) -> list[RankAssignment]:
     """The seat of every rank. `hosts` has each rank's host, in the order of ranks."""
     sizes = Counter(hosts)
     # By local rank, the hosts that have a rank of that number, each with its place among them.
@@ -20,7 +20,7 @@ def seats_of(hosts: Sequence[Hashable]) -> list[Seat]:
         local_rank = seated[host]
         seated[host] += 1
         found.append(
-            Seat(
+            RankAssignment(
                 rank=rank,
                 size=len(hosts),
                 local_rank=local_rank,

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.elastic.driver import Surroundings, run_elastic
+from rankless.launch.elastic.driver import DriverContext, run_elastic
 from rankless.launch.job_setup import Assembled, assembled
 from rankless.launch.log_files import make_run_folder, shown_streams
 from rankless.launch.ports import require_own_address
-from rankless.launch.rendezvous.leader import Interrupted
-from rankless.launch.rendezvous.peers import FollowerHost, LeaderHost
+from rankless.launch.rendezvous.leader import RendezvousInterrupted
+from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.report import Account, conclude
 from rankless.launch.signals import Interrupts
-from rankless.launch.supervisor.failure_attribution import signal_name
-from rankless.launch.supervisor.fork_server_client import ForkServerClient, Handed
+from rankless.launch.supervisor.failure_attribution import name_signal
+from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.launch.supervisor.shared_files import SharedFiles
-from rankless.launch.supervisor.supervisor import Outcome, Watch
+from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launch.worker_output import SOURCES, Source, Terminal, Write, writer_to
@@ -65,7 +65,7 @@ def run(
 
     with Interrupts(signals) as interrupts:
         if config.elastic is not None:
-            around = Surroundings(
+            around = DriverContext(
                 interrupts=interrupts,
                 on_record=on_record,
                 tell=tell,
@@ -79,8 +79,8 @@ def run(
                 outcome = run.to_end(on_record, tell, fork_server=outside.fork_server)
                 with making_room():
                     return conclude(outcome, run.account, tell_text=lambda text: _tell(err, text))
-        except Interrupted as interrupted:
-            tell(f"ended by {signal_name(interrupted.number)}")
+        except RendezvousInterrupted as interrupted:
+            tell(f"ended by {name_signal(interrupted.number)}")
             return 128 + interrupted.number
 
 
@@ -129,10 +129,10 @@ class Run:
         shows = job.place == 0 or config.foreign is not None or config.horovod is not None
         streams = shown_streams(config, folder, [worker.config for worker in self._workers]) if shows else []
         writes: dict[Source, Write] = {"out": writer_to(out, making_room), "err": writer_to(err, making_room)}
-        if isinstance(job.others, LeaderHost) and config.horovod is not None:
+        if isinstance(job.others, LeaderPeer) and config.horovod is not None:
             writes = {source: functools.partial(job.others.show, source) for source in SOURCES}
         self._terminal = Terminal(streams, writes=writes)
-        if isinstance(job.others, FollowerHost):
+        if isinstance(job.others, FollowerPeers):
             job.others.hand_output_to(self._terminal.show)
 
     def to_end(
@@ -141,7 +141,7 @@ class Run:
         tell: Callable[[str], None],
         *,
         fork_server: ForkServerPoolClient | None = None,
-    ) -> Outcome:
+    ) -> RunOutcome:
         """Start the workers, watch them, and end what is left of them."""
         config, job = self._config, self._job
         parent = self._start(fork_server)
@@ -165,12 +165,12 @@ class Run:
         def look() -> list[AnyRecord]:
             if parent.poll() is not None:
                 self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
-            elif not (isinstance(job.others, LeaderHost) and job.others.is_behind):
+            elif not (isinstance(job.others, LeaderPeer) and job.others.is_behind):
                 self._terminal.pump()  # what a slow line cannot take yet stays in the files
             return self._watchdog.tick(time.monotonic())
 
         try:
-            watch = Watch(
+            watch = Supervisor(
                 parent,
                 others=job.others,
                 interrupts=self._interrupts,
@@ -192,7 +192,7 @@ class Run:
             config,
             self._workers,
             log_path=self.account.parent_log,
-            handed=Handed(store=job.store),
+            handed=InheritedSockets(store=job.store),
             other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
             fork_server=fork_server,
         )

@@ -16,13 +16,13 @@ from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.preflight import run_preflight
 from rankless.launch.log_files import run_name
 from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
-from rankless.launch.rendezvous.control_server import Hub
-from rankless.launch.rendezvous.follower import reach
-from rankless.launch.rendezvous.host_facts import HostFacts, own_facts
-from rankless.launch.rendezvous.job_token import Known, must_be_brought, token_of_host_0, tokens_of
-from rankless.launch.rendezvous.leader import gather, let_start
-from rankless.launch.rendezvous.peers import FollowerHost, LeaderHost, SingleHost
-from rankless.launch.rendezvous.ssh import RemoteAgent, RemoteTask, TokenBringer
+from rankless.launch.rendezvous.control_server import ControlServer
+from rankless.launch.rendezvous.follower import join_leader
+from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
+from rankless.launch.rendezvous.job_token import FixedToken, follower_token_source, leader_token, needs_token_delivery
+from rankless.launch.rendezvous.leader import start_hosts, wait_for_hosts
+from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
 from rankless.launch.signals import Interrupts
 from rankless.launchers.fleetrun.endpoints import endpoints_of, free_endpoints
 from rankless.launchers.horovodrun.installed_horovod import rendezvous_port
@@ -32,7 +32,7 @@ from rankless.launchers.horovodrun.installed_horovod import rendezvous_port
 class Assembled:
     """A job whose hosts are there."""
 
-    others: SingleHost | FollowerHost | LeaderHost
+    others: NoPeers | FollowerPeers | LeaderPeer
     start: JobStart
     place: int = 0
     names: Sequence[str] = ("",)
@@ -57,7 +57,7 @@ def assembled(
             start = _start(config, [config.devices], endpoints, store=store, reserved=reserved)
             rendezvous = stack.enter_context(rendezvous_port(config, start.store_address))
             start = msgspec.structs.replace(start, rendezvous_port=rendezvous)
-            yield Assembled(others=SingleHost(), start=start, devices=(config.devices,), store=store)
+            yield Assembled(others=NoPeers(), start=start, devices=(config.devices,), store=store)
         return
     run_preflight(config, tell)
     if config.cluster.host_index == 0:
@@ -74,22 +74,22 @@ def _as_host_0(
 ) -> Iterator[Assembled]:
     require_own_name(cluster)
     environment.apply(cluster.variables)
-    token = token_of_host_0(cluster) if token is None else token
+    token = leader_token(cluster) if token is None else token
     interface, address = own_address(cluster)
     own = _facts(config, cluster, address)
     with contextlib.ExitStack() as stack:
-        hub = Hub(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
+        hub = ControlServer(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
         stack.callback(hub.close)
-        starters: Mapping[int, RemoteAgent | TokenBringer] = {}
+        starters: Mapping[int, SshAgent | SshTokenDelivery] = {}
         if cluster.agent_start == "ssh":
             starters = {place: _started(config, cluster, place, token, tell) for place in range(1, len(cluster.hosts))}
-        elif must_be_brought(cluster):
-            starters = {place: TokenBringer(cluster, place, token) for place in range(1, len(cluster.hosts))}
+        elif needs_token_delivery(cluster):
+            starters = {place: SshTokenDelivery(cluster, place, token) for place in range(1, len(cluster.hosts))}
         for starter in starters.values():
             stack.callback(starter.close)
         store = stack.enter_context(open_store_socket(address))
         reserved = stack.enter_context(reserve_master_port())
-        facts = gather(hub, cluster, own=own, starters=starters, interrupts=interrupts, tell=tell)
+        facts = wait_for_hosts(hub, cluster, own=own, starters=starters, interrupts=interrupts, tell=tell)
         devices = [config.devices, *(facts[place].devices for place in sorted(facts))]
         addresses = [_address(cluster, place, facts, own=address) for place in range(len(cluster.hosts))]
         endpoints = endpoints_of(config, addresses, [len(some) for some in devices])
@@ -99,9 +99,9 @@ def _as_host_0(
             addresses=(address, *(facts[place].address for place in sorted(facts))),
             rendezvous_port=stack.enter_context(rendezvous_port(config, address)),
         )
-        let_start(hub, start)
+        start_hosts(hub, start)
         names = [cluster.hosts[0].address, *(_name(cluster, place, facts) for place in sorted(facts))]
-        others = FollowerHost(hub, start, names)
+        others = FollowerPeers(hub, start, names)
         yield Assembled(others=others, start=start, names=names, devices=devices, interface=interface, store=store)
 
 
@@ -109,19 +109,19 @@ def _as_host_0(
 def _as_another(
     config: RunConfig, cluster: Cluster, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
 ) -> Iterator[Assembled]:
-    tokens = tokens_of(cluster) if token is None else Known(token)
+    tokens = follower_token_source(cluster) if token is None else FixedToken(token)
 
     def facts() -> HostFacts:
         _, address = interface_towards(cluster.hosts[0].address)
         return _facts(config, cluster, address)
 
-    uplink, told = reach(cluster, facts, tokens, interrupts=interrupts, tell=tell)
+    uplink, told = join_leader(cluster, facts, tokens, interrupts=interrupts, tell=tell)
     try:
         interface, _ = interface_towards(cluster.hosts[0].address)
         name = cluster.hosts[told.host_index].address
         names = [host.address for host in cluster.hosts]
         yield Assembled(
-            others=LeaderHost(uplink, told.start, told.host_index, name),
+            others=LeaderPeer(uplink, told.start, told.host_index, name),
             start=told.start,
             place=told.host_index,
             names=names,
@@ -174,7 +174,7 @@ def _listen(address: str, cluster: Cluster) -> socket.socket:
         ) from None
 
 
-def _started(config: RunConfig, cluster: Cluster, place: int, token: bytes, tell: Callable[[str], None]) -> RemoteAgent:
+def _started(config: RunConfig, cluster: Cluster, place: int, token: bytes, tell: Callable[[str], None]) -> SshAgent:
     there = msgspec.structs.replace(cluster, host_index=place)
     script = None
     if cluster.copies and config.program.kind == "script":
@@ -188,13 +188,13 @@ def _started(config: RunConfig, cluster: Cluster, place: int, token: bytes, tell
         environment=carried | dict(cluster.variables),
         script=script,
     )
-    return RemoteAgent(task, tell=tell)
+    return SshAgent(task, tell=tell)
 
 
 def _facts(config: RunConfig, cluster: Cluster, address: str) -> HostFacts:
     hosts = [f"{host.address}:{host.workers}" for host in cluster.hosts]
     told = hosts if cluster.is_listed else [f"{len(hosts)} hosts"]
-    return own_facts(config.program, hosts=told, devices=config.devices, address=address)
+    return collect_host_facts(config.program, hosts=told, devices=config.devices, address=address)
 
 
 def _name(cluster: Cluster, place: int, facts: Mapping[int, HostFacts]) -> str:

@@ -9,10 +9,16 @@ from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import LaunchError
 from rankless.launch.job_setup import Assembled
 from rankless.launch.log_files import log_files, run_folder
-from rankless.launch.rendezvous.peers import FollowerHost, LeaderHost
-from rankless.launch.supervisor.announcements import counted, failure, horovod_sentence, hosts_table, start_table
-from rankless.launch.supervisor.failure_attribution import Verdict, signal_name
-from rankless.launch.supervisor.supervisor import Outcome
+from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
+from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
+from rankless.launch.supervisor.supervisor import RunOutcome
+from rankless.launch.supervisor.terminal_text import (
+    format_count,
+    format_failure,
+    format_horovod_failure,
+    format_hosts_table,
+    format_start_table,
+)
 from rankless.launchers.fleetrun.tables import environment_table, fleet_line
 
 
@@ -40,9 +46,9 @@ class Account:
             )
         paths = [self.log_file(rank) for rank in range(job.start.world_size)]
         if count == 1:
-            return start_table(config, folder=self._folder, log_files=paths)
+            return format_start_table(config, folder=self._folder, log_files=paths)
         rows = [(job.names[host], device) for host, devices in enumerate(job.devices) for device in devices]
-        return hosts_table(config, folder=self._folder, rows=rows, log_files=paths)
+        return format_hosts_table(config, folder=self._folder, rows=rows, log_files=paths)
 
     def host_name(self, rank: int) -> str:
         """On which host a rank runs; empty where there is only one."""
@@ -58,15 +64,15 @@ class Account:
 
     def failure(self, verdict: Verdict) -> str:
         """Who failed, in at most 15 lines; under horovodrun its own sentence after them."""
-        host = self.job.start.host_of(verdict.culprit)
-        text = failure(
+        host = self.job.start.host_of(verdict.root_cause_rank)
+        text = format_failure(
             verdict,
-            log_file=self.log_file(verdict.culprit),
-            host=self.host_name(verdict.culprit),
+            log_file=self.log_file(verdict.root_cause_rank),
+            host=self.host_name(verdict.root_cause_rank),
             report=self.report_file(host) if host > 0 else "",
         )
-        has_ended_itself = verdict.cause not in ("host", "told", "stuck")
-        return text + horovod_sentence(verdict) if self.config.horovod is not None and has_ended_itself else text
+        has_ended_itself = verdict.cause not in ("host", "interrupted", "hang")
+        return text + format_horovod_failure(verdict) if self.config.horovod is not None and has_ended_itself else text
 
     def report_file(self, host: int) -> str:
         """Where another host than host 0 keeps what is said at the end: started by ssh, it has no terminal."""
@@ -87,17 +93,17 @@ class Account:
         return words
 
 
-def conclude(outcome: Outcome, account: Account, *, tell_text: Callable[[str], None]) -> int:
+def conclude(outcome: RunOutcome, account: Account, *, tell_text: Callable[[str], None]) -> int:
     """The exit code of the run, once the user and the other hosts are told how it ended."""
     others = account.job.others
-    if isinstance(others, LeaderHost):
+    if isinstance(others, LeaderPeer):
         return _conclude_led(outcome, account, others, tell_text=tell_text)
     words = account.parents_last_words()
     code, text = _verdict_on(outcome, account)
     failed_alone = code == 0 and outcome.parent_exit_code not in (0, None)
-    if isinstance(others, FollowerHost) and failed_alone:
+    if isinstance(others, FollowerPeers) and failed_alone:
         others.conclude(2, ["rankless: host 0 could not see its workers to their end\n"] * len(account.job.names))
-    elif isinstance(others, FollowerHost):
+    elif isinstance(others, FollowerPeers):
         others.conclude(code, [_text_for(host, outcome, account, text) for host in range(len(account.job.names))])
     tell_text(text)
     if failed_alone:
@@ -110,25 +116,27 @@ def conclude(outcome: Outcome, account: Account, *, tell_text: Callable[[str], N
     return code
 
 
-def _verdict_on(outcome: Outcome, account: Account) -> tuple[int, str]:
+def _verdict_on(outcome: RunOutcome, account: Account) -> tuple[int, str]:
     if outcome.interrupted_by is not None:
-        return 128 + outcome.interrupted_by, f"rankless: ended by {signal_name(outcome.interrupted_by)}\n"
+        return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
     if outcome.verdict is not None:
         return outcome.verdict.exit_code, account.failure(outcome.verdict)
     return 0, ""
 
 
-def _text_for(host: int, outcome: Outcome, account: Account, text: str) -> str:
+def _text_for(host: int, outcome: RunOutcome, account: Account, text: str) -> str:
     """What another host shows: the whole of it where the culprit was, else a line."""
     verdict = outcome.verdict
     if not text or outcome.interrupted_by is not None or verdict is None:
         return text.replace("ended by", f"{account.job.names[0]} was told to end by") if text else ""
-    if account.job.start.host_of(verdict.culprit) == host:
+    if account.job.start.host_of(verdict.root_cause_rank) == host:
         return text
     return f"rankless: the job was ended: {text.splitlines()[0].removeprefix('rankless: ')}\n"
 
 
-def _conclude_led(outcome: Outcome, account: Account, leading: LeaderHost, *, tell_text: Callable[[str], None]) -> int:
+def _conclude_led(
+    outcome: RunOutcome, account: Account, leading: LeaderPeer, *, tell_text: Callable[[str], None]
+) -> int:
     code, text = _verdict_led(outcome, account, leading)
     if text:
         account.keep(text)
@@ -136,12 +144,12 @@ def _conclude_led(outcome: Outcome, account: Account, leading: LeaderHost, *, te
     return code
 
 
-def _verdict_led(outcome: Outcome, account: Account, leading: LeaderHost) -> tuple[int, str]:
+def _verdict_led(outcome: RunOutcome, account: Account, leading: LeaderPeer) -> tuple[int, str]:
     words = account.parents_last_words()
     if leading.over is not None:
         return leading.over.exit_code, leading.over.text
     if outcome.interrupted_by is not None:
-        return 128 + outcome.interrupted_by, f"rankless: ended by {signal_name(outcome.interrupted_by)}\n"
+        return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
     text = f"rankless: the process that starts the workers wrote: {words}\n" if words else ""
-    ended = counted(account.job.start.workers[account.job.place], "worker")
+    ended = format_count(account.job.start.workers[account.job.place], "worker")
     return 1, f"{text}rankless: host 0, {account.job.names[0]}, was lost: {leading.lost}; {ended} here ended\n"

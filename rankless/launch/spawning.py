@@ -21,7 +21,7 @@ import cloudpickle  # type: ignore[import-untyped]  # it has no types
 from rankless.config.environment import spawned_environment
 from rankless.errors import ConfigError, LaunchError
 from rankless.launch.ports import reserve_master_port
-from rankless.launch.supervisor.failure_attribution import signal_name
+from rankless.launch.supervisor.failure_attribution import name_signal
 from rankless.runtime.python_command import python_command
 from rankless.runtime.spawned_process import receive, send
 
@@ -149,7 +149,7 @@ class Spawned:
         killed = code is not None and code < 0
         return LaunchError(
             expected=f"rank {rank} to return from the function, or to raise",
-            found=f"it was killed by {signal_name(-code)}" if killed and code else f"it ended with exit code {code}",
+            found=f"it was killed by {name_signal(-code)}" if killed and code else f"it ended with exit code {code}",
             fix="look at what it has printed; a SIGKILL that nobody sent is often the kernel's, for want of memory",
         )
 

@@ -11,7 +11,7 @@ import socket
 import msgspec
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class RankAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank stands in its job, or in a round of it: among all, on its host, and its host among others."""
 
     rank: int
@@ -23,7 +23,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     cross_size: int
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """A worker is in no round, and waits for the next."""
 
     last_round: int = 0
@@ -32,24 +32,24 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Its state is that of all ranks of its last round, so it need not be sent to it again."""
 
 
-class Serving(msgspec.Struct, frozen=True, kw_only=True, tag="serving"):
+class StoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="serving"):
     """Rank 0 serves the round's store at this port."""
 
     round: int
     port: int
 
 
-class Synced(msgspec.Struct, frozen=True, kw_only=True, tag="synced"):
+class StateSynced(msgspec.Struct, frozen=True, kw_only=True, tag="synced"):
     """A worker has the state of the job, as all ranks of the round have."""
 
     round: int
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+class RoundStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     """A round begins. To rank 0 without a port: it opens the store on this address, and says where."""
 
     round: int
-    seat: Seat
+    assignment: RankAssignment
     address: str = ""
     """Of rank 0's host."""
     port: int | None = None
@@ -59,7 +59,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     """Some member has not the state that the others have: all take part in sending it."""
 
 
-class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
+class RoundEnded(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     """A member has left a round, or its process has ended: nobody can come together in it any more."""
 
     round: int
@@ -73,40 +73,40 @@ class HostsChanged(msgspec.Struct, frozen=True, kw_only=True, tag="hosts_changed
     added: bool
 
 
-class Dismissed(msgspec.Struct, frozen=True, kw_only=True, tag="dismissed"):
+class WorkerDismissed(msgspec.Struct, frozen=True, kw_only=True, tag="dismissed"):
     """There is no place for this worker any more: it ends, with 0."""
 
 
-WordUp = Ready | Serving | Synced
-WordDown = Begin | Over | HostsChanged | Dismissed
+WorkerMessage = WorkerReady | StoreReady | StateSynced
+DriverMessage = RoundStarted | RoundEnded | HostsChanged | WorkerDismissed
 
 _LONGEST = 1 << 16
 _KIND = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
 
 
-def word_channel() -> tuple[socket.socket, socket.socket]:
+def open_message_channel() -> tuple[socket.socket, socket.socket]:
     """Two ends over which single words travel."""
     return socket.socketpair(socket.AF_UNIX, _KIND)
 
 
-def send_word(end: socket.socket, word: WordUp | WordDown) -> None:
+def send_message(end: socket.socket, word: WorkerMessage | DriverMessage) -> None:
     """Send one word. Raises OSError if nobody hears."""
     end.send(msgspec.msgpack.encode(word))
 
 
-def receive_down(end: socket.socket) -> WordDown | None:
+def receive_driver_message(end: socket.socket) -> DriverMessage | None:
     """What the driver says next; None once it is gone. Blocks as `end` does."""
     try:
         data = end.recv(_LONGEST)
     except ConnectionError:
         return None
-    return msgspec.msgpack.decode(data, type=WordDown) if data else None
+    return msgspec.msgpack.decode(data, type=DriverMessage) if data else None
 
 
-def receive_up(end: socket.socket) -> WordUp | None:
+def receive_worker_message(end: socket.socket) -> WorkerMessage | None:
     """What a worker says next; None once it is gone. Raises BlockingIOError, and MsgspecError for rubbish."""
     try:
         data = end.recv(_LONGEST)
     except ConnectionError:
         return None
-    return msgspec.msgpack.decode(data, type=WordUp) if data else None
+    return msgspec.msgpack.decode(data, type=WorkerMessage) if data else None

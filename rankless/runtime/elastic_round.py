@@ -20,16 +20,16 @@ import torch.distributed as dist
 
 from rankless.config import environment
 from rankless.records.elastic_messages import (
-    Begin,
-    Dismissed,
     HostsChanged,
-    Over,
-    Ready,
-    Serving,
-    Synced,
-    WordUp,
-    receive_down,
-    send_word,
+    RoundEnded,
+    RoundStarted,
+    StateSynced,
+    StoreReady,
+    WorkerDismissed,
+    WorkerMessage,
+    WorkerReady,
+    receive_driver_message,
+    send_message,
 )
 from rankless.runtime.rendezvous.job_store import Place
 
@@ -51,9 +51,9 @@ class Listener(Protocol):
 class Round:
     """One round, as one of its members sees it."""
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: RoundStarted) -> None:
         self.number = begin.round
-        self.seat = begin.seat
+        self.assignment = begin.assignment
         self.address = begin.address
         self.must_sync = begin.must_sync
         self.store: Any = None
@@ -71,11 +71,11 @@ class Round:
     def place(self) -> Place:
         """This process's place in it."""
         return Place(
-            rank=self.seat.rank,
-            size=self.seat.size,
+            rank=self.assignment.rank,
+            size=self.assignment.size,
             store=self.store,
             address=self.address,
-            seat=self.seat,
+            assignment=self.assignment,
         )
 
     def serve(self, address: str) -> int:
@@ -101,7 +101,7 @@ class Membership:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._begins: queue.SimpleQueue[Begin | Dismissed | None] = queue.SimpleQueue()
+        self._begins: queue.SimpleQueue[RoundStarted | WorkerDismissed | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._listeners: list[Listener] = []
         self._change: HostsChanged | None = None
@@ -133,7 +133,7 @@ class Membership:
         while True:
             self._leave()
             begin = self._begins.get()
-            if not isinstance(begin, Begin):
+            if not isinstance(begin, RoundStarted):
                 raise SystemExit(0 if begin is not None else 1)
             if begin.interface is not None:
                 environment.apply({"GLOO_SOCKET_IFNAME": begin.interface})
@@ -147,7 +147,7 @@ class Membership:
                 port = begin.port
                 if port is None:
                     port = found.serve(begin.address)
-                    self._tell(Serving(round=found.number, port=port))
+                    self._tell(StoreReady(round=found.number, port=port))
                 found.connect(begin.address, port)
                 return found
 
@@ -164,7 +164,7 @@ class Membership:
     def synced(self) -> None:
         """This process has the state that all members of the round have."""
         if self.round is not None:
-            self._tell(Synced(round=self.round.number))
+            self._tell(StateSynced(round=self.round.number))
 
     def add(self, listener: Listener) -> None:
         """Tell it of changes from now on, and of what this round's members have been told already."""
@@ -186,13 +186,13 @@ class Membership:
             left, self.round = self.round, None
         if left is not None:
             left.close()
-        word = Ready(last_round=0 if left is None else left.number, has_state=self.keeps_state)
+        word = WorkerReady(last_round=0 if left is None else left.number, has_state=self.keeps_state)
         self.keeps_state = False
         self._tell(word)
 
-    def _tell(self, word: WordUp) -> None:
+    def _tell(self, word: WorkerMessage) -> None:
         with contextlib.suppress(OSError):  # without a driver this process is about to be ended
-            send_word(self._end, word)
+            send_message(self._end, word)
 
     def _give_up_soon(self, over: Round) -> None:
         timer = threading.Timer(GIVING_UP_SECONDS, self._give_up, (over,))
@@ -206,10 +206,10 @@ class Membership:
             give_up("A worker of this round is gone.")
 
     def _listen(self) -> None:
-        while (word := receive_down(self._end)) is not None:
-            if isinstance(word, Begin | Dismissed):
+        while (word := receive_driver_message(self._end)) is not None:
+            if isinstance(word, RoundStarted | WorkerDismissed):
                 self._begins.put(word)
-            elif isinstance(word, Over):
+            elif isinstance(word, RoundEnded):
                 with self._lock:
                     self._last_over = word.round
                     over = self.round if self.round is not None and self.round.number == word.round else None

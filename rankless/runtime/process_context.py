@@ -236,7 +236,7 @@ def _join_invited(invitation: Invitation, observer: Callable[[], Observer]) -> R
 
 def _join_at_place(place: Place, observer: Callable[[], Observer]) -> Runtime:
     """Join the ranks of a place that Horovod's own launcher has told, any number of times."""
-    local_rank = place.seat.local_rank if place.seat is not None else 0
+    local_rank = place.assignment.local_rank if place.assignment is not None else 0
     device, backend = _device_of(local_rank)
     time_joined = place.store.add(f"rankless/times/{place.rank}", 1)
     store = dist.PrefixStore(f"rankless/group/{time_joined}", place.store)  # type: ignore[attr-defined]  # not in the stubs

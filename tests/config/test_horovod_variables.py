@@ -4,7 +4,7 @@ import pytest
 
 from rankless.config.horovod_variables import HorovodWorker, horovod_worker
 from rankless.errors import JoinError
-from rankless.records.elastic_messages import Seat
+from rankless.records.elastic_messages import RankAssignment
 
 TOLD = {
     "GLOO_RENDEZVOUS_ADDR": "10.1.2.3",
@@ -27,7 +27,7 @@ def test_a_worker_of_horovodrun():
         world_size=4,
         address="10.1.2.3",
         port=4001,
-        seat=Seat(rank=3, size=4, local_rank=1, local_size=2, cross_rank=1, cross_size=2),
+        assignment=RankAssignment(rank=3, size=4, local_rank=1, local_size=2, cross_rank=1, cross_size=2),
         interface="eth0",
         timeout_seconds=600.0,
     )
@@ -37,7 +37,7 @@ def test_a_worker_of_horovodrun():
 def test_a_launcher_that_tells_less():
     least = {name: TOLD[name] for name in ("GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "RANK", "SIZE")}
     found = horovod_worker(least)
-    assert (found.seat, found.interface) == (None, None)
+    assert (found.assignment, found.interface) == (None, None)
 
 
 @pytest.mark.parametrize("address", [None, ""])

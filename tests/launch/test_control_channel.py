@@ -11,11 +11,31 @@ import pytest
 
 from rankless.config.run_config import Program
 from rankless.launch.rendezvous import control_server as hub_module
-from rankless.launch.rendezvous.control_client import NotReached, NotTrusted, Uplink, connect
-from rankless.launch.rendezvous.control_connection import MOST_BYTES, BrokenOff, Session
-from rankless.launch.rendezvous.control_server import Arrived, Hub, Lost, Reported, Stranger
-from rankless.launch.rendezvous.host_facts import HostFacts, differences, own_facts
-from rankless.launch.rendezvous.messages import Beat, Challenge, Ended, Greeting, Happened, Here, Over, Refused
+from rankless.launch.rendezvous.control_client import (
+    LeaderConnection,
+    LeaderUnreachableError,
+    TokenRejectedError,
+    connect,
+)
+from rankless.launch.rendezvous.control_connection import MOST_BYTES, ConnectionBrokenError, ControlConnection
+from rankless.launch.rendezvous.control_server import (
+    ConnectionRejected,
+    ControlServer,
+    HostDisconnected,
+    HostJoined,
+    HostReported,
+)
+from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts, find_differences
+from rankless.launch.rendezvous.messages import (
+    ClientHello,
+    Heartbeat,
+    HostEnded,
+    JobEnded,
+    JoinRefused,
+    JoinRequest,
+    ServerHello,
+    WorkerRecords,
+)
 from rankless.records.events import ScriptFinished
 
 TOKEN = secrets.token_bytes(32)
@@ -23,7 +43,7 @@ PROGRAM = Program(kind="code", target="print()")
 
 
 def facts() -> HostFacts:
-    return own_facts(PROGRAM, hosts=("a:1", "b:1"), devices=("cpu",))
+    return collect_host_facts(PROGRAM, hosts=("a:1", "b:1"), devices=("cpu",))
 
 
 class Relay:
@@ -52,11 +72,11 @@ def _taken(end: socket.socket) -> bytes:
         return b""
 
 
-def agreed(token: bytes = TOKEN) -> tuple[Relay, Session, Session]:
+def agreed(token: bytes = TOKEN) -> tuple[Relay, ControlConnection, ControlConnection]:
     """A client and a server that have both halves of the key."""
     relay = Relay()
-    client = Session(relay.client_end, side="client", token=token)
-    server = Session(relay.server_end, side="server", token=TOKEN)
+    client = ControlConnection(relay.client_end, side="client", token=token)
+    server = ControlConnection(relay.server_end, side="server", token=TOKEN)
     for _ in range(3):
         relay.carry()
         assert client.receive() == server.receive() == []
@@ -66,36 +86,36 @@ def agreed(token: bytes = TOKEN) -> tuple[Relay, Session, Session]:
 def test_frames_arrive_in_order_and_as_they_were_sent():
     relay, client, server = agreed()
     frames = [
-        Here(host=1, facts=facts()),
-        Beat(),
-        Happened(records=(ScriptFinished(rank=3, time_ns=5, exit_code=7),)),
-        Ended(),
+        JoinRequest(host=1, facts=facts()),
+        Heartbeat(),
+        WorkerRecords(records=(ScriptFinished(rank=3, time_ns=5, exit_code=7),)),
+        HostEnded(),
     ]
     for frame in frames:
         client.send(frame)
-    server.send(Over(exit_code=3, text="é"))
+    server.send(JobEnded(exit_code=3, text="é"))
     relay.carry()
     assert server.receive() == frames
-    assert client.receive() == [Over(exit_code=3, text="é")]
+    assert client.receive() == [JobEnded(exit_code=3, text="é")]
 
 
 @pytest.mark.parametrize("size", [1, 7])
 def test_frames_that_come_in_pieces_are_put_together(size: int):
     relay, client, server = agreed()
-    client.send(Over(exit_code=1, text="x" * 50))
+    client.send(JobEnded(exit_code=1, text="x" * 50))
     data = _taken(relay.at_client)
     found = []
     for start in range(0, len(data), size):
         relay.at_server.sendall(data[start : start + size])
         found += server.receive()
-    assert found == [Over(exit_code=1, text="x" * 50)]
+    assert found == [JobEnded(exit_code=1, text="x" * 50)]
 
 
 def test_who_has_another_token_is_not_heard():
     relay, client, server = agreed(secrets.token_bytes(32))
-    client.send(Beat())
+    client.send(Heartbeat())
     relay.carry()
-    with pytest.raises(BrokenOff, match="another token"):
+    with pytest.raises(ConnectionBrokenError, match="another token"):
         server.receive()
 
 
@@ -104,27 +124,27 @@ def test_the_last_word_is_heard_although_the_other_side_has_gone(is_reset: bool)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         client = connect("127.0.0.1", listening.getsockname()[1], token=TOKEN, timeout_seconds=2)
         accepted, _ = listening.accept()
-    server = Session(accepted, side="server", token=TOKEN)
+    server = ControlConnection(accepted, side="server", token=TOKEN)
     for _ in range(3):
         assert server.receive() == client.receive() == []
     if is_reset:  # what the server has not read when it closes
-        client.send(Beat())
-        client.send(Beat())
-    server.send(Over(exit_code=3))
+        client.send(Heartbeat())
+        client.send(Heartbeat())
+    server.send(JobEnded(exit_code=3))
     server.close()
-    assert client.receive() == [Over(exit_code=3)]
-    with pytest.raises(BrokenOff):
+    assert client.receive() == [JobEnded(exit_code=3)]
+    with pytest.raises(ConnectionBrokenError):
         client.receive()
 
 
 def test_who_has_said_all_waits_until_the_other_has_heard_it():
     relay, client, server = agreed()
-    client.send(Beat())
+    client.send(Heartbeat())
     relay.carry()
-    server.send(Over(exit_code=0))
+    server.send(JobEnded(exit_code=0))
     assert not server.has_ended()
     relay.carry()
-    assert client.receive() == [Over(exit_code=0)]
+    assert client.receive() == [JobEnded(exit_code=0)]
     client.close()
     relay.at_server.close()
     assert server.has_ended()
@@ -140,39 +160,39 @@ TAMPERED: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("name", TAMPERED)
 def test_what_is_tampered_with_ends_the_session(name: str):
     relay, client, server = agreed()
-    client.send(Beat())
+    client.send(Heartbeat())
     relay.carry()
-    assert server.receive() == [Beat()]
-    client.send(Over(exit_code=0))
+    assert server.receive() == [Heartbeat()]
+    client.send(JobEnded(exit_code=0))
     relay.carry(TAMPERED[name])
-    with pytest.raises(BrokenOff, match="changed or repeated"):
+    with pytest.raises(ConnectionBrokenError, match="changed or repeated"):
         server.receive()
 
 
 def test_a_frame_that_is_left_out_or_sent_back_ends_the_session():
     relay, client, server = agreed()
-    client.send(Beat())
+    client.send(Heartbeat())
     relay.carry(lambda _: b"")
-    client.send(Over(exit_code=0))
+    client.send(JobEnded(exit_code=0))
     sent = relay.carry()
-    with pytest.raises(BrokenOff):
+    with pytest.raises(ConnectionBrokenError):
         server.receive()
     relay.at_client.sendall(sent)
-    with pytest.raises(BrokenOff):
+    with pytest.raises(ConnectionBrokenError):
         client.receive()
 
 
 def test_what_was_recorded_of_one_session_is_refused_in_another():
     relay, client, server = agreed()
-    client.send(Beat())
+    client.send(Heartbeat())
     recorded = relay.carry()
-    assert server.receive() == [Beat()]
+    assert server.receive() == [Heartbeat()]
     later = Relay()
-    victim = Session(later.server_end, side="server", token=TOKEN)
-    later.at_server.sendall(msgspec_frame(Greeting(nonce=b"n" * 32)))
+    victim = ControlConnection(later.server_end, side="server", token=TOKEN)
+    later.at_server.sendall(msgspec_frame(ClientHello(nonce=b"n" * 32)))
     assert victim.receive() == []
     later.at_server.sendall(recorded)
-    with pytest.raises(BrokenOff, match="another token"):
+    with pytest.raises(ConnectionBrokenError, match="another token"):
         victim.receive()
 
 
@@ -187,49 +207,49 @@ STRANGE = {
     "a pickle": b"\x00\x00\x00\x10\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00\x8c\x01x\x94.\x00",
     "a length without end": b"\xff\xff\xff\xff",
     "an empty frame": b"\x00\x00\x00\x00",
-    "another protocol": msgspec_frame(Greeting(protocol=99, nonce=b"n" * 32)),
-    "a short nonce": msgspec_frame(Greeting(nonce=b"n")),
-    "the answer before the question": msgspec_frame(Challenge(nonce=b"n" * 32)),
+    "another protocol": msgspec_frame(ClientHello(protocol=99, nonce=b"n" * 32)),
+    "a short nonce": msgspec_frame(ClientHello(nonce=b"n")),
+    "the answer before the question": msgspec_frame(ServerHello(nonce=b"n" * 32)),
 }
 
 
 @pytest.mark.parametrize("name", STRANGE)
 def test_who_is_no_agent_is_turned_away_before_anything_is_kept(name: str):
     relay = Relay()
-    server = Session(relay.server_end, side="server", token=TOKEN)
+    server = ControlConnection(relay.server_end, side="server", token=TOKEN)
     relay.at_server.sendall(STRANGE[name])
-    with pytest.raises(BrokenOff, match=r"no agent|another version"):
+    with pytest.raises(ConnectionBrokenError, match=r"no agent|another version"):
         server.receive()
 
 
 def test_a_frame_that_is_too_long_is_neither_sent_nor_waited_for():
     relay, client, server = agreed()
-    with pytest.raises(BrokenOff, match="too long"):
-        client.send(Over(exit_code=0, text="x" * MOST_BYTES))
-    client.send(Beat())
+    with pytest.raises(ConnectionBrokenError, match="too long"):
+        client.send(JobEnded(exit_code=0, text="x" * MOST_BYTES))
+    client.send(Heartbeat())
     relay.carry()
-    assert server.receive() == [Beat()]
+    assert server.receive() == [Heartbeat()]
     relay.at_server.sendall((MOST_BYTES + 1).to_bytes(4, "big"))
-    with pytest.raises(BrokenOff, match="longer than any"):
+    with pytest.raises(ConnectionBrokenError, match="longer than any"):
         server.receive()
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub() -> Iterator[ControlServer]:
     listening = socket.create_server(("127.0.0.1", 0))
-    made = Hub(listening, token=TOKEN, host_count=3)
+    made = ControlServer(listening, token=TOKEN, host_count=3)
     made.port = listening.getsockname()[1]  # type: ignore[attr-defined]
     yield made
     made.close()
 
 
-def come(hub: Hub, *, host: int = 1, token: bytes = TOKEN) -> Uplink:
+def come(hub: ControlServer, *, host: int = 1, token: bytes = TOKEN) -> LeaderConnection:
     session = connect("127.0.0.1", hub.port, token=token, timeout_seconds=2)  # type: ignore[attr-defined]
-    session.send(Here(host=host, facts=facts()))
-    return Uplink(session)
+    session.send(JoinRequest(host=host, facts=facts()))
+    return LeaderConnection(session)
 
 
-def turn(hub: Hub, *uplinks: Uplink, until: int = 1) -> list[Any]:
+def turn(hub: ControlServer, *uplinks: LeaderConnection, until: int = 1) -> list[Any]:
     """News of the hub while all sides have their turns, until there are so many."""
     found: list[Any] = []
     deadline = time.monotonic() + 5
@@ -240,34 +260,34 @@ def turn(hub: Hub, *uplinks: Uplink, until: int = 1) -> list[Any]:
     return found
 
 
-def take_turns(hub: Hub, uplink: Uplink, news: list[Any]) -> None:
+def take_turns(hub: ControlServer, uplink: LeaderConnection, news: list[Any]) -> None:
     """Until one of them raises."""
     while True:
         news += hub.turn(time.monotonic())
         uplink.turn(time.monotonic())
 
 
-def test_hosts_come_report_and_end(hub: Hub):
+def test_hosts_come_report_and_end(hub: ControlServer):
     one, two = come(hub), come(hub, host=2)
     arrived = turn(hub, one, two, until=2)
     assert {news.host for news in arrived} == {1, 2} == hub.present == hub.working
     assert all(
-        isinstance(news, Arrived) and not differences(facts(), news.facts, received_seconds=time.time())
+        isinstance(news, HostJoined) and not find_differences(facts(), news.facts, received_seconds=time.time())
         for news in arrived
     )
-    one.tell(Happened(records=(ScriptFinished(rank=1, time_ns=0, exit_code=0),)))
+    one.tell(WorkerRecords(records=(ScriptFinished(rank=1, time_ns=0, exit_code=0),)))
     (reported,) = turn(hub, one, two)
-    assert isinstance(reported, Reported)
-    one.tell(Ended(parent_exit_code=0))
+    assert isinstance(reported, HostReported)
+    one.tell(HostEnded(parent_exit_code=0))
     turn(hub, one, two)
     assert hub.working == {2}
     one.close()
     two.close()
-    assert turn(hub) == [Lost(2, "the connection was closed")]
+    assert turn(hub) == [HostDisconnected(2, "the connection was closed")]
     assert hub.present == frozenset()
 
 
-def test_a_second_host_of_one_number_is_refused_and_the_first_stays(hub: Hub):
+def test_a_second_host_of_one_number_is_refused_and_the_first_stays(hub: ControlServer):
     one = come(hub)
     turn(hub, one)
     again = come(hub)
@@ -277,43 +297,43 @@ def test_a_second_host_of_one_number_is_refused_and_the_first_stays(hub: Hub):
         news += hub.turn(time.monotonic())
         one.turn(time.monotonic())
         told += again.turn(time.monotonic())
-    assert isinstance(told[0], Refused)
-    assert isinstance(news[0], Stranger)
+    assert isinstance(told[0], JoinRefused)
+    assert isinstance(news[0], ConnectionRejected)
     assert hub.present == {1}
 
 
-def test_another_token_is_told_on_both_sides(hub: Hub):
+def test_another_token_is_told_on_both_sides(hub: ControlServer):
     uplink = come(hub, token=secrets.token_bytes(32))
     news: list[Any] = []
-    with pytest.raises(NotTrusted, match="token"):
+    with pytest.raises(TokenRejectedError, match="token"):
         take_turns(hub, uplink, news)
-    assert isinstance(news[0], Stranger)
+    assert isinstance(news[0], ConnectionRejected)
     assert "another token" in news[0].why
 
 
-def test_a_host_without_a_sign_of_life_is_lost(hub: Hub):
+def test_a_host_without_a_sign_of_life_is_lost(hub: ControlServer):
     one = come(hub)
     turn(hub, one)
     later = time.monotonic() + hub_module.SILENT_SECONDS + 1
     (lost,) = hub.turn(later)
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, HostDisconnected)
     assert "no sign of life" in lost.how
     two = come(hub, host=2)
     turn(hub, two)
-    with pytest.raises(BrokenOff, match=r"no sign of life|closed"):
+    with pytest.raises(ConnectionBrokenError, match=r"no sign of life|closed"):
         two.turn(time.monotonic() + hub_module.SILENT_SECONDS + 1)
 
 
-def test_who_connects_and_says_nothing_is_dropped_and_hinders_nobody(hub: Hub):
+def test_who_connects_and_says_nothing_is_dropped_and_hinders_nobody(hub: ControlServer):
     silent = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(100)]  # type: ignore[attr-defined]
     start = time.monotonic()
     while time.monotonic() - start < 0.2:
         hub.turn(start)
     strangers = hub.turn(start + hub_module.PROVING_SECONDS + 1)
     assert strangers
-    assert all(isinstance(news, Stranger) for news in strangers)
+    assert all(isinstance(news, ConnectionRejected) for news in strangers)
     one = come(hub)
-    assert isinstance(turn(hub, one)[-1], Arrived)
+    assert isinstance(turn(hub, one)[-1], HostJoined)
     for connection in silent:
         connection.close()
 
@@ -321,9 +341,9 @@ def test_who_connects_and_says_nothing_is_dropped_and_hinders_nobody(hub: Hub):
 def test_a_host_that_is_not_reached_is_told_why():
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    with pytest.raises(NotReached, match="nobody listens at"):
+    with pytest.raises(LeaderUnreachableError, match="nobody listens at"):
         connect("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
-    with pytest.raises(NotReached, match="does not resolve"):
+    with pytest.raises(LeaderUnreachableError, match="does not resolve"):
         connect("no-such-host.invalid", port, token=TOKEN, timeout_seconds=1)
 
 
@@ -339,7 +359,7 @@ def test_a_connection_whose_failure_is_told_late_is_none(monkeypatch: pytest.Mon
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     monkeypatch.setattr("rankless.launch.rendezvous.connect.socket.socket", ToldLate)
-    with pytest.raises(NotReached, match="nobody listens at"):
+    with pytest.raises(LeaderUnreachableError, match="nobody listens at"):
         connect("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
 
 
@@ -347,7 +367,7 @@ def test_a_connection_that_breaks_at_the_first_word_has_not_reached_host_0(monke
     here, there = socket.socketpair()
     there.close()
     monkeypatch.setattr("rankless.launch.rendezvous.control_client.connected", lambda *_, **__: here)
-    with pytest.raises(NotReached, match="the connection was lost"):
+    with pytest.raises(LeaderUnreachableError, match="the connection was lost"):
         connect("127.0.0.1", 1, token=TOKEN, timeout_seconds=1)
     assert here.fileno() == -1
 
@@ -362,7 +382,7 @@ def test_differences_are_named_with_what_to_do():
         hosts=("b:1", "a:1"),
         time_seconds=here.time_seconds + 120,
     )
-    found = {item.what: item for item in differences(here, there, received_seconds=here.time_seconds)}
+    found = {item.what: item for item in find_differences(here, there, received_seconds=here.time_seconds)}
     assert set(found) == {
         "the version of torch",
         "the code",

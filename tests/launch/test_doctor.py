@@ -23,7 +23,7 @@ from rankless.launch.doctor.host_pairs import schedule_rounds
 from rankless.launch.doctor.link_test import SECRET_BYTES, connect_all, measure_link, start_listener
 from rankless.launch.doctor.preflight import run_preflight
 from rankless.launch.doctor.probe_protocol import CheckHost, ConnectionTarget
-from rankless.launch.rendezvous.ssh_failures import ssh_cause
+from rankless.launch.rendezvous.ssh_failures import find_ssh_cause
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning, with_place
 from rankless.terminal.doctor_table import make_doctor_report, render_doctor_report
 
@@ -171,7 +171,7 @@ def test_every_ordered_pair_is_measured_once_and_no_host_twice_at_a_time(count: 
     ],
 )
 def test_what_ssh_says_is_told_apart(said: str, seen: str):
-    cause = ssh_cause(said, "b")
+    cause = find_ssh_cause(said, "b")
     assert cause is not None
     assert cause.seen.startswith(seen)
     assert "{" not in cause.fix

@@ -7,13 +7,13 @@ import pytest
 
 from rankless.config.elastic import Elastic
 from rankless.launch.elastic.member import Action, Start, Status, Tell
-from rankless.launch.elastic.membership import PATIENCE_SECONDS, Roll
-from rankless.records.elastic_messages import Begin, Dismissed, HostsChanged, Over, Ready
+from rankless.launch.elastic.membership import PATIENCE_SECONDS, JobMembership
+from rankless.records.elastic_messages import HostsChanged, RoundEnded, RoundStarted, WorkerDismissed, WorkerReady
 
 
-def made(slots: dict[str, int], *, first: int = 2, may_change: bool = True, **settings: object) -> Roll:
+def made(slots: dict[str, int], *, first: int = 2, may_change: bool = True, **settings: object) -> JobMembership:
     elastic = Elastic(**({"min_workers": 1, "elastic_timeout_seconds": 60.0} | settings))
-    roll = Roll(elastic, first_workers=first)
+    roll = JobMembership(elastic, first_workers=first)
     roll.hosts_are(slots, may_change=may_change)
     return roll
 
@@ -30,24 +30,24 @@ def told(actions: Iterable[Action], kind: type) -> dict[int, object]:
     }
 
 
-def begin(roll: Roll, now: float = 0.0) -> dict[int, Begin]:
+def begin(roll: JobMembership, now: float = 0.0) -> dict[int, RoundStarted]:
     """Begin a round of all who are ready, as they do it, and sync; what each was told."""
-    (lead, word), *rest = told(roll.turn(now), Begin).items()
+    (lead, word), *rest = told(roll.turn(now), RoundStarted).items()
     assert rest == []
-    assert (word.seat.rank, word.port) == (0, None)
+    assert (word.assignment.rank, word.port) == (0, None)
     roll.serving(lead, word.round, 4000)
-    begins = {lead: word} | told(roll.turn(now), Begin)
+    begins = {lead: word} | told(roll.turn(now), RoundStarted)
     for number in begins:
         roll.synced(number, word.round)
     return begins
 
 
-def ready(roll: Roll, *numbers: int, now: float = 0.0, has_state: bool = False) -> None:
+def ready(roll: JobMembership, *numbers: int, now: float = 0.0, has_state: bool = False) -> None:
     for number in numbers:
-        roll.ready(number, Ready(last_round=roll.workers[number].last_round, has_state=has_state), now)
+        roll.ready(number, WorkerReady(last_round=roll.workers[number].last_round, has_state=has_state), now)
 
 
-def running(slots: dict[str, int], **settings: object) -> Roll:
+def running(slots: dict[str, int], **settings: object) -> JobMembership:
     """A job in its first round."""
     roll = made(slots, **settings)
     numbers = started(roll.turn(0.0))
@@ -56,8 +56,8 @@ def running(slots: dict[str, int], **settings: object) -> Roll:
     return roll
 
 
-def ranks(begins: dict[int, Begin]) -> list[int]:
-    return sorted(begins, key=lambda number: begins[number].seat.rank)
+def ranks(begins: dict[int, RoundStarted]) -> list[int]:
+    return sorted(begins, key=lambda number: begins[number].assignment.rank)
 
 
 def test_who_does_not_come_to_the_first_round_is_told_and_ends_the_job():
@@ -88,22 +88,22 @@ def test_a_round_begins_when_all_are_ready_and_rank_0_serves_before_the_others_a
     ready(roll, 2)
     (first,) = roll.turn(1.0)
     assert isinstance(first, Tell)
-    assert (first.word.port, first.word.seat.rank) == (None, 0)
+    assert (first.word.port, first.word.assignment.rank) == (None, 0)
     assert roll.turn(1.0) == []
     roll.serving(0, 1, 4000)
-    words = told(roll.turn(1.0), Begin)
+    words = told(roll.turn(1.0), RoundStarted)
     assert {number: word.port for number, word in words.items()} == {1: 4000, 2: 4000}
-    assert words[2].seat.cross_rank == 1
+    assert words[2].assignment.cross_rank == 1
 
 
 def test_the_rest_of_a_round_is_told_and_a_replacement_comes_when_a_worker_dies():
     roll = running({"a": 3})
     roll.failed(1, 5.0, is_own=False)
     actions = roll.turn(5.0)
-    assert set(told(actions, Over)) == {0, 2}
+    assert set(told(actions, RoundEnded)) == {0, 2}
     assert started(actions) == [3]
     ready(roll, 0, 2, now=5.1)
-    assert told(roll.turn(5.2), Begin) == {}  # the replacement is on its way
+    assert told(roll.turn(5.2), RoundStarted) == {}  # the replacement is on its way
     ready(roll, 3, now=5.5)
     begins = begin(roll, 5.5)
     assert ranks(begins) == [0, 2, 3]
@@ -123,7 +123,7 @@ def test_who_has_the_latest_state_leads_though_another_was_in_a_later_round():
     roll.failed(1, 5.0, is_own=False)
     assert started(roll.turn(5.0)) == [2]
     ready(roll, 0, 2, now=5.0)
-    (lead,) = told(roll.turn(5.0), Begin)
+    (lead,) = told(roll.turn(5.0), RoundStarted)
     roll.serving(lead, 2, 4000)
     roll.turn(5.0)
     # Worker 2 has been in round 2, but the round ended before it had the state.
@@ -136,7 +136,7 @@ def test_a_slow_replacement_is_left_for_a_later_round_and_the_members_are_told_o
     roll.failed(1, 5.0, is_own=False)
     roll.turn(5.0)
     ready(roll, 0, now=5.0)
-    assert told(roll.turn(5.0 + PATIENCE_SECONDS / 2), Begin) == {}
+    assert told(roll.turn(5.0 + PATIENCE_SECONDS / 2), RoundStarted) == {}
     assert ranks(begin(roll, 6.0 + PATIENCE_SECONDS)) == [0]
     assert roll.turn(60.0) == []
     ready(roll, 2, now=61.0)
@@ -163,11 +163,11 @@ def test_workers_of_a_host_that_goes_are_dismissed_when_they_have_left_the_round
     notices = told(roll.turn(5.0), HostsChanged)
     assert notices == dict.fromkeys((0, 1, 2), HostsChanged(round=1, removed=True, added=False))
     ready(roll, 1, now=6.0, has_state=True)
-    assert set(told(roll.turn(6.0), Dismissed)) == {1}
+    assert set(told(roll.turn(6.0), WorkerDismissed)) == {1}
     ready(roll, 0, 2, now=6.0, has_state=True)
     actions = roll.turn(6.0)
-    assert set(told(actions, Dismissed)) == {2}
-    assert [(word.seat.size, word.must_sync) for word in told(actions, Begin).values()] == [(1, False)]
+    assert set(told(actions, WorkerDismissed)) == {2}
+    assert [(word.assignment.size, word.must_sync) for word in told(actions, RoundStarted).values()] == [(1, False)]
     roll.finished(1)
     assert not roll.is_finishing  # it was dismissed: that is not the end of the training
 
@@ -178,7 +178,7 @@ def test_everybody_takes_part_in_sending_the_state_if_somebody_has_come_while_wo
     roll.hosts_are({"a": 1}, may_change=True)
     roll.turn(5.0)
     ready(roll, 0, 1, now=6.0, has_state=True)
-    assert set(told(roll.turn(6.0), Dismissed)) == {1}
+    assert set(told(roll.turn(6.0), WorkerDismissed)) == {1}
     assert roll.turn(20.0) == []  # there are too few
     roll.hosts_are({"a": 1, "c": 1}, may_change=True)
     assert started(roll.turn(21.0)) == [2]
@@ -193,7 +193,7 @@ def test_a_survivor_that_had_to_restore_makes_all_take_part_in_sending_the_state
     roll.turn(5.0)
     ready(roll, 0, 2, now=6.0, has_state=True)
     ready(roll, 1, now=6.0, has_state=False)
-    assert [word.must_sync for word in told(roll.turn(6.0), Begin).values()] == [True]
+    assert [word.must_sync for word in told(roll.turn(6.0), RoundStarted).values()] == [True]
 
 
 def test_the_last_that_has_the_state_stays_until_another_has_it():
@@ -205,8 +205,8 @@ def test_the_last_that_has_the_state_stays_until_another_has_it():
     assert set(told(roll.turn(7.0), HostsChanged)) == {0, 1}
     ready(roll, 0, 1, now=8.0)
     actions = roll.turn(8.0)
-    assert set(told(actions, Dismissed)) == {0}
-    assert set(told(actions, Begin)) == {1}
+    assert set(told(actions, WorkerDismissed)) == {0}
+    assert set(told(actions, RoundStarted)) == {1}
 
 
 def test_not_more_workers_than_the_most():
@@ -277,7 +277,7 @@ def test_the_reset_limit():
     ready(roll, 0, 1, now=5.0)
     begin(roll, 5.0)
     ready(roll, 0, 1, now=6.0)
-    assert told(roll.turn(6.0), Begin) == {}
+    assert told(roll.turn(6.0), RoundStarted) == {}
     assert roll.trouble is not None
     assert "reset limit of 1" in roll.trouble.headline
 
@@ -290,8 +290,8 @@ def test_once_a_worker_has_finished_nobody_is_started_and_who_lost_it_may_finish
     ready(roll, 2, 3, now=5.0)
     actions = roll.turn(5.0)
     assert started(actions) == []
-    assert set(told(actions, Dismissed)) == {3}
-    assert set(told(actions, Begin)) == {2}
+    assert set(told(actions, WorkerDismissed)) == {3}
+    assert set(told(actions, RoundStarted)) == {2}
     roll.finished(2)
     roll.finished(3)
     assert roll.is_finishing
@@ -309,7 +309,7 @@ class Simulated:
         self.starting: set[int] = set()
         self.member_of: dict[int, int] = {}
         self.noticed: set[int] = set()
-        self.leads: list[tuple[int, Begin]] = []
+        self.leads: list[tuple[int, RoundStarted]] = []
         self.ended: list[int] = []
 
     def turn(self) -> None:
@@ -320,12 +320,12 @@ class Simulated:
                 continue  # it died before it could hear
             if isinstance(action, Start):
                 self.starting.add(number)
-            elif isinstance(action.word, Begin):
+            elif isinstance(action.word, RoundStarted):
                 assert number not in self.member_of, "told of a round while in another"
                 self.member_of[number] = action.word.round
                 if action.word.port is None:
                     self.leads.append((number, action.word))
-            elif isinstance(action.word, Over | HostsChanged):
+            elif isinstance(action.word, RoundEnded | HostsChanged):
                 self.noticed.add(number)
             else:
                 self.ended.append(number)
@@ -340,7 +340,7 @@ class Simulated:
     def come(self) -> None:
         if self.starting:
             number = self.starting.pop()
-            self.roll.ready(number, Ready(), self.now)
+            self.roll.ready(number, WorkerReady(), self.now)
 
     def serve(self) -> None:
         if self.leads:
@@ -352,7 +352,7 @@ class Simulated:
         for number in [number for number in self.noticed if number in self.member_of]:
             last = self.member_of.pop(number)
             self.noticed.discard(number)
-            self.roll.ready(number, Ready(last_round=last, has_state=self.random.random() < 0.5), self.now)
+            self.roll.ready(number, WorkerReady(last_round=last, has_state=self.random.random() < 0.5), self.now)
 
     def sync(self) -> None:
         for number, round in self.member_of.items():

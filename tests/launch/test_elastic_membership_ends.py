@@ -6,7 +6,7 @@ from launch.test_elastic_membership import begin, ready, running, started, told
 
 from rankless.launch.elastic.member import Action, End
 from rankless.launch.elastic.membership import FIRST_ROUND_SECONDS, PATIENCE_SECONDS
-from rankless.records.elastic_messages import Dismissed
+from rankless.records.elastic_messages import WorkerDismissed
 
 
 def ended(actions: Iterable[Action]) -> dict[int, str]:
@@ -22,7 +22,7 @@ def test_a_survivor_that_does_not_come_is_left_behind_and_ended():
     ready(roll, 0, now=70.0)
     assert ended(roll.turn(70.0 + PATIENCE_SECONDS)) == {}
     assert roll.seating is not None
-    assert set(roll.seating.seats) == {0, 3}
+    assert set(roll.seating.assignments) == {0, 3}
     assert ended(roll.turn(71.0 + PATIENCE_SECONDS)) == {2: "did not come to hvd.init again for 31 s"}
     assert ended(roll.turn(72.0 + PATIENCE_SECONDS)) == {}  # once
 
@@ -52,7 +52,7 @@ def test_a_dismissed_worker_that_does_not_end_is_ended():
     roll.hosts_are({"a": 1}, may_change=True)
     roll.turn(5.0)
     ready(roll, 0, 1, now=6.0, has_state=True)
-    assert set(told(roll.turn(6.0), Dismissed)) == {1}
+    assert set(told(roll.turn(6.0), WorkerDismissed)) == {1}
     assert ended(roll.turn(7.0 + PATIENCE_SECONDS)) == {1: "did not end for 31 s"}
 
 

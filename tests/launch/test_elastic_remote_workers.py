@@ -16,10 +16,10 @@ from support.jobs import wait_until
 
 from rankless.config.elastic import Elastic
 from rankless.config.run_config import JobStart, Program, RunRequest
-from rankless.launch.elastic.member import Worker
-from rankless.launch.elastic.remote_workers import RemoteCrew
+from rankless.launch.elastic.member import ElasticWorker
+from rankless.launch.elastic.remote_workers import RemoteWorkers
 from rankless.launch.elastic.ssh_protocol import Task
-from rankless.launch.rendezvous.host_facts import own_versions
+from rankless.launch.rendezvous.host_facts import installed_versions
 from rankless.records.events import Exited
 
 ANOTHER_HOST = """
@@ -33,7 +33,7 @@ while sys.stdin.buffer.read(1 << 16):
 """
 
 
-def lost(crew: RemoteCrew) -> str:
+def lost(crew: RemoteWorkers) -> str:
     """Why the host is lost, or nothing if it is there and stays."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and crew.here is None and not crew.has_ended():
@@ -42,7 +42,7 @@ def lost(crew: RemoteCrew) -> str:
 
 
 @contextlib.contextmanager
-def crew_by(ssh: str, folder: Path) -> Iterator[RemoteCrew]:
+def crew_by(ssh: str, folder: Path) -> Iterator[RemoteWorkers]:
     """The crew of a host to which such a command is the way."""
     (folder / "ssh").write_text(f"#!/bin/sh\nexec {ssh}\n")
     (folder / "ssh").chmod(0o755)
@@ -60,7 +60,7 @@ def crew_by(ssh: str, folder: Path) -> Iterator[RemoteCrew]:
     task = Task(program=program, request=RunRequest(worker_count=1), start=start, folder=str(folder), environment={})
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     with patch.dict(os.environ, PATH=path), selectors.DefaultSelector() as selector:
-        crew = RemoteCrew("b", task, Elastic(min_workers=1), selector=selector, writes={})
+        crew = RemoteWorkers("b", task, Elastic(min_workers=1), selector=selector, writes={})
         try:
             yield crew
         finally:
@@ -69,11 +69,11 @@ def crew_by(ssh: str, folder: Path) -> Iterator[RemoteCrew]:
 
 @pytest.mark.parametrize("torch_version", ["1.0.0", None])
 def test_a_host_with_another_version_is_refused_with_what_to_do(torch_version: str | None, tmp_path: Path):
-    versions = own_versions() | ({} if torch_version is None else {"torch": torch_version})
+    versions = installed_versions() | ({} if torch_version is None else {"torch": torch_version})
     (tmp_path / "there.py").write_text(ANOTHER_HOST.format(versions=versions))
     with crew_by(f"{sys.executable} {tmp_path}/there.py", tmp_path) as crew:
         why = lost(crew)
-    mine = own_versions()["torch"]
+    mine = installed_versions()["torch"]
     expected = f"the version of torch is 1.0.0, expected {mine}: install torch {mine} there"
     assert why == ("" if torch_version is None else expected)
 
@@ -81,7 +81,7 @@ def test_a_host_with_another_version_is_refused_with_what_to_do(torch_version: s
 def test_a_host_that_does_not_answer_holds_up_no_end(tmp_path: Path):
     with crew_by("sleep 600", tmp_path) as crew:
         (ssh,) = [child for child in psutil.Process().children() if child.name() in ("ssh", "sh", "sleep")]
-        crew.start(Worker(number=7, host="b", slot=0, owes_since=0.0))
+        crew.start(ElasticWorker(number=7, host="b", slot=0, owes_since=0.0))
         assert list(crew.turn()) == []
         assert not crew.has_ended()
         crew.signal(signal.SIGINT)

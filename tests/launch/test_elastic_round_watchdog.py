@@ -1,12 +1,12 @@
 """A round of an elastic job that stands still: when it is spoken of, and who is ended."""
 
-from rankless.launch.elastic.round_watchdog import Report, Standstill
-from rankless.records.elastic_messages import Seat
+from rankless.launch.elastic.round_watchdog import Report, RoundWatchdog
+from rankless.records.elastic_messages import RankAssignment
 from rankless.records.events import RankState, RankStatus
 
 HOSTS = {3: "a", 5: "a", 8: "b"}
 SEATS = {
-    number: Seat(rank=rank, size=3, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+    number: RankAssignment(rank=rank, size=3, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
     for rank, number in enumerate(HOSTS)
 }
 
@@ -18,12 +18,12 @@ def where(number: int, state: RankState, still: float = 10.0) -> RankStatus:
     )
 
 
-def turn(standstill: Standstill, now: float, *, round: int = 1) -> Report | None:
+def turn(standstill: RoundWatchdog, now: float, *, round: int = 1) -> Report | None:
     return standstill.turn(round, SEATS, HOSTS, now)
 
 
-def with_a_sleeper(timeout: float | None) -> Standstill:
-    standstill = Standstill(timeout)
+def with_a_sleeper(timeout: float | None) -> RoundWatchdog:
+    standstill = RoundWatchdog(timeout)
     assert turn(standstill, 0.0) is None
     standstill.take(where(3, "waits"), 10.0)
     standstill.take(where(8, "waits"), 10.0)
@@ -68,7 +68,7 @@ def test_as_long_as_one_moves_the_round_does():
 
 
 def test_if_nobody_waits_for_another_nobody_is_ended():
-    standstill = Standstill(20.0)
+    standstill = RoundWatchdog(20.0)
     assert turn(standstill, 0.0) is None
     for number in SEATS:
         standstill.take(where(number, "blocked"), 10.0)
@@ -89,7 +89,7 @@ def test_a_new_round_begins_anew():
 
 def test_who_does_not_end_when_others_have_is_spoken_of_and_ended_only_if_the_user_has_said_when():
     for timeout, wanted in ((None, {}), (45.0, {5: "did not come to its end for 45 s, and others have"})):
-        standstill = Standstill(timeout)
+        standstill = RoundWatchdog(timeout)
         assert turn(standstill, 0.0) is None
         standstill.finished(3, 5.0)
         standstill.finished(8, 6.0)
@@ -111,7 +111,7 @@ def test_who_does_not_end_when_others_have_is_spoken_of_and_ended_only_if_the_us
 
 
 def test_who_waits_for_those_that_have_ended_is_ended():
-    standstill = Standstill(None)
+    standstill = RoundWatchdog(None)
     assert turn(standstill, 0.0) is None
     standstill.finished(3, 5.0)
     standstill.take(where(5, "waits"), 15.0)

@@ -11,7 +11,7 @@ import pytest
 from support.jobs import wait_until
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.elastic.worker_watchdog import Watched
+from rankless.launch.elastic.worker_watchdog import WorkerWatchdog
 from rankless.records.events import HangDetected, RankStatus, Started
 
 Turn = Callable[[], list[RankStatus | HangDetected]]
@@ -23,7 +23,7 @@ def worker() -> Iterator[LaterTurns]:
     """A process that runs some code, and is to be ended; and what is told of it at each look, a second after the other
     by the clock of the watch.
     """
-    watch = Watched(timeout_seconds=None)
+    watch = WorkerWatchdog(timeout_seconds=None)
     started: list[subprocess.Popen[bytes]] = []
 
     def run(code: str) -> tuple[subprocess.Popen[bytes], Turn]:

@@ -1,6 +1,6 @@
 """Who is blamed, from records in the order in which they arrived."""
 
-from rankless.launch.supervisor.failure_attribution import Verdict, judge
+from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure
 from rankless.records.events import AnyRecord, Exited, GroupTeardown, HangDetected, Raised, ScriptFinished, Started
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4411"
@@ -31,84 +31,87 @@ def leaving(rank: int, traceback: str = "") -> GroupTeardown:
 
 
 def verdict_on(*records: AnyRecord) -> Verdict:
-    verdict = judge(records)
+    verdict = attribute_failure(records)
     assert verdict is not None
     return verdict
 
 
 def test_nobody_is_blamed_while_nothing_has_failed() -> None:
     started = Started(rank=0, time_ns=0, pid=1, log_file="")
-    assert judge([started, left(0, 0), leaving(1), exited(0, 0), left(1, 0), exited(1, 0)]) is None
+    assert attribute_failure([started, left(0, 0), leaving(1), exited(0, 0), left(1, 0), exited(1, 0)]) is None
 
 
 def test_the_first_to_raise_is_blamed_and_the_job_exits_with_1() -> None:
     verdict = verdict_on(raised(2), raised(1), left(2, 1), exited(2, 1))
-    assert (verdict.culprit, verdict.exit_code, verdict.cause) == (2, 1, "raised")
+    assert (verdict.root_cause_rank, verdict.exit_code, verdict.cause) == (2, 1, "raised")
     assert verdict.headline == "raised ValueError: x is wrong"
 
 
 def test_a_victim_that_reports_first_is_not_blamed() -> None:
-    assert verdict_on(raised(0, LOST), raised(1)).culprit == 1
+    assert verdict_on(raised(0, LOST), raised(1)).root_cause_rank == 1
 
 
 def test_a_victim_is_recognised_by_the_chain_of_its_traceback() -> None:
     chained = Raised(rank=0, time_ns=0, error_type="MyError", message="lost", traceback=f"{LOST}\n...MyError")
-    assert verdict_on(chained, exited(1, -9)).culprit == 1
+    assert verdict_on(chained, exited(1, -9)).root_cause_rank == 1
 
 
 def test_a_rank_that_repeats_another_ranks_error_is_a_victim() -> None:
-    assert verdict_on(raised(1, "rank 0 raised ValueError: no"), raised(0)).culprit == 0
+    assert verdict_on(raised(1, "rank 0 raised ValueError: no"), raised(0)).root_cause_rank == 0
 
 
 def test_one_who_left_its_group_with_an_error_on_its_way_is_blamed_before_it_reports_it() -> None:
     verdict = verdict_on(leaving(1, "Traceback\nKeyError: 'a'\n"), raised(0, LOST), left(0, 1), exited(0, 1))
-    assert (verdict.culprit, verdict.headline) == (1, "raised KeyError: 'a'")
+    assert (verdict.root_cause_rank, verdict.headline) == (1, "raised KeyError: 'a'")
 
 
 def test_one_who_left_early_is_blamed_only_once_others_have_lost_their_connection() -> None:
-    assert judge([left(1, 0), exited(1, 0)]) is None
+    assert attribute_failure([left(1, 0), exited(1, 0)]) is None
     verdict = verdict_on(left(1, 0), exited(1, 0), raised(0, LOST))
-    assert (verdict.culprit, verdict.exit_code) == (1, 1)
+    assert (verdict.root_cause_rank, verdict.exit_code) == (1, 1)
     assert "ended its script while other ranks still needed it" in verdict.headline
 
 
 def test_one_who_left_after_the_connection_was_lost_is_not_blamed() -> None:
     verdict = verdict_on(raised(0, LOST), left(1, 0))
-    assert (verdict.culprit, verdict.cause) == (0, "lost")
+    assert (verdict.root_cause_rank, verdict.cause) == (0, "lost")
 
 
 def test_one_on_another_host_who_left_is_blamed_though_its_word_came_later_than_its_victims() -> None:
     records = [raised(0, LOST), leaving(1), left(2, 0)]
-    verdict = judge(records, host_of=lambda rank: rank)
+    verdict = attribute_failure(records, host_of=lambda rank: rank)
     assert verdict is not None
-    assert (verdict.culprit, verdict.headline) == (1, "destroyed its process group while other ranks still needed it")
+    assert (verdict.root_cause_rank, verdict.headline) == (
+        1,
+        "destroyed its process group while other ranks still needed it",
+    )
 
 
 def test_a_victim_on_another_host_that_cleans_up_is_not_blamed() -> None:
     records = [raised(0, LOST), leaving(1, LOST), raised(1, LOST), left(1, 1), exited(1, 1)]
-    verdict = judge(records, host_of=lambda rank: rank)
+    verdict = attribute_failure(records, host_of=lambda rank: rank)
     assert verdict is not None
-    assert (verdict.culprit, verdict.cause) == (0, "lost")
+    assert (verdict.root_cause_rank, verdict.cause) == (0, "lost")
 
 
 def test_one_who_ended_without_a_word_is_blamed_though_its_end_is_known_after_its_victims_failure() -> None:
     verdict = verdict_on(raised(0, LOST), exited(1, 0))
-    assert (verdict.culprit, verdict.cause) == (1, "left")
+    assert (verdict.root_cause_rank, verdict.cause) == (1, "left")
 
 
 def test_a_death_by_signal_outweighs_a_polite_exit_that_was_reported_earlier() -> None:
     verdict = verdict_on(left(0, 3), exited(1, -9))
-    assert (verdict.culprit, verdict.exit_code) == (1, 137)
+    assert (verdict.root_cause_rank, verdict.exit_code) == (1, 137)
 
 
 def test_an_exit_code_of_a_script_is_the_jobs() -> None:
     verdict = verdict_on(left(1, 7), raised(0, LOST), exited(1, 7))
-    assert (verdict.culprit, verdict.exit_code) == (1, 7)
+    assert (verdict.root_cause_rank, verdict.exit_code) == (1, 7)
 
 
 def test_a_crash_after_a_good_end_counts() -> None:
     verdict = verdict_on(left(0, 0), exited(0, -11))
-    assert (verdict.culprit, verdict.exit_code, verdict.cause) == (0, 139, "signal")
+    assert (verdict.root_cause_rank, verdict.exit_code, verdict.cause) == (0, 139, "signal")
 
 
 def test_victims_get_time_for_the_culprit_and_culprits_hardly_any() -> None:
@@ -122,9 +125,9 @@ def timed_out(rank: int) -> Raised:
 
 
 def test_who_waited_until_a_timeout_is_not_blamed_before_anyone_who_failed() -> None:
-    assert verdict_on(timed_out(0), raised(1)).culprit == 1
-    assert verdict_on(timed_out(0), left(0, 1), exited(0, 1), exited(1, -9)).culprit == 1
-    assert verdict_on(left(1, 0), timed_out(0)).culprit == 1
+    assert verdict_on(timed_out(0), raised(1)).root_cause_rank == 1
+    assert verdict_on(timed_out(0), left(0, 1), exited(0, 1), exited(1, -9)).root_cause_rank == 1
+    assert verdict_on(left(1, 0), timed_out(0)).root_cause_rank == 1
 
 
 def test_the_rank_that_the_hang_watch_finds_missing_is_blamed_for_a_timeout() -> None:
@@ -144,15 +147,15 @@ def test_a_timeout_of_something_else_is_an_error_like_any_other() -> None:
     text = "Timed out waiting 9ms for x"
     trace = f'Traceback (most recent call last):\n  File "/home/me/a.py", line 1, in <module>\nE: {text}'
     record = Raised(rank=1, time_ns=0, error_type="E", message=text, traceback=trace)
-    assert (verdict_on(record).cause, verdict_on(record).culprit) == ("raised", 1)
+    assert (verdict_on(record).cause, verdict_on(record).root_cause_rank) == ("raised", 1)
 
 
 def test_who_has_not_submitted_what_others_stalled_for_is_named() -> None:
     missing = "Missing ranks:\n0: [allreduce.b]\n2: [allreduce.a]"
     text = f"Horovod has been shut down. … Stalled for more than 5 seconds.\n{missing}"
     verdict = verdict_on(raised(1, text), raised(0, text), left(0, 1), exited(0, 1))
-    assert (verdict.culprit, verdict.cause, verdict.exit_code) == (0, "stalled", 1)
+    assert (verdict.root_cause_rank, verdict.cause, verdict.exit_code) == (0, "stalled", 1)
     assert verdict.headline == (
         "did not submit [allreduce.b], for which others waited more than 5 s; rank 2 not [allreduce.a]"
     )
-    assert verdict_on(raised(1, text), exited(2, -9)).culprit == 2
+    assert verdict_on(raised(1, text), exited(2, -9)).root_cause_rank == 2

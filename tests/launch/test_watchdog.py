@@ -10,8 +10,8 @@ import pytest
 from support.jobs import wait_until
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.rendezvous.peers import SingleHost
-from rankless.launch.supervisor.failure_attribution import judge
+from rankless.launch.rendezvous.peers import NoPeers
+from rankless.launch.supervisor.failure_attribution import attribute_failure
 from rankless.launch.watchdog.process_stats import read_process_stats
 from rankless.launch.watchdog.stacks import StackRequest
 from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
@@ -46,10 +46,10 @@ def sleeper():
     process.wait()
 
 
-class FakeLeader(SingleHost):
+class FakeLeader(NoPeers):
     """Host 0 as another host sees it."""
 
-    judges = False
+    attributes_failures = False
     asks = False
 
     def is_asked_where(self):
@@ -57,7 +57,7 @@ class FakeLeader(SingleHost):
         return asks
 
 
-class FakeFollowers(SingleHost):
+class FakeFollowers(NoPeers):
     """The other hosts as host 0 sees them."""
 
     count = 0
@@ -74,7 +74,7 @@ def watch_rank_0(process_id, folder, *, others=None, timeout_seconds=None):
         worker_configs=[make_worker_config(0, 2)],
         pages=pages,
         timeout_seconds=timeout_seconds,
-        others=others or SingleHost(),
+        others=others or NoPeers(),
         stacks_file=str(folder / "stacks.txt"),
         host_name=lambda rank: "ab"[rank],
     )
@@ -112,8 +112,10 @@ def test_the_users_timeout_ends_the_job_and_gives_the_verdict(sleeper, tmp_path)
         assert [type(record) for record in first if not isinstance(record, RankStatus)] == [Notice]
         watchdog.receive(waiting_status(still=30.0))
         (stuck,) = [record for record in collect_records(watchdog, 20, start + 15) if isinstance(record, HangDetected)]
-    verdict = judge([Started(rank=0, time_ns=0, pid=1, log_file=""), stuck, Exited(rank=1, time_ns=0, exit_code=1)])
-    assert (verdict.culprit, verdict.cause, verdict.exit_code) == (0, "stuck", 1)
+    verdict = attribute_failure(
+        [Started(rank=0, time_ns=0, pid=1, log_file=""), stuck, Exited(rank=1, time_ns=0, exit_code=1)]
+    )
+    assert (verdict.root_cause_rank, verdict.cause, verdict.exit_code) == (0, "hang", 1)
     assert "did not arrive" in verdict.headline
 
 

@@ -13,7 +13,7 @@ from rankless.config.run_config import UNKNOWN_HOST, Cluster, JobStart, Program,
 from rankless.errors import ConfigError
 from rankless.launch import log_files
 from rankless.launch.job_setup import Assembled
-from rankless.launch.rendezvous.peers import SingleHost
+from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launchers.fleetrun import hosts
 from rankless.launchers.fleetrun.options import FleetrunFlags
@@ -54,7 +54,7 @@ def job_of(config: RunConfig) -> Assembled:
         store_port=1,
         endpoints=tuple(f"127.0.0.1:{6070 + rank}" for rank in range(count)),
     )
-    return Assembled(others=SingleHost(), start=start, devices=(config.devices,))
+    return Assembled(others=NoPeers(), start=start, devices=(config.devices,))
 
 
 def environments(config: RunConfig) -> list[dict[str, str | None]]:

@@ -11,7 +11,7 @@ from launchers.horovodrun_spellings import SPELLINGS
 from rankless.cli import CommandParser, horovodrun, main
 from rankless.config import environment, hosts
 from rankless.config.elastic import Elastic
-from rankless.config.horovodrun import Horovod, NamedHost, padded_rank, seat_of, slot_variables
+from rankless.config.horovodrun import Horovod, NamedHost, find_rank_assignment, padded_rank, slot_variables
 from rankless.config.run_config import Cluster, Program, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
@@ -263,11 +263,17 @@ def test_the_start_timeout_is_the_options_or_the_environments_or_30_s(monkeypatc
 
 def test_slots_on_hosts_of_different_sizes():
     job = Horovod(hosts=(NamedHost(name="a", slots=2), NamedHost(name="b", slots=1), NamedHost(name="c", slots=2)))
-    seats = [seat_of(job, rank) for rank in range(5)]
-    assert [(host, seat.local_rank, seat.local_size) for host, seat in seats] == [
+    assignments = [find_rank_assignment(job, rank) for rank in range(5)]
+    assert [(host, assignment.local_rank, assignment.local_size) for host, assignment in assignments] == [
         *(("a", 0, 2), ("a", 1, 2), ("b", 0, 1), ("c", 0, 2), ("c", 1, 2))
     ]
-    assert [(seat.cross_rank, seat.cross_size) for _, seat in seats] == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
+    assert [(assignment.cross_rank, assignment.cross_size) for _, assignment in assignments] == [
+        (0, 3),
+        (0, 2),
+        (1, 3),
+        (2, 3),
+        (1, 2),
+    ]
     found = slot_variables(msgspec.structs.replace(job, variables=(("HOROVOD_CYCLE_TIME", "1"),)), 4, interface="eth0")
     assert found["HOROVOD_HOSTNAME"] == "c"
     assert [found[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")] == ["4", "5", "1", "2"]

@@ -13,9 +13,9 @@ from rankless.compat.horovod.engine.operation_scheduler import OperationSchedule
 from rankless.compat.horovod.engine.rendezvous import Met, meet
 from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.config import environment
-from rankless.config.horovod_variables import seat_of_variables
-from rankless.config.rank_layout import seats_of
-from rankless.records.elastic_messages import Seat
+from rankless.config.horovod_variables import read_rank_assignment
+from rankless.config.rank_layout import assign_ranks
+from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime import current_process as runtime
 from rankless.runtime.elastic_round import membership
 from rankless.runtime.rendezvous.job_store import Place
@@ -23,7 +23,7 @@ from rankless.runtime.rendezvous.job_store import Place
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
-class World(Seat, frozen=True, kw_only=True):
+class World(RankAssignment, frozen=True, kw_only=True):
     """Where this process is among all; `local` is on its host, `cross` among the processes of its local rank."""
 
     is_homogeneous: bool
@@ -122,15 +122,15 @@ def _among(place: Place, comm: Any) -> tuple[Place, str]:
 
 
 def _world(place: Place, met: Met) -> World:
-    seat = _told(place) or place.seat or seats_of(met.hosts)[place.rank]
+    assignment = _told(place) or place.assignment or assign_ranks(met.hosts)[place.rank]
     sizes = {met.hosts.count(host) for host in met.hosts}
-    return World(**msgspec.structs.asdict(seat), is_homogeneous=len(sizes) == 1)
+    return World(**msgspec.structs.asdict(assignment), is_homogeneous=len(sizes) == 1)
 
 
-def _told(place: Place) -> Seat | None:
+def _told(place: Place) -> RankAssignment | None:
     """Where this process is by Horovod's variables, if a launcher has set them for this place: two names of hosts may
     mean one machine.
     """
     told = environment.horovod_variables()
     is_this_place = (told.get("RANK"), told.get("SIZE")) == (str(place.rank), str(place.size))
-    return seat_of_variables(told) if is_this_place and told.get("ELASTIC") != "1" else None
+    return read_rank_assignment(told) if is_this_place and told.get("ELASTIC") != "1" else None

@@ -10,8 +10,8 @@ from rankless.launch.doctor.host_pairs import HostNetwork, HostPairs
 from rankless.launch.doctor.probe_protocol import ApplyEnvironment, CheckHost, HostReport, ProbeFailed, ProbeRequest
 from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.launch.doctor.startup_test import StartupTest
-from rankless.launch.rendezvous.host_facts import MOST_SKEW_SECONDS, differences
-from rankless.launch.rendezvous.host_probe import seen_of
+from rankless.launch.rendezvous.host_facts import MOST_SKEW_SECONDS, find_differences
+from rankless.launch.rendezvous.host_probe import describe_reachability
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning, with_place
 from rankless.records.quantities import timed
 
@@ -171,7 +171,7 @@ class _Diagnosis:
         first = min(self._reports)
         reference = self._reports[first].facts
         for host_index, report in self._reports.items():
-            mismatches = differences(reference, report.facts, received_seconds=report.facts.time_seconds)
+            mismatches = find_differences(reference, report.facts, received_seconds=report.facts.time_seconds)
             results = [
                 make_failure(
                     item.what.removeprefix("the "), f"{item.there}, but {self._names[first]} has {item.here}", item.fix
@@ -230,7 +230,7 @@ def _make_duplicate_host_result(hosts: Sequence[Host]) -> CheckResult:
 
 def _check_from_outside(name: str) -> CheckResult:
     """What can be seen of a host without ssh."""
-    seen = seen_of(name)
+    seen = describe_reachability(name)
     if seen.startswith("it is up"):
         return make_pass("from here", "it is up")
     return make_failure("from here", seen, "see that the name is right, the host is up, and no firewall stands between")

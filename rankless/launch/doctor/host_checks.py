@@ -12,7 +12,7 @@ from rankless.config.hosts import own_addresses
 from rankless.config.run_config import Program
 from rankless.launch.doctor import gpu_checks, machine_checks, network_checks
 from rankless.launch.doctor.probe_protocol import CheckHost, HostReport
-from rankless.launch.rendezvous.host_facts import own_facts
+from rankless.launch.rendezvous.host_facts import collect_host_facts
 from rankless.records.check_results import CheckResult, make_warning
 
 Check = Callable[[], CheckResult | list[CheckResult]]
@@ -28,7 +28,7 @@ def check_host(request: CheckHost) -> HostReport:
                 [*_network_checks(request), *_port_checks(request), *_machine_checks(request), *_gpu_checks(request)]
             )
         ),
-        facts=own_facts(NO_PROGRAM, hosts=(), devices=()),
+        facts=collect_host_facts(NO_PROGRAM, hosts=(), devices=()),
         container=machine_checks.detect_container(),
         interface=None if card is None else card[0],
         address=None if card is None else card[1],

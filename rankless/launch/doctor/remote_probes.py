@@ -25,8 +25,8 @@ from rankless.launch.doctor.probe_protocol import (
     ProbeResponse,
     ReadClock,
 )
-from rankless.launch.rendezvous.ssh import OPTIONS
-from rankless.launch.rendezvous.ssh_failures import SshCause, ssh_cause
+from rankless.launch.rendezvous.ssh import SSH_OPTIONS
+from rankless.launch.rendezvous.ssh_failures import SshCause, find_ssh_cause
 from rankless.records.check_results import CheckResult, make_failure
 from rankless.runtime.python_command import python_command
 
@@ -55,7 +55,7 @@ class HostProbe:
         self._stderr_file = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the visit
         command = python_command(_PROGRAM)
         if not is_local:
-            ssh = ["ssh", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_SECONDS}", *OPTIONS]
+            ssh = ["ssh", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_SECONDS}", *SSH_OPTIONS]
             command = [*ssh, self._target, "--", _make_remote_command(command)]
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(FileNotFoundError):
@@ -169,7 +169,7 @@ class HostProbe:
             )
         self._stderr_file.seek(0)
         lines = self._stderr_file.read().decode(errors="replace").strip().splitlines()
-        cause = ssh_cause(" / ".join(lines), self._target)
+        cause = find_ssh_cause(" / ".join(lines), self._target)
         if cause is not None:
             return SshCause(f"{cause.seen} ({lines[-1].strip()})", cause.fix)
         ended = f"it ended with exit code {code}" if code is not None else "it went silent"

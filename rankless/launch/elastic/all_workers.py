@@ -11,22 +11,22 @@ from rankless.config.elastic import Elastic
 from rankless.config.environment import exported_variables, loopback_name, user_interfaces
 from rankless.config.hosts import interface_of, is_here
 from rankless.config.run_config import JobStart, RunConfig
-from rankless.launch.elastic.local_workers import Crew
-from rankless.launch.elastic.member import Worker
-from rankless.launch.elastic.membership import Seating
-from rankless.launch.elastic.remote_workers import RemoteCrew
+from rankless.launch.elastic.local_workers import LocalWorkers
+from rankless.launch.elastic.member import ElasticWorker
+from rankless.launch.elastic.membership import RoundState
+from rankless.launch.elastic.remote_workers import RemoteWorkers
 from rankless.launch.elastic.ssh_protocol import Task
 from rankless.launch.elastic.worker_config import launch_of
 from rankless.launch.log_files import shown_streams
 from rankless.launch.worker_output import Source, Terminal, Write
-from rankless.records.elastic_messages import Begin, WordDown, WordUp
+from rankless.records.elastic_messages import DriverMessage, RoundStarted, WorkerMessage
 from rankless.records.events import AnyRecord
 
 HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
+class LaunchContext:
     """What workers are started by."""
 
     config: RunConfig
@@ -41,19 +41,19 @@ def _named(numbers: Sequence[int]) -> str:
     return f"worker{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-class Crews:
+class AllWorkers:
     """All workers by their numbers, wherever they are."""
 
-    def __init__(self, orders: Orders, selector: selectors.BaseSelector) -> None:
+    def __init__(self, orders: LaunchContext, selector: selectors.BaseSelector) -> None:
         self._orders = orders
         self._selector = selector
         self._terminal = Terminal([], writes=orders.writes)
-        self._here = Crew(orders.config, log_path=os.path.join(orders.folder, "parent.log"), selector=selector)
-        self._there: dict[str, RemoteCrew] = {}
-        self._crew_of: dict[int, Crew | RemoteCrew] = {}
+        self._here = LocalWorkers(orders.config, log_path=os.path.join(orders.folder, "parent.log"), selector=selector)
+        self._there: dict[str, RemoteWorkers] = {}
+        self._crew_of: dict[int, LocalWorkers | RemoteWorkers] = {}
         self._is_ending = False
 
-    def start(self, worker: Worker) -> None:
+    def start(self, worker: ElasticWorker) -> None:
         """Start a worker."""
         if not is_here(worker.host):
             crew = self._there.get(worker.host) or self._reach(worker.host)
@@ -67,10 +67,10 @@ class Crews:
             self._terminal.add(stream)
         self._here.start(launch)
 
-    def tell(self, number: int, word: WordDown, seating: Seating | None) -> None:
+    def tell(self, number: int, word: DriverMessage, seating: RoundState | None) -> None:
         """Say something to a worker; to begin a round, with the address where its members meet."""
         crew = self._crew_of[number]
-        if isinstance(word, Begin) and seating is not None:
+        if isinstance(word, RoundStarted) and seating is not None:
             word = self._addressed(word, number, seating)
         crew.tell(number, word)
 
@@ -78,7 +78,7 @@ class Crews:
         """End one worker as soon as it stands still; one that computes is left alone."""
         self._crew_of[number].end(number, why)
 
-    def turn(self) -> Iterator[tuple[int, WordUp] | AnyRecord]:
+    def turn(self) -> Iterator[tuple[int, WorkerMessage] | AnyRecord]:
         """What is new."""
         self._terminal.pump()
         yield from self._here.turn()
@@ -116,10 +116,10 @@ class Crews:
             crew.close()
         self._terminal.close()
 
-    def _all(self) -> list[Crew | RemoteCrew]:
+    def _all(self) -> list[LocalWorkers | RemoteWorkers]:
         return [self._here, *self._there.values()]
 
-    def _reach(self, host: str) -> RemoteCrew:
+    def _reach(self, host: str) -> RemoteWorkers:
         orders = self._orders
         task = Task(
             program=orders.config.program,
@@ -128,20 +128,22 @@ class Crews:
             folder=orders.folder,
             environment=exported_variables(),
         )
-        crew = RemoteCrew(host, task, orders.elastic, selector=self._selector, writes=orders.writes)
+        crew = RemoteWorkers(host, task, orders.elastic, selector=self._selector, writes=orders.writes)
         self._there[host] = crew
         return crew
 
-    def _addressed(self, begin: Begin, number: int, seating: Seating) -> Begin:
+    def _addressed(self, begin: RoundStarted, number: int, seating: RoundState) -> RoundStarted:
         """Where the members of a round meet: on loopback if all are here, else where the hosts reach each other."""
-        lead = next(member for member, seat in seating.seats.items() if seat.rank == 0)
-        crews = {self._crew_of[member] for member in seating.seats}
-        outward = [crew.here.driver_address for crew in crews if isinstance(crew, RemoteCrew) and crew.here is not None]
+        lead = next(member for member, assignment in seating.assignments.items() if assignment.rank == 0)
+        crews = {self._crew_of[member] for member in seating.assignments}
+        outward = [
+            crew.here.driver_address for crew in crews if isinstance(crew, RemoteWorkers) and crew.here is not None
+        ]
         here = (outward[0], interface_of(outward[0])) if outward else (HERE, loopback_name())
 
         def way(member: int) -> tuple[str, str]:
             crew = self._crew_of[member]
-            if isinstance(crew, RemoteCrew) and crew.here is not None:
+            if isinstance(crew, RemoteWorkers) and crew.here is not None:
                 return crew.here.address, crew.here.interface
             return here
 

@@ -11,23 +11,23 @@ from rankless.config.elastic import Elastic
 from rankless.config.environment import horovod_variables
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.validation import choose_backend
-from rankless.launch.elastic.all_workers import HERE, Crews, Orders
+from rankless.launch.elastic.all_workers import HERE, AllWorkers, LaunchContext
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.launch.elastic.member import Action, End, Start
-from rankless.launch.elastic.membership import Roll, Trouble
-from rankless.launch.elastic.round_watchdog import Standstill
+from rankless.launch.elastic.membership import JobFailure, JobMembership
+from rankless.launch.elastic.round_watchdog import RoundWatchdog
 from rankless.launch.log_files import log_files, make_run_folder, run_name
 from rankless.launch.signals import Interrupts
-from rankless.launch.supervisor.announcements import counted, failure, horovod_sentence
-from rankless.launch.supervisor.failure_attribution import Verdict, is_victim, judge, signal_name
+from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure, name_signal
 from rankless.launch.supervisor.supervisor import (
     INTERRUPT_GRACE_SECONDS,
     KILL_GRACE_SECONDS,
     POLL_SECONDS,
     STOP_GRACE_SECONDS,
 )
+from rankless.launch.supervisor.terminal_text import format_count, format_failure, format_horovod_failure
 from rankless.launch.worker_output import Source, Write
-from rankless.records.elastic_messages import Begin, Ready, Serving, WordUp
+from rankless.records.elastic_messages import RoundStarted, StoreReady, WorkerMessage, WorkerReady
 from rankless.records.events import (
     AnyRecord,
     Exited,
@@ -44,7 +44,7 @@ TELL_AFTER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class DriverContext:
     """What a driver has of who has called it."""
 
     interrupts: Interrupts
@@ -54,7 +54,7 @@ class Surroundings:
     """What the terminal's two streams are written by."""
 
 
-def run_elastic(config: RunConfig, elastic: Elastic, around: Surroundings) -> int:
+def run_elastic(config: RunConfig, elastic: Elastic, around: DriverContext) -> int:
     """Run an elastic job to its end and return its exit code. Nothing that it has started is alive afterwards."""
     with selectors.DefaultSelector() as selector:
         selector.register(around.interrupts, selectors.EVENT_READ)
@@ -69,7 +69,7 @@ class Driver:
     """One elastic job."""
 
     def __init__(
-        self, config: RunConfig, elastic: Elastic, around: Surroundings, selector: selectors.BaseSelector
+        self, config: RunConfig, elastic: Elastic, around: DriverContext, selector: selectors.BaseSelector
     ) -> None:
         self._config = config
         self._around = around
@@ -77,13 +77,13 @@ class Driver:
         self._start = _job_start(config)
         self._folder = make_run_folder(config, self._start, 0)
         self._hosts = _hosts(config, elastic)
-        self._roll = Roll(elastic, first_workers=config.worker_count)
+        self._roll = JobMembership(elastic, first_workers=config.worker_count)
         self._records: dict[int, list[AnyRecord]] = {}
         self._said: set[str] = set()
         self._told_awaited = 0.0
-        self._standstill = Standstill(config.hang_timeout_seconds or _stall_seconds(config))
+        self._standstill = RoundWatchdog(config.hang_timeout_seconds or _stall_seconds(config))
         self._hosts_of: dict[int, str] = {}
-        orders = Orders(
+        orders = LaunchContext(
             config=config,
             elastic=elastic,
             start=self._start,
@@ -91,7 +91,7 @@ class Driver:
             tell=around.tell,
             writes=around.writes,
         )
-        self._crews = Crews(orders, selector)
+        self._crews = AllWorkers(orders, selector)
         most = elastic.max_workers
         upper = f" to {most}" if most is not None else " or more"
         around.tell(f"elastic job of {elastic.min_workers}{upper} workers, logs in {self._folder}")
@@ -104,13 +104,13 @@ class Driver:
             self._hear(now)
             for number in self._around.interrupts.read():
                 self._end(number)
-                self._around.tell(f"ended by {signal_name(number)}")
+                self._around.tell(f"ended by {name_signal(number)}")
                 return 128 + number
             if self._roll.is_finishing and not self._roll.workers and self._roll.trouble is None:
                 self._end(signal.SIGTERM)
                 return 0
             if is_broken:
-                self._roll.trouble = Trouble(headline="the process that starts the workers has ended")
+                self._roll.trouble = JobFailure(headline="the process that starts the workers has ended")
             self._decide(now)
             if self._roll.trouble is not None:
                 return self._fail(self._roll.trouble)
@@ -137,7 +137,7 @@ class Driver:
         seating = self._roll.seating
         if seating is None or seating.untold:
             return
-        report = self._standstill.turn(seating.number, seating.seats, self._hosts_of, now)
+        report = self._standstill.turn(seating.number, seating.assignments, self._hosts_of, now)
         if report is not None:
             self._around.tell(report.text)
             for number, why in report.culprits.items():
@@ -161,16 +161,16 @@ class Driver:
         if isinstance(action, End):
             self._crews.end(worker.number, action.why)
             return
-        if isinstance(action.word, Begin) and action.word.seat.rank == 0:
+        if isinstance(action.word, RoundStarted) and action.word.assignment.rank == 0:
             self._tell_of_round(action.word)
         self._crews.tell(worker.number, action.word, self._roll.seating)
 
-    def _tell_of_round(self, begin: Begin) -> None:
+    def _tell_of_round(self, begin: RoundStarted) -> None:
         seating = self._roll.seating
         assert seating is not None
-        ranks = sorted(seating.seats, key=lambda number: seating.seats[number].rank)
+        ranks = sorted(seating.assignments, key=lambda number: seating.assignments[number].rank)
         names = ", ".join(f"{number} ({self._roll.workers[number].host})" for number in ranks)
-        self._around.tell(f"round {begin.round}: {counted(len(ranks), 'worker')}, by rank: {names}")
+        self._around.tell(f"round {begin.round}: {format_count(len(ranks), 'worker')}, by rank: {names}")
 
     def _hear(self, now: float) -> None:
         for news in self._crews.turn():
@@ -179,12 +179,12 @@ class Driver:
             else:
                 self._take_record(news, now)
 
-    def _take_word(self, number: int, word: WordUp, now: float) -> None:
+    def _take_word(self, number: int, word: WorkerMessage, now: float) -> None:
         if number not in self._roll.workers:
             return
-        if isinstance(word, Ready):
+        if isinstance(word, WorkerReady):
             self._roll.ready(number, word, now)
-        elif isinstance(word, Serving):
+        elif isinstance(word, StoreReady):
             self._roll.serving(number, word.round, word.port)
         else:
             self._roll.synced(number, word.round)
@@ -213,7 +213,7 @@ class Driver:
         self._standstill.forget(number)
         named, host = self._name(number), self._roll.workers[number].host
         records = self._records[number]
-        lost = any(isinstance(each, Raised) and is_victim(each) for each in records)
+        lost = any(isinstance(each, Raised) and is_secondary_failure(each) for each in records)
         was_stuck = any(isinstance(each, HangDetected) for each in records)
         is_own = was_stuck or (record.exit_code > 0 and not lost)
         is_lost = any(isinstance(each, HostLost) for each in records)
@@ -231,10 +231,10 @@ class Driver:
 
     def _verdict(self, number: int) -> Verdict:
         """How a worker has failed."""
-        found = judge(self._records.get(number, []))
-        return found or Verdict(culprit=number, cause="lost", exit_code=1, headline="failed")
+        found = attribute_failure(self._records.get(number, []))
+        return found or Verdict(root_cause_rank=number, cause="lost", exit_code=1, headline="failed")
 
-    def _fail(self, trouble: Trouble) -> int:
+    def _fail(self, trouble: JobFailure) -> int:
         """End the job; returns its exit code."""
         self._end(signal.SIGTERM)
         if trouble.culprit is None:
@@ -243,8 +243,8 @@ class Driver:
         verdict = self._verdict(trouble.culprit)
         out, error = log_files(self._config, self._folder, trouble.culprit, 0)
         self._around.tell(f"the job was ended: {trouble.headline}; worker {trouble.culprit} failed last")
-        text = failure(verdict, log_file=os.path.relpath(error or out))
-        text += horovod_sentence(verdict) if self._config.horovod is not None else ""
+        text = format_failure(verdict, log_file=os.path.relpath(error or out))
+        text += format_horovod_failure(verdict) if self._config.horovod is not None else ""
         self._around.writes["err"](text.encode())
         return verdict.exit_code
 

@@ -14,8 +14,8 @@ from rankless.config import environment
 from rankless.config.hosts import interface_of
 from rankless.config.validation import make_run_config
 from rankless.errors import RanklessError
-from rankless.launch.elastic.local_workers import Crew
-from rankless.launch.elastic.member import Worker
+from rankless.launch.elastic.local_workers import LocalWorkers
+from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.ssh_protocol import (
     BEAT_SECONDS,
     SILENT_SECONDS,
@@ -36,7 +36,7 @@ from rankless.launch.elastic.ssh_protocol import (
 )
 from rankless.launch.elastic.worker_config import launch_of
 from rankless.launch.log_files import shown_streams
-from rankless.launch.rendezvous.host_facts import own_versions
+from rankless.launch.rendezvous.host_facts import installed_versions
 from rankless.launch.supervisor.supervisor import POLL_SECONDS
 from rankless.launch.worker_output import SOURCES, Terminal
 from rankless.runtime.fast_exit import Ending
@@ -88,17 +88,19 @@ class HostAgent:
         os.makedirs(task.folder, exist_ok=True)
         address, driver_address = environment.ssh_addresses()
         self._interface = interface_of(address)
-        here = Here(address=address, interface=self._interface, driver_address=driver_address, versions=own_versions())
+        here = Here(
+            address=address, interface=self._interface, driver_address=driver_address, versions=installed_versions()
+        )
         pipe.send(here)
         self._terminal = Terminal([], writes={source: functools.partial(self._show, source) for source in SOURCES})
         log_path = os.path.join(task.folder, f"parent-{address}.log")
-        self._crew = Crew(self._config, log_path=log_path, selector=selector)
+        self._crew = LocalWorkers(self._config, log_path=log_path, selector=selector)
         self._beaten = 0.0
 
     def obey(self, frame: FrameDown) -> None:
         """Do what the driver says."""
         if isinstance(frame, Order):
-            worker = Worker(number=frame.number, host=frame.host, slot=frame.slot)
+            worker = ElasticWorker(number=frame.number, host=frame.host, slot=frame.slot)
             task = self._task
             launch = launch_of(worker, self._config, task.start, folder=task.folder, interface=self._interface)
             for stream in shown_streams(self._config, task.folder, [launch.config]):

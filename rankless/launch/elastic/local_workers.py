@@ -9,29 +9,35 @@ import msgspec
 
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
-from rankless.launch.elastic.worker_watchdog import Watched
-from rankless.launch.supervisor.fork_server_client import ForkServerClient, Handed
+from rankless.launch.elastic.worker_watchdog import WorkerWatchdog
+from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.records.channel import receive_records
-from rankless.records.elastic_messages import WordDown, WordUp, receive_up, send_word, word_channel
+from rankless.records.elastic_messages import (
+    DriverMessage,
+    WorkerMessage,
+    open_message_channel,
+    receive_worker_message,
+    send_message,
+)
 from rankless.records.events import AnyRecord, Exited
 from rankless.runtime.spawn_protocol import KILL, send_worker_launch, signalling
 
 
-class Crew:
+class LocalWorkers:
     """Workers by their numbers. What they say and what happens to them is read by `turn`."""
 
     def __init__(self, config: RunConfig, *, log_path: str, selector: selectors.BaseSelector) -> None:
         self._selector = selector
-        self._orders, orders_end = word_channel()
+        self._orders, orders_end = open_message_channel()
         with orders_end:
-            self._parent = ForkServerClient(config, [], log_path=log_path, handed=Handed(orders=orders_end))
+            self._parent = ForkServerClient(config, [], log_path=log_path, handed=InheritedSockets(orders=orders_end))
         self._ends: dict[int, socket.socket] = {}
-        self._watched = Watched(timeout_seconds=config.hang_timeout_seconds)
+        self._watched = WorkerWatchdog(timeout_seconds=config.hang_timeout_seconds)
         selector.register(self._parent.records, selectors.EVENT_READ)
 
     def start(self, launch: WorkerLaunch) -> None:
         """Start a worker; its number is the rank in its plan."""
-        own, its = word_channel()
+        own, its = open_message_channel()
         own.setblocking(False)
         self._ends[launch.config.rank] = own
         self._selector.register(own, selectors.EVENT_READ)
@@ -41,14 +47,14 @@ class Crew:
             except OSError:
                 return  # the parent is gone: `has_ended` says so
 
-    def tell(self, number: int, word: WordDown) -> None:
+    def tell(self, number: int, word: DriverMessage) -> None:
         """Say something to a worker; who is gone does not hear it, and is found to have ended."""
         try:
-            send_word(self._ends[number], word)
+            send_message(self._ends[number], word)
         except (OSError, KeyError):
             return
 
-    def turn(self) -> Iterator[tuple[int, WordUp] | AnyRecord]:
+    def turn(self) -> Iterator[tuple[int, WorkerMessage] | AnyRecord]:
         """What is new, in an order in which what a worker has said comes before its end."""
         records, _ = receive_records(self._parent.records)
         for number in list(self._ends):
@@ -88,10 +94,10 @@ class Crew:
         for number in list(self._ends):
             self._close_end(number)
 
-    def _words_of(self, number: int) -> Iterator[WordUp]:
+    def _words_of(self, number: int) -> Iterator[WorkerMessage]:
         while True:
             try:
-                word = receive_up(self._ends[number])
+                word = receive_worker_message(self._ends[number])
             except BlockingIOError:
                 return
             except msgspec.MsgspecError:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rankless.launch.elastic.rank_assignment import Member
-from rankless.records.elastic_messages import WordDown
+from rankless.records.elastic_messages import DriverMessage
 
 
 class Status(Enum):
@@ -17,7 +17,7 @@ class Status(Enum):
 
 
 @dataclass(kw_only=True, eq=False)
-class Worker:
+class ElasticWorker:
     """One living worker."""
 
     number: int
@@ -58,22 +58,22 @@ class Worker:
 class Start:
     """A worker is to be started."""
 
-    worker: Worker
+    worker: ElasticWorker
 
 
 @dataclass(frozen=True)
 class Tell:
     """A worker is to be told something."""
 
-    worker: Worker
-    word: WordDown
+    worker: ElasticWorker
+    word: DriverMessage
 
 
 @dataclass(frozen=True)
 class End:
     """A worker is to be ended, unless it computes."""
 
-    worker: Worker
+    worker: ElasticWorker
     why: str
     """As "did not come to hvd.init for 30 s"."""
 

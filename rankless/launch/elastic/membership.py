@@ -19,16 +19,23 @@ from dataclasses import dataclass, field
 
 from rankless.config.elastic import Elastic
 from rankless.launch.elastic.blacklist import Blacklist
-from rankless.launch.elastic.member import Action, End, Start, Status, Tell, Worker
-from rankless.launch.elastic.rank_assignment import seats
-from rankless.records.elastic_messages import Begin, Dismissed, HostsChanged, Over, Ready, Seat
+from rankless.launch.elastic.member import Action, ElasticWorker, End, Start, Status, Tell
+from rankless.launch.elastic.rank_assignment import assignments
+from rankless.records.elastic_messages import (
+    HostsChanged,
+    RankAssignment,
+    RoundEnded,
+    RoundStarted,
+    WorkerDismissed,
+    WorkerReady,
+)
 
 PATIENCE_SECONDS = 30.0
 FIRST_ROUND_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trouble:
+class JobFailure:
     """The job cannot go on."""
 
     headline: str
@@ -37,7 +44,7 @@ class Trouble:
 
 
 @dataclass
-class Gathering:
+class WaitingForWorkers:
     """Workers are awaited for the next round."""
 
     since: float
@@ -45,19 +52,19 @@ class Gathering:
 
 
 @dataclass
-class Seating:
+class RoundState:
     """A round, from the moment that its members are chosen."""
 
     number: int
-    seats: Mapping[int, Seat]
+    assignments: Mapping[int, RankAssignment]
     must_sync: bool
-    untold: list[Worker] = field(default_factory=list)
+    untold: list[ElasticWorker] = field(default_factory=list)
     """Members that wait for rank 0's store."""
     noticed: tuple[bool, bool] = (False, False)
     """What the members have been told of changes: removed, added."""
 
 
-class Roll:
+class JobMembership:
     """All that is known of the workers of one job."""
 
     def __init__(self, elastic: Elastic, *, first_workers: int) -> None:
@@ -66,26 +73,26 @@ class Roll:
         self._slots: Mapping[str, int] = {}
         self._may_change = True
         self._number = 0
-        self._phase: Gathering | Seating = Gathering(float("inf"))
+        self._phase: WaitingForWorkers | RoundState = WaitingForWorkers(float("inf"))
         self._short_since: float | None = None
         self._last_failed: int | None = None
         self._outbox: list[Action] = []
         self.blacklist = Blacklist(elastic.cooldown_range_seconds)
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, ElasticWorker] = {}
         self.round = 0
         self.is_finishing = False
-        self.trouble: Trouble | None = None
+        self.trouble: JobFailure | None = None
 
     @property
-    def seating(self) -> Seating | None:
+    def seating(self) -> RoundState | None:
         """The round, unless workers gather for the next."""
-        return self._phase if isinstance(self._phase, Seating) else None
+        return self._phase if isinstance(self._phase, RoundState) else None
 
     def hosts_are(self, slots: Mapping[str, int], *, may_change: bool) -> None:
         """The hosts and their slots; whether others may come."""
         self._slots, self._may_change = slots, may_change
 
-    def ready(self, number: int, word: Ready, now: float) -> None:
+    def ready(self, number: int, word: WorkerReady, now: float) -> None:
         """A worker waits for the next round."""
         worker = self.workers[number]
         self._leave(worker, now)
@@ -126,11 +133,11 @@ class Roll:
             return None
         self._last_failed = number
         if self.is_finishing and is_own:
-            self.trouble = Trouble(headline="failed while the others finished", culprit=number)
+            self.trouble = JobFailure(headline="failed while the others finished", culprit=number)
         if any(other.synced_round for other in self.workers.values()) or self.is_finishing:
             pass
         elif worker.synced_round:
-            self.trouble = Trouble(headline="was the last that had the state of the training", culprit=number)
+            self.trouble = JobFailure(headline="was the last that had the state of the training", culprit=number)
         if is_lost:  # the host has failed once, with its last worker
             is_last = all(other.host != worker.host for other in self.workers.values())
             return self.blacklist.lost(worker.host, now) if is_last else None
@@ -140,7 +147,7 @@ class Roll:
 
     def turn(self, now: float) -> list[Action]:
         """What is to be done now."""
-        if isinstance(self._phase, Gathering):
+        if isinstance(self._phase, WaitingForWorkers):
             self._phase.since = min(self._phase.since, now)
         self._choose_wanted()
         actions = [*self._outbox, *self._starts(now)]
@@ -174,7 +181,7 @@ class Roll:
     def _room(self) -> float:
         return float("inf") if self._elastic.max_workers is None else self._elastic.max_workers
 
-    def _living(self) -> list[Worker]:
+    def _living(self) -> list[ElasticWorker]:
         return [worker for worker in self.workers.values() if worker.status is not Status.DISMISSED]
 
     def _starts(self, now: float) -> Iterator[Action]:
@@ -185,7 +192,7 @@ class Roll:
             while wanted < slots and room > 0 and not self.is_finishing and not self.blacklist.has(host, now):
                 taken = {worker.slot for worker in self.workers.values() if worker.host == host}
                 slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-                worker = Worker(number=self._number, host=host, slot=slot, owes_since=now)
+                worker = ElasticWorker(number=self._number, host=host, slot=slot, owes_since=now)
                 self.workers[worker.number] = worker
                 self._number += 1
                 wanted, room = wanted + 1, room - 1
@@ -196,11 +203,11 @@ class Roll:
         for worker in self._living():
             if worker.status is Status.READY and not worker.may_join and worker not in seated:
                 worker.status, worker.owes_since = Status.DISMISSED, now
-                yield Tell(worker, Dismissed())
+                yield Tell(worker, WorkerDismissed())
 
     def _begin(self, now: float) -> None:
         """Begin the next round if it is time."""
-        assert isinstance(self._phase, Gathering)
+        assert isinstance(self._phase, WaitingForWorkers)
         candidates = [worker for worker in self._living() if worker.may_join]
         ready = [worker for worker in candidates if worker.status is Status.READY]
         if not ready or sum(worker.is_wanted for worker in ready) < self._needed():
@@ -211,14 +218,16 @@ class Roll:
             return
         limit = self._elastic.reset_limit
         if limit is not None and self.round > limit:
-            self.trouble = Trouble(headline=f"the reset limit of {limit} has been reached", culprit=self._last_failed)
+            self.trouble = JobFailure(
+                headline=f"the reset limit of {limit} has been reached", culprit=self._last_failed
+            )
             return
         self.round += 1
-        found = seats(worker.member for worker in ready)
+        found = assignments(worker.member for worker in ready)
         lead, *others = sorted(ready, key=lambda worker: found[worker.number].rank)
-        self._phase = Seating(
+        self._phase = RoundState(
             number=self.round,
-            seats=found,
+            assignments=found,
             must_sync=not all(worker.has_state for worker in ready),
             untold=others,
         )
@@ -229,29 +238,29 @@ class Roll:
             return 1
         return self._elastic.min_workers if self.round else self._first_workers
 
-    def _tell_begin(self, worker: Worker, seating: Seating, port: int | None) -> None:
-        seat = seating.seats[worker.number]
+    def _tell_begin(self, worker: ElasticWorker, seating: RoundState, port: int | None) -> None:
+        assignment = seating.assignments[worker.number]
         worker.status = Status.IN_ROUND
-        worker.last_round, worker.last_rank = seating.number, seat.rank
-        word = Begin(round=seating.number, seat=seat, port=port, must_sync=seating.must_sync)
+        worker.last_round, worker.last_rank = seating.number, assignment.rank
+        word = RoundStarted(round=seating.number, assignment=assignment, port=port, must_sync=seating.must_sync)
         self._outbox.append(Tell(worker, word))
 
-    def _leave(self, leaver: Worker, now: float) -> None:
+    def _leave(self, leaver: ElasticWorker, now: float) -> None:
         """The round is over if the leaver was in it: who is in it is told, who was not yet told is ready still."""
         seating = self.seating
-        if seating is None or leaver.number not in seating.seats:
+        if seating is None or leaver.number not in seating.assignments:
             return
-        self._phase = Gathering(now)
+        self._phase = WaitingForWorkers(now)
         for worker in self._living():
             told = worker.status is Status.IN_ROUND and worker.last_round == seating.number
             if told and worker is not leaver:
                 worker.owes_since = now
-                self._outbox.append(Tell(worker, Over(round=seating.number)))
+                self._outbox.append(Tell(worker, RoundEnded(round=seating.number)))
 
-    def _notices(self, seating: Seating, now: float) -> Iterator[Action]:
+    def _notices(self, seating: RoundState, now: float) -> Iterator[Action]:
         """Tell the members once if some of them are to go, or others wait to come in."""
-        members = [worker for worker in self._living() if worker.number in seating.seats]
-        outside = [worker for worker in self._living() if worker.number not in seating.seats and worker.is_wanted]
+        members = [worker for worker in self._living() if worker.number in seating.assignments]
+        outside = [worker for worker in self._living() if worker.number not in seating.assignments and worker.is_wanted]
         # Who keeps the state stays for as long as others in the round have yet to get it.
         awaited = any(worker.is_wanted for worker in members)
         removed = not all(worker.is_wanted or (worker.keeps_state and awaited) for worker in members)
@@ -266,7 +275,7 @@ class Roll:
 
     def _ends(self, now: float) -> Iterator[Action]:
         """See Note [who is ended]."""
-        seated = () if self.seating is None else self.seating.seats
+        seated = () if self.seating is None else self.seating.assignments
         came = [
             worker.ready_since
             for worker in self._living()
@@ -289,7 +298,7 @@ class Roll:
         """Whether there have been too few workers for too long."""
         wanted = sum(worker.is_wanted for worker in self._living())
         is_short = wanted < self._needed() and not self.is_finishing
-        waits = isinstance(self._phase, Gathering) and not self.is_finishing
+        waits = isinstance(self._phase, WaitingForWorkers) and not self.is_finishing
         if not is_short and not waits:
             self._short_since = None
             return
@@ -299,7 +308,7 @@ class Roll:
         if self.round == 0 and not is_short:
             limit = max(limit, FIRST_ROUND_SECONDS)
         if self.trouble is None and (now - self._short_since > limit or (is_short and not self._may_get_more(now))):
-            self.trouble = Trouble(headline=self._shortage(wanted, is_short, now), culprit=self._last_failed)
+            self.trouble = JobFailure(headline=self._shortage(wanted, is_short, now), culprit=self._last_failed)
 
     def _may_get_more(self, now: float) -> bool:
         listed = [host for host in self._slots if self.blacklist.has(host, now)]
@@ -322,7 +331,7 @@ class Roll:
 
     def awaited(self) -> tuple[float, str] | None:
         """Since when, and for what, the next round waits; None while a round lasts, and at the end of the job."""
-        if not isinstance(self._phase, Gathering) or self.is_finishing:
+        if not isinstance(self._phase, WaitingForWorkers) or self.is_finishing:
             return None
         wanted, least = sum(worker.is_wanted for worker in self._living()), self._needed()
         what = self._late()

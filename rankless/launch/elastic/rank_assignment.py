@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rankless.config.rank_layout import seats_of
-from rankless.records.elastic_messages import Seat
+from rankless.config.rank_layout import assign_ranks
+from rankless.records.elastic_messages import RankAssignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Member:
         return (-self.synced_round, -self.last_round, self.last_rank, self.number)
 
 
-def seats(members: Iterable[Member]) -> dict[int, Seat]:
+def assignments(members: Iterable[Member]) -> dict[int, RankAssignment]:
     """The seat of each member, by its number.
 
     Rank 0 has the latest state, so it can give it to the others. Ranks of one host follow each other; hosts, and
@@ -35,5 +35,5 @@ def seats(members: Iterable[Member]) -> dict[int, Seat]:
     for member in sorted(members, key=lambda member: member.seniority):
         hosts.setdefault(member.host, []).append(member)
     seated = [member for own in hosts.values() for member in own]
-    found = seats_of([member.host for member in seated])
-    return {member.number: seat for member, seat in zip(seated, found, strict=True)}
+    found = assign_ranks([member.host for member in seated])
+    return {member.number: assignment for member, assignment in zip(seated, found, strict=True)}

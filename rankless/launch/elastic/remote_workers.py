@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from rankless.config.elastic import Elastic
-from rankless.launch.elastic.member import Worker
+from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.ssh_protocol import (
     BEAT_SECONDS,
     SILENT_SECONDS,
@@ -30,19 +30,19 @@ from rankless.launch.elastic.ssh_protocol import (
     Task,
     Unable,
 )
-from rankless.launch.rendezvous.host_facts import own_versions, version_differences
-from rankless.launch.rendezvous.ssh import OPTIONS
+from rankless.launch.rendezvous.host_facts import find_version_differences, installed_versions
+from rankless.launch.rendezvous.ssh import SSH_OPTIONS
 from rankless.launch.worker_output import Source, Write
-from rankless.records.elastic_messages import WordDown, WordUp
+from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import AnyRecord, Exited, HostLost
 from rankless.runtime.python_command import python_command
 
 # Whoever is silent is soon lost: the first of two values for an option is ssh's.
-_OPTIONS = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3", *OPTIONS)
+_OPTIONS = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3", *SSH_OPTIONS)
 STARTING_SECONDS = 60.0
 
 
-class RemoteCrew:
+class RemoteWorkers:
     """As `crew.Crew`, of one other host."""
 
     def __init__(
@@ -86,16 +86,16 @@ class RemoteCrew:
         self.here: Here | None = None
         """Once the agent is there."""
 
-    def start(self, worker: Worker) -> None:
+    def start(self, worker: ElasticWorker) -> None:
         """Start a worker."""
         self._numbers.add(worker.number)
         self._pipe.send(Order(number=worker.number, host=worker.host, slot=worker.slot))
 
-    def tell(self, number: int, word: WordDown) -> None:
+    def tell(self, number: int, word: DriverMessage) -> None:
         """Say something to a worker."""
         self._pipe.send(Say(number=number, word=word))
 
-    def turn(self) -> Iterator[tuple[int, WordUp] | AnyRecord]:
+    def turn(self) -> Iterator[tuple[int, WorkerMessage] | AnyRecord]:
         """What is new. Once the host is lost, that all its workers are."""
         now = time.monotonic()
         if now - self._beaten >= BEAT_SECONDS:
@@ -171,9 +171,9 @@ class RemoteCrew:
         self._refused = "it was to end before it was there"
 
     def _refuse_other_versions(self, here: Here) -> None:
-        differences = version_differences(own_versions(), here.versions)
+        find_differences = find_version_differences(installed_versions(), here.versions)
         self._refused = "; ".join(
-            f"{each.what} is {each.there}, expected {each.here}: {each.fix}" for each in differences
+            f"{each.what} is {each.there}, expected {each.here}: {each.fix}" for each in find_differences
         )
 
     def _leave_selector(self) -> None:

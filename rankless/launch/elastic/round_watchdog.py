@@ -15,7 +15,7 @@ import msgspec
 from rankless.launch.watchdog.diagnosis import HangDiagnosis, diagnose
 from rankless.launch.watchdog.report import describe_status, describe_waiting, format_ranks
 from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
-from rankless.records.elastic_messages import Seat
+from rankless.records.elastic_messages import RankAssignment
 from rankless.records.events import RankStatus
 from rankless.records.quantities import timed
 
@@ -29,7 +29,7 @@ class Report:
     """The workers that are to be ended, by their numbers, and why."""
 
 
-class Standstill:
+class RoundWatchdog:
     """Told where workers are that stand still. Without a timeout of the user's only a round in which nothing at all
     runs loses a worker, and after many minutes.
     """
@@ -55,12 +55,14 @@ class Standstill:
         """A worker has come to the end of its script."""
         self._told[number] = RankStatus(rank=number, time_ns=0, state="ended"), now
 
-    def turn(self, round: int, seats: Mapping[int, Seat], hosts: Mapping[int, str], now: float) -> Report | None:
+    def turn(
+        self, round: int, assignments: Mapping[int, RankAssignment], hosts: Mapping[int, str], now: float
+    ) -> Report | None:
         """Return a report if one is due: first after STARTUP_STALL_SECONDS, then each time the stall has doubled."""
         if round != self._round:
             self._round, self._began, self._spoken_of = round, now, 0.0
-        members = self._members(seats, now)
-        if len(members) < len(seats):
+        members = self._members(assignments, now)
+        if len(members) < len(assignments):
             self._spoken_of = 0.0
             return None
         ended = sorted(where.rank for where in members.values() if where.state == "ended")
@@ -75,7 +77,7 @@ class Standstill:
         if diagnosis is None:
             return None
         self._spoken_of = still
-        names = {seat.rank: (number, hosts[number]) for number, seat in seats.items()}
+        names = {assignment.rank: (number, hosts[number]) for number, assignment in assignments.items()}
         ends = still >= diagnosis.abort_after(timeout=timeout, stall_limit=STARTUP_STALL_SECONDS)
         culprits = {}
         if ends and ended:
@@ -86,14 +88,14 @@ class Standstill:
             culprits = {names[where.rank][0]: why for where in diagnosis.missing}
         return Report(_text(round, diagnosis, names, ended), culprits)
 
-    def _members(self, seats: Mapping[int, Seat], now: float) -> dict[int, RankStatus]:
+    def _members(self, assignments: Mapping[int, RankAssignment], now: float) -> dict[int, RankStatus]:
         """Those of the round that stand still, by rank; what was told before it began was of the wait for it."""
         found = {}
-        for number, seat in seats.items():
+        for number, assignment in assignments.items():
             where, told = self._told.get(number, (None, 0.0))
             if where is not None and told >= self._began:
                 still = min(where.still_seconds + now - told, now - self._began)
-                found[seat.rank] = msgspec.structs.replace(where, rank=seat.rank, still_seconds=still)
+                found[assignment.rank] = msgspec.structs.replace(where, rank=assignment.rank, still_seconds=still)
         return found
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from rankless.config.run_config import JobStart, Program, RunRequest
 from rankless.launch.worker_output import Source
-from rankless.records.elastic_messages import WordDown, WordUp
+from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import AnyRecord
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
@@ -48,7 +48,7 @@ class Say(msgspec.Struct, frozen=True, kw_only=True, tag="say"):
     """Say something to a worker."""
 
     number: int
-    word: WordDown
+    word: DriverMessage
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
@@ -93,7 +93,7 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
     """What a worker has said."""
 
     number: int
-    word: WordUp
+    word: WorkerMessage
 
 
 class Happened(msgspec.Struct, frozen=True, kw_only=True, tag="happened"):

@@ -6,13 +6,13 @@ from rankless.config.environment import loopback_name, python_path_from, worker_
 from rankless.config.horovodrun import elastic_variables
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
-from rankless.launch.elastic.member import Worker
+from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.log_files import log_files, make_pair
 from rankless.runtime.hooks.horovod_imports import AT_START
 
 
 def launch_of(
-    worker: Worker, config: RunConfig, start: JobStart, *, folder: str, interface: str | None
+    worker: ElasticWorker, config: RunConfig, start: JobStart, *, folder: str, interface: str | None
 ) -> WorkerLaunch:
     """The launch of a worker; its files are named by its number."""
     files = log_files(config, folder, worker.number, worker.slot)

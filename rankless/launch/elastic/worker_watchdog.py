@@ -22,7 +22,7 @@ STILL_SECONDS = 10.0
 """Shorter pauses are never spoken of."""
 
 
-class Watched:
+class WorkerWatchdog:
     """Workers by their numbers. Told of every record, and given a turn whenever the crew is."""
 
     def __init__(self, *, timeout_seconds: float | None) -> None:

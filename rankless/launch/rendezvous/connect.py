@@ -9,7 +9,7 @@ import errno
 import socket
 
 
-class HostUnreached(Exception):
+class HostUnreachableError(Exception):
     """Nobody was reached. `code` is the system's, of the address that came nearest; None if the name has no
     address.
     """
@@ -42,7 +42,7 @@ def connected(address: str, port: int, *, timeout_seconds: float) -> socket.sock
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:
-        raise HostUnreached(None) from None
+        raise HostUnreachableError(None) from None
     codes: list[int | None] = []
     for family, kind, protocol, _, place in found:
         connection = socket.socket(family, kind, protocol)
@@ -59,4 +59,4 @@ def connected(address: str, port: int, *, timeout_seconds: float) -> socket.sock
         else:
             return connection
         connection.close()
-    raise HostUnreached(errno.ECONNREFUSED if errno.ECONNREFUSED in codes else codes[-1])
+    raise HostUnreachableError(errno.ECONNREFUSED if errno.ECONNREFUSED in codes else codes[-1])

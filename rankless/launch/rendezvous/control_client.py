@@ -3,24 +3,24 @@
 import time
 from contextlib import suppress
 
-from rankless.launch.rendezvous.connect import HostUnreached, connected
-from rankless.launch.rendezvous.control_connection import BrokenOff, Session
+from rankless.launch.rendezvous.connect import HostUnreachableError, connected
+from rankless.launch.rendezvous.control_connection import ConnectionBrokenError, ControlConnection
 from rankless.launch.rendezvous.control_server import BEAT_SECONDS, SILENT_SECONDS
-from rankless.launch.rendezvous.messages import Beat, Frame
+from rankless.launch.rendezvous.messages import ControlMessage, Heartbeat
 
 
-class NotReached(Exception):
+class LeaderUnreachableError(Exception):
     """Host 0 does not answer; the text says how, for people."""
 
 
-class NotTrusted(BrokenOff):
+class TokenRejectedError(ConnectionBrokenError):
     """Host 0 has closed the connection when it saw this host's proof."""
 
 
-class Uplink:
+class LeaderConnection:
     """The connection to host 0. It is selectable; `turn` then gives the frames that have come."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ControlConnection) -> None:
         self._session = session
         self._heard = time.monotonic()
         self._beaten = 0.0
@@ -34,26 +34,28 @@ class Uplink:
         """Whether there is more to send than the connection has taken."""
         return self._session.is_behind
 
-    def turn(self, now: float) -> list[Frame]:
+    def turn(self, now: float) -> list[ControlMessage]:
         """What host 0 has said since the last call; sends signs of life. Raises BrokenOff if it is lost."""
         try:
             frames = self._session.receive()
-        except BrokenOff as broken:
+        except ConnectionBrokenError as broken:
             if not self._session.is_proven:
-                raise NotTrusted(f"{broken} at this host's proof: is the job's token the same on both?") from None
+                raise TokenRejectedError(
+                    f"{broken} at this host's proof: is the job's token the same on both?"
+                ) from None
             raise
         if frames:
             self._heard = now
         if now - self._heard > SILENT_SECONDS:
-            raise BrokenOff(f"no sign of life for {now - self._heard:.0f} s")
+            raise ConnectionBrokenError(f"no sign of life for {now - self._heard:.0f} s")
         if now - self._beaten >= BEAT_SECONDS:
             self._beaten = now
-            self.tell(Beat())
+            self.tell(Heartbeat())
         return frames
 
-    def tell(self, frame: Frame) -> None:
+    def tell(self, frame: ControlMessage) -> None:
         """Send a frame; what is broken is found when it is listened to."""
-        with suppress(BrokenOff):
+        with suppress(ConnectionBrokenError):
             self._session.send(frame)
 
     def close(self) -> None:
@@ -61,20 +63,20 @@ class Uplink:
         self._session.close()
 
 
-def connect(address: str, port: int, *, token: bytes, timeout_seconds: float) -> Session:
+def connect(address: str, port: int, *, token: bytes, timeout_seconds: float) -> ControlConnection:
     """A session with host 0. Raises NotReached, with what happened."""
     try:
         connection = connected(address, port, timeout_seconds=timeout_seconds)
-    except HostUnreached as unreached:
-        raise NotReached(_what_happened(unreached, address, port)) from None
+    except HostUnreachableError as unreached:
+        raise LeaderUnreachableError(_what_happened(unreached, address, port)) from None
     try:
-        return Session(connection, side="client", token=token)
-    except BrokenOff as broken:
+        return ControlConnection(connection, side="client", token=token)
+    except ConnectionBrokenError as broken:
         connection.close()
-        raise NotReached(f"{address}:{port}: {broken}") from None
+        raise LeaderUnreachableError(f"{address}:{port}: {broken}") from None
 
 
-def _what_happened(unreached: HostUnreached, address: str, port: int) -> str:
+def _what_happened(unreached: HostUnreachableError, address: str, port: int) -> str:
     if unreached.code is None:
         return f"the name {address} does not resolve here"
     if unreached.was_refused:

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.launch.rendezvous.messages import PROTOCOL, Challenge, Frame, Greeting
+from rankless.launch.rendezvous.messages import PROTOCOL, ClientHello, ControlMessage, ServerHello
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
 NONCE_BYTES = 32
@@ -29,11 +29,11 @@ _READ_BYTES = 1 << 16
 Side = Literal["server", "client"]
 
 
-class BrokenOff(Exception):
+class ConnectionBrokenError(Exception):
     """The connection cannot be used any more; the text says why, for people."""
 
 
-class Session:
+class ControlConnection:
     """One side of a connection. Never blocks; raises BrokenOff where the other side is gone, or not who it must be."""
 
     def __init__(self, connection: socket.socket, *, side: Side, token: bytes) -> None:
@@ -48,10 +48,10 @@ class Session:
         self._sent = self._received = 0
         self._incoming = FrameDecoder(FRAME_FORMAT, max_bytes=MOST_BYTES_UNPROVEN)
         self._outgoing = bytearray()
-        self._kept: list[Frame] = []
+        self._kept: list[ControlMessage] = []
         self._has_said_all = False
         if side == "client":
-            self._put(msgspec.msgpack.encode(Greeting(nonce=self._nonce)))
+            self._put(msgspec.msgpack.encode(ClientHello(nonce=self._nonce)))
 
     def fileno(self) -> int:
         """What to select on."""
@@ -67,7 +67,7 @@ class Session:
         """Whether there is more to send than the connection has taken."""
         return bool(self._outgoing)
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: ControlMessage) -> None:
         """Send a frame, or, before the session has its key, keep it until then."""
         if self._key is None:
             self._kept.append(frame)
@@ -76,22 +76,22 @@ class Session:
         self._put(self._proof(self._side, self._sent, data) + data)
         self._sent += 1
 
-    def receive(self) -> list[Frame]:
+    def receive(self) -> list[ControlMessage]:
         """The frames that have come; also sends what could not be sent before.
 
         What came before the other side closed is given first; that it has closed is raised at the next call.
         """
-        end: BrokenOff | None = None
+        end: ConnectionBrokenError | None = None
         try:
             self._flush()
-        except BrokenOff as broken:
+        except ConnectionBrokenError as broken:
             end = broken
         try:
             if self._read():
-                end = end or BrokenOff("the connection was closed")
-        except BrokenOff as broken:
+                end = end or ConnectionBrokenError("the connection was closed")
+        except ConnectionBrokenError as broken:
             end = end or broken
-        frames: list[Frame] = []
+        frames: list[ControlMessage] = []
         try:
             for data in self._incoming.messages():
                 frame = self._opened(data)
@@ -99,8 +99,8 @@ class Session:
                     frames.append(frame)
         except FrameTooLongError as error:
             if not self.is_proven:
-                raise BrokenOff("something that is no agent of Rankless") from None
-            raise BrokenOff(f"a frame of {error.length} bytes, longer than any can be") from None
+                raise ConnectionBrokenError("something that is no agent of Rankless") from None
+            raise ConnectionBrokenError(f"a frame of {error.length} bytes, longer than any can be") from None
         if end is not None and not frames:
             raise end
         return frames
@@ -113,48 +113,50 @@ class Session:
                 self._has_said_all = True
                 self._socket.shutdown(socket.SHUT_WR)
             is_over = self._read()
-        except (BrokenOff, OSError):
+        except (ConnectionBrokenError, OSError):
             return True
         self._incoming.clear()
         return is_over
 
     def close(self) -> None:
         """Send what can be sent at once, and close."""
-        with suppress(BrokenOff):
+        with suppress(ConnectionBrokenError):
             self._flush()
         self._socket.close()
 
-    def _opened(self, data: bytes) -> Frame | None:
+    def _opened(self, data: bytes) -> ControlMessage | None:
         if self._key is None:
             self._agree(data)
             return None
         other: Side = "server" if self._side == "client" else "client"
         proof, content = data[:PROOF_BYTES], data[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._proof(other, self._received, content)):
-            raise BrokenOff(
+            raise ConnectionBrokenError(
                 "another token" if not self._received else "a frame that was changed or repeated on its way"
             )
         self._received += 1
         self._incoming.max_bytes = MOST_BYTES
         try:
-            frame: Frame = msgspec.msgpack.decode(content, type=Frame)
+            frame: ControlMessage = msgspec.msgpack.decode(content, type=ControlMessage)
         except msgspec.MsgspecError as error:
-            raise BrokenOff(f"a frame that cannot be read ({error})") from None
+            raise ConnectionBrokenError(f"a frame that cannot be read ({error})") from None
         return frame
 
     def _agree(self, data: bytes) -> None:
         """Take the other side's half of the key."""
         try:
-            opening = msgspec.msgpack.decode(data, type=Greeting | Challenge)
+            opening = msgspec.msgpack.decode(data, type=ClientHello | ServerHello)
         except msgspec.MsgspecError:
-            raise BrokenOff("something that is no agent of Rankless") from None
-        wanted = Greeting if self._side == "server" else Challenge
+            raise ConnectionBrokenError("something that is no agent of Rankless") from None
+        wanted = ClientHello if self._side == "server" else ServerHello
         if not isinstance(opening, wanted) or len(opening.nonce) != NONCE_BYTES:
-            raise BrokenOff("something that is no agent of Rankless")
+            raise ConnectionBrokenError("something that is no agent of Rankless")
         if opening.protocol != PROTOCOL:
-            raise BrokenOff(f"an agent of another version of Rankless (protocol {opening.protocol}, here {PROTOCOL})")
+            raise ConnectionBrokenError(
+                f"an agent of another version of Rankless (protocol {opening.protocol}, here {PROTOCOL})"
+            )
         if self._side == "server":
-            self._put(msgspec.msgpack.encode(Challenge(nonce=self._nonce)))
+            self._put(msgspec.msgpack.encode(ServerHello(nonce=self._nonce)))
             halves = opening.nonce + self._nonce
         else:
             halves = self._nonce + opening.nonce
@@ -169,7 +171,7 @@ class Session:
 
     def _put(self, data: bytes) -> None:
         if len(data) > MOST_BYTES:
-            raise BrokenOff(f"a frame of {len(data)} bytes would be too long to send")
+            raise ConnectionBrokenError(f"a frame of {len(data)} bytes would be too long to send")
         self._outgoing += FRAME_FORMAT.encode(data)
         self._flush()
 
@@ -180,7 +182,7 @@ class Session:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise BrokenOff(f"the connection was lost ({error.strerror or error})") from None
+                raise ConnectionBrokenError(f"the connection was lost ({error.strerror or error})") from None
             del self._outgoing[:taken]
 
     def _read(self) -> bool:
@@ -191,7 +193,7 @@ class Session:
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise BrokenOff(f"the connection was lost ({error.strerror or error})") from None
+                raise ConnectionBrokenError(f"the connection was lost ({error.strerror or error})") from None
             if not data:
                 return True
             self._incoming.feed(data)

@@ -9,9 +9,18 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rankless.config.run_config import UNKNOWN_HOST
-from rankless.launch.rendezvous.control_connection import BrokenOff, Session
+from rankless.launch.rendezvous.control_connection import ConnectionBrokenError, ControlConnection
 from rankless.launch.rendezvous.host_facts import HostFacts
-from rankless.launch.rendezvous.messages import Beat, Ended, Frame, Happened, Here, Recorded, Refused, Shown
+from rankless.launch.rendezvous.messages import (
+    ControlMessage,
+    Heartbeat,
+    HostEnded,
+    JoinRefused,
+    JoinRequest,
+    RecordingChunk,
+    WorkerOutput,
+    WorkerRecords,
+)
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 4.0
@@ -22,7 +31,7 @@ MOST_UNPROVEN = 64
 
 
 @dataclass(frozen=True)
-class Arrived:
+class HostJoined:
     """A host has come to the job."""
 
     host: int
@@ -32,15 +41,15 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Reported:
+class HostReported:
     """A host tells what has happened there."""
 
     host: int
-    frame: Happened | Recorded | Shown | Ended
+    frame: WorkerRecords | RecordingChunk | WorkerOutput | HostEnded
 
 
 @dataclass(frozen=True)
-class Lost:
+class HostDisconnected:
     """A host's agent is gone, or silent."""
 
     host: int
@@ -48,19 +57,19 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Stranger:
+class ConnectionRejected:
     """Somebody connected who is none of the job's hosts, or cannot prove it."""
 
     address: str
     why: str
 
 
-News = Arrived | Reported | Lost | Stranger
+ServerEvent = HostJoined | HostReported | HostDisconnected | ConnectionRejected
 
 
 @dataclass(eq=False)
 class _Connection:
-    session: Session
+    session: ControlConnection
     address: str
     heard: float
     host: int | None = None
@@ -69,7 +78,7 @@ class _Connection:
     writes: bool = field(default=False)
 
 
-class Hub:
+class ControlServer:
     """All connections of host 0. It is selectable; `turn` then tells what is new."""
 
     def __init__(self, listening: socket.socket, *, token: bytes, host_count: int) -> None:
@@ -96,9 +105,9 @@ class Hub:
         """Those of them that have not told that they have ended."""
         return frozenset(item.host for item in self._connections if item.host is not None and not item.is_over)
 
-    def turn(self, now: float) -> list[News]:
+    def turn(self, now: float) -> list[ServerEvent]:
         """What has come since the last call; sends signs of life."""
-        news: list[News] = []
+        news: list[ServerEvent] = []
         ready = {key.data for key, _ in self._selector.select(0)}
         if None in ready:
             self._accept(now)
@@ -106,16 +115,16 @@ class Hub:
             news += self._hear(connection, now, is_ready=connection in ready)
         if now - self._beaten >= BEAT_SECONDS:
             self._beaten = now
-            self.tell_all(Beat())
+            self.tell_all(Heartbeat())
         return news
 
-    def tell(self, host: int, frame: Frame) -> None:
+    def tell(self, host: int, frame: ControlMessage) -> None:
         """Send a frame to one host, if it is there."""
         for connection in self._connections:
             if connection.host == host:
                 self._send(connection, frame)
 
-    def tell_all(self, frame: Frame) -> None:
+    def tell_all(self, frame: ControlMessage) -> None:
         """Send a frame to every host that is there."""
         for connection in self._connections:
             if connection.host is not None:
@@ -145,73 +154,73 @@ class Hub:
         if len(unproven) >= MOST_UNPROVEN:
             accepted.close()
             return
-        session = Session(accepted, side="server", token=self._token)
+        session = ControlConnection(accepted, side="server", token=self._token)
         connection = _Connection(session, str(address[0]), now)
         self._connections.append(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _hear(self, connection: _Connection, now: float, *, is_ready: bool) -> list[News]:
-        news: list[News] = []
+    def _hear(self, connection: _Connection, now: float, *, is_ready: bool) -> list[ServerEvent]:
+        news: list[ServerEvent] = []
         try:
             for frame in connection.session.receive() if is_ready else ():
                 connection.heard = now
                 news += self._take(connection, frame)
             self._require_life(connection, now)
             self._watch_writing(connection)
-        except BrokenOff as broken:
+        except ConnectionBrokenError as broken:
             if connection in self._connections:
                 self._drop(connection)
                 if connection.host is None:
-                    news.append(Stranger(connection.address, str(broken)))
+                    news.append(ConnectionRejected(connection.address, str(broken)))
                 elif not connection.is_over:
-                    news.append(Lost(connection.host, str(broken)))
+                    news.append(HostDisconnected(connection.host, str(broken)))
         return news
 
-    def _take(self, connection: _Connection, frame: Frame) -> list[News]:
-        if isinstance(frame, Here) and connection.host is None:
+    def _take(self, connection: _Connection, frame: ControlMessage) -> list[ServerEvent]:
+        if isinstance(frame, JoinRequest) and connection.host is None:
             return self._admit(connection, frame)
         if connection.host is None:
-            raise BrokenOff("a frame out of order")
-        if isinstance(frame, Happened | Recorded | Shown | Ended):
-            connection.is_over = connection.is_over or isinstance(frame, Ended)
-            return [Reported(connection.host, frame)]
-        if not isinstance(frame, Beat):
-            raise BrokenOff("a frame out of order")
+            raise ConnectionBrokenError("a frame out of order")
+        if isinstance(frame, WorkerRecords | RecordingChunk | WorkerOutput | HostEnded):
+            connection.is_over = connection.is_over or isinstance(frame, HostEnded)
+            return [HostReported(connection.host, frame)]
+        if not isinstance(frame, Heartbeat):
+            raise ConnectionBrokenError("a frame out of order")
         return []
 
-    def _admit(self, connection: _Connection, here: Here) -> list[News]:
+    def _admit(self, connection: _Connection, here: JoinRequest) -> list[ServerEvent]:
         refused = None
         if here.host == UNKNOWN_HOST:
             free = [place for place in range(1, self._host_count) if place not in self.present]
             here = msgspec.structs.replace(here, host=free[0] if free else self._host_count)
         if not 0 < here.host < self._host_count:
-            refused = Refused(
+            refused = JoinRefused(
                 expected=f"a host from 1 to {self._host_count - 1}",
                 found=f"{here.facts.name} as host {here.host}",
                 fix="start the job with the same hosts on every host; --host-rank counts from 0",
             )
         elif here.host in self.present:
-            refused = Refused(
+            refused = JoinRefused(
                 expected=f"one host {here.host}",
                 found=f"{here.facts.name} from {connection.address} as a second one",
                 fix="start the job once on each host; give each its own --host-rank",
             )
         if refused is not None:
             self._send(connection, refused)
-            raise BrokenOff(refused.found)
+            raise ConnectionBrokenError(refused.found)
         connection.host = here.host
-        return [Arrived(here.host, here.facts, time.time())]
+        return [HostJoined(here.host, here.facts, time.time())]
 
     def _require_life(self, connection: _Connection, now: float) -> None:
         silent = now - connection.heard
         if connection.host is None and silent > PROVING_SECONDS:
-            raise BrokenOff("no proof that it knows the job's token")
+            raise ConnectionBrokenError("no proof that it knows the job's token")
         if connection.host is not None and silent > SILENT_SECONDS:
-            raise BrokenOff(f"no sign of life for {silent:.0f} s")
+            raise ConnectionBrokenError(f"no sign of life for {silent:.0f} s")
 
-    def _send(self, connection: _Connection, frame: Frame) -> None:
+    def _send(self, connection: _Connection, frame: ControlMessage) -> None:
         # What is broken is found when it is listened to.
-        with suppress(BrokenOff):
+        with suppress(ConnectionBrokenError):
             connection.session.send(frame)
             self._watch_writing(connection)
 

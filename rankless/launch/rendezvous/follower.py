@@ -6,26 +6,31 @@ from collections.abc import Callable
 
 from rankless.config.run_config import Cluster
 from rankless.errors import JoinError
-from rankless.launch.rendezvous.control_client import NotReached, NotTrusted, Uplink, connect
-from rankless.launch.rendezvous.control_connection import BrokenOff
+from rankless.launch.rendezvous.control_client import (
+    LeaderConnection,
+    LeaderUnreachableError,
+    TokenRejectedError,
+    connect,
+)
+from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
 from rankless.launch.rendezvous.host_facts import HostFacts
-from rankless.launch.rendezvous.job_token import Tokens
-from rankless.launch.rendezvous.leader import TELL_EVERY_SECONDS, Interrupted
-from rankless.launch.rendezvous.messages import Here, Refused, Start, Waiting
+from rankless.launch.rendezvous.job_token import TokenSource
+from rankless.launch.rendezvous.leader import TELL_EVERY_SECONDS, RendezvousInterrupted
+from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused, JoinRequest
 from rankless.launch.signals import Interrupts
 
 TRY_SECONDS = 2.0
 NAP_SECONDS = 0.1
 
 
-def reach(
+def join_leader(
     cluster: Cluster,
     facts: Callable[[], HostFacts],
-    tokens: Tokens,
+    tokens: TokenSource,
     *,
     interrupts: Interrupts,
     tell: Callable[[str], None],
-) -> tuple[Uplink, Start]:
+) -> tuple[LeaderConnection, JobStarted]:
     """The connection to host 0, and its word to start, once all hosts are there and agree.
 
     Raises JoinError if host 0 is not reached in time, or refuses; Interrupted on a signal.
@@ -36,15 +41,15 @@ def reach(
         try:
             token = tokens.current()
             if token is None:
-                raise NotReached("it has not brought the job's token here by ssh yet")
+                raise LeaderUnreachableError("it has not brought the job's token here by ssh yet")
             session = connect(cluster.hosts[0].address, cluster.port, token=token, timeout_seconds=TRY_SECONDS)
-            session.send(Here(host=cluster.host_index, facts=facts()))
-            found = _await_start(Uplink(session), cluster, interrupts=interrupts, tell=tell)
+            session.send(JoinRequest(host=cluster.host_index, facts=facts()))
+            found = _await_start(LeaderConnection(session), cluster, interrupts=interrupts, tell=tell)
             tokens.used()
             return found
-        except NotReached as error:
+        except LeaderUnreachableError as error:
             why = str(error)
-        except NotTrusted as error:
+        except TokenRejectedError as error:
             why = "it has another token"
             if not tokens.refused():
                 raise _not_started(cluster, error) from None
@@ -60,8 +65,8 @@ def reach(
 
 
 def _await_start(
-    uplink: Uplink, cluster: Cluster, *, interrupts: Interrupts, tell: Callable[[str], None]
-) -> tuple[Uplink, Start]:
+    uplink: LeaderConnection, cluster: Cluster, *, interrupts: Interrupts, tell: Callable[[str], None]
+) -> tuple[LeaderConnection, JobStarted]:
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(uplink, selectors.EVENT_READ)
@@ -70,16 +75,16 @@ def _await_start(
                 selector.select(0.2)
                 _heed(interrupts, 0)
                 for frame in uplink.turn(time.monotonic()):
-                    if isinstance(frame, Start):
+                    if isinstance(frame, JobStarted):
                         return uplink, frame
-                    if isinstance(frame, Refused):
+                    if isinstance(frame, JoinRefused):
                         raise JoinError(expected=frame.expected, found=frame.found, fix=frame.fix)
-                    if isinstance(frame, Waiting):
+                    if isinstance(frame, JoinProgress):
                         tell(frame.text)
-    except NotTrusted:
+    except TokenRejectedError:
         uplink.close()
         raise
-    except BrokenOff as broken:
+    except ConnectionBrokenError as broken:
         uplink.close()
         raise _not_started(cluster, broken) from None
     except BaseException:
@@ -87,7 +92,7 @@ def _await_start(
         raise
 
 
-def _not_started(cluster: Cluster, broken: BrokenOff) -> JoinError:
+def _not_started(cluster: Cluster, broken: ConnectionBrokenError) -> JoinError:
     return JoinError(
         expected=f"host 0, {cluster.hosts[0]}, to start the job",
         found=str(broken),
@@ -101,4 +106,4 @@ def _heed(interrupts: Interrupts, seconds: float) -> None:
         selector.register(interrupts, selectors.EVENT_READ)
         selector.select(seconds)
     if numbers := interrupts.read():
-        raise Interrupted(numbers[0])
+        raise RendezvousInterrupted(numbers[0])

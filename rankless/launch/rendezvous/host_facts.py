@@ -39,7 +39,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Its clock's, as it was sent."""
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class HostDifference(msgspec.Struct, frozen=True, kw_only=True):
     """What one host has otherwise than host 0."""
 
     what: str
@@ -48,11 +48,13 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     fix: str
 
 
-def own_facts(program: Program, *, hosts: Sequence[str], devices: Sequence[str], address: str = "") -> HostFacts:
+def collect_host_facts(
+    program: Program, *, hosts: Sequence[str], devices: Sequence[str], address: str = ""
+) -> HostFacts:
     """This host's own."""
     return HostFacts(
         name=socket.gethostname(),
-        versions=own_versions(),
+        versions=installed_versions(),
         program=f"{program.kind} {program.target}" if program.kind != "code" else "code",
         program_digest=digest_of(program),
         arguments=program.arguments,
@@ -63,7 +65,7 @@ def own_facts(program: Program, *, hosts: Sequence[str], devices: Sequence[str],
     )
 
 
-def own_versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """What all hosts of a job must have alike."""
     return {
         "Python": platform.python_version(),
@@ -73,10 +75,10 @@ def own_versions() -> dict[str, str]:
     }
 
 
-def version_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[Difference]:
+def find_version_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[HostDifference]:
     """Where another host has other versions."""
     return [
-        Difference(
+        HostDifference(
             what=f"the version of {name}",
             there=there.get(name, NOT_THERE),
             here=version,
@@ -87,12 +89,12 @@ def version_differences(here: Mapping[str, str], there: Mapping[str, str]) -> li
     ]
 
 
-def differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -> list[Difference]:
+def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -> list[HostDifference]:
     """In what another host's facts differ from host 0's; `received_seconds` is host 0's clock as they came."""
-    found = version_differences(here.versions, there.versions)
+    found = find_version_differences(here.versions, there.versions)
     if there.program_digest != here.program_digest:
         found.append(
-            Difference(
+            HostDifference(
                 what=f"the {here.program}",
                 there=f"another text (SHA-256 {there.program_digest[:12]})",
                 here=f"SHA-256 {here.program_digest[:12]}",
@@ -101,7 +103,7 @@ def differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -
         )
     if there.arguments != here.arguments:
         found.append(
-            Difference(
+            HostDifference(
                 what="the script's arguments",
                 there=" ".join(there.arguments) or "none",
                 here=" ".join(here.arguments) or "none",
@@ -110,7 +112,7 @@ def differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -
         )
     if there.hosts != here.hosts:
         found.append(
-            Difference(
+            HostDifference(
                 what="the hosts of the job",
                 there=", ".join(there.hosts),
                 here=", ".join(here.hosts),
@@ -120,7 +122,7 @@ def differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -
     skew = there.time_seconds - received_seconds
     if abs(skew) > MOST_SKEW_SECONDS:
         found.append(
-            Difference(
+            HostDifference(
                 what="the clock",
                 there=f"{abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}",
                 here="right",

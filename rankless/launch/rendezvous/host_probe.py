@@ -4,7 +4,7 @@ import threading
 import time
 
 from rankless.config.run_config import Cluster
-from rankless.launch.rendezvous.connect import HostUnreached, connected
+from rankless.launch.rendezvous.connect import HostUnreachableError, connected
 
 PROBE_SECONDS = 2.0
 AGAIN_SECONDS = 4.0
@@ -28,17 +28,17 @@ class Probe:
 
     def _look(self) -> None:
         while time.monotonic() - self._asked < 3 * AGAIN_SECONDS:
-            self._found = seen_of(self._address)
+            self._found = describe_reachability(self._address)
             time.sleep(AGAIN_SECONDS)
 
 
-def seen_of(address: str, port: int = SSH_PORT, *, timeout_seconds: float = PROBE_SECONDS) -> str:
+def describe_reachability(address: str, port: int = SSH_PORT, *, timeout_seconds: float = PROBE_SECONDS) -> str:
     """Whether a host can be reached, in words: tried with a connection to the port of its ssh, which any host answers
     that is up and has no firewall that drops.
     """
     try:
         connected(address, port, timeout_seconds=timeout_seconds).close()
-    except HostUnreached as unreached:
+    except HostUnreachableError as unreached:
         if unreached.code is None:
             return "its name does not resolve here"
         if unreached.was_dropped:

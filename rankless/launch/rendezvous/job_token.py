@@ -18,7 +18,7 @@ FIX = (
 )
 
 
-class Tokens(Protocol):
+class TokenSource(Protocol):
     """Where a host that comes to host 0 has the token from."""
 
     def current(self) -> bytes | None:
@@ -34,7 +34,7 @@ class Tokens(Protocol):
         ...
 
 
-class Known:
+class FixedToken:
     """A token that is there."""
 
     def __init__(self, token: bytes) -> None:
@@ -52,7 +52,7 @@ class Known:
         """It stays where it is."""
 
 
-class Brought:
+class DeliveredToken:
     """A token that host 0 brings by ssh into a file of this user; one of an earlier job may lie there still."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -86,7 +86,7 @@ def name_of_token(cluster: Cluster) -> str:
     return f"token-{cluster.hosts[0].address}-{cluster.port}"
 
 
-def token_of_host_0(cluster: Cluster) -> bytes:
+def leader_token(cluster: Cluster) -> bytes:
     """The token: that of the file RANKLESS_TOKEN_FILE, else a new one where ssh brings it to the others.
 
     Raises ConfigError where there is neither, and the job was not said to be insecure.
@@ -101,19 +101,19 @@ def token_of_host_0(cluster: Cluster) -> bytes:
     return secrets.token_hex(32).encode()
 
 
-def tokens_of(cluster: Cluster) -> Tokens:
+def follower_token_source(cluster: Cluster) -> TokenSource:
     """What another host than host 0 has."""
     path = user_token_file()
     if path is not None:
-        return Known(read_token(path))
+        return FixedToken(read_token(path))
     if cluster.insecure:
-        return Known(NO_TOKEN)
+        return FixedToken(NO_TOKEN)
     if cluster.agent_start == "script":
-        return Brought(cluster)
+        return DeliveredToken(cluster)
     raise no_token()
 
 
-def must_be_brought(cluster: Cluster) -> bool:
+def needs_token_delivery(cluster: Cluster) -> bool:
     """Whether host 0 brings the token to the others."""
     return cluster.agent_start == "script" and not cluster.insecure and user_token_file() is None
 

@@ -7,16 +7,16 @@ from typing import Protocol
 
 from rankless.config.run_config import Cluster, JobStart
 from rankless.errors import JoinError
-from rankless.launch.rendezvous.control_server import Arrived, Hub, Lost, Stranger
-from rankless.launch.rendezvous.host_facts import HostFacts, differences
+from rankless.launch.rendezvous.control_server import ConnectionRejected, ControlServer, HostDisconnected, HostJoined
+from rankless.launch.rendezvous.host_facts import HostFacts, find_differences
 from rankless.launch.rendezvous.host_probe import Probe
-from rankless.launch.rendezvous.messages import Refused, Start, Waiting
+from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused
 from rankless.launch.signals import Interrupts
 
 TELL_EVERY_SECONDS = 5.0
 
 
-class Interrupted(Exception):
+class RendezvousInterrupted(Exception):
     """A signal has ended the waiting."""
 
     def __init__(self, number: int) -> None:
@@ -36,8 +36,8 @@ class Starter(Protocol):
         ...
 
 
-def gather(
-    hub: Hub,
+def wait_for_hosts(
+    hub: ControlServer,
     cluster: Cluster,
     *,
     own: HostFacts,
@@ -61,9 +61,9 @@ def gather(
             selector.select(0.1)
             if numbers := interrupts.read():
                 hub.tell_all(
-                    Refused(expected="a job that starts", found="host 0 was told to end", fix="start it again")
+                    JoinRefused(expected="a job that starts", found="host 0 was told to end", fix="start it again")
                 )
-                raise Interrupted(numbers[0])
+                raise RendezvousInterrupted(numbers[0])
             now = time.monotonic()
             try:
                 _hear(hub, cluster, own=own, found=found, tell=tell, now=now)
@@ -71,13 +71,13 @@ def gather(
                     starters[place].joined()
                 _require_hope(cluster, missing, found, starters, probes, waited=now - start)
             except JoinError as error:
-                hub.tell_all(Refused(expected=str(error.expected), found=str(error.found), fix=error.fix))
+                hub.tell_all(JoinRefused(expected=str(error.expected), found=str(error.found), fix=error.fix))
                 raise
             if now - told > TELL_EVERY_SECONDS:
                 told = now
                 text = waiting_text(cluster, missing, probes, now - start)
                 tell(text)
-                hub.tell_all(Waiting(text=text))
+                hub.tell_all(JoinProgress(text=text))
     return found
 
 
@@ -95,7 +95,7 @@ def _seen(probe: Probe | None) -> str:
 
 
 def _hear(
-    hub: Hub,
+    hub: ControlServer,
     cluster: Cluster,
     *,
     own: HostFacts,
@@ -104,18 +104,18 @@ def _hear(
     now: float,
 ) -> None:
     for news in hub.turn(now):
-        if isinstance(news, Arrived):
+        if isinstance(news, HostJoined):
             _require_alike(own, news, str(cluster.hosts[news.host]), f"{cluster.hosts[0]}")
             found[news.host] = news.facts
-        elif isinstance(news, Lost):
+        elif isinstance(news, HostDisconnected):
             found.pop(news.host, None)
             tell(f"{cluster.hosts[news.host]} has come and gone again: {news.how}")
-        elif isinstance(news, Stranger):
+        elif isinstance(news, ConnectionRejected):
             tell(f"{news.address} tried to join, and was turned away: {news.why}")
 
 
-def _require_alike(own: HostFacts, news: Arrived, name: str, own_name: str) -> None:
-    parted = differences(own, news.facts, received_seconds=news.received_seconds)
+def _require_alike(own: HostFacts, news: HostJoined, name: str, own_name: str) -> None:
+    parted = find_differences(own, news.facts, received_seconds=news.received_seconds)
     if parted:
         raise JoinError(
             expected="all hosts to have the same " + ", ".join(item.what.removeprefix("the ") for item in parted),
@@ -153,7 +153,7 @@ def _require_hope(
         )
 
 
-def let_start(hub: Hub, start: JobStart) -> None:
+def start_hosts(hub: ControlServer, start: JobStart) -> None:
     """Tell all hosts to start their workers."""
     for place in hub.present:
-        hub.tell(place, Start(start=start, host_index=place))
+        hub.tell(place, JobStarted(start=start, host_index=place))

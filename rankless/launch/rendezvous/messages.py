@@ -11,24 +11,24 @@ from rankless.records.events import AnyRecord
 
 PROTOCOL = 1
 
-How = Literal["stop", "interrupt", "lost", "kill"]
+StopMode = Literal["stop", "interrupt", "lost", "kill"]
 
 
-class Greeting(msgspec.Struct, frozen=True, kw_only=True, tag="greeting"):
+class ClientHello(msgspec.Struct, frozen=True, kw_only=True, tag="greeting"):
     """The first word of who connects, not yet proven: which protocol it speaks, and its half of the session's key."""
 
     protocol: int = PROTOCOL
     nonce: bytes
 
 
-class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
+class ServerHello(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
     """The answer, not yet proven either: the other half. From here on every frame is."""
 
     protocol: int = PROTOCOL
     nonce: bytes
 
 
-class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
     """A host has come to the job."""
 
     host: int
@@ -36,7 +36,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
     facts: HostFacts
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+class JoinRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """Host 0 does not start the job, and why."""
 
     expected: str
@@ -44,7 +44,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     fix: str
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """All hosts are there and agree: start the workers."""
 
     start: JobStart
@@ -52,33 +52,33 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """The host's that is told."""
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
+class JoinProgress(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
     """Who is missing still, for those who wait on other hosts."""
 
     text: str
 
 
-class Happened(msgspec.Struct, frozen=True, kw_only=True, tag="happened"):
+class WorkerRecords(msgspec.Struct, frozen=True, kw_only=True, tag="happened"):
     """Records of a host's workers, in their order."""
 
     records: tuple[AnyRecord, ...]
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """A sign of life."""
 
 
-class WhereAreYou(msgspec.Struct, frozen=True, kw_only=True, tag="where_are_you"):
+class RankStatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag="where_are_you"):
     """Some rank of the job has stood still for long: tell where each of yours is, by `Where` records."""
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+class StopWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """End the workers: politely, as Ctrl-C does, because a host is lost, or at once."""
 
-    how: How
+    how: StopMode
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+class HostEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """Nothing of the job is alive any more on a host; `interrupted_by` is the signal that told its agent to end."""
 
     parent_exit_code: int | None = None
@@ -87,7 +87,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """Of the workers' parent, if it failed."""
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
+class RecordingChunk(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     """A piece of a file that a worker has written for `rankless verify`."""
 
     name: str
@@ -95,33 +95,33 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     is_last: bool
 
 
-class Shown(msgspec.Struct, frozen=True, kw_only=True, tag="shown"):
+class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="shown"):
     """What a host's workers have written, for host 0 to show; only under horovodrun, which shows all of it."""
 
     source: Source
     data: bytes
 
 
-class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
+class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     """The job is over everywhere: what its exit code is, and what the host shows of its end."""
 
     exit_code: int
     text: str = ""
 
 
-Frame = (
-    Greeting
-    | Challenge
-    | Here
-    | Refused
-    | Start
-    | Waiting
-    | Happened
-    | Beat
-    | WhereAreYou
-    | Stop
-    | Recorded
-    | Shown
-    | Ended
-    | Over
+ControlMessage = (
+    ClientHello
+    | ServerHello
+    | JoinRequest
+    | JoinRefused
+    | JobStarted
+    | JoinProgress
+    | WorkerRecords
+    | Heartbeat
+    | RankStatusRequest
+    | StopWorkers
+    | RecordingChunk
+    | WorkerOutput
+    | HostEnded
+    | JobEnded
 )

@@ -6,28 +6,37 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rankless.config.run_config import JobStart
-from rankless.launch.rendezvous.control_client import Uplink
-from rankless.launch.rendezvous.control_connection import BrokenOff
-from rankless.launch.rendezvous.control_server import Hub, Lost, Reported, Stranger
-from rankless.launch.rendezvous.messages import Ended, Happened, How, Over, Recorded, Shown, Stop, WhereAreYou
+from rankless.launch.rendezvous.control_client import LeaderConnection
+from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
+from rankless.launch.rendezvous.control_server import ConnectionRejected, ControlServer, HostDisconnected, HostReported
+from rankless.launch.rendezvous.messages import (
+    HostEnded,
+    JobEnded,
+    RankStatusRequest,
+    RecordingChunk,
+    StopMode,
+    StopWorkers,
+    WorkerOutput,
+    WorkerRecords,
+)
 from rankless.launch.rendezvous.recording_transfer import PIECE_BYTES, recorded, take_recorded
 from rankless.launch.worker_output import Source
 from rankless.records.events import AnyRecord, HostInterrupted, HostLost, Notice
 
 
 @dataclass(frozen=True)
-class Turn:
+class PeerUpdate:
     """What the other hosts have told since the last time."""
 
     records: Sequence[AnyRecord] = ()
-    stop: How | None = None
+    stop: StopMode | None = None
     """Host 0 says so."""
 
 
-class Others(Protocol):
+class Peers(Protocol):
     """The other hosts of a run."""
 
-    judges: bool
+    attributes_failures: bool
     """Whether this host judges who has failed."""
 
     def fileno(self) -> int | None:
@@ -38,7 +47,7 @@ class Others(Protocol):
         """The place of a rank's host."""
         ...
 
-    def turn(self, now: float) -> Turn:
+    def turn(self, now: float) -> PeerUpdate:
         """What is new."""
         ...
 
@@ -46,7 +55,7 @@ class Others(Protocol):
         """Tell what has happened here."""
         ...
 
-    def stop(self, how: How) -> None:
+    def stop(self, how: StopMode) -> None:
         """Tell the others to end their workers."""
         ...
 
@@ -62,7 +71,7 @@ class Others(Protocol):
         """Tell that a signal has told this host's agent to end."""
         ...
 
-    def ended(self, ended: Ended) -> None:
+    def ended(self, ended: HostEnded) -> None:
         """Tell that nothing lives here any more."""
         ...
 
@@ -72,10 +81,10 @@ class Others(Protocol):
         ...
 
 
-class SingleHost:
+class NoPeers:
     """A run on one host."""
 
-    judges = True
+    attributes_failures = True
 
     def fileno(self) -> int | None:
         """Nothing."""
@@ -85,14 +94,14 @@ class SingleHost:
         """There is one."""
         return 0
 
-    def turn(self, now: float) -> Turn:  # noqa: ARG002  # the protocol's
+    def turn(self, now: float) -> PeerUpdate:  # noqa: ARG002  # the protocol's
         """Nothing."""
-        return Turn()
+        return PeerUpdate()
 
     def report(self, records: Sequence[AnyRecord]) -> None:
         """Nobody hears it."""
 
-    def stop(self, how: How) -> None:
+    def stop(self, how: StopMode) -> None:
         """Nobody hears it."""
 
     def ask_where(self) -> None:
@@ -105,7 +114,7 @@ class SingleHost:
     def told_to_end(self, number: int) -> None:
         """Nobody hears it."""
 
-    def ended(self, ended: Ended) -> None:
+    def ended(self, ended: HostEnded) -> None:
         """Nobody hears it."""
 
     @property
@@ -114,12 +123,12 @@ class SingleHost:
         return False
 
 
-class FollowerHost:
+class FollowerPeers:
     """The hosts that host 0 leads."""
 
-    judges = True
+    attributes_failures = True
 
-    def __init__(self, hub: Hub, start: JobStart, names: Sequence[str]) -> None:
+    def __init__(self, hub: ControlServer, start: JobStart, names: Sequence[str]) -> None:
         self._hub = hub
         self._start = start
         self._names = names
@@ -137,36 +146,36 @@ class FollowerHost:
         """The hub's."""
         return self._hub.fileno()
 
-    def turn(self, now: float) -> Turn:
+    def turn(self, now: float) -> PeerUpdate:
         """The records of all of them, and who is lost."""
         records: list[AnyRecord] = []
         for news in self._hub.turn(now):
-            if isinstance(news, Reported) and isinstance(news.frame, Happened):
+            if isinstance(news, HostReported) and isinstance(news.frame, WorkerRecords):
                 records += news.frame.records
-            elif isinstance(news, Reported) and isinstance(news.frame, Recorded):
+            elif isinstance(news, HostReported) and isinstance(news.frame, RecordingChunk):
                 take_recorded(news.frame, self._start)
-            elif isinstance(news, Reported) and isinstance(news.frame, Shown):
+            elif isinstance(news, HostReported) and isinstance(news.frame, WorkerOutput):
                 self._show(news.frame.source, news.frame.data)
-            elif isinstance(news, Reported):
-                assert isinstance(news.frame, Ended)
+            elif isinstance(news, HostReported):
+                assert isinstance(news.frame, HostEnded)
                 records += self._end_of(news.host, news.frame)
-            elif isinstance(news, Lost):
+            elif isinstance(news, HostDisconnected):
                 records.append(self._lost(news.host, f"was lost: {news.how}"))
-            elif isinstance(news, Stranger):
+            elif isinstance(news, ConnectionRejected):
                 text = f"somebody at {news.address} tried to join, and was turned away: {news.why}"
                 records.append(Notice(rank=0, time_ns=time.monotonic_ns(), text=text))
-        return Turn(records)
+        return PeerUpdate(records)
 
     def report(self, records: Sequence[AnyRecord]) -> None:
         """Host 0 hears it itself."""
 
-    def stop(self, how: How) -> None:
+    def stop(self, how: StopMode) -> None:
         """Tell all of them."""
-        self._hub.tell_all(Stop(how=how))
+        self._hub.tell_all(StopWorkers(how=how))
 
     def ask_where(self) -> None:
         """Ask all of them."""
-        self._hub.tell_all(WhereAreYou())
+        self._hub.tell_all(RankStatusRequest())
 
     def is_asked_where(self) -> bool:
         """Never: this host asks."""
@@ -175,7 +184,7 @@ class FollowerHost:
     def told_to_end(self, number: int) -> None:
         """They are stopped; why is said at the end."""
 
-    def ended(self, ended: Ended) -> None:
+    def ended(self, ended: HostEnded) -> None:
         """They need not know."""
 
     @property
@@ -186,9 +195,9 @@ class FollowerHost:
     def conclude(self, exit_code: int, texts: Sequence[str]) -> None:
         """Tell each host how the job ended."""
         for host, text in enumerate(texts):
-            self._hub.tell(host, Over(exit_code=exit_code, text=text))
+            self._hub.tell(host, JobEnded(exit_code=exit_code, text=text))
 
-    def _end_of(self, host: int, ended: Ended) -> list[AnyRecord]:
+    def _end_of(self, host: int, ended: HostEnded) -> list[AnyRecord]:
         if ended.interrupted_by is not None or not ended.parent_exit_code:
             return []
         words = f":\n{ended.last_words}" if ended.last_words else ""
@@ -199,18 +208,18 @@ class FollowerHost:
         return HostLost(rank=first, time_ns=time.monotonic_ns(), host=self._names[host], how=how)
 
 
-class LeaderHost:
+class LeaderPeer:
     """Host 0, which leads this one."""
 
-    judges = False
+    attributes_failures = False
 
-    def __init__(self, uplink: Uplink, start: JobStart, place: int, name: str) -> None:
+    def __init__(self, uplink: LeaderConnection, start: JobStart, place: int, name: str) -> None:
         self._uplink = uplink
         self._start = start
         self._place = place
         self._name = name
         self.lost: str | None = None
-        self.over: Over | None = None
+        self.over: JobEnded | None = None
         self._is_asked_where = False
 
     def host_of(self, rank: int) -> int:
@@ -221,28 +230,28 @@ class LeaderHost:
         """The connection's."""
         return None if self.lost is not None else self._uplink.fileno()
 
-    def turn(self, now: float) -> Turn:
+    def turn(self, now: float) -> PeerUpdate:
         """What host 0 wants."""
         if self.lost is not None:
-            return Turn()
-        stop: How | None = None
+            return PeerUpdate()
+        stop: StopMode | None = None
         try:
             for frame in self._uplink.turn(now):
-                if isinstance(frame, Stop):
+                if isinstance(frame, StopWorkers):
                     stop = frame.how
-                elif isinstance(frame, WhereAreYou):
+                elif isinstance(frame, RankStatusRequest):
                     self._is_asked_where = True
-                elif isinstance(frame, Over):
+                elif isinstance(frame, JobEnded):
                     self.over = frame
-        except BrokenOff as broken:
+        except ConnectionBrokenError as broken:
             self.lost = str(broken)
             stop = None if self.over is not None else "lost"
-        return Turn(stop=stop)
+        return PeerUpdate(stop=stop)
 
     def report(self, records: Sequence[AnyRecord]) -> None:
         """Tell host 0."""
         if records:
-            self._uplink.tell(Happened(records=tuple(records)))
+            self._uplink.tell(WorkerRecords(records=tuple(records)))
 
     @property
     def is_behind(self) -> bool:
@@ -252,9 +261,9 @@ class LeaderHost:
     def show(self, source: Source, data: bytes) -> None:
         """Have host 0 show what a worker has written here."""
         for start in range(0, len(data), PIECE_BYTES):
-            self._uplink.tell(Shown(source=source, data=data[start : start + PIECE_BYTES]))
+            self._uplink.tell(WorkerOutput(source=source, data=data[start : start + PIECE_BYTES]))
 
-    def stop(self, how: How) -> None:
+    def stop(self, how: StopMode) -> None:
         """Not this host's to say."""
 
     def ask_where(self) -> None:
@@ -271,7 +280,7 @@ class LeaderHost:
         record = HostInterrupted(rank=first, time_ns=time.monotonic_ns(), host=self._name, signal=number)
         self.report([record])
 
-    def ended(self, ended: Ended) -> None:
+    def ended(self, ended: HostEnded) -> None:
         """Tell host 0 that nothing lives here any more, and give it what was recorded here."""
         for frame in recorded(self._start, self._place):
             self._uplink.tell(frame)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankless.config.run_config import JobStart
-from rankless.launch.rendezvous.messages import Recorded
+from rankless.launch.rendezvous.messages import RecordingChunk
 
 PIECE_BYTES = 1 << 20
 NAME = re.compile(r"rank(\d+)\.(results|safetensors|values)")
 
 
-def recorded(start: JobStart, place: int) -> Iterator[Recorded]:
+def recorded(start: JobStart, place: int) -> Iterator[RecordingChunk]:
     """The files of a host's workers, in pieces."""
     if start.recording is None:
         return
@@ -24,13 +24,13 @@ def recorded(start: JobStart, place: int) -> Iterator[Recorded]:
             data = file.read(PIECE_BYTES)
             while True:
                 following = file.read(PIECE_BYTES)
-                yield Recorded(name=path.name, data=data, is_last=not following)
+                yield RecordingChunk(name=path.name, data=data, is_last=not following)
                 if not following:
                     break
                 data = following
 
 
-def take_recorded(frame: Recorded, start: JobStart) -> None:
+def take_recorded(frame: RecordingChunk, start: JobStart) -> None:
     """Write a piece of a file to where this host's own workers record; whole once its last piece has come."""
     match = NAME.fullmatch(frame.name)
     if match is None or start.recording is None or int(match[1]) >= start.world_size:

@@ -17,10 +17,10 @@ import msgspec
 
 from rankless.config.run_config import Cluster, Program, RunRequest
 from rankless.launch.rendezvous.job_token import folder_of_tokens, name_of_token
-from rankless.launch.rendezvous.ssh_failures import ssh_cause
+from rankless.launch.rendezvous.ssh_failures import find_ssh_cause
 from rankless.runtime.python_command import python_command
 
-OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 LAST_LINES = 4
 REFUSED = 2
 """An agent ends with it that has said itself why it does not start."""
@@ -39,7 +39,7 @@ class RemoteTask(msgspec.Struct, frozen=True, kw_only=True):
     """The script's text, for a host that has another one or none."""
 
 
-class RemoteAgent:
+class SshAgent:
     """The ssh process of one other host, which starts its agent and keeps its standard input."""
 
     def __init__(self, task: RemoteTask, *, tell: Callable[[str], None]) -> None:
@@ -48,7 +48,7 @@ class RemoteAgent:
         self._name = cluster.hosts[cluster.host_index].address
         self._tell = tell
         self._has_joined = False
-        self._login = Login(cluster, cluster.host_index, remote_command(), on_line=self._show)
+        self._login = SshSession(cluster, cluster.host_index, remote_command(), on_line=self._show)
         self._login.say(msgspec.json.encode(task) + b"\n")
 
     def joined(self) -> None:
@@ -68,7 +68,7 @@ class RemoteAgent:
             self._tell(f"{self._name}: {text.removeprefix('rankless: ')}")
 
 
-class TokenBringer:
+class SshTokenDelivery:
     """Brings the job's token to a host where a script is started by hand, again and again until its agent has come."""
 
     def __init__(self, cluster: Cluster, place: int, token: bytes) -> None:
@@ -99,12 +99,12 @@ class TokenBringer:
 
     def _bring(self) -> None:
         self._begun = time.monotonic()
-        self._login = Login(*self._host, self._command, on_line=lambda _: None)
+        self._login = SshSession(*self._host, self._command, on_line=lambda _: None)
         self._login.say(self._token + b"\n")
         self._login.end_input()
 
 
-class Login:
+class SshSession:
     """One ssh to one host, and what it prints."""
 
     def __init__(self, cluster: Cluster, place: int, command: str, *, on_line: Callable[[str], None]) -> None:
@@ -113,7 +113,7 @@ class Login:
         self._on_line = on_line
         self._lines: list[str] = []
         self._process = subprocess.Popen(
-            ["ssh", *OPTIONS, *_own_options(cluster), self._target, "--", command],
+            ["ssh", *SSH_OPTIONS, *_own_options(cluster), self._target, "--", command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -147,7 +147,7 @@ class Login:
         """In words, from the last that it has printed."""
         self._reader.join(1.0)
         said = " / ".join(self._lines[-LAST_LINES:])
-        cause = ssh_cause(said, self._target)
+        cause = find_ssh_cause(said, self._target)
         if cause is not None and self._process.returncode != REFUSED:
             return f"{cause.seen} ({said}): {cause.fix}"
         return f"ssh ended with {self._process.returncode}" + (f": {said}" if said else "")

@@ -72,7 +72,7 @@ _CAUSES = {
 }
 
 
-def ssh_cause(said: str, host: str) -> SshCause | None:
+def find_ssh_cause(said: str, host: str) -> SshCause | None:
     """The cause, if ssh's words tell one."""
     for sign, cause in _CAUSES.items():
         if sign in said:

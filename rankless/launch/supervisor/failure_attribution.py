@@ -27,7 +27,9 @@ from rankless.records.events import (
     Started,
 )
 
-JUDGED = Started | Raised | GroupTeardown | ScriptFinished | Exited | HostLost | HostInterrupted | HangDetected
+ATTRIBUTED_RECORDS = (
+    Started | Raised | GroupTeardown | ScriptFinished | Exited | HostLost | HostInterrupted | HangDetected
+)
 """The records that matter to a verdict: of all others a long job has too many to keep."""
 
 SETTLING_SECONDS = 0.3
@@ -49,13 +51,13 @@ MOST_SHOWN = 400
 _STALLED = re.compile(r"Stalled for more than (\S+) seconds\.\nMissing ranks:\n((?:\d+: \[.*\]\n?)+)")
 """What Horovod's stall check ends a job with, where it is asked to."""
 
-Cause = Literal["raised", "left", "signal", "exit", "lost", "timeout", "host", "told", "stuck", "stalled"]
+Cause = Literal["raised", "left", "signal", "exit", "lost", "timeout", "host", "interrupted", "hang", "stalled"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Who ended the job, how, and what the job's exit code is."""
 
-    culprit: int
+    root_cause_rank: int
     """A rank; of a host that is to blame as a whole its first."""
     cause: Cause
     exit_code: int
@@ -64,7 +66,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     settling_seconds: float = SURE_SETTLING_SECONDS
 
 
-def judge(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _rank: 0) -> Verdict | None:
+def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _rank: 0) -> Verdict | None:
     """The verdict as far as `records` go, or None while nothing has failed. `host_of` tells a rank's host."""
     own = [verdict for index in range(len(records)) if (verdict := _own_failure(records, index)) is not None]
     if own and own[0].cause == "left":
@@ -81,7 +83,7 @@ def judge(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _
         or _who_left(records, victims[0], host_of)
         or _timed_out(records, victims)
         or Verdict(
-            culprit=victims[0].rank,
+            root_cause_rank=victims[0].rank,
             cause="lost",
             exit_code=1,
             headline=f"lost its connection to a peer, and no peer reported why ({_first_line(victims[0])})",
@@ -91,7 +93,7 @@ def judge(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _
     )
 
 
-def is_victim(record: Raised | GroupTeardown) -> bool:
+def is_secondary_failure(record: Raised | GroupTeardown) -> bool:
     """Whether an exception, or one that it came from, is a lost connection."""
     return _LOST_CONNECTION.search(record.traceback + record.message) is not None
 
@@ -99,10 +101,10 @@ def is_victim(record: Raised | GroupTeardown) -> bool:
 def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
     record = records[index]
     before = [earlier for earlier in records[:index] if earlier.rank == record.rank]
-    if isinstance(record, Raised) and not is_victim(record) and parse_timeout(record) is None:
+    if isinstance(record, Raised) and not is_secondary_failure(record) and parse_timeout(record) is None:
         code = 130 if record.error_type == "KeyboardInterrupt" else 1
         return Verdict(
-            culprit=record.rank,
+            root_cause_rank=record.rank,
             cause="raised",
             exit_code=code,
             headline=f"raised {_first_line(record)}",
@@ -113,7 +115,7 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
     )
     if isinstance(record, ScriptFinished) and record.exit_code != 0 and not told:
         return Verdict(
-            culprit=record.rank,
+            root_cause_rank=record.rank,
             cause="left",
             exit_code=record.exit_code,
             headline=f"left with exit code {record.exit_code}",
@@ -123,20 +125,22 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
         return _judge_exit(record)
     if isinstance(record, HangDetected):
         return Verdict(
-            culprit=record.rank,
-            cause="stuck",
+            root_cause_rank=record.rank,
+            cause="hang",
             exit_code=1,
             headline=record.headline,
             traceback=record.traceback,
         )
     if isinstance(record, HostLost):
-        return Verdict(culprit=record.rank, cause="host", exit_code=1, headline=f"host {record.host} {record.how}")
+        return Verdict(
+            root_cause_rank=record.rank, cause="host", exit_code=1, headline=f"host {record.host} {record.how}"
+        )
     if isinstance(record, HostInterrupted):
         return Verdict(
-            culprit=record.rank,
-            cause="told",
+            root_cause_rank=record.rank,
+            cause="interrupted",
             exit_code=128 + record.signal,
-            headline=f"host {record.host} was told to end ({signal_name(record.signal)})",
+            headline=f"host {record.host} was told to end ({name_signal(record.signal)})",
         )
     return None
 
@@ -144,10 +148,10 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
 def _judge_exit(record: Exited) -> Verdict:
     if record.exit_code < 0:
         number = -record.exit_code
-        headline = f"was killed by signal {number} ({signal_name(number)})"
-        return Verdict(culprit=record.rank, cause="signal", exit_code=128 + number, headline=headline)
+        headline = f"was killed by signal {number} ({name_signal(number)})"
+        return Verdict(root_cause_rank=record.rank, cause="signal", exit_code=128 + number, headline=headline)
     headline = f"ended with exit code {record.exit_code}, without a word from its script"
-    return Verdict(culprit=record.rank, cause="exit", exit_code=record.exit_code, headline=headline)
+    return Verdict(root_cause_rank=record.rank, cause="exit", exit_code=record.exit_code, headline=headline)
 
 
 def _who_left(records: Sequence[AnyRecord], victim: Raised, host_of: Callable[[int], int]) -> Verdict | None:
@@ -156,9 +160,9 @@ def _who_left(records: Sequence[AnyRecord], victim: Raised, host_of: Callable[[i
     for record in [*records[:at], *_silent_ends(records, after=at), *_good_ends(far)]:
         if record.rank == victim.rank:
             continue
-        if isinstance(record, GroupTeardown) and record.traceback and not is_victim(record):
+        if isinstance(record, GroupTeardown) and record.traceback and not is_secondary_failure(record):
             return Verdict(
-                culprit=record.rank,
+                root_cause_rank=record.rank,
                 cause="raised",
                 exit_code=1,
                 headline=f"raised {_first_line(record)}",
@@ -168,7 +172,7 @@ def _who_left(records: Sequence[AnyRecord], victim: Raised, host_of: Callable[[i
         if isinstance(record, GroupTeardown | ScriptFinished) or (isinstance(record, Exited) and record.exit_code == 0):
             how = "destroyed its process group" if isinstance(record, GroupTeardown) else "ended its script"
             return Verdict(
-                culprit=record.rank,
+                root_cause_rank=record.rank,
                 cause="left",
                 exit_code=1,
                 headline=f"{how} while other ranks still needed it",
@@ -185,7 +189,7 @@ def _good_ends(records: Sequence[AnyRecord]) -> list[AnyRecord]:
         for record in records
         if record.rank not in raised
         and (
-            (isinstance(record, GroupTeardown) and not is_victim(record))
+            (isinstance(record, GroupTeardown) and not is_secondary_failure(record))
             or (isinstance(record, ScriptFinished) and record.exit_code == 0)
         )
     ]
@@ -200,7 +204,7 @@ def _stalled(victims: Sequence[Raised]) -> Verdict | None:
     others = "".join(f"; rank {line.replace(': ', ' not ', 1)}" for line in missing[1:])
     keys = keys if len(keys) <= MOST_SHOWN else f"{keys[:MOST_SHOWN]}…"
     return Verdict(
-        culprit=int(rank),
+        root_cause_rank=int(rank),
         cause="stalled",
         exit_code=1,
         headline=f"did not submit {keys}, for which others waited more than {found[1]} s{others[:MOST_SHOWN]}",
@@ -217,7 +221,7 @@ def _timed_out(records: Sequence[AnyRecord], victims: Sequence[Raised]) -> Verdi
     )
     others = f"; not heard to wait there: {', '.join(f'rank {rank}' for rank in unheard)}" if unheard else ""
     return Verdict(
-        culprit=first.rank,
+        root_cause_rank=first.rank,
         cause="timeout",
         exit_code=1,
         headline=f"waited in {first.doing} at {first.line} until its timeout of {first.still_seconds:g} s{others}",
@@ -237,6 +241,6 @@ def _first_line(record: Raised | GroupTeardown) -> str:
     return f"{record.error_type}: {line[:200]}" if line else record.error_type
 
 
-def signal_name(number: int) -> str:
+def name_signal(number: int) -> str:
     """A signal's name, as SIGKILL."""
     return signal.Signals(number).name if number in signal.valid_signals() else "unknown"

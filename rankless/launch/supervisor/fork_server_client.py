@@ -22,7 +22,7 @@ from rankless.runtime.python_command import python_command
 
 
 @dataclass(frozen=True, kw_only=True)
-class Handed:
+class InheritedSockets:
     """Sockets that the parent inherits."""
 
     store: socket.socket | None = None
@@ -43,7 +43,7 @@ class ForkServerClient:
         workers: Sequence[WorkerLaunch],
         *,
         log_path: str,
-        handed: Handed,
+        handed: InheritedSockets,
         other_hosts: Sequence[str] = (),
         fork_server: ForkServerPoolClient | None = None,
     ) -> None:

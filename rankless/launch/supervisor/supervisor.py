@@ -18,10 +18,10 @@ from enum import Enum
 import msgspec
 
 from rankless.config.torchrun import Foreign
-from rankless.launch.rendezvous.messages import Ended, How
-from rankless.launch.rendezvous.peers import Others
+from rankless.launch.rendezvous.messages import HostEnded, StopMode
+from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.signals import Interrupts
-from rankless.launch.supervisor.failure_attribution import JUDGED, Verdict, judge
+from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, Verdict, attribute_failure
 from rankless.launch.supervisor.fork_server_client import ForkServerClient
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord
@@ -41,11 +41,11 @@ class Phase(Enum):
     KILLING = "told to be killed"
 
 
-HOWS: dict[int, How] = {signal.SIGINT: "interrupt"}
-SIGNALS: dict[How, int] = {"interrupt": signal.SIGINT, "stop": signal.SIGTERM, "lost": signal.SIGTERM}
+HOWS: dict[int, StopMode] = {signal.SIGINT: "interrupt"}
+SIGNALS: dict[StopMode, int] = {"interrupt": signal.SIGINT, "stop": signal.SIGTERM, "lost": signal.SIGTERM}
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended: the verdict if it failed by itself, the signal if the agent was told to end it."""
 
     verdict: Verdict | None = None
@@ -53,14 +53,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     parent_exit_code: int | None = None
 
 
-class Watch:
+class Supervisor:
     """One run, from its start until its workers' parent is gone or beyond asking."""
 
     def __init__(
         self,
         parent: ForkServerClient,
         *,
-        others: Others,
+        others: Peers,
         interrupts: Interrupts,
         on_record: Callable[[AnyRecord], None],
         on_turn: Callable[[], Sequence[AnyRecord]],
@@ -82,7 +82,7 @@ class Watch:
         self._interrupted_by: int | None = None
         self._told_end = False
 
-    def run_to_end(self) -> Outcome:
+    def run_to_end(self) -> RunOutcome:
         """Watch until the parent has ended, or does not answer any more, and the other hosts have, too."""
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
             selector.register(self._parent.records, selectors.EVENT_READ)
@@ -123,7 +123,7 @@ class Watch:
         """Once the parent has ended: whether nothing lives on the other hosts either."""
         if not self._told_end:
             self._told_end = True
-            self._others.ended(Ended(parent_exit_code=exit_code, interrupted_by=self._interrupted_by))
+            self._others.ended(HostEnded(parent_exit_code=exit_code, interrupted_by=self._interrupted_by))
             for key in list(selector.get_map().values()):
                 if isinstance(key.fileobj, int):  # what told of the parent's end does so for ever
                     selector.unregister(key.fileobj)
@@ -150,16 +150,16 @@ class Watch:
             self._ask_to_end(SIGNALS[turn.stop], now, is_lost=turn.stop == "lost")
 
     def _take(self, records: Sequence[AnyRecord]) -> None:
-        judged = [record for record in records if isinstance(record, JUDGED)]
+        judged = [record for record in records if isinstance(record, ATTRIBUTED_RECORDS)]
         for record in records:
             self._on_record(record)
         if judged and self._phase is Phase.RUNNING:
             self._records += judged
-            if self._others.judges:
+            if self._others.attributes_failures:
                 self._judge()
 
     def _judge(self) -> None:
-        before, self._verdict = self._verdict, judge(self._records, self._others.host_of)
+        before, self._verdict = self._verdict, attribute_failure(self._records, self._others.host_of)
         if self._verdict is not None and self._verdict != before:
             self._deadline = min(self._deadline, time.monotonic() + self._verdict.settling_seconds)
 
@@ -179,7 +179,7 @@ class Watch:
             self._end_at_once(now)
         elif self._phase is Phase.KILLING:
             # With nothing left here, another host than host 0 waits for its word: it comes, or the connection ends.
-            awaits_word = self._told_end and not self._others.judges
+            awaits_word = self._told_end and not self._others.attributes_failures
             return now < self._deadline or (awaits_word and number is None)
         return True
 
@@ -208,8 +208,8 @@ class Watch:
         self._phase, self._deadline = phase, deadline
         self._parent.tell(word)
 
-    def _outcome(self, parent_exit_code: int | None) -> Outcome:
-        return Outcome(
+    def _outcome(self, parent_exit_code: int | None) -> RunOutcome:
+        return RunOutcome(
             verdict=None if self._interrupted_by is not None else self._verdict,
             interrupted_by=self._interrupted_by,
             parent_exit_code=parent_exit_code,

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from rankless.launch.rendezvous.peers import Others
+from rankless.launch.rendezvous.peers import Peers
 from rankless.records.events import RankStatus
 
 RESPONSE_TIMEOUT_SECONDS = 2.5
@@ -12,7 +12,7 @@ RESPONSE_TIMEOUT_SECONDS = 2.5
 class RemoteRanks:
     """The latest status of each rank on another host."""
 
-    def __init__(self, others: Others, ranks: Collection[int]) -> None:
+    def __init__(self, others: Peers, ranks: Collection[int]) -> None:
         self._others = others
         self._ranks = frozenset(ranks)
         self._pending: frozenset[int] = frozenset()

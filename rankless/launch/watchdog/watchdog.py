@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.rendezvous.peers import Others
+from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.watchdog.collective_timeouts import find_missing, parse_timeout
 from rankless.launch.watchdog.diagnosis import HangDiagnosis, diagnose
 from rankless.launch.watchdog.remote_ranks import RemoteRanks
@@ -41,8 +41,8 @@ class WatchdogConfig:
     """Descriptors of the workers' shared memory; empty turns the watchdog off."""
     timeout_seconds: float | None
     """The user's `--hang-timeout`; None if the user gave none, 0 to never end the job."""
-    others: Others
-    """The other hosts. The host whose `others.judges` is True reports hangs and ends the job."""
+    others: Peers
+    """The other hosts. The host whose `others.attributes_failures` is True reports hangs and ends the job."""
     stacks_file: str
     """The file to which the watchdog appends the stacks of all threads."""
     host_name: Callable[[int], str] = lambda _rank: ""
@@ -59,7 +59,7 @@ class Watchdog:
         self._ended: set[int] = set()
         size = config.worker_configs[0].world_size
         self._remote_ranks = RemoteRanks(
-            config.others, set(range(size)) - set(self._worker_configs) if config.others.judges else ()
+            config.others, set(range(size)) - set(self._worker_configs) if config.others.attributes_failures else ()
         )
         self._timed_out: dict[int, RankStatus] = {}
         self._is_requested = False
@@ -155,7 +155,7 @@ class Watchdog:
         self._next_check_at = 0.0
         if self._reported_seconds:
             self._step_rate.record_pause(self._reported_seconds)
-            if self._config.others.judges:
+            if self._config.others.attributes_failures:
                 yield _make_notice(f"the job continues after a pause of {timed(self._reported_seconds)}")
             else:
                 for rank in self._worker_configs:
@@ -171,7 +171,7 @@ class Watchdog:
             local = self._local_statuses(now, gpu_waits=True)
         yield from (msgspec.structs.replace(where, asked=self._is_requested) for where in local.values())
         self._is_requested = False
-        if not self._config.others.judges:
+        if not self._config.others.attributes_failures:
             self._reported_seconds = stalled
             write_stacks(self._config.stacks_file, self._live_workers())
         elif self._timed_out:

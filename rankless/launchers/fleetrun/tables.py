@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import Assembled
 from rankless.launch.log_files import FLEET_LOG, run_folder
-from rankless.launch.supervisor.announcements import counted
+from rankless.launch.supervisor.terminal_text import format_count
 
 SHOWN = (
     "PADDLE_CURRENT_ENDPOINT",
@@ -58,7 +58,7 @@ def fleet_line(config: RunConfig, job: Assembled) -> str:
     logs = names[0] if count == 1 else f"{names[0]} to {FLEET_LOG.format(first + count - 1)}"
     kept = run_folder(config, job.start.run_id, job.place)
     lines = [
-        f"rankless: on {where}{shared}; {counted(config.threads_per_worker, 'thread')} each; "
+        f"rankless: on {where}{shared}; {format_count(config.threads_per_worker, 'thread')} each; "
         f"logs: {logs} (in {kept}, where they stay)"
     ]
     if job.place > 0:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from rankless.config import environment
 from rankless.config.horovod_variables import HorovodWorker
 from rankless.config.hosts import interface_towards
-from rankless.config.rank_layout import seats_of
+from rankless.config.rank_layout import assign_ranks
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
-from rankless.records.elastic_messages import Seat
+from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime.rendezvous.address import Invitation
 from rankless.runtime.rendezvous.horovod import meet_by_horovod
 from rankless.runtime.rendezvous.tcp import meet
@@ -35,7 +35,7 @@ class Place:
     """A `torch.distributed.Store` of all ranks."""
     address: str = LOOPBACK
     """At which rank 0's host is reached by all."""
-    seat: Seat | None = None
+    assignment: RankAssignment | None = None
     """Also on its host, and its host among the others; None where the launcher has not told."""
 
 
@@ -88,7 +88,7 @@ def _place_of_worker(config: WorkerConfig) -> Place:
         size=config.world_size,
         store=_store_of(config) if config.world_size > 1 else dist.HashStore(),  # type: ignore[attr-defined]  # as above
         address=config.store_address,
-        seat=Seat(
+        assignment=RankAssignment(
             rank=config.rank,
             size=config.world_size,
             local_rank=config.local_rank,
@@ -114,7 +114,7 @@ def _place_by_torchrun(torchrun: environment.Torchrun) -> Place:
 
 def _place_by_horovod(told: HorovodWorker) -> Place:
     if told.world_size == 1:
-        return Place(rank=0, size=1, store=dist.HashStore(), seat=told.seat)  # type: ignore[attr-defined]  # as above
+        return Place(rank=0, size=1, store=dist.HashStore(), assignment=told.assignment)  # type: ignore[attr-defined]  # as above
     meeting, served = meet_by_horovod(told, say_alone)
     environment.prefer_interface(told.interface or interface_towards(told.address)[0])
     return Place(
@@ -122,7 +122,7 @@ def _place_by_horovod(told: HorovodWorker) -> Place:
         size=told.world_size,
         store=meeting.store,
         address=served.host,
-        seat=told.seat or seats_of([one.host for one in meeting.arrived])[told.rank],
+        assignment=told.assignment or assign_ranks([one.host for one in meeting.arrived])[told.rank],
     )
 
 

@@ -23,7 +23,7 @@ FAILURES = (AssertionError, LookupError, MemoryError, OSError, RuntimeError, Typ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class DriverContext:
     """What execution needs to know of this rank and its peers."""
 
     rank: int
@@ -41,7 +41,7 @@ class Surroundings:
 class Execution:
     """One rank's part in what is executed."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: DriverContext) -> None:
         self._around = surroundings
         self._groups: dict[tuple[int, str], GroupPlane] = {}
         self._memories: dict[int, SharedMemoryPlane | None] = {}

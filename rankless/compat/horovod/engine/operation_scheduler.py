@@ -23,7 +23,7 @@ import torch
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.engine.coordinator import ALL_RANKS, MOVING, Coordinator, fusion_limit
 from rankless.compat.horovod.engine.coordinator_client import Desk, Ended, Hub, Spoke
-from rankless.compat.horovod.engine.execution import Execution, Surroundings
+from rankless.compat.horovod.engine.execution import DriverContext, Execution
 from rankless.compat.horovod.engine.inline_payload import bytes_of, combine, put, rides
 from rankless.compat.horovod.engine.messages import Execute, Request
 from rankless.compat.horovod.engine.pending_operations import Ticket, Tickets, place_of
@@ -77,7 +77,7 @@ class OperationScheduler:
         self._listens = False
         self._desk = self._desk_of(met, rank, settings)
         self._execution = Execution(
-            Surroundings(
+            DriverContext(
                 rank=rank,
                 hosts=met.hosts,
                 store=store,

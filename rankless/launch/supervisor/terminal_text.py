@@ -1,4 +1,4 @@
-"""What the agent itself writes on the terminal: the table at the start, and who failed at the end."""
+"""The texts that the agent writes on the terminal: a table of workers at the start, the failed rank at the end."""
 
 import os
 from collections.abc import Sequence
@@ -7,17 +7,20 @@ from rankless.config.run_config import RunConfig
 from rankless.launch.supervisor.failure_attribution import Verdict
 
 _TRACEBACK_LINES = 9
-_LONGEST_LINE = 300
+_MAX_LINE_CHARS = 300
 
 
-def start_table(config: RunConfig, *, folder: str, log_files: Sequence[str]) -> str:
-    """Rank, device and log file of every worker, or the folder of its two."""
-    count, threads = config.worker_count, config.threads_per_worker
+def format_start_table(config: RunConfig, *, folder: str, log_files: Sequence[str]) -> str:
+    """Return a table with the rank, the device and the log file of every worker of one host.
+
+    Under torchrun, fleetrun and horovodrun a worker has two log files, and the table shows their folder.
+    """
+    count, threads = config.worker_count, format_count(config.threads_per_worker, "thread")
     start = "" if config.warm else ", plain processes"
     has_two = config.foreign is not None or config.horovod is not None
     seed = "" if config.seed is None else f", seed {config.seed}"
     lines = [
-        f"rankless: {counted(count, 'worker')}, {counted(threads, 'thread')} each{seed}{start}, logs in {folder}",
+        f"rankless: {format_count(count, 'worker')}, {threads} each{seed}{start}, logs in {folder}",
         f"  {'rank':>4}  {'device':<8}  log file{'s' if has_two else ''}",
     ]
     if has_two:
@@ -28,17 +31,20 @@ def start_table(config: RunConfig, *, folder: str, log_files: Sequence[str]) -> 
     ]
     gpus = {device for device in config.devices if device != "cpu"}
     if gpus and len(gpus) < count and not has_two:
-        lines.append(f"  {count} workers share {counted(len(gpus), 'GPU')}, so they talk through Gloo, not NCCL")
+        lines.append(f"  {count} workers share {format_count(len(gpus), 'GPU')}, so they use Gloo instead of NCCL")
     return "\n".join(lines) + "\n"
 
 
-def hosts_table(config: RunConfig, *, folder: str, rows: Sequence[tuple[str, str]], log_files: Sequence[str]) -> str:
-    """Rank, host, device and log file of every worker of several hosts."""
+def format_hosts_table(
+    config: RunConfig, *, folder: str, rows: Sequence[tuple[str, str]], log_files: Sequence[str]
+) -> str:
+    """Return a table of all workers of several hosts; a row of `rows` is the host and the device of one rank."""
     hosts = list(dict.fromkeys(host for host, _ in rows))
+    counts = f"{format_count(len(rows), 'worker')} on {format_count(len(hosts), 'host')}"
     seed = "" if config.seed is None else f", seed {config.seed}"
     width = max(map(len, hosts))
     lines = [
-        f"rankless: {counted(len(rows), 'worker')} on {counted(len(hosts), 'host')}{seed}, logs in {folder} on each",
+        f"rankless: {counts}{seed}, logs in {folder} on each",
         f"  {'rank':>4}  {'host':<{width}}  {'device':<8}  log file",
     ]
     lines += [
@@ -48,34 +54,36 @@ def hosts_table(config: RunConfig, *, folder: str, rows: Sequence[tuple[str, str
     return "\n".join(lines) + "\n"
 
 
-def failure(verdict: Verdict, *, log_file: str, host: str = "", report: str = "") -> str:
-    """At most 15 lines: who, on which host, what, the last lines of its traceback, its log file, and the file with the
-    same words there.
+def format_failure(verdict: Verdict, *, log_file: str, host: str = "", report: str = "") -> str:
+    """Return at most 15 lines about the root cause of a failure.
+
+    They name the rank, its host, what happened, the last lines of the traceback, and the log file. `report` is the file
+    on that host which holds the same text.
     """
     there = f", this report {report} there" if report else ""
-    if verdict.cause in ("host", "told"):
+    if verdict.cause in ("host", "interrupted"):
         return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
     on_host = f" on {host}" if host else ""
-    lines = [f"rankless: rank {verdict.culprit}{on_host} {verdict.headline}"]
+    lines = [f"rankless: rank {verdict.root_cause_rank}{on_host} {verdict.headline}"]
     trace = verdict.traceback.rstrip().splitlines()
     if len(trace) > _TRACEBACK_LINES:
         lines.append("    ...")
-    lines += [f"    {line[:_LONGEST_LINE]}" for line in trace[-_TRACEBACK_LINES:]]
+    lines += [f"    {line[:_MAX_LINE_CHARS]}" for line in trace[-_TRACEBACK_LINES:]]
     lines.append(
         f"rankless: its log file is {log_file}{on_host}{there}; the job was ended, exit code {verdict.exit_code}"
     )
     return "\n".join(lines) + "\n"
 
 
-def horovod_sentence(verdict: Verdict) -> str:
-    """How horovodrun says that a process has failed."""
+def format_horovod_failure(verdict: Verdict) -> str:
+    """Return the message that horovodrun prints when a process has failed."""
     return (
         "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
         "terminated. "
-        f"The first process to do so was:\nProcess name: {verdict.culprit}\nExit code: {verdict.exit_code}\n"
+        f"The first process to do so was:\nProcess name: {verdict.root_cause_rank}\nExit code: {verdict.exit_code}\n"
     )
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the plural where it needs it."""
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it needs it."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
