@@ -607,7 +607,7 @@ def checkpoints(
     """
     return checkpoint.Checkpoints(
         folder,
-        keeping=checkpoint.Keeping(keep_last=keep_last, keep_best=keep_best, mode=mode),
+        retention=checkpoint.Retention(keep_last=keep_last, keep_best=keep_best, mode=mode),
         options=checkpoint.SaveOptions(layout=layout, background=background),
         saver=lambda: _current().saver,
         notify=lambda text: _world().notify(text),

@@ -8,7 +8,7 @@ runtime makes the one `Saver` of a process.
 
 from rankless.checkpoint.checkpoints import Checkpoints, Restored
 from rankless.checkpoint.loading import load
+from rankless.checkpoint.retention import Mode, Retention
 from rankless.checkpoint.saving import Layout, SaveOptions, Saver
-from rankless.checkpoint.series import Keeping, Mode
 
-__all__ = ["Checkpoints", "Keeping", "Layout", "Mode", "Restored", "SaveOptions", "Saver", "load"]
+__all__ = ["Checkpoints", "Layout", "Mode", "Restored", "Retention", "SaveOptions", "Saver", "load"]

@@ -7,55 +7,55 @@ import msgspec
 from torch import Tensor
 
 from rankless.checkpoint.files import write_manifest, write_tensors
-from rankless.checkpoint.folder import Draft, disk_errors
-from rankless.checkpoint.manifest import Manifest, Place
+from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors
+from rankless.checkpoint.manifest import HistoryPosition, Manifest
 
 
-class Series(Protocol):
+class SaveHistory(Protocol):
     """The row of checkpoints that one belongs to; asked on rank 0 only."""
 
-    def next_place(self) -> Place:
+    def next_position(self) -> HistoryPosition:
         """Where in the row a checkpoint saved now stands."""
 
-    def tidy(self) -> None:
+    def remove_expired(self) -> None:
         """Remove what is no longer to be kept; called when a new one has been committed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writing:
+class WriteTask:
     """One rank's part of a save: its file, and on rank 0 the manifest and the commit."""
 
     rank: int
     writers: list[int]
     """The ranks but 0 that write a file."""
-    draft: Draft
+    uncommitted: UncommittedCheckpoint
     file_name: str
     tensors: dict[str, Tensor]
     manifest: Manifest
     """All but its files, which are known only now."""
-    series: Series | None
+    history: SaveHistory | None
 
     def run(self) -> None:
         """Write; raises CheckpointError, and then the checkpoint that was there before is still there."""
-        with disk_errors(self.draft.place):
+        with disk_errors(self.uncommitted.target):
             try:
                 self._write()
             except BaseException as error:
                 if self.rank == 0:
-                    self.draft.discard()
+                    self.uncommitted.discard()
                 else:
-                    self.draft.withdraw(self.rank, because=error)
+                    self.uncommitted.report_failure(self.rank, because=error)
                 raise
-        if self.rank == 0 and self.series is not None:
-            self.series.tidy()
+        if self.rank == 0 and self.history is not None:
+            self.history.remove_expired()
 
     def _write(self) -> None:
         if self.rank != 0 and self.rank not in self.writers:
             return
-        file = write_tensors(self.draft.folder / self.file_name, self.tensors)
+        file = write_tensors(self.uncommitted.folder / self.file_name, self.tensors)
         if self.rank != 0:
-            self.draft.deliver(self.rank, file)
+            self.uncommitted.report_written(self.rank, file)
             return
-        files = [file, *self.draft.collect(self.writers)]
-        write_manifest(self.draft.folder, msgspec.structs.replace(self.manifest, files=files))
-        self.draft.commit()
+        files = [file, *self.uncommitted.collect_files(self.writers)]
+        write_manifest(self.uncommitted.folder, msgspec.structs.replace(self.manifest, files=files))
+        self.uncommitted.commit()

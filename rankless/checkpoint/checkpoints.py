@@ -8,8 +8,15 @@ from typing import Any
 
 from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.loading import load
+from rankless.checkpoint.retention import (
+    CheckpointDirectory,
+    DirectoryHistory,
+    Retention,
+    SavedCheckpoint,
+    best,
+    check_retention,
+)
 from rankless.checkpoint.saving import SaveOptions, Saver
-from rankless.checkpoint.series import Entry, Keeping, Row, SeriesSave, best, check_keeping
 from rankless.errors import CheckpointError
 
 
@@ -33,15 +40,15 @@ class Checkpoints:
         self,
         folder: str | os.PathLike[str],
         *,
-        keeping: Keeping,
+        retention: Retention,
         options: SaveOptions,
         saver: Callable[[], Saver],
         notify: Callable[[str], None],
     ) -> None:
-        check_keeping(keeping)
+        check_retention(retention)
         self.folder = Path(os.path.realpath(folder))
-        self._row = Row(self.folder)
-        self._keeping = keeping
+        self._directory = CheckpointDirectory(self.folder)
+        self._retention = retention
         self._options = options
         self._saver = saver
         self._notify = notify
@@ -55,7 +62,7 @@ class Checkpoints:
                 found=repr(step),
                 fix="pass the steps trained so far",
             )
-        if number is None and self._keeping.keep_best:
+        if number is None and self._retention.keep_best:
             raise CheckpointError(
                 expected="a metric to choose the best checkpoints by",
                 found="none",
@@ -65,7 +72,7 @@ class Checkpoints:
             self.folder / f"step-{step}",
             objects,
             options=SaveOptions(layout=self._options.layout, background=self._options.background, extra=extra),
-            series=SeriesSave(row=self._row, keeping=self._keeping, step=step, metric=number),
+            history=DirectoryHistory(directory=self._directory, retention=self._retention, step=step, metric=number),
         )
 
     def load(
@@ -81,13 +88,13 @@ class Checkpoints:
         fix = "let all hosts share the folder, or copy it to each"
         with Agreement(mesh=saver.mesh, doing=f"look for a checkpoint in {self.folder}", fix=fix) as agreement:
             found = self._find(which)
-            agreement.summary = "none is there" if found is None else f"step {found.place.step} is there"
+            agreement.summary = "none is there" if found is None else f"step {found.position.step} is there"
         if found is None:
             return None
         loaded = load(found.path, objects, mesh=saver.mesh, strict=strict, random=random)
         if loaded.left_out:
             self._notify(f"loading {found.path} left out:\n{loaded.left_out}")
-        return Restored(step=found.place.step, metric=found.place.metric, extra=loaded.extra)
+        return Restored(step=found.position.step, metric=found.position.metric, extra=loaded.extra)
 
     def wait(self) -> None:
         """Return when no save is in flight; raises the error of the last one in the background, on every rank."""
@@ -96,29 +103,29 @@ class Checkpoints:
     @property
     def latest(self) -> Path | None:
         """The checkpoint that was saved last."""
-        row = self._row.entries()
-        return row[-1].path if row else None
+        saved = self._directory.entries()
+        return saved[-1].path if saved else None
 
     @property
     def best(self) -> Path | None:
         """The checkpoint of the best metric."""
-        row = best(self._row.entries(), mode=self._keeping.mode)
-        return row[0].path if row else None
+        saved = best(self._directory.entries(), mode=self._retention.mode)
+        return saved[0].path if saved else None
 
     @property
     def steps(self) -> list[int]:
         """The steps that are kept, in the order in which they were saved."""
-        return [entry.place.step for entry in self._row.entries()]
+        return [entry.position.step for entry in self._directory.entries()]
 
-    def _find(self, which: str | int) -> Entry | None:
-        row = self._row.entries()
+    def _find(self, which: str | int) -> SavedCheckpoint | None:
+        saved = self._directory.entries()
         if which == "latest":
-            return row[-1] if row else None
+            return saved[-1] if saved else None
         if which == "best":
-            measured = best(row, mode=self._keeping.mode)
+            measured = best(saved, mode=self._retention.mode)
             return measured[0] if measured else None
-        for entry in row:
-            if entry.place.step == which:
+        for entry in saved:
+            if entry.position.step == which:
                 return entry
         raise CheckpointError(
             expected=f'"latest", "best" or a step that is kept: {", ".join(map(str, self.steps)) or "none"}',

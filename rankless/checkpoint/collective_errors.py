@@ -9,15 +9,15 @@ from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
 
 
-class FailedElsewhere(CheckpointError):
+class OtherRankFailed(CheckpointError):
     """What a rank raises that came through itself, and learnt from the folder that another did not."""
 
 
-class _Outcome(msgspec.Struct):
+class _RankOutcome(msgspec.Struct):
     """How one rank came through; `summary` must be the same on all that did. `follows`: its error is another's."""
 
     error: str | None
-    follows: bool
+    is_secondary: bool
     summary: str
     note: bytes
 
@@ -49,12 +49,14 @@ class Agreement:
             self.notes = [self.note]
             return
         text = None if error is None else f"{type(error).__name__}: {str(error).strip()}"
-        follows = isinstance(error, FailedElsewhere)
-        mine = msgspec.msgpack.encode(_Outcome(error=text, follows=follows, summary=self.summary, note=self.note))
-        outcomes = [msgspec.msgpack.decode(data, type=_Outcome) for data in all_gather_bytes(mine, mesh=self._mesh)]
+        is_secondary = isinstance(error, OtherRankFailed)
+        mine = msgspec.msgpack.encode(
+            _RankOutcome(error=text, is_secondary=is_secondary, summary=self.summary, note=self.note)
+        )
+        outcomes = [msgspec.msgpack.decode(data, type=_RankOutcome) for data in all_gather_bytes(mine, mesh=self._mesh)]
         failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
-        causes = [rank for rank in failed if not outcomes[rank].follows]
-        if error is not None and (not follows or not causes):
+        causes = [rank for rank in failed if not outcomes[rank].is_secondary]
+        if error is not None and (not is_secondary or not causes):
             return
         if failed:
             rank = (causes or failed)[0]

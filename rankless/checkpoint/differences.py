@@ -25,25 +25,25 @@ class Differences:
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    misshapen: list[str] = field(default_factory=list)
-    other_dtype: list[str] = field(default_factory=list)
+    shape_mismatches: list[str] = field(default_factory=list)
+    dtype_mismatches: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.misshapen or self.other_dtype)
+        return bool(self.missing or self.unexpected or self.shape_mismatches or self.dtype_mismatches)
 
     def describe(self) -> str:
         """One line for each kind of difference and group of names."""
         kinds = {
             "not in the checkpoint": self.missing,
             "only in the checkpoint": self.unexpected,
-            "of another shape": self.misshapen,
-            "of another dtype": self.other_dtype,
+            "of another shape": self.shape_mismatches,
+            "of another dtype": self.dtype_mismatches,
         }
         return "\n".join(
             line
             for kind, names in kinds.items()
             if names
-            for line in (f"{kind}:", *(f"  {text}" for text in shortened(names)))
+            for line in (f"{kind}:", *(f"  {text}" for text in shorten_names(names)))
         )
 
 
@@ -52,19 +52,21 @@ def compare_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Di
     here = module.state_dict()
     missing = [f"{name}.{key}" for key in here if key not in saved]
     unexpected = [f"{name}.{key}" for key in saved if key not in here]
-    misshapen, other_dtype = [], []
+    shape_mismatches, dtype_mismatches = [], []
     for key, ours in here.items():
         theirs = saved.get(key)
         if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
             continue
         if ours.shape != theirs.shape and not _is_lazy(ours):
-            misshapen.append(f"{name}.{key}: {tuple(theirs.shape)} saved, {tuple(ours.shape)} here")
-        elif not _keeps_every_digit(theirs.dtype, ours.dtype):
-            other_dtype.append(f"{name}.{key}: {_short(theirs.dtype)} saved, {_short(ours.dtype)} here")
-    return Differences(missing=missing, unexpected=unexpected, misshapen=misshapen, other_dtype=other_dtype)
+            shape_mismatches.append(f"{name}.{key}: {tuple(theirs.shape)} saved, {tuple(ours.shape)} here")
+        elif not _is_lossless(theirs.dtype, ours.dtype):
+            dtype_mismatches.append(f"{name}.{key}: {_dtype_name(theirs.dtype)} saved, {_dtype_name(ours.dtype)} here")
+    return Differences(
+        missing=missing, unexpected=unexpected, shape_mismatches=shape_mismatches, dtype_mismatches=dtype_mismatches
+    )
 
 
-def fitting(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
+def select_fitting(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a saved state that the module can take."""
     here = module.state_dict()
     return {
@@ -82,22 +84,22 @@ def compare_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mappin
     groups = saved.get("param_groups")
     if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
         found = len(groups) if isinstance(groups, list) else 0
-        return Differences(misshapen=[f"{name}: {found} groups saved, {len(optimizer.param_groups)} here"])
-    misshapen = []
+        return Differences(shape_mismatches=[f"{name}: {found} groups saved, {len(optimizer.param_groups)} here"])
+    shape_mismatches = []
     for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         keys, parameters = list(theirs["params"]), ours["params"]
         if len(keys) != len(parameters):
-            misshapen.append(f"{name}: {len(keys)} parameters saved in group {number}, {len(parameters)} here")
+            shape_mismatches.append(f"{name}: {len(keys)} parameters saved in group {number}, {len(parameters)} here")
             continue
         for key, parameter in zip(keys, parameters, strict=True):
             for kind, value in saved.get("state", {}).get(key, {}).items():
                 if kind in SHAPED_LIKE_THE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
                     shapes = f"{tuple(value.shape)} saved, {tuple(parameter.shape)} here"
-                    misshapen.append(f"{name}.state.{key}.{kind}: {shapes}")
-    return Differences(misshapen=misshapen)
+                    shape_mismatches.append(f"{name}.state.{key}.{kind}: {shapes}")
+    return Differences(shape_mismatches=shape_mismatches)
 
 
-def shortened(names: Iterable[str]) -> list[str]:
+def shorten_names(names: Iterable[str]) -> list[str]:
     """Names, those that differ in numbers only as one line with the number of them, and no more than a few lines."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -115,10 +117,10 @@ def _is_lazy(tensor: Tensor) -> bool:
     return isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
 
 
-def _keeps_every_digit(saved: torch.dtype, here: torch.dtype) -> bool:
+def _is_lossless(saved: torch.dtype, here: torch.dtype) -> bool:
     kinds = {(dtype.is_floating_point, dtype.is_complex, dtype == torch.bool) for dtype in (saved, here)}
     return saved == here or (len(kinds) == 1 and torch.promote_types(saved, here) == here)
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

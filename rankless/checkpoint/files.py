@@ -20,8 +20,8 @@ from rankless.checkpoint.manifest import (
     Manifest,
     Preamble,
     TensorFile,
-    is_sealed,
-    seal,
+    encode_manifest,
+    has_valid_checksum,
 )
 from rankless.errors import CheckpointError
 from rankless.version import VERSION as RANKLESS_VERSION
@@ -43,7 +43,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """The manifest, and with it all of `folder`, on disk."""
     file = folder / MANIFEST_NAME
-    file.write_bytes(seal(manifest))
+    file.write_bytes(encode_manifest(manifest))
     sync(file)
     sync(folder)
 
@@ -64,9 +64,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         preamble = msgspec.json.decode(data, type=Preamble)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _not_ours(folder, f"a {MANIFEST_NAME} that cannot be read ({error})") from error
+        raise _not_a_checkpoint_error(folder, f"a {MANIFEST_NAME} that cannot be read ({error})") from error
     if preamble.format != FORMAT:
-        raise _not_ours(folder, f"a {MANIFEST_NAME} of format {preamble.format!r:.80}")
+        raise _not_a_checkpoint_error(folder, f"a {MANIFEST_NAME} of format {preamble.format!r:.80}")
     if preamble.version != VERSION:
         raise CheckpointError(
             expected=f"a checkpoint of version {VERSION}, in {folder}",
@@ -75,11 +75,11 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-        sealed = is_sealed(data, manifest)
+        is_valid = has_valid_checksum(data, manifest)
     except (msgspec.DecodeError, UnicodeError, ValueError, OverflowError, RecursionError) as error:
-        raise damaged(file, str(error)) from error
-    if not sealed:
-        raise damaged(file, "contents that do not have the checksum written in it")
+        raise damaged_file_error(file, str(error)) from error
+    if not is_valid:
+        raise damaged_file_error(file, "contents that do not have the checksum written in it")
     _check_names(file, manifest)
     return manifest
 
@@ -107,17 +107,17 @@ def read_tensors(folder: Path, files: Sequence[TensorFile], wanted: Iterable[str
         try:
             with safetensors.safe_open(file, framework="pt") as stored:
                 if sorted(stored.keys()) != sorted(entry.tensors):
-                    raise damaged(file, "other tensors than the manifest says")
+                    raise damaged_file_error(file, "other tensors than the manifest says")
                 for name in entry.tensors:
                     if name in wanted:
                         # A clone, or it would change with the file that it is mapped from.
                         tensors[name] = stored.get_tensor(name).clone()
         except (OSError, safetensors.SafetensorError) as error:
-            raise damaged(file, f"{type(error).__name__}: {error}") from error
+            raise damaged_file_error(file, f"{type(error).__name__}: {error}") from error
     return tensors
 
 
-def damaged(file: Path, found: str) -> CheckpointError:
+def damaged_file_error(file: Path, found: str) -> CheckpointError:
     """The error for a file that is not what was written."""
     return CheckpointError(
         expected=f"{file} as it was written",
@@ -131,11 +131,11 @@ def _check_file(file: Path, entry: TensorFile) -> None:
         with _open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size != entry.size_bytes:
-                raise damaged(file, f"{size} bytes instead of {entry.size_bytes}")
+                raise damaged_file_error(file, f"{size} bytes instead of {entry.size_bytes}")
             if _checksum(stream) != entry.sha256:
-                raise damaged(file, "another checksum")
+                raise damaged_file_error(file, "another checksum")
     except OSError as error:
-        raise damaged(file, f"{type(error).__name__}: {error}") from error
+        raise damaged_file_error(file, f"{type(error).__name__}: {error}") from error
 
 
 def _check_names(file: Path, manifest: Manifest) -> None:
@@ -143,11 +143,11 @@ def _check_names(file: Path, manifest: Manifest) -> None:
     foreign = [name for name in names if TENSORS_NAME.fullmatch(name) is None]
     tensors = [name for entry in manifest.files for name in entry.tensors]
     if foreign:
-        raise damaged(file, f"a tensor file called {foreign[0]!r:.80}")
+        raise damaged_file_error(file, f"a tensor file called {foreign[0]!r:.80}")
     if len(set(names)) < len(names) or len(set(tensors)) < len(tensors):
-        raise damaged(file, "a file or a tensor that it lists twice")
+        raise damaged_file_error(file, "a file or a tensor that it lists twice")
     if not manifest.random:
-        raise damaged(file, "no random state")
+        raise damaged_file_error(file, "no random state")
 
 
 def _manifest_bytes(folder: Path) -> bytes:
@@ -156,11 +156,11 @@ def _manifest_bytes(folder: Path) -> bytes:
         with _open_regular(file) as stream:
             data = stream.read(MANIFEST_LIMIT_BYTES + 1)
     except FileNotFoundError as error:
-        raise _not_ours(folder, f"a folder without {MANIFEST_NAME}") from error
+        raise _not_a_checkpoint_error(folder, f"a folder without {MANIFEST_NAME}") from error
     except OSError as error:
-        raise damaged(file, f"{type(error).__name__}: {error}") from error
+        raise damaged_file_error(file, f"{type(error).__name__}: {error}") from error
     if len(data) > MANIFEST_LIMIT_BYTES:
-        raise damaged(file, f"more than {MANIFEST_LIMIT_BYTES} bytes")
+        raise damaged_file_error(file, f"more than {MANIFEST_LIMIT_BYTES} bytes")
     return data
 
 
@@ -177,7 +177,7 @@ def _checksum(stream: BinaryIO) -> str:
     return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]  # an opened file is one
 
 
-def _not_ours(folder: Path, found: str) -> CheckpointError:
+def _not_a_checkpoint_error(folder: Path, found: str) -> CheckpointError:
     return CheckpointError(
         expected=f"a checkpoint that rankless.save wrote, in {folder}",
         found=found,

@@ -21,57 +21,57 @@ from pathlib import Path
 import msgspec
 import safetensors
 
-from rankless.checkpoint.collective_errors import FailedElsewhere
+from rankless.checkpoint.collective_errors import OtherRankFailed
 from rankless.checkpoint.files import sync
 from rankless.checkpoint.manifest import MANIFEST_NAME, TENSORS_NAME, TensorFile
 from rankless.errors import CheckpointError
 
-PATIENCE_SECONDS = 600.0
+STALL_TIMEOUT_SECONDS = 600.0
 """How long rank 0 waits for another rank's file while nothing in the folder grows."""
 POLL_SECONDS = 0.005
 _TOKEN_NAME = "token"
 
 
-class Draft:
+class UncommittedCheckpoint:
     """A checkpoint that is not committed yet: the sibling of its place, and what ranks tell each other there."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        self.folder, self._old = _siblings(place)
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.folder, self._old = _sibling_paths(target)
 
     def open(self, token: str) -> None:
         """Make the folder; on rank 0, before the others look. Raises CheckpointError for a place that is taken."""
-        with disk_errors(self.place):
-            self.place.parent.mkdir(parents=True, exist_ok=True)
-            if not self.place.exists() and self._old.exists():
-                self._old.rename(self.place)
-            _refuse_foreign(self.place)
+        with disk_errors(self.target):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            if not self.target.exists() and self._old.exists():
+                self._old.rename(self.target)
+            _refuse_other_files(self.target)
             _remove(self.folder)
             self.folder.mkdir()
             (self.folder / _TOKEN_NAME).write_text(token)
 
     def reserve(self, rank: int, token: str) -> None:
         """Promise a part of rank `rank`; raises CheckpointError if the folder is not the one that rank 0 made."""
-        with disk_errors(self.place):
+        with disk_errors(self.target):
             try:
                 found = (self.folder / _TOKEN_NAME).read_text()
             except FileNotFoundError:
                 found = ""
             if found != token:
                 raise CheckpointError(
-                    expected=f"the folder {self.place.parent} to be one and the same for all ranks",
+                    expected=f"the folder {self.target.parent} to be one and the same for all ranks",
                     found=f"rank {rank} does not see there what rank 0 has written",
                     fix='save to a folder that all hosts share, or with layout="whole"',
                 )
             self._reserved(rank).touch()
 
-    def deliver(self, rank: int, file: TensorFile) -> None:
+    def report_written(self, rank: int, file: TensorFile) -> None:
         """Tell rank 0 that this rank's file is on disk. Raises CheckpointError if rank 0 has given up."""
         self._require_rank_0()
         self._reserved(rank).write_bytes(msgspec.json.encode(file))
         self._reserved(rank).rename(self._part(rank))
 
-    def withdraw(self, rank: int, because: BaseException) -> None:
+    def report_failure(self, rank: int, because: BaseException) -> None:
         """Tell rank 0 that this rank's file will not come. Raises CheckpointError if rank 0 gave up before."""
         try:
             self._require_rank_0()
@@ -81,17 +81,17 @@ class Draft:
             raise error from because
         self._reserved(rank).unlink(missing_ok=True)
 
-    def collect(self, ranks: Sequence[int]) -> list[TensorFile]:
+    def collect_files(self, ranks: Sequence[int]) -> list[TensorFile]:
         """The other ranks' lines of the manifest, once all their files are on disk; for rank 0."""
         waiting, seen, since = list(ranks), -1, time.monotonic()
-        while waiting := [rank for rank in waiting if not self._has_come(rank)]:
+        while waiting := [rank for rank in waiting if not self._is_written(rank)]:
             grown = self._size()
             if grown != seen:
                 seen, since = grown, time.monotonic()
-            if time.monotonic() - since > PATIENCE_SECONDS:
+            if time.monotonic() - since > STALL_TIMEOUT_SECONDS:
                 raise CheckpointError(
-                    expected=f"rank {waiting[0]} to write its part of {self.place}",
-                    found=f"nothing has grown for {PATIENCE_SECONDS:.0f} s",
+                    expected=f"rank {waiting[0]} to write its part of {self.target}",
+                    found=f"nothing has grown for {STALL_TIMEOUT_SECONDS:.0f} s",
                     fix=f"see why rank {waiting[0]} is stuck; the checkpoint that was there before is kept",
                 )
             time.sleep(POLL_SECONDS)
@@ -104,26 +104,26 @@ class Draft:
     def commit(self) -> None:
         """Put the finished folder in its place."""
         _remove(self._old)
-        if self.place.exists():
-            self.place.rename(self._old)
-        self.folder.rename(self.place)
-        sync(self.place.parent)
+        if self.target.exists():
+            self.target.rename(self._old)
+        self.folder.rename(self.target)
+        sync(self.target.parent)
         _remove(self._old)
 
     def discard(self) -> None:
         """Remove the folder, and leave in the place what is or was there."""
         with contextlib.suppress(OSError):
-            if not self.place.exists() and self._old.exists():
-                self._old.rename(self.place)
+            if not self.target.exists() and self._old.exists():
+                self._old.rename(self.target)
             # The token first: a rank whose file then vanishes under its hands knows why.
             (self.folder / _TOKEN_NAME).unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
-            if self.place.exists():
+            if self.target.exists():
                 shutil.rmtree(self._old, ignore_errors=True)
 
     def _require_rank_0(self) -> None:
         if not (self.folder / _TOKEN_NAME).exists():
-            raise self._gave_up(0)
+            raise self._failure_of(0)
 
     def _size(self) -> int:
         size = 0
@@ -132,19 +132,19 @@ class Draft:
                 size += entry.stat().st_size
         return size
 
-    def _has_come(self, rank: int) -> bool:
+    def _is_written(self, rank: int) -> bool:
         if self._part(rank).exists():
             return True
         if self._reserved(rank).exists():
             return False
         # Looked at again: it may have been renamed between the two looks.
         if not self._part(rank).exists():
-            raise self._gave_up(rank)
+            raise self._failure_of(rank)
         return True
 
-    def _gave_up(self, rank: int) -> FailedElsewhere:
-        return FailedElsewhere(
-            expected=f"rank {rank} to write its part of {self.place}",
+    def _failure_of(self, rank: int) -> OtherRankFailed:
+        return OtherRankFailed(
+            expected=f"rank {rank} to write its part of {self.target}",
             found="it gave up; its own error says why",
             fix=f"mend the cause on rank {rank}; the checkpoint that was there before is kept",
         )
@@ -157,70 +157,70 @@ class Draft:
 
 
 @contextlib.contextmanager
-def disk_errors(place: Path) -> Iterator[None]:
+def disk_errors(target: Path) -> Iterator[None]:
     """What the disk refuses, raised as a CheckpointError that names the place."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
-            expected=f"to write a checkpoint at {place}",
+            expected=f"to write a checkpoint at {target}",
             found=f"{type(error).__name__}: {error}",
             fix="free space there, or save to another folder; the checkpoint that was there before is kept",
         ) from error
 
 
-def place_of(path: str | os.PathLike[str]) -> Path:
+def resolve_target(path: str | os.PathLike[str]) -> Path:
     """Where a checkpoint goes that is saved to `path`: a link to a checkpoint stays a link."""
-    place = Path(os.path.realpath(path))
-    if not place.name:
+    target = Path(os.path.realpath(path))
+    if not target.name:
         raise CheckpointError(
             expected="the path of a checkpoint", found=os.fspath(path), fix="save to a folder of its own"
         )
-    return place
+    return target
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """The folder to read for `path`: itself, or the old one kept aside by a save that was killed."""
-    place = place_of(path)
-    _, old = _siblings(place)
-    if not place.exists() and (old / MANIFEST_NAME).exists():
+    target = resolve_target(path)
+    _, old = _sibling_paths(target)
+    if not target.exists() and (old / MANIFEST_NAME).exists():
         return old
-    if not place.is_dir():
+    if not target.is_dir():
         raise CheckpointError(
-            expected=f"a checkpoint folder at {place}",
-            found="a file" if place.exists() else "nothing there",
+            expected=f"a checkpoint folder at {target}",
+            found="a file" if target.exists() else "nothing there",
             fix="give the path that rankless.save was given",
         )
-    return place
+    return target
 
 
-def remove_checkpoint(place: Path) -> None:
+def remove_checkpoint(target: Path) -> None:
     """Remove a committed checkpoint; killed on the way, it leaves nothing that would pass for one."""
-    folder, _ = _siblings(place)
+    folder, _ = _sibling_paths(target)
     _remove(folder)
-    place.rename(folder)
+    target.rename(folder)
     _remove(folder)
 
 
-def _siblings(place: Path) -> tuple[Path, Path]:
-    return place.with_name(f".{place.name}.new"), place.with_name(f".{place.name}.old")
+def _sibling_paths(target: Path) -> tuple[Path, Path]:
+    return target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
 
 
-def _refuse_foreign(place: Path) -> None:
+def _refuse_other_files(target: Path) -> None:
     """Raise unless `place` is free, empty, or a checkpoint: what is there will be removed."""
-    if not place.exists():
+    if not target.exists():
         return
-    if not place.is_dir():
+    if not target.is_dir():
         raise CheckpointError(
-            expected=f"a folder to save to at {place}",
+            expected=f"a folder to save to at {target}",
             found="a file",
             fix="save to another path, or remove it",
         )
-    names = {entry.name for entry in place.iterdir()}
+    names = {entry.name for entry in target.iterdir()}
     foreign = sorted(name for name in names - {MANIFEST_NAME} if TENSORS_NAME.fullmatch(name) is None)
     if foreign or (names and MANIFEST_NAME not in names):
         raise CheckpointError(
-            expected=f"a checkpoint, an empty folder or nothing at {place}",
+            expected=f"a checkpoint, an empty folder or nothing at {target}",
             found=f"a folder with {', '.join((foreign or sorted(names))[:5])}",
             fix="save to another path: the whole folder would be replaced",
         )

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from rankless.checkpoint.collective_errors import Agreement
-from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, fitting
+from rankless.checkpoint.differences import Differences, compare_module, compare_optimizer, select_fitting
 from rankless.checkpoint.files import read_manifest, read_tensors
 from rankless.checkpoint.folder import find_checkpoint
 from rankless.checkpoint.manifest import Manifest, Node, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
-from rankless.checkpoint.random_state import restore_random_state, state_of_rank
+from rankless.checkpoint.random_state import restore_random_state, select_rank_state
 from rankless.checkpoint.state_tree import decode
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
@@ -45,9 +45,9 @@ def load(
     with Agreement(mesh=mesh, doing=f"read {os.fspath(path)}", fix=fix) as agreement:
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
-        held = _held(objects, manifest, strict=strict)
+        held = _select_saved(objects, manifest, strict=strict)
         nodes: list[Node] = [manifest.objects[name] for name in held]
-        generators = state_of_rank(manifest.random, mesh.rank)
+        generators = select_rank_state(manifest.random, mesh.rank)
         nodes += [manifest.extra, *([generators] if random else [])]
         tensors = read_tensors(folder, manifest.files, {name for node in nodes for name in _references(node)})
         states = {name: decode(manifest.objects[name], tensors) for name in held}
@@ -67,7 +67,7 @@ def load(
     return Loaded(extra=extra, left_out="\n".join(left_out))
 
 
-def _held(objects: Mapping[str, Any], manifest: Manifest, *, strict: bool) -> dict[str, Any]:
+def _select_saved(objects: Mapping[str, Any], manifest: Manifest, *, strict: bool) -> dict[str, Any]:
     """The objects for which the checkpoint has a state."""
     for name, subject in objects.items():
         if not callable(getattr(subject, "load_state_dict", None)):
@@ -118,7 +118,7 @@ def _refuse(differences: Mapping[str, Differences]) -> None:
 def _restore(name: str, subject: Any, state: Any, *, strict: bool) -> None:
     try:
         if not strict and isinstance(subject, nn.Module) and isinstance(state, Mapping):
-            subject.load_state_dict(fitting(subject, state), strict=False)
+            subject.load_state_dict(select_fitting(subject, state), strict=False)
         else:
             subject.load_state_dict(state)
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -79,7 +79,7 @@ class TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: list[str]
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HistoryPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a checkpoint stands in a series of them.
 
     `order` grows by one from save to save, whatever `step` says; `metric` is None where there is none.
@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     format: str = FORMAT
     version: int = VERSION
     rankless: str
-    place: Place | None = None
+    position: HistoryPosition | None = msgspec.field(default=None, name="place")
     files: list[TensorFile]
     objects: dict[str, Node]
     extra: Node = None
@@ -114,17 +114,19 @@ class Preamble(msgspec.Struct, frozen=True):
     version: int
 
 
-def seal(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """A manifest as the file's bytes, indented for people, with its checksum."""
-    unsealed = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, sha256="")), indent=1)
-    return unsealed.removesuffix(_seal("")) + _seal(hashlib.sha256(unsealed).hexdigest())
+    without_checksum = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, sha256="")), indent=1)
+    return without_checksum.removesuffix(_checksum_line("")) + _checksum_line(
+        hashlib.sha256(without_checksum).hexdigest()
+    )
 
 
-def is_sealed(data: bytes, manifest: Manifest) -> bool:
+def has_valid_checksum(data: bytes, manifest: Manifest) -> bool:
     """Whether a manifest's checksum is that of the bytes it was read from."""
-    unsealed = data.removesuffix(_seal(manifest.sha256)) + _seal("")
-    return len(unsealed) < len(data) and hashlib.sha256(unsealed).hexdigest() == manifest.sha256
+    without_checksum = data.removesuffix(_checksum_line(manifest.sha256)) + _checksum_line("")
+    return len(without_checksum) < len(data) and hashlib.sha256(without_checksum).hexdigest() == manifest.sha256
 
 
-def _seal(checksum: str) -> bytes:
+def _checksum_line(checksum: str) -> bytes:
     return f'"sha256": "{checksum}"\n}}'.encode()

@@ -23,11 +23,11 @@ def capture_random_state(device: torch.device) -> dict[str, Any]:
         "python": {"version": version, "words": np.array(words, dtype=np.int64), "gauss_next": gauss_next},
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = [torch.cuda.get_rng_state(number) for number in _own_devices(device)]
+        state["cuda"] = [torch.cuda.get_rng_state(number) for number in _list_own_devices(device)]
     return state
 
 
-def state_of_rank(states: list[Node], rank: int) -> Node:
+def select_rank_state(states: list[Node], rank: int) -> Node:
     """What rank `rank` takes of the states saved: its own, or the first where there is none for it."""
     return states[rank] if rank < len(states) else states[0]
 
@@ -56,11 +56,11 @@ def _restore(state: Any, device: torch.device) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
-        for number, cuda_state in zip(_own_devices(device), state.get("cuda", []), strict=False):
+        for number, cuda_state in zip(_list_own_devices(device), state.get("cuda", []), strict=False):
             torch.cuda.set_rng_state(cuda_state, number)
 
 
-def _own_devices(device: torch.device) -> list[int]:
+def _list_own_devices(device: torch.device) -> list[int]:
     """The numbers of the GPUs that this process may draw on: its own alone, or all if it has been given none."""
     if device.type == "cuda" and device.index is not None:
         return [device.index]

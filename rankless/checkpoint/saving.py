@@ -18,12 +18,12 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from rankless.checkpoint.background_write import Series, Writing
+from rankless.checkpoint.background_write import SaveHistory, WriteTask
 from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
-from rankless.checkpoint.folder import Draft, place_of
+from rankless.checkpoint.folder import UncommittedCheckpoint, resolve_target
 from rankless.checkpoint.manifest import Manifest, Node
-from rankless.checkpoint.snapshot import Snapshot, deal
+from rankless.checkpoint.snapshot import Snapshot, assign_tensors
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
@@ -49,7 +49,7 @@ class Saver:
 
     def __init__(self, *, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._kept = Snapshot(kept=True)
+        self._background_snapshot = Snapshot(reuse_memory=True)
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []
 
@@ -59,7 +59,7 @@ class Saver:
         objects: Mapping[str, Any],
         *,
         options: SaveOptions | None = None,
-        series: Series | None = None,
+        history: SaveHistory | None = None,
     ) -> None:
         """A checkpoint folder at `path`: complete on disk on return, or later with `background`.
 
@@ -69,13 +69,13 @@ class Saver:
         in the background is raised by the next call of any method.
         """
         options = options or SaveOptions()
-        draft = Draft(place_of(path))
+        uncommitted = UncommittedCheckpoint(resolve_target(path))
         doing = f"save {os.fspath(path)}"
         try:
-            writing = self._prepare(draft, objects, options=options, series=series, doing=doing)
+            writing = self._prepare(uncommitted, objects, options=options, history=history, doing=doing)
         except BaseException:
             if self.mesh.rank == 0:
-                draft.discard()
+                uncommitted.discard()
             raise
         if options.background:
             self._thread = threading.Thread(target=self._run, args=(writing,), name="rankless-save")
@@ -104,15 +104,21 @@ class Saver:
             return "a save in the background was not finished; the checkpoint that was there before is kept"
         return f"a save in the background failed: {self._failures.pop()}" if self._failures else None
 
-    def _run(self, writing: Writing) -> None:
+    def _run(self, writing: WriteTask) -> None:
         try:
             writing.run()
         except BaseException as error:  # it is raised where the script can see it
             self._failures.append(error)
 
     def _prepare(
-        self, draft: Draft, objects: Mapping[str, Any], *, options: SaveOptions, series: Series | None, doing: str
-    ) -> Writing:
+        self,
+        uncommitted: UncommittedCheckpoint,
+        objects: Mapping[str, Any],
+        *,
+        options: SaveOptions,
+        history: SaveHistory | None,
+        doing: str,
+    ) -> WriteTask:
         """Everything that the other ranks, or the objects as they are now, are needed for."""
         mesh = self.mesh
         sharded = options.layout == "sharded"
@@ -122,12 +128,12 @@ class Saver:
             self.join()
             _check(options)
             content = gather_content(objects, options.extra)
-            shares = deal(content.object_tensors, ranks=mesh.size if sharded else 1)
-            tensors = self._copy(content, shares, keep=options.background)
-            place = None
+            shares = assign_tensors(content.object_tensors, ranks=mesh.size if sharded else 1)
+            tensors = self._copy(content, shares, reuse_memory=options.background)
+            position = None
             if mesh.rank == 0:
-                place = series.next_place() if series is not None else None
-                draft.open(token)
+                position = history.next_position() if history is not None else None
+                uncommitted.open(token)
             what = content.describe() if sharded else ", ".join(objects)
             agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {what}"
             agreement.note = hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
@@ -137,30 +143,30 @@ class Saver:
             token = broadcast_bytes(token.encode(), mesh=mesh).decode()
             with Agreement(mesh=mesh, doing=doing):
                 if mesh.rank in writers:
-                    draft.reserve(mesh.rank, token)
-        return Writing(
+                    uncommitted.reserve(mesh.rank, token)
+        return WriteTask(
             rank=mesh.rank,
             writers=writers,
-            draft=draft,
+            uncommitted=uncommitted,
             file_name=f"tensors-{mesh.rank}.safetensors" if sharded else "tensors.safetensors",
             tensors=tensors,
             manifest=Manifest(
                 rankless=RANKLESS_VERSION,
-                place=place,
+                position=position,
                 files=[],
                 objects=content.objects,
                 extra=content.extra,
                 random=random,
             ),
-            series=series,
+            history=history,
         )
 
-    def _copy(self, content: Content, shares: list[list[str]], *, keep: bool) -> dict[str, Tensor]:
+    def _copy(self, content: Content, shares: list[list[str]], *, reuse_memory: bool) -> dict[str, Tensor]:
         """The tensors that this rank writes, as they are now."""
         rank = self.mesh.rank
         names = list(shares[rank]) if rank < len(shares) else []
         names += content.extra_tensors if rank == 0 else []
-        snapshot = self._kept if keep else Snapshot(kept=False)
+        snapshot = self._background_snapshot if reuse_memory else Snapshot(reuse_memory=False)
         snapshot.take(content.object_tensors | content.extra_tensors, names)
         return dict(snapshot.tensors)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def deal(tensors: Mapping[str, Tensor], *, ranks: int) -> list[list[str]]:
+def assign_tensors(tensors: Mapping[str, Tensor], *, ranks: int) -> list[list[str]]:
     """The names of the tensors that each rank writes: about as many bytes each, the same answer on every rank."""
     shares: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -25,8 +25,8 @@ class Snapshot:
     # background save is kept and copied into again at the next one.
     """
 
-    def __init__(self, *, kept: bool) -> None:
-        self._kept = kept
+    def __init__(self, *, reuse_memory: bool) -> None:
+        self._reuse_memory = reuse_memory
         self.tensors: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
@@ -39,7 +39,7 @@ class Snapshot:
             for name, tensor, memory in copied:
                 if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
                     # Page-locked memory is what a GPU can copy to without a halt at every tensor.
-                    pinned = tensor.is_cuda and self._kept
+                    pinned = tensor.is_cuda and self._reuse_memory
                     memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
                 self.tensors[name] = memory.copy_(tensor, non_blocking=True)
         for device in devices_of(tensors.values()):

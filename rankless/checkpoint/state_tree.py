@@ -56,7 +56,7 @@ class TreeWriter:
         """The node of `value`; `path` is the way to it. Raises CheckpointError for what cannot be written."""
         kind = type(value)
         if len(path) > DEEPEST:
-            raise _unwritable(path[:4], f"values nested more than {DEEPEST} deep")
+            raise _unwritable_error(path[:4], f"values nested more than {DEEPEST} deep")
         if value is None or kind in (bool, int, str):
             return value  # type: ignore[return-value]  # narrowed by its exact type
         if isinstance(value, Tensor):
@@ -64,7 +64,7 @@ class TreeWriter:
         if isinstance(value, np.generic):
             return self._numpy_scalar(value, path)
         if isinstance(value, float) and kind is float:
-            return value if math.isfinite(value) else _special(value)
+            return value if math.isfinite(value) else _special_float(value)
         if isinstance(value, bytes) and kind is bytes:
             return Bytes(value)
         if isinstance(value, list | tuple) and kind in (list, tuple):
@@ -74,36 +74,36 @@ class TreeWriter:
             return self._mapping(value, path)
         if kind is np.ndarray:
             return self._array(value, path)  # type: ignore[arg-type]  # narrowed by its exact type
-        raise _unwritable(path, f"{value!r:.80} of type {kind.__module__}.{kind.__qualname__}")
+        raise _unwritable_error(path, f"{value!r:.80} of type {kind.__module__}.{kind.__qualname__}")
 
     def _mapping(self, value: AnyMapping[Any, object], path: tuple[str, ...]) -> Mapping:
         items: list[tuple[int | str, Node]] = []
         for key, item in value.items():
             if type(key) not in (int, str):
-                raise _unwritable(path, f"the key {key!r:.80} of type {type(key).__name__}")
+                raise _unwritable_error(path, f"the key {key!r:.80} of type {type(key).__name__}")
             items.append((key, self.encode(item, (*path, str(key)))))
         metadata = self.encode(getattr(value, "_metadata", None), (*path, "_metadata"))
         return Mapping(MAPPING_TYPES[type(value)], items, metadata)
 
     def _numpy_scalar(self, value: np.generic, path: tuple[str, ...]) -> NumpyScalar:
         if value.dtype.kind not in "biufc":
-            raise _unwritable(path, f"a numpy scalar of dtype {value.dtype}")
+            raise _unwritable_error(path, f"a numpy scalar of dtype {value.dtype}")
         return NumpyScalar(value.dtype.str, value.tobytes())
 
     def _array(self, value: "np.ndarray[Any, Any]", path: tuple[str, ...]) -> TensorReference:
         try:
             tensor = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
         except TypeError as error:
-            raise _unwritable(path, f"a numpy array of dtype {value.dtype}") from error
+            raise _unwritable_error(path, f"a numpy array of dtype {value.dtype}") from error
         reference = self._tensor(tensor, path)
         return TensorReference(reference.name, reference.dtype, reference.shape, value.dtype.str)
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> TensorReference:
         if type(tensor) not in TENSOR_CLASSES or tensor.layout != torch.strided or tensor.is_meta:
             found = f"a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}"
-            raise _unwritable(path, found)
+            raise _unwritable_error(path, found)
         if tensor.dtype not in ELEMENT_TYPES:
-            raise _unwritable(path, f"a tensor of dtype {tensor.dtype}")
+            raise _unwritable_error(path, f"a tensor of dtype {tensor.dtype}")
         identity = _identity(tensor)
         known = self._references.get(identity)
         if known is not None and tensor.numel() > 0:
@@ -129,7 +129,7 @@ def decode(node: Node, tensors: AnyMapping[str, Tensor]) -> Any:
         case NumpyScalar(dtype, data):
             return _numpy_scalar(dtype, data)
         case TensorReference():
-            return _referred(node, tensors)
+            return _resolve_reference(node, tensors)
         case Sequence(kind, items):
             decoded = [decode(item, tensors) for item in items]
             return decoded if kind == "list" else tuple(decoded)
@@ -144,7 +144,7 @@ def decode(node: Node, tensors: AnyMapping[str, Tensor]) -> Any:
     return node
 
 
-def _referred(reference: TensorReference, tensors: AnyMapping[str, Tensor]) -> Any:
+def _resolve_reference(reference: TensorReference, tensors: AnyMapping[str, Tensor]) -> Any:
     """The tensor (or numpy array) that a reference means, checked against what it says."""
     tensor = tensors.get(reference.name)
     if tensor is None or (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (
@@ -152,14 +152,14 @@ def _referred(reference: TensorReference, tensors: AnyMapping[str, Tensor]) -> A
         reference.shape,
     ):
         found = "no such tensor" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise _damaged(f"the tensor {reference.name}, {reference.dtype} {reference.shape}", found)
+        raise _damaged_manifest_error(f"the tensor {reference.name}, {reference.dtype} {reference.shape}", found)
     if reference.numpy is None:
         return tensor
     # A copy: the caller may write to it, and two references to one array are two arrays, as numpy has it.
     return tensor.numpy().astype(_numpy_dtype(reference.numpy))
 
 
-def _special(value: float) -> SpecialFloat:
+def _special_float(value: float) -> SpecialFloat:
     if math.isnan(value):
         return SpecialFloat("nan")
     return SpecialFloat("inf" if value > 0 else "-inf")
@@ -168,21 +168,21 @@ def _special(value: float) -> SpecialFloat:
 def _numpy_scalar(dtype: str, data: bytes) -> Any:
     numbers = _numpy_dtype(dtype)
     if len(data) != numbers.itemsize:
-        raise _damaged(f"the {numbers.itemsize} bytes of a numpy {dtype}", f"{len(data)} bytes")
+        raise _damaged_manifest_error(f"the {numbers.itemsize} bytes of a numpy {dtype}", f"{len(data)} bytes")
     return np.frombuffer(data, dtype=numbers)[0]
 
 
 def _numpy_dtype(text: str) -> "np.dtype[Any]":
     """The dtype of that name, if it is one of plain numbers: numpy's others name objects and structures."""
     if NUMPY_DTYPE.fullmatch(text) is None:
-        raise _damaged("a numpy dtype of numbers", f"{text!r:.80}")
+        raise _damaged_manifest_error("a numpy dtype of numbers", f"{text!r:.80}")
     try:
         return np.dtype(text)
     except TypeError as error:
-        raise _damaged("a numpy dtype of numbers", f"{text!r:.80}") from error
+        raise _damaged_manifest_error("a numpy dtype of numbers", f"{text!r:.80}") from error
 
 
-def _damaged(expected: str, found: str) -> CheckpointError:
+def _damaged_manifest_error(expected: str, found: str) -> CheckpointError:
     return CheckpointError(
         expected=f"{expected}, in the manifest", found=found, fix="the checkpoint is damaged: load another one"
     )
@@ -201,7 +201,7 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
     )
 
 
-def _unwritable(path: tuple[str, ...], found: str) -> CheckpointError:
+def _unwritable_error(path: tuple[str, ...], found: str) -> CheckpointError:
     return CheckpointError(
         expected=f"{'.'.join(path)} to be made of {WRITABLE}",
         found=found,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from rankless.collectives.call_signature import Shape
-from rankless.collectives.process_groups import Group
+from rankless.collectives.process_groups import CheckedGroup
 from rankless.errors import ConfigError
 
 GLOO_DTYPES = frozenset(
@@ -29,9 +29,9 @@ GLOO_DTYPES = frozenset(
 BITWISE = frozenset({"band", "bor", "bxor"})
 
 
-def require_usable(joined: Group, *tensors: Tensor) -> None:
+def require_usable(checked: CheckedGroup, *tensors: Tensor) -> None:
     """Raise ConfigError for tensors that the group's backend cannot take."""
-    backend = dist.get_backend(joined.torch)
+    backend = dist.get_backend(checked.torch)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise ConfigError(
@@ -43,24 +43,24 @@ def require_usable(joined: Group, *tensors: Tensor) -> None:
             kind = "strides that skip or turn" if tensor.layout == torch.strided else str(tensor.layout)
             raise ConfigError(
                 expected="a dense tensor whose elements lie one after the other",
-                found=f"{text_of(tensor)} with {kind}",
+                found=f"{describe_tensor(tensor)} with {kind}",
                 fix="pass tensor.contiguous(), and copy its result back where the collective writes",
             )
         if backend == "nccl" and tensor.device.type != "cuda":
             raise ConfigError(
                 expected="tensors on a GPU: the group's backend is NCCL",
-                found=f"{text_of(tensor)} on {tensor.device}",
+                found=f"{describe_tensor(tensor)} on {tensor.device}",
                 fix="move it there first, or make a Gloo group: torch.distributed.new_group(backend='gloo')",
             )
         if backend == "gloo" and tensor.dtype not in GLOO_DTYPES:
             raise ConfigError(
                 expected="a dtype that Gloo can send: floats, complex, int8, uint8, int32, int64 or bool",
-                found=text_of(tensor),
+                found=describe_tensor(tensor),
                 fix="convert it to int32 or int64, or send tensor.view(torch.uint8)",
             )
 
 
-def name_of(op: ReduceOp.RedOpType, tensor: Tensor) -> str:
+def reduction_name(op: ReduceOp.RedOpType, tensor: Tensor) -> str:
     """What is reduced how, as "sum". Raises ConfigError for an operation that the dtype does not have."""
     name = str(op).rpartition(".")[2].lower()
     floats = tensor.is_floating_point() or tensor.is_complex()
@@ -72,7 +72,7 @@ def name_of(op: ReduceOp.RedOpType, tensor: Tensor) -> str:
     if wrong:
         raise ConfigError(
             expected=f"a dtype of which {name} can be made",
-            found=dtype_text(tensor),
+            found=dtype_name(tensor),
             fix="convert the tensor: bitwise operations are of integers, averages of floats; complex numbers only add",
         )
     return name
@@ -84,11 +84,11 @@ def require_any(tensors: Sequence[Tensor]) -> None:
         raise ConfigError(expected="at least one tensor", found="an empty list", fix="leave the call away")
 
 
-def require_one_each(tensors: Sequence[object], joined: Group, name: str) -> None:
+def require_one_each(tensors: Sequence[object], checked: CheckedGroup, name: str) -> None:
     """Raise ConfigError unless a list has one element for each rank of the group."""
-    if len(tensors) != joined.size:
+    if len(tensors) != checked.size:
         raise ConfigError(
-            expected=f"{name} with one element for each of {joined.size} ranks",
+            expected=f"{name} with one element for each of {checked.size} ranks",
             found=f"{len(tensors)}",
             fix="make as many as the group has ranks: torch.distributed.get_world_size(group)",
         )
@@ -109,48 +109,50 @@ def require_one_dtype(tensor: Tensor, others: Sequence[Tensor]) -> None:
     for other in others:
         if other.dtype != tensor.dtype:
             raise ConfigError(
-                expected=f"tensors of one dtype, here {dtype_text(tensor)}",
-                found=dtype_text(other),
+                expected=f"tensors of one dtype, here {dtype_name(tensor)}",
+                found=dtype_name(other),
                 fix="convert the one or the other before",
             )
 
 
-def require_list_at(tensors: Sequence[Tensor] | None, place: int, joined: Group, name: str, role: str) -> None:
+def require_list_on_root(
+    tensors: Sequence[Tensor] | None, place: int, checked: CheckedGroup, name: str, role: str
+) -> None:
     """Raise ConfigError unless the list is given on the one rank that needs it, and only there."""
-    here = joined.rank == place
+    here = checked.rank == place
     if here != (tensors is not None):
         raise ConfigError(
             expected=f"{name}= on rank {place} of the group, its {role}, and on no other",
-            found=f"{'none' if here else 'one'} on rank {joined.rank}",
+            found=f"{'none' if here else 'one'} on rank {checked.rank}",
             fix=f"pass {name}= on rank {place}, and None elsewhere",
         )
 
 
-def require_multiple(whole: Tensor, part: Tensor, joined: Group, name: str) -> None:
+def require_multiple(whole: Tensor, part: Tensor, checked: CheckedGroup, name: str) -> None:
     """Raise ConfigError unless `whole` has room for a `part` of each rank."""
     require_one_dtype(whole, [part])
-    if whole.numel() != part.numel() * joined.size:
+    if whole.numel() != part.numel() * checked.size:
         raise ConfigError(
-            expected=f"{name} with {joined.size} times as many elements as each part's {part.numel()}",
+            expected=f"{name} with {checked.size} times as many elements as each part's {part.numel()}",
             found=f"{whole.numel()} elements, shape {list(whole.shape)}",
-            fix=f"make it {[joined.size * part.shape[0], *part.shape[1:]] if part.dim() else [joined.size]}",
+            fix=f"make it {[checked.size * part.shape[0], *part.shape[1:]] if part.dim() else [checked.size]}",
         )
 
 
-def split_shapes(tensor: Tensor, sizes: Sequence[int] | None, joined: Group, name: str) -> tuple[Shape, ...]:
+def split_shapes(tensor: Tensor, sizes: Sequence[int] | None, checked: CheckedGroup, name: str) -> tuple[Shape, ...]:
     """The shapes of the parts of a tensor. Raises ConfigError for sizes that are not its rows."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if sizes is None:
-        if rows % joined.size or not tensor.dim():
+        if rows % checked.size or not tensor.dim():
             raise ConfigError(
-                expected=f"{name} whose {rows} rows make {joined.size} equal parts",
+                expected=f"{name} whose {rows} rows make {checked.size} equal parts",
                 found=f"shape {list(tensor.shape)}",
                 fix=f"pass {name}_split_sizes=",
             )
-        sizes = [rows // joined.size] * joined.size
-    if len(sizes) != joined.size or sum(sizes) != rows or min(sizes) < 0:
+        sizes = [rows // checked.size] * checked.size
+    if len(sizes) != checked.size or sum(sizes) != rows or min(sizes) < 0:
         raise ConfigError(
-            expected=f"{name}_split_sizes= of {joined.size} numbers that add up to the {rows} rows of {name}",
+            expected=f"{name}_split_sizes= of {checked.size} numbers that add up to the {rows} rows of {name}",
             found=f"{list(sizes)}",
             fix="say how many rows go to, or come from, each rank",
         )
@@ -162,17 +164,17 @@ def shapes_of(tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
-def dtype_text(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
     """As "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def text_of(tensor: Tensor) -> str:
+def describe_tensor(tensor: Tensor) -> str:
     """As "float32 [4, 2]"."""
-    return f"{dtype_text(tensor)} {list(tensor.shape)}"
+    return f"{dtype_name(tensor)} {list(tensor.shape)}"
 
 
-def movable(tensor: Tensor) -> Tensor:
+def as_sendable(tensor: Tensor) -> Tensor:
     """The tensor's memory under a dtype that every backend can send."""
     flat = tensor.reshape(-1) if tensor.dim() == 0 else tensor
     return flat.view(torch.uint8) if tensor.dtype in (torch.bool, torch.int16) else flat

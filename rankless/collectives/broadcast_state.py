@@ -12,14 +12,14 @@ from torch.utils import _pytree as pytree
 
 from rankless.collectives.data_movement import broadcast
 from rankless.collectives.object_collectives import all_gather_object, broadcast_object_list
-from rankless.collectives.process_groups import AnyGroup, joined_group
-from rankless.collectives.tensor_collectives import joined_by_kind
+from rankless.collectives.process_groups import AnyGroup, resolve_group
+from rankless.collectives.tensor_collectives import flatten_by_kind
 from rankless.collectives.typed_values import encode_value
 from rankless.errors import ConfigError, RanksDiverged
 
 Parameters = nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
-SHOWN = 5
+MAX_NAMES_SHOWN = 5
 
 
 def broadcast_parameters(parameters: Parameters, root_rank: int = 0, group: AnyGroup = None) -> None:
@@ -27,26 +27,28 @@ def broadcast_parameters(parameters: Parameters, root_rank: int = 0, group: AnyG
 
     Raises `RanksDiverged` on every rank, before anything is overwritten, if names, shapes or dtypes differ.
     """
-    if joined_group(group) is None:
+    if resolve_group(group) is None:
         return
     named = named_tensors(parameters)
     described = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()}
-    _require_alike(described, group, "the same names, shapes and dtypes of parameters on every rank")
-    for flat, put_back in joined_by_kind(named.values()):
+    _require_equal(described, group, "the same names, shapes and dtypes of parameters on every rank")
+    for flat, copy_back in flatten_by_kind(named.values()):
         if flat.numel():
             broadcast(flat, root_rank, group)
-            put_back()
+            copy_back()
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, group: AnyGroup = None) -> None:
     """Give an optimizer on every rank the state and settings of that on `root_rank`, also where it has none yet."""
-    joined = joined_group(group)
-    if joined is None:
+    checked = resolve_group(group)
+    if checked is None:
         return
-    told: list[Any] = [optimizer.state_dict() if joined.rank == joined.rank_of(root_rank, None, "root_rank") else None]
-    broadcast_object_list(told, root_rank, group)
-    if joined.rank != joined.rank_of(root_rank, None, "root_rank"):
-        optimizer.load_state_dict(told[0])
+    received: list[Any] = [
+        optimizer.state_dict() if checked.rank == checked.resolve_rank(root_rank, None, "root_rank") else None
+    ]
+    broadcast_object_list(received, root_rank, group)
+    if checked.rank != checked.resolve_rank(root_rank, None, "root_rank"):
+        optimizer.load_state_dict(received[0])
 
 
 def require_synchronized(model: Parameters, optimizer: Optimizer | None, group: AnyGroup = None) -> None:
@@ -55,7 +57,7 @@ def require_synchronized(model: Parameters, optimizer: Optimizer | None, group: 
     if optimizer is not None:
         leaves, _ = pytree.tree_flatten_with_path(optimizer.state_dict())
         found |= {f"optimizer{pytree.keystr(path)}": digest(leaf) for path, leaf in leaves}
-    _require_alike(found, group, "the same parameters, buffers and optimizer state on every rank")
+    _require_equal(found, group, "the same parameters, buffers and optimizer state on every rank")
 
 
 def named_tensors(parameters: Parameters) -> dict[str, Tensor]:
@@ -81,21 +83,25 @@ def digest(value: Any) -> bytes:
     return blake2b(encode_value(value.detach() if isinstance(value, Tensor) else value), digest_size=16).digest()
 
 
-def _require_alike(mine: Mapping[str, Any], group: AnyGroup, expected: str) -> None:
-    joined = joined_group(group)
-    if joined is None or joined.size == 1:
+def _require_equal(mine: Mapping[str, Any], group: AnyGroup, expected: str) -> None:
+    checked = resolve_group(group)
+    if checked is None or checked.size == 1:
         return
-    told: list[Any] = [None] * joined.size
-    all_gather_object(told, dict(mine), group)
-    names = list(dict.fromkeys(name for one in told for name in one))
-    parted = {name: [rank for rank, one in enumerate(told) if one.get(name) != told[0].get(name)] for name in names}
+    received: list[Any] = [None] * checked.size
+    all_gather_object(received, dict(mine), group)
+    names = list(dict.fromkeys(name for one in received for name in one))
+    differing = {
+        name: [rank for rank, one in enumerate(received) if one.get(name) != received[0].get(name)] for name in names
+    }
     wrong = [
-        f"{name} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" for name, ranks in parted.items() if ranks
+        f"{name} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
+        for name, ranks in differing.items()
+        if ranks
     ]
     if wrong:
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        more = f" and {len(wrong) - MAX_NAMES_SHOWN} more" if len(wrong) > MAX_NAMES_SHOWN else ""
         raise RanksDiverged(
             expected=expected,
-            found=f"other than on rank 0: {', '.join(wrong[:SHOWN])}{more}",
+            found=f"other than on rank 0: {', '.join(wrong[:MAX_NAMES_SHOWN])}{more}",
             fix="broadcast_parameters and broadcast_optimizer_state before training; then see what one rank alone does",
         )

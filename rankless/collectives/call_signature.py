@@ -21,21 +21,21 @@ class Call(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     operation: str
     settings: str
-    sends: tuple[Shape | None, ...] | None = None
-    takes: tuple[Shape | None, ...] | None = None
+    send_shapes: tuple[Shape | None, ...] | None = None
+    receive_shapes: tuple[Shape | None, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.operation}({self.settings})" if self.settings else self.operation
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class PostedCall(msgspec.Struct, frozen=True, array_like=True):
     """A call as a rank writes it down for the others."""
 
     call: Call
     line: str
 
 
-def require_fitting(entries: Sequence[Entry], names: Sequence[int]) -> None:
+def require_fitting(entries: Sequence[PostedCall], names: Sequence[int]) -> None:
     """Raise CollectiveError, the same on every rank, unless the calls of the ranks `names` fit together."""
     calls = [entry.call for entry in entries]
     if any(call.operation != calls[0].operation for call in calls):
@@ -44,32 +44,32 @@ def require_fitting(entries: Sequence[Entry], names: Sequence[int]) -> None:
         raise mismatch(f"all ranks to call {calls[0].operation} alike", entries, names)
     for sender, sent in enumerate(calls):
         for taker, taken in enumerate(calls):
-            given = None if sent.sends is None else sent.sends[taker]
-            wanted = None if taken.takes is None else taken.takes[sender]
-            if given != wanted and sent.sends is not None and taken.takes is not None:
+            given = None if sent.send_shapes is None else sent.send_shapes[taker]
+            wanted = None if taken.receive_shapes is None else taken.receive_shapes[sender]
+            if given != wanted and sent.send_shapes is not None and taken.receive_shapes is not None:
                 raise CollectiveError(
                     expected=f"what rank {names[taker]} takes from rank {names[sender]} in {calls[0].operation} "
-                    f"to have the shape sent: {shape_text(given)}",
-                    found=f"room for {shape_text(wanted)} on rank {names[taker]} ({entries[taker].line})",
+                    f"to have the shape sent: {format_shape(given)}",
+                    found=f"room for {format_shape(wanted)} on rank {names[taker]} ({entries[taker].line})",
                     fix="make the lists of shapes, or the split sizes, agree: what i sends to j is what j takes from i",
                     where=entries[sender].line,
                 )
 
 
-def mismatch(expected: str, entries: Sequence[Entry], names: Sequence[int]) -> CollectiveError:
+def mismatch(expected: str, entries: Sequence[PostedCall], names: Sequence[int]) -> CollectiveError:
     """The error: who calls what, and where; ranks that do the same stand together."""
     groups: dict[str, list[int]] = {}
     for rank, entry in zip(names, entries, strict=True):
         groups.setdefault(f"{entry.call} at {entry.line}", []).append(rank)
-    found = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in groups.items())
+    found = "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
     return CollectiveError(expected=expected, found=found, fix=FIX)
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """As "rank 2" or "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def shape_text(shape: Shape | None) -> str:
+def format_shape(shape: Shape | None) -> str:
     """A shape as people write it."""
     return "nothing" if shape is None else str(list(shape))

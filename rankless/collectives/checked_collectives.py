@@ -19,7 +19,7 @@ from rankless.errors import CollectiveError
 from rankless.user_code import caller_line
 
 
-class Awaited(Protocol):
+class PendingWork(Protocol):
     """What an asynchronous collective returns."""
 
     def wait(self, timeout: timedelta = ...) -> Any:
@@ -31,51 +31,51 @@ class Awaited(Protocol):
         ...
 
 
-Issue = Callable[[bool], Awaited | None]
+Issue = Callable[[bool], PendingWork | None]
 """Calls torch.distributed, asynchronously if its argument says so."""
 
 
-class Queue:
+class CollectiveQueue:
     """The collectives of one roll call, in the order in which this rank calls them.
 
     `opening` makes the roll call at the first of them, and waits there for the other ranks; it gives None where nothing
     can be compared.
     """
 
-    def __init__(self, opening: Callable[[], CollectiveCheck | None], timeout: timedelta) -> None:
-        self._opening: Callable[[], CollectiveCheck | None] | None = opening
-        self._roll_call: CollectiveCheck | None = None
+    def __init__(self, open_check: Callable[[], CollectiveCheck | None], timeout: timedelta) -> None:
+        self._open_check: Callable[[], CollectiveCheck | None] | None = open_check
+        self._check: CollectiveCheck | None = None
         self._timeout = timeout
-        self._waiting: deque[IssuedLate] = deque()
+        self._waiting: deque[DeferredCollective] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call, issue: Issue, *, timeout: timedelta | None = None) -> None:
         """Hold the roll call, then run the collective to its end."""
-        self._until_empty()
-        collective_check = self.opened()
+        self._wait_until_empty()
+        collective_check = self.get_check()
         if collective_check is not None:
             collective_check.write(call, caller_line())
             collective_check.wait(timeout or self._timeout)
             collective_check.compare()
         issue(False)
 
-    def start(self, call: Call, issue: Issue, *, timeout: timedelta | None = None) -> Awaited:
+    def start(self, call: Call, issue: Issue, *, timeout: timedelta | None = None) -> PendingWork:
         """Begin the collective once the roll call is held; what does not fit is raised where it is awaited."""
-        late = IssuedLate(call, caller_line(), issue, timeout or self._timeout)
+        late = DeferredCollective(call, caller_line(), issue, timeout or self._timeout)
         with self._changed:
-            if not self._waiting and self._opening is None and late.is_decided_now(self._roll_call):
+            if not self._waiting and self._open_check is None and late.try_issue_now(self._check):
                 return late
             self._waiting.append(late)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="rankless collectives", daemon=True)
+                self._thread = threading.Thread(target=self._issue_waiting, name="rankless collectives", daemon=True)
                 self._thread.start()
             return late
 
     def refuse(self, operation: str, found: str) -> None:
         """Tell the other ranks that this one cannot make its call, where they wait for it."""
-        self._until_empty()
-        collective_check = self.opened()
+        self._wait_until_empty()
+        collective_check = self.get_check()
         if collective_check is not None:
             collective_check.write(Call(operation=operation, settings=f"refused there: {found}"), caller_line())
             collective_check.wait(self._timeout)
@@ -83,38 +83,38 @@ class Queue:
     @property
     def is_open(self) -> bool:
         """Whether the roll call has been opened."""
-        return self._opening is None
+        return self._open_check is None
 
-    def opened(self) -> CollectiveCheck | None:
+    def get_check(self) -> CollectiveCheck | None:
         """The roll call, opened if it is not yet."""
-        if self._opening is not None:
-            opening, self._opening = self._opening, None
+        if self._open_check is not None:
+            open_check, self._open_check = self._open_check, None
             try:
-                self._roll_call = opening()
+                self._check = open_check()
             except BaseException:
-                self._opening = opening
+                self._open_check = open_check
                 raise
-        return self._roll_call
+        return self._check
 
-    def _until_empty(self) -> None:
+    def _wait_until_empty(self) -> None:
         if self._waiting:
             with self._changed:
                 self._changed.wait_for(lambda: not self._waiting)
 
-    def _serve(self) -> None:
+    def _issue_waiting(self) -> None:
         while True:
             with self._changed:
                 if not self._waiting:
                     self._thread = None
                     return
                 late = self._waiting[0]
-            late.hold(self.opened)
+            late.check_and_issue(self.get_check)
             with self._changed:
                 self._waiting.popleft()
                 self._changed.notify_all()
 
 
-class IssuedLate:
+class DeferredCollective:
     """A collective that is issued when all ranks have come."""
 
     def __init__(self, call: Call, line: str, issue: Issue, timeout: timedelta) -> None:
@@ -125,15 +125,15 @@ class IssuedLate:
         self._written = False
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._issued = threading.Event()
-        self._work: Awaited | None = None
+        self._work: PendingWork | None = None
         self._error: Exception | None = None
         self._done = False
 
-    def is_decided_now(self, collective_check: CollectiveCheck | None) -> bool:
+    def try_issue_now(self, collective_check: CollectiveCheck | None) -> bool:
         """Issue it if all ranks have come, or keep for `wait` that it does not fit: whether either was so."""
         if collective_check is not None:
             self._write(collective_check)
-            if not collective_check.all_came():
+            if not collective_check.all_posted():
                 return False
             try:
                 collective_check.compare()
@@ -145,10 +145,10 @@ class IssuedLate:
         self._issued.set()
         return True
 
-    def hold(self, opened: Callable[[], CollectiveCheck | None]) -> None:
+    def check_and_issue(self, get_check: Callable[[], CollectiveCheck | None]) -> None:
         """Hold the roll call and issue; what fails is kept for `wait`."""
         try:
-            collective_check = opened()
+            collective_check = get_check()
             if collective_check is not None:
                 self._write(collective_check)
                 collective_check.wait(self._timeout)
@@ -187,10 +187,10 @@ class IssuedLate:
         return self._done or (self._issued.is_set() and (self._work is None or self._work.is_completed()))
 
 
-class Finishing:
+class CombinedWork:
     """A collective in pieces whose results are put where they belong once it is done."""
 
-    def __init__(self, works: Sequence[Awaited | None], finish: Callable[[], None]) -> None:
+    def __init__(self, works: Sequence[PendingWork | None], finish: Callable[[], None]) -> None:
         self._works = [work for work in works if work is not None]
         self._finish: Callable[[], None] | None = finish
 
@@ -208,9 +208,9 @@ class Finishing:
         return all(work.is_completed() for work in self._works)
 
 
-def finishing(works: Sequence[Awaited | None], finish: Callable[[], None], late: bool) -> Awaited | None:
+def combine_works(works: Sequence[PendingWork | None], finish: Callable[[], None], late: bool) -> PendingWork | None:
     """A collective in pieces: to be waited for if it is issued late, else waited for now."""
-    whole = Finishing(works, finish)
+    whole = CombinedWork(works, finish)
     if late:
         return whole
     whole.wait()

@@ -20,24 +20,24 @@ from typing import Any
 
 import msgspec
 
-from rankless.collectives.call_signature import Call, Entry, ranks_text, require_fitting
-from rankless.collectives.shared_memory import host_identity, shared_file
+from rankless.collectives.call_signature import Call, PostedCall, format_ranks, require_fitting
+from rankless.collectives.shared_memory import create_shared_file, host_identity
 from rankless.errors import CollectiveError
 from rankless.user_code import caller_line
 
-PLACES = 2
-WORDS = 2
+SLOTS = 2
+HEADER_WORDS = 2
 """Of 8 bytes at the head of each place: the call's number, and how many bytes follow."""
-BYTES_PER_PLACE = 1024
+BYTES_PER_SLOT = 1024
 BYTES_PER_RANK = 32
-MOST_LINE = 200
-PATIENT_SPINS = 50
-LONGEST_NAP_SECONDS = 0.001
+MAX_LINE_CHARACTERS = 200
+SPINS_BEFORE_SLEEP = 50
+MAX_SLEEP_SECONDS = 0.001
 LONG_WAIT_SECONDS = 2.0
 """Who has waited so long naps longer, in proportion: it is then seen to stand still, and no later by more than 1 %."""
-LONGEST_NAP_OF_ALL_SECONDS = 0.05
-LIFE_CHECK_SECONDS = 0.1
-TELL_AFTER_SECONDS = 10.0
+MAX_LONG_WAIT_SLEEP_SECONDS = 0.05
+LIVENESS_CHECK_SECONDS = 0.1
+NOTIFY_INTERVAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,74 +56,76 @@ class CollectiveCheck:
     def __init__(
         self,
         *,
-        place: int,
+        index: int,
         members: Sequence[Member],
         memory: mmap.mmap,
         path: str | None,
         notify: Callable[[str], None],
     ) -> None:
-        self._place = place
+        self._index = index
         self._members = members
         self._memory = memory
         self._words = memoryview(memory).cast("Q")
-        self._place_bytes = len(memory) // (len(members) * PLACES)
+        self._slot_bytes = len(memory) // (len(members) * SLOTS)
         self._path = path
         self._notify = notify
         self._number = 0
         self._is_symmetric = True
-        self._others = [other for other in range(len(members)) if other != place]
+        self._others = [other for other in range(len(members)) if other != index]
 
     def write(self, call: Call, line: str) -> None:
         """Write down this rank's next call, and the line of the script where it stands."""
         self._number += 1
-        self._is_symmetric = call.sends is None and call.takes is None
-        self._put(Entry(call, line[-MOST_LINE:]))
+        self._is_symmetric = call.send_shapes is None and call.receive_shapes is None
+        self._put(PostedCall(call, line[-MAX_LINE_CHARACTERS:]))
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: PostedCall) -> None:
         data = msgspec.msgpack.encode(entry)
-        if len(data) > self._place_bytes - 8 * WORDS:
+        if len(data) > self._slot_bytes - 8 * HEADER_WORDS:
             short = Call(operation=entry.call.operation, settings=entry.call.settings[:200])
-            data = msgspec.msgpack.encode(Entry(short, entry.line))
-        at = self._at(self._place, self._number)
-        start = at + 8 * WORDS
+            data = msgspec.msgpack.encode(PostedCall(short, entry.line))
+        at = self._slot_offset(self._index, self._number)
+        start = at + 8 * HEADER_WORDS
         self._memory[start : start + len(data)] = data
         self._words[at // 8 + 1] = len(data)
         self._words[at // 8] = self._number
 
-    def is_awaited(self) -> bool:
+    def is_peer_waiting(self) -> bool:
         """Whether another rank has written a call that this one has not come to yet."""
         number, words = self._number + 1, self._words
-        return any(words[self._at(other, number) // 8] == number for other in self._others)
+        return any(words[self._slot_offset(other, number) // 8] == number for other in self._others)
 
-    def all_came(self) -> bool:
+    def all_posted(self) -> bool:
         """Whether every rank has written down its call of this number."""
         number, words = self._number, self._words
-        return all(words[self._at(other, number) // 8] == number for other in self._others)
+        return all(words[self._slot_offset(other, number) // 8] == number for other in self._others)
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until every rank has come."""
         number, words = self._number, self._words
-        waiting = [self._at(other, number) // 8 for other in self._others]
+        waiting = [self._slot_offset(other, number) // 8 for other in self._others]
         spins, start = 0, 0.0
-        checked = told = 0.0
-        while any(words[place] != number for place in waiting):
+        checked = received = 0.0
+        while any(words[index] != number for index in waiting):
             spins += 1
-            if spins <= PATIENT_SPINS:
+            if spins <= SPINS_BEFORE_SLEEP:
                 time.sleep(0)
                 continue
             now = time.monotonic()
             start = start or now
             waited = now - start
-            longest = max(LONGEST_NAP_SECONDS, min(LONGEST_NAP_OF_ALL_SECONDS, (waited - LONG_WAIT_SECONDS) / 100))
+            longest = max(MAX_SLEEP_SECONDS, min(MAX_LONG_WAIT_SLEEP_SECONDS, (waited - LONG_WAIT_SECONDS) / 100))
             time.sleep(min(longest, max(0.00002, waited / 10)))
-            if waited - checked > LIFE_CHECK_SECONDS:
+            if waited - checked > LIVENESS_CHECK_SECONDS:
                 checked = waited
-                self._require_living()
-            if waited - told > TELL_AFTER_SECONDS:
-                told = waited
-                self._notify(f"{self._here()}: waiting for {self._names(self._missing())}, {waited:.0f} s")
-            if waited > timeout.total_seconds() and not self.all_came():
-                raise self._absent(f"no word from {self._names(self._missing())} in {waited:.1f} s")
+                self._require_alive_peers()
+            if waited - received > NOTIFY_INTERVAL_SECONDS:
+                received = waited
+                self._notify(
+                    f"{self._describe_this_call()}: waiting for {self._names(self._missing())}, {waited:.0f} s"
+                )
+            if waited > timeout.total_seconds() and not self.all_posted():
+                raise self._missing_ranks_error(f"no word from {self._names(self._missing())} in {waited:.1f} s")
         if self._path is not None:
             # All have the memory now; its name may go.
             with suppress(OSError):
@@ -133,65 +135,67 @@ class CollectiveCheck:
     def compare(self) -> None:
         """Raise CollectiveError unless the calls of all ranks fit together."""
         ranks, names = range(len(self._members)), [member.rank for member in self._members]
-        if self._is_symmetric and all(self._data(rank) == self._data(self._place) for rank in self._others):
+        if self._is_symmetric and all(self._data(rank) == self._data(self._index) for rank in self._others):
             return
         try:
-            require_fitting([self._entry(rank) for rank in ranks], names)
+            require_fitting([self._posted_call(rank) for rank in ranks], names)
         except (CollectiveError, msgspec.DecodeError):
             time.sleep(0.002)  # a processor may show the number before what belongs to it
-            require_fitting([self._entry(rank) for rank in ranks], names)
+            require_fitting([self._posted_call(rank) for rank in ranks], names)
 
-    def _entry(self, rank: int) -> Entry:
-        return msgspec.msgpack.decode(self._data(rank), type=Entry)
+    def _posted_call(self, rank: int) -> PostedCall:
+        return msgspec.msgpack.decode(self._data(rank), type=PostedCall)
 
     def _data(self, rank: int) -> bytes:
-        at = self._at(rank, self._number)
-        start = at + 8 * WORDS
+        at = self._slot_offset(rank, self._number)
+        start = at + 8 * HEADER_WORDS
         return self._memory[start : start + self._words[at // 8 + 1]]
 
-    def _at(self, rank: int, number: int) -> int:
-        return (rank * PLACES + number % PLACES) * self._place_bytes
+    def _slot_offset(self, rank: int, number: int) -> int:
+        return (rank * SLOTS + number % SLOTS) * self._slot_bytes
 
-    def _here(self) -> str:
-        entry = self._entry(self._place)
+    def _describe_this_call(self) -> str:
+        entry = self._posted_call(self._index)
         return f"{entry.line}: {entry.call.operation}"
 
     def _missing(self) -> list[int]:
-        return [other for other in self._others if self._words[self._at(other, self._number) // 8] != self._number]
+        return [
+            other for other in self._others if self._words[self._slot_offset(other, self._number) // 8] != self._number
+        ]
 
     def _names(self, places: Sequence[int]) -> str:
-        return ranks_text([self._members[place].rank for place in places])
+        return format_ranks([self._members[index].rank for index in places])
 
-    def _require_living(self) -> None:
+    def _require_alive_peers(self) -> None:
         gone = [rank for rank in self._missing() if not is_alive(self._members[rank].process_id)]
         # One may have come and ended while we looked.
         gone = [rank for rank in gone if rank in self._missing()]
         if gone:
-            raise self._absent(f"{self._names(gone)} ended without it")
+            raise self._missing_ranks_error(f"{self._names(gone)} ended without it")
 
-    def _absent(self, found: str) -> CollectiveError:
+    def _missing_ranks_error(self, found: str) -> CollectiveError:
         self._withdraw()
-        before = {rank: self._last_of(rank) for rank in self._missing()}
-        told = "".join(f"; {self._names([rank])} was last in {text}" for rank, text in before.items() if text)
+        before = {rank: self._describe_last_call(rank) for rank in self._missing()}
+        received = "".join(f"; {self._names([rank])} was last in {text}" for rank, text in before.items() if text)
         return CollectiveError(
-            expected=f"all ranks to come to {self._here()}",
-            found=found + told,
+            expected=f"all ranks to come to {self._describe_this_call()}",
+            found=found + received,
             fix="look at what these ranks do instead: their log, or py-spy dump --pid; every rank must make every call",
         )
 
     def _withdraw(self) -> None:
         """Let who comes late find that this rank has given up; who comes at this very moment may not."""
-        entry = self._entry(self._place)
+        entry = self._posted_call(self._index)
         call = Call(operation=entry.call.operation, settings="given up, for a rank did not come in time")
-        self._put(Entry(call, entry.line))
+        self._put(PostedCall(call, entry.line))
 
-    def _last_of(self, rank: int) -> str:
+    def _describe_last_call(self, rank: int) -> str:
         """What a rank that does not come has written last, in words."""
-        at = self._at(rank, self._number - 1)
+        at = self._slot_offset(rank, self._number - 1)
         if self._words[at // 8] != self._number - 1 or self._number == 1:
             return ""
-        start = at + 8 * WORDS
-        entry = msgspec.msgpack.decode(self._memory[start : start + self._words[at // 8 + 1]], type=Entry)
+        start = at + 8 * HEADER_WORDS
+        entry = msgspec.msgpack.decode(self._memory[start : start + self._words[at // 8 + 1]], type=PostedCall)
         return f"{entry.call.operation} at {entry.line}"
 
 
@@ -213,7 +217,7 @@ def is_alive(process_id: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingPoint:
+class CheckRendezvous:
     """Where the members of a roll call find each other."""
 
     store: Any
@@ -223,22 +227,22 @@ class MeetingPoint:
     notify: Callable[[str], None]
 
 
-def open_collective_check(point: MeetingPoint, *, place: int, ranks: Sequence[int]) -> CollectiveCheck | None:
+def open_collective_check(point: CheckRendezvous, *, index: int, ranks: Sequence[int]) -> CollectiveCheck | None:
     """The roll call of some ranks of a group, of which this is the one at `place`; waits for the others.
 
     None, said once, where they share no memory.
     """
     store, size = point.store, len(ranks)
     # The second group of a program may meet at the store of the first: each opening has keys of its own.
-    opening = store.add(f"rankless/{point.name}/{place}/openings", 1)
-    prefix = f"rankless/{point.name}/{opening}"
-    memory_bytes = size * PLACES * (BYTES_PER_PLACE + BYTES_PER_RANK * size)
-    path = shared_file(memory_bytes) if place == 0 else ""
-    store.set(f"{prefix}/{place}", f"{host_identity()}\n{os.getpid()}\n{path}")
-    told = [told_by(point, f"{prefix}/{number}", rank).split("\n") for number, rank in enumerate(ranks)]
-    shared = told[0][2]
-    if len({host for host, _, _ in told}) > 1 or not shared:
-        if place == 0:
+    open_check = store.add(f"rankless/{point.name}/{index}/openings", 1)
+    prefix = f"rankless/{point.name}/{open_check}"
+    memory_bytes = size * SLOTS * (BYTES_PER_SLOT + BYTES_PER_RANK * size)
+    path = create_shared_file(memory_bytes) if index == 0 else ""
+    store.set(f"{prefix}/{index}", f"{host_identity()}\n{os.getpid()}\n{path}")
+    received = [wait_for_key(point, f"{prefix}/{number}", rank).split("\n") for number, rank in enumerate(ranks)]
+    shared = received[0][2]
+    if len({host for host, _, _ in received}) > 1 or not shared:
+        if index == 0:
             why = "they are on several hosts" if shared else "they could get no shared memory"
             point.notify(f"that the ranks call the same collectives is not checked: {why}")
         return None
@@ -246,19 +250,19 @@ def open_collective_check(point: MeetingPoint, *, place: int, ranks: Sequence[in
         memory = mmap.mmap(file.fileno(), memory_bytes)
     members = [
         Member(rank=rank, host=host, process_id=int(process_id))
-        for rank, (host, process_id, _) in zip(ranks, told, strict=True)
+        for rank, (host, process_id, _) in zip(ranks, received, strict=True)
     ]
-    return CollectiveCheck(place=place, members=members, memory=memory, path=path or None, notify=point.notify)
+    return CollectiveCheck(index=index, members=members, memory=memory, path=path or None, notify=point.notify)
 
 
-def told_by(point: MeetingPoint, key: str, rank: int) -> str:
+def wait_for_key(point: CheckRendezvous, key: str, rank: int) -> str:
     """What a rank has set at the store, once it has; says every few seconds for whom it waits."""
-    start = told = time.monotonic()
-    nap = 0.0001
+    start = received = time.monotonic()
+    sleep_seconds = 0.0001
     while not point.store.check([key]):
         now = time.monotonic()
-        if now - told > TELL_AFTER_SECONDS:
-            told = now
+        if now - received > NOTIFY_INTERVAL_SECONDS:
+            received = now
             point.notify(f"{caller_line()}: waiting for rank {rank} at the first collective, {now - start:.0f} s")
         if now - start > point.timeout.total_seconds():
             raise CollectiveError(
@@ -267,5 +271,9 @@ def told_by(point: MeetingPoint, key: str, rank: int) -> str:
                 fix="look at what it does instead: its log, or py-spy dump --pid; every rank must make every call",
                 where=caller_line(),
             )
-        time.sleep(nap := min(nap * 2, LONGEST_NAP_OF_ALL_SECONDS if now - start < 2 * LONG_WAIT_SECONDS else 0.2))
+        time.sleep(
+            sleep_seconds := min(
+                sleep_seconds * 2, MAX_LONG_WAIT_SLEEP_SECONDS if now - start < 2 * LONG_WAIT_SECONDS else 0.2
+            )
+        )
     return bytes(point.store.get(key)).decode()

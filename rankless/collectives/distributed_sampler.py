@@ -48,9 +48,9 @@ class DistributedSampler(TorchSampler[int]):
                 fix="define __len__; a stream takes no sampler: let its __iter__ leave out what is for other ranks",
             )
         if num_replicas is None or rank is None:
-            joined = _joined_place()
-            rank = joined[0] if rank is None else rank
-            num_replicas = joined[1] if num_replicas is None else num_replicas
+            checked = _find_rank_and_world_size()
+            rank = checked[0] if rank is None else rank
+            num_replicas = checked[1] if num_replicas is None else num_replicas
         self.num_replicas = _whole("num_replicas", num_replicas, least=1)
         self.rank = _whole("rank", rank, least=0)
         if self.rank >= self.num_replicas:
@@ -65,7 +65,7 @@ class DistributedSampler(TorchSampler[int]):
         self.drop_last = drop_last
         self.padding = padding
         self.epoch = 0
-        self.forgetting_is_said = False
+        self.warned_same_epoch = False
         """Whether it has been said that `set_epoch` was forgotten. Set it where the same order is wanted every time."""
         self.total_size = self._count = len(dataset)
         """The samples of all ranks together, those that are repeated counted again."""
@@ -81,8 +81,8 @@ class DistributedSampler(TorchSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle and self._epoch_done == self.epoch:
-            self._say_forgotten()
-        return self._counted(self._indices(), self.epoch)
+            self._warn_same_epoch()
+        return self._yield_indices(self._indices(), self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass have the order of that epoch: before each pass over the loader, on every rank."""
@@ -99,28 +99,28 @@ class DistributedSampler(TorchSampler[int]):
         chosen: list[int] = order[places % max(self._count, 1)].tolist()
         return chosen
 
-    def _counted(self, indices: list[int], epoch: int) -> Iterator[int]:
+    def _yield_indices(self, indices: list[int], epoch: int) -> Iterator[int]:
         yield from indices
         self._epoch_done = epoch
 
-    def _say_forgotten(self) -> None:
-        if self.rank == 0 and not self.forgetting_is_said:
+    def _warn_same_epoch(self) -> None:
+        if self.rank == 0 and not self.warned_same_epoch:
             notify(
                 f"{caller_line()}: a second pass in the order of the first, epoch {self.epoch}: call "
                 "sampler.set_epoch(epoch) before each pass over the loader, on every rank (said once)"
             )
-        self.forgetting_is_said = True
+        self.warned_same_epoch = True
 
 
-def _joined_place() -> tuple[int, int]:
+def _find_rank_and_world_size() -> tuple[int, int]:
     """This process's rank and how many there are. Raises ConfigError where a launcher says that there are more."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    told = environment.read_worker_config() or environment.read_horovod_worker() or environment.read_torchrun()
-    if told is not None and told.world_size > 1:
+    received = environment.read_worker_config() or environment.read_horovod_worker() or environment.read_torchrun()
+    if received is not None and received.world_size > 1:
         raise ConfigError(
             expected="a process that has joined its job before its sampler is made",
-            found=f"one of {told.world_size} that the launcher has started, without a process group",
+            found=f"one of {received.world_size} that the launcher has started, without a process group",
             fix="call rankless.init() first, or pass num_replicas= and rank=",
         )
     return 0, 1

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.collectives.argument_checks import require_list_at, require_one_each
+from rankless.collectives.argument_checks import require_list_on_root, require_one_each
 from rankless.collectives.call_signature import Call
 from rankless.collectives.data_movement import all_gather, all_gather_single, broadcast, gather, scatter
-from rankless.collectives.process_groups import AnyGroup, Group, joined_group
+from rankless.collectives.process_groups import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.errors import ConfigError
 
@@ -36,31 +36,31 @@ def broadcast_object_list(
     Tensors come on the CPU; `device` is taken for torch's sake: the group's backend decides how bytes travel.
     """
     del device
-    if (joined := joined_group(group)) is None:
+    if (checked := resolve_group(group)) is None:
         return
-    with joined.telling("broadcast_object_list"):
-        source = joined.rank_of(src, group_src, "src")
-        data = encoded(object_list, allow_pickle) if joined.rank == source else b""
-    _meet(joined, "broadcast_object_list", f"{len(object_list)} objects, from rank {source}", allow_pickle)
-    size = _number(len(data), joined)
-    broadcast(size, group=joined.torch, group_src=source)
-    payload = _tensor(data, joined) if joined.rank == source else _room(int(size.item()), joined)
-    broadcast(payload, group=joined.torch, group_src=source)
-    if joined.rank != source:
-        object_list[:] = decoded(payload, allow_pickle)
+    with checked.report_refusals("broadcast_object_list"):
+        source = checked.resolve_rank(src, group_src, "src")
+        data = encode_object(object_list, allow_pickle) if checked.rank == source else b""
+    _check_call(checked, "broadcast_object_list", f"{len(object_list)} objects, from rank {source}", allow_pickle)
+    size = _number(len(data), checked)
+    broadcast(size, group=checked.torch, group_src=source)
+    payload = _tensor(data, checked) if checked.rank == source else _empty_bytes(int(size.item()), checked)
+    broadcast(payload, group=checked.torch, group_src=source)
+    if checked.rank != source:
+        object_list[:] = decode_object(payload, allow_pickle)
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup = None, *, allow_pickle: bool = False) -> None:
     """Fill `object_list[i]` on every rank with rank i's `obj`."""
-    if (joined := joined_group(group)) is None:
+    if (checked := resolve_group(group)) is None:
         return
-    with joined.telling("all_gather_object"):
-        require_one_each(object_list, joined, "object_list")
-        mine = _tensor(encoded(obj, allow_pickle), joined)
-    _meet(joined, "all_gather_object", "", allow_pickle)
-    pieces = [_room(size, joined) for size in _sizes(mine, joined)]
-    all_gather(pieces, mine, group=joined.torch)
-    object_list[:] = [decoded(piece, allow_pickle) for piece in pieces]
+    with checked.report_refusals("all_gather_object"):
+        require_one_each(object_list, checked, "object_list")
+        mine = _tensor(encode_object(obj, allow_pickle), checked)
+    _check_call(checked, "all_gather_object", "", allow_pickle)
+    pieces = [_empty_bytes(size, checked) for size in _gather_sizes(mine, checked)]
+    all_gather(pieces, mine, group=checked.torch)
+    object_list[:] = [decode_object(piece, allow_pickle) for piece in pieces]
 
 
 def gather_object(
@@ -73,20 +73,20 @@ def gather_object(
     allow_pickle: bool = False,
 ) -> None:
     """Fill `object_gather_list[i]` on rank `dst` with rank i's `obj`."""
-    if (joined := joined_group(group)) is None:
+    if (checked := resolve_group(group)) is None:
         return
-    with joined.telling("gather_object"):
-        place = joined.rank_of(dst, group_dst, "dst")
-        require_list_at(object_gather_list, place, joined, "object_gather_list", "dst")
+    with checked.report_refusals("gather_object"):
+        place = checked.resolve_rank(dst, group_dst, "dst")
+        require_list_on_root(object_gather_list, place, checked, "object_gather_list", "dst")
         if object_gather_list is not None:
-            require_one_each(object_gather_list, joined, "object_gather_list")
-        mine = _tensor(encoded(obj, allow_pickle), joined)
-    _meet(joined, "gather_object", f"to rank {place}", allow_pickle)
-    sizes = _sizes(mine, joined)
-    pieces = None if object_gather_list is None else [_room(size, joined) for size in sizes]
-    gather(mine, pieces, group=joined.torch, group_dst=place)
+            require_one_each(object_gather_list, checked, "object_gather_list")
+        mine = _tensor(encode_object(obj, allow_pickle), checked)
+    _check_call(checked, "gather_object", f"to rank {place}", allow_pickle)
+    sizes = _gather_sizes(mine, checked)
+    pieces = None if object_gather_list is None else [_empty_bytes(size, checked) for size in sizes]
+    gather(mine, pieces, group=checked.torch, group_dst=place)
     if pieces is not None and object_gather_list is not None:
-        object_gather_list[:] = [decoded(piece, allow_pickle) for piece in pieces]
+        object_gather_list[:] = [decode_object(piece, allow_pickle) for piece in pieces]
 
 
 def scatter_object_list(
@@ -99,11 +99,11 @@ def scatter_object_list(
     allow_pickle: bool = False,
 ) -> None:
     """Put the i-th object of rank `src`'s input list into the first place of rank i's output list."""
-    if (joined := joined_group(group)) is None:
+    if (checked := resolve_group(group)) is None:
         return
-    with joined.telling("scatter_object_list"):
-        source = joined.rank_of(src, group_src, "src")
-        require_list_at(scatter_object_input_list, source, joined, "scatter_object_input_list", "src")
+    with checked.report_refusals("scatter_object_list"):
+        source = checked.resolve_rank(src, group_src, "src")
+        require_list_on_root(scatter_object_input_list, source, checked, "scatter_object_input_list", "src")
         if not scatter_object_output_list:
             raise ConfigError(
                 expected="an output list with a place for the object",
@@ -112,19 +112,19 @@ def scatter_object_list(
             )
         pieces = None
         if scatter_object_input_list is not None:
-            require_one_each(scatter_object_input_list, joined, "scatter_object_input_list")
-            pieces = [_tensor(encoded(item, allow_pickle), joined) for item in scatter_object_input_list]
-    _meet(joined, "scatter_object_list", f"from rank {source}", allow_pickle)
-    sizes = _number(0, joined).repeat(joined.size)
+            require_one_each(scatter_object_input_list, checked, "scatter_object_input_list")
+            pieces = [_tensor(encode_object(item, allow_pickle), checked) for item in scatter_object_input_list]
+    _check_call(checked, "scatter_object_list", f"from rank {source}", allow_pickle)
+    sizes = _number(0, checked).repeat(checked.size)
     if pieces is not None:
         sizes.copy_(torch.tensor([piece.numel() for piece in pieces]))
-    broadcast(sizes, group=joined.torch, group_src=source)
-    mine = _room(int(sizes[joined.rank].item()), joined)
-    scatter(mine, pieces, group=joined.torch, group_src=source)
-    scatter_object_output_list[0] = decoded(mine, allow_pickle)
+    broadcast(sizes, group=checked.torch, group_src=source)
+    mine = _empty_bytes(int(sizes[checked.rank].item()), checked)
+    scatter(mine, pieces, group=checked.torch, group_src=source)
+    scatter_object_output_list[0] = decode_object(mine, allow_pickle)
 
 
-def encoded(value: Any, allow_pickle: bool) -> bytes:
+def encode_object(value: Any, allow_pickle: bool) -> bytes:
     """An object as bytes. Raises ConfigError for one that has no typed form, unless it may be pickled."""
     if allow_pickle:
         return pickle.dumps(value)
@@ -138,38 +138,38 @@ def encoded(value: Any, allow_pickle: bool) -> bytes:
         ) from error
 
 
-def decoded(data: Tensor, allow_pickle: bool) -> Any:
+def decode_object(data: Tensor, allow_pickle: bool) -> Any:
     """The object of bytes that `encoded` made."""
     read: Callable[[bytes], Any] = pickle.loads if allow_pickle else decode_value
     return read(data.cpu().numpy().tobytes())
 
 
-def _meet(joined: Group, operation: str, settings: str, allow_pickle: bool) -> None:
+def _check_call(checked: CheckedGroup, operation: str, settings: str, allow_pickle: bool) -> None:
     """A roll call under the name that the script knows, before those of the collectives that it is made of."""
-    told = [text for text in (settings, "allow_pickle=True" * allow_pickle) if text]
-    joined.queue.run(Call(operation=operation, settings=", ".join(told)), lambda _late: None)
+    received = [text for text in (settings, "allow_pickle=True" * allow_pickle) if text]
+    checked.queue.run(Call(operation=operation, settings=", ".join(received)), lambda _late: None)
 
 
-def _sizes(mine: Tensor, joined: Group) -> list[int]:
-    sizes = _number(0, joined).repeat(joined.size)
-    all_gather_single(sizes, _number(mine.numel(), joined), group=joined.torch)
+def _gather_sizes(mine: Tensor, checked: CheckedGroup) -> list[int]:
+    sizes = _number(0, checked).repeat(checked.size)
+    all_gather_single(sizes, _number(mine.numel(), checked), group=checked.torch)
     return [int(size) for size in sizes.tolist()]
 
 
-def _number(value: int, joined: Group) -> Tensor:
-    return torch.tensor([value], dtype=torch.int64, device=_device(joined))
+def _number(value: int, checked: CheckedGroup) -> Tensor:
+    return torch.tensor([value], dtype=torch.int64, device=_device(checked))
 
 
-def _room(size: int, joined: Group) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=_device(joined))
+def _empty_bytes(size: int, checked: CheckedGroup) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=_device(checked))
 
 
-def _tensor(data: bytes, joined: Group) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device(joined))
+def _tensor(data: bytes, checked: CheckedGroup) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device(checked))
 
 
-def _device(joined: Group) -> torch.device:
+def _device(checked: CheckedGroup) -> torch.device:
     """Where the group's backend takes tensors from."""
-    if dist.get_backend(joined.torch) == "nccl":
+    if dist.get_backend(checked.torch) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -11,35 +11,35 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.collectives.argument_checks import require_usable, text_of
+from rankless.collectives.argument_checks import describe_tensor, require_usable
 from rankless.collectives.call_signature import Call
-from rankless.collectives.checked_collectives import Awaited
-from rankless.collectives.collective_check import TELL_AFTER_SECONDS
-from rankless.collectives.process_groups import AnyGroup, Group, Lane, joined_group, notify
+from rankless.collectives.checked_collectives import PendingWork
+from rankless.collectives.collective_check import NOTIFY_INTERVAL_SECONDS
+from rankless.collectives.process_groups import AnyGroup, Channel, CheckedGroup, notify, resolve_group
 from rankless.errors import CollectiveError, ConfigError
 from rankless.user_code import caller_line
 
 OPERATION = "send and recv"
-_NAP_SECONDS = 0.0005
+_POLL_SECONDS = 0.0005
 
 
 def send(
     tensor: Tensor, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
     """Send `tensor` to rank `dst`, and return once that rank takes it."""
-    if (joined := joined_group(group)) is not None:
-        lane = _lane_to(joined, tensor, dst, group_dst, tag)
-        joined.lane(*lane).run(_call(tensor), partial(_issue, "send", tensor, joined, lane))
+    if (checked := resolve_group(group)) is not None:
+        channel = _channel_to(checked, tensor, dst, group_dst, tag)
+        checked.channel(*channel).run(_call(tensor), partial(_issue, "send", tensor, checked, channel))
 
 
 def isend(
     tensor: Tensor, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
-) -> Awaited | None:
+) -> PendingWork | None:
     """Begin to send `tensor` to rank `dst`."""
-    if (joined := joined_group(group)) is None:
+    if (checked := resolve_group(group)) is None:
         return None
-    lane = _lane_to(joined, tensor, dst, group_dst, tag)
-    return joined.lane(*lane).start(_call(tensor), partial(_issue, "send", tensor, joined, lane))
+    channel = _channel_to(checked, tensor, dst, group_dst, tag)
+    return checked.channel(*channel).start(_call(tensor), partial(_issue, "send", tensor, checked, channel))
 
 
 def recv(
@@ -49,21 +49,21 @@ def recv(
 
     -1 for a process outside of the group.
     """
-    if (joined := joined_group(group)) is None:
+    if (checked := resolve_group(group)) is None:
         return -1
     if src is None and group_src is None:
-        lane = _checked(joined, tensor, _first_lane(joined, tag))
+        channel = _check_tensor(checked, tensor, _wait_for_first_sender(checked, tag))
     else:
-        lane = _lane_from(joined, tensor, src, group_src, tag)
-    joined.lane(*lane).run(_call(tensor), partial(_issue, "recv", tensor, joined, lane))
-    return dist.get_global_rank(joined.torch, lane[0])
+        channel = _channel_from(checked, tensor, src, group_src, tag)
+    checked.channel(*channel).run(_call(tensor), partial(_issue, "recv", tensor, checked, channel))
+    return dist.get_global_rank(checked.torch, channel[0])
 
 
 def irecv(
     tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0, group_src: int | None = None
-) -> Awaited | None:
+) -> PendingWork | None:
     """Begin to overwrite `tensor` with what rank `src` sends."""
-    if (joined := joined_group(group)) is None:
+    if (checked := resolve_group(group)) is None:
         return None
     if src is None and group_src is None:
         raise ConfigError(
@@ -71,8 +71,8 @@ def irecv(
             found="no src=",
             fix="name it, or use recv, which takes from whoever sends first",
         )
-    lane = _lane_from(joined, tensor, src, group_src, tag)
-    return joined.lane(*lane).start(_call(tensor), partial(_issue, "recv", tensor, joined, lane))
+    channel = _channel_from(checked, tensor, src, group_src, tag)
+    return checked.channel(*channel).start(_call(tensor), partial(_issue, "recv", tensor, checked, channel))
 
 
 class P2POp:
@@ -80,7 +80,7 @@ class P2POp:
 
     def __init__(
         self,
-        op: Callable[..., Awaited | None],
+        op: Callable[..., PendingWork | None],
         tensor: Tensor,
         peer: int | None = None,
         group: AnyGroup = None,
@@ -93,53 +93,53 @@ class P2POp:
                 found=getattr(op, "__name__", repr(op)),
                 fix="pass rankless.collectives.isend or rankless.collectives.irecv",
             )
-        self.sends = op in (isend, dist.isend)
+        self.is_send = op in (isend, dist.isend)
         self.arguments: dict[str, Any] = {"tensor": tensor, "group": group, "tag": tag}
-        role = "dst" if self.sends else "src"
+        role = "dst" if self.is_send else "src"
         self.arguments |= {role: peer, f"group_{role}": group_peer}
 
 
-def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Awaited]:
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[PendingWork]:
     """Begin several messages at once; wait on each that is returned."""
-    works = [(isend if operation.sends else irecv)(**operation.arguments) for operation in p2p_op_list]
+    works = [(isend if operation.is_send else irecv)(**operation.arguments) for operation in p2p_op_list]
     return [work for work in works if work is not None]
 
 
 def _call(tensor: Tensor) -> Call:
-    return Call(operation=OPERATION, settings=text_of(tensor))
+    return Call(operation=OPERATION, settings=describe_tensor(tensor))
 
 
-def _issue(kind: str, tensor: Tensor, joined: Group, lane: Lane, late: bool) -> Awaited | None:
-    sender, receiver, tag = lane
+def _issue(kind: str, tensor: Tensor, checked: CheckedGroup, channel: Channel, async_op: bool) -> PendingWork | None:
+    sender, receiver, tag = channel
     if kind == "send":
-        work = dist.isend(tensor, group=joined.torch, tag=tag, group_dst=receiver)
+        work = dist.isend(tensor, group=checked.torch, tag=tag, group_dst=receiver)
     else:
-        work = dist.irecv(tensor, group=joined.torch, tag=tag, group_src=sender)
-    if late or work is None:
+        work = dist.irecv(tensor, group=checked.torch, tag=tag, group_src=sender)
+    if async_op or work is None:
         return work
     work.wait()
     return None
 
 
-def _lane_to(joined: Group, tensor: Tensor, dst: int | None, group_dst: int | None, tag: int) -> Lane:
-    peer = _other(joined, joined.rank_of(dst, group_dst, "dst", default=None))
-    return _checked(joined, tensor, (joined.rank, peer, tag))
+def _channel_to(checked: CheckedGroup, tensor: Tensor, dst: int | None, group_dst: int | None, tag: int) -> Channel:
+    peer = _require_other_rank(checked, checked.resolve_rank(dst, group_dst, "dst", default=None))
+    return _check_tensor(checked, tensor, (checked.rank, peer, tag))
 
 
-def _lane_from(joined: Group, tensor: Tensor, src: int | None, group_src: int | None, tag: int) -> Lane:
-    peer = _other(joined, joined.rank_of(src, group_src, "src", default=None))
-    return _checked(joined, tensor, (peer, joined.rank, tag))
+def _channel_from(checked: CheckedGroup, tensor: Tensor, src: int | None, group_src: int | None, tag: int) -> Channel:
+    peer = _require_other_rank(checked, checked.resolve_rank(src, group_src, "src", default=None))
+    return _check_tensor(checked, tensor, (peer, checked.rank, tag))
 
 
-def _checked(joined: Group, tensor: Tensor, lane: Lane) -> Lane:
+def _check_tensor(checked: CheckedGroup, tensor: Tensor, channel: Channel) -> Channel:
     """The lane, if the tensor can travel on it; if not, the other rank hears of it too."""
-    with joined.telling(OPERATION, joined.lane(*lane)):
-        require_usable(joined, tensor)
-    return lane
+    with checked.report_refusals(OPERATION, checked.channel(*channel)):
+        require_usable(checked, tensor)
+    return channel
 
 
-def _other(joined: Group, peer: int) -> int:
-    if peer == joined.rank:
+def _require_other_rank(checked: CheckedGroup, peer: int) -> int:
+    if peer == checked.rank:
         raise ConfigError(
             expected="another rank to send to, or to take from",
             found=f"rank {peer}, which is this one",
@@ -148,30 +148,30 @@ def _other(joined: Group, peer: int) -> int:
     return peer
 
 
-def _first_lane(joined: Group, tag: int) -> Lane:
+def _wait_for_first_sender(checked: CheckedGroup, tag: int) -> Channel:
     """The lane of a rank that has begun to send; waits for one as long as the group's timeout, and says so."""
-    store = joined.torch.get_group_store()
-    start = told = time.monotonic()
+    store = checked.torch.get_group_store()
+    start = received = time.monotonic()
     while True:
-        for sender in range(joined.size):
-            if sender == joined.rank:
+        for sender in range(checked.size):
+            if sender == checked.rank:
                 continue
-            lane = (sender, joined.rank, tag)
-            queue = joined.lane(*lane)
-            if not queue.is_open and not store.check([f"rankless/lane-{sender}-{joined.rank}-{tag}/0/openings"]):
+            channel = (sender, checked.rank, tag)
+            queue = checked.channel(*channel)
+            if not queue.is_open and not store.check([f"rankless/channel-{sender}-{checked.rank}-{tag}/0/openings"]):
                 continue
-            collective_check = queue.opened()
-            if collective_check is not None and collective_check.is_awaited():
-                return lane
+            collective_check = queue.get_check()
+            if collective_check is not None and collective_check.is_peer_waiting():
+                return channel
         now = time.monotonic()
-        if now - told > TELL_AFTER_SECONDS:
-            told = now
+        if now - received > NOTIFY_INTERVAL_SECONDS:
+            received = now
             notify(f"{caller_line()}: waiting for any rank to send, {now - start:.0f} s")
-        if now - start > joined.queues.timeout.total_seconds():
+        if now - start > checked.queues.timeout.total_seconds():
             raise CollectiveError(
-                expected=f"some rank to send to rank {joined.rank} with tag {tag}",
+                expected=f"some rank to send to rank {checked.rank} with tag {tag}",
                 found=f"none in {now - start:.1f} s",
                 fix="look at what the others do instead: py-spy dump --pid; is it the same tag and group?",
                 where=caller_line(),
             )
-        time.sleep(_NAP_SECONDS)
+        time.sleep(_POLL_SECONDS)

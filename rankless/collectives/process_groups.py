@@ -13,61 +13,63 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from rankless.collectives.call_signature import Call
-from rankless.collectives.checked_collectives import Awaited, Issue, Queue
-from rankless.collectives.collective_check import MeetingPoint, open_collective_check
+from rankless.collectives.checked_collectives import CollectiveQueue, Issue, PendingWork
+from rankless.collectives.collective_check import CheckRendezvous, open_collective_check
 from rankless.errors import ConfigError
 
 AnyGroup = dist.ProcessGroup | None
 """What a script passes as group=: None for all ranks of the job."""
 
-Lane = tuple[int, int, int]
+Channel = tuple[int, int, int]
 """Sender, receiver and tag: messages of one lane arrive in the order in which they are sent."""
 
 
 @dataclass(frozen=True)
-class Queues:
+class GroupQueues:
     """What a process has of a group: the queue of its collectives, and one for each lane of messages."""
 
-    collectives: Queue
-    lanes: dict[Lane, Queue]
+    collectives: CollectiveQueue
+    channels: dict[Channel, CollectiveQueue]
     timeout: timedelta
     rank: int
     size: int
 
 
-_queues: WeakKeyDictionary[dist.ProcessGroup, Queues] = WeakKeyDictionary()
+_group_queues: WeakKeyDictionary[dist.ProcessGroup, GroupQueues] = WeakKeyDictionary()
 """State of a module, by exception: torch's process groups are global, take no attributes, and these die with them."""
 
 
 @dataclass(frozen=True)
-class Group:
+class CheckedGroup:
     """A process group with this process's place in it."""
 
     torch: dist.ProcessGroup
-    queues: Queues
+    queues: GroupQueues
     rank: int
     size: int
 
     @property
-    def queue(self) -> Queue:
+    def queue(self) -> CollectiveQueue:
         """The group's collectives."""
         return self.queues.collectives
 
-    def lane(self, sender: int, receiver: int, tag: int) -> Queue:
+    def channel(self, sender: int, receiver: int, tag: int) -> CollectiveQueue:
         """The messages from one rank of the group to another."""
         name = (sender, receiver, tag)
-        if name not in self.queues.lanes:
-            point = MeetingPoint(
+        if name not in self.queues.channels:
+            point = CheckRendezvous(
                 store=self.torch.get_group_store(),
-                name=f"lane-{sender}-{receiver}-{tag}",
+                name=f"channel-{sender}-{receiver}-{tag}",
                 timeout=self.queues.timeout,
                 notify=notify,
             )
-            opening = partial(open_collective_check, point, place=int(self.rank == receiver), ranks=(sender, receiver))
-            self.queues.lanes[name] = Queue(opening, self.queues.timeout)
-        return self.queues.lanes[name]
+            open_check = partial(
+                open_collective_check, point, index=int(self.rank == receiver), ranks=(sender, receiver)
+            )
+            self.queues.channels[name] = CollectiveQueue(open_check, self.queues.timeout)
+        return self.queues.channels[name]
 
-    def run(self, call: Call, issue: Issue, async_op: bool, timeout: timedelta | None = None) -> Awaited | None:
+    def run(self, call: Call, issue: Issue, async_op: bool, timeout: timedelta | None = None) -> PendingWork | None:
         """A collective after its roll call: to its end, or, with `async_op`, begun and to be waited for."""
         if async_op:
             return self.queue.start(call, issue, timeout=timeout)
@@ -75,7 +77,7 @@ class Group:
         return None
 
     @contextmanager
-    def telling(self, operation: str, queue: Queue | None = None) -> Iterator[None]:
+    def report_refusals(self, operation: str, queue: CollectiveQueue | None = None) -> Iterator[None]:
         """Within, a ConfigError about this rank's arguments is told to the others: they would wait for it.
 
         `queue` is that of a lane where the call is a message.
@@ -86,7 +88,7 @@ class Group:
             (queue or self.queue).refuse(operation, str(error.found))
             raise error.with_traceback(None) from None
 
-    def rank_of(self, global_rank: int | None, group_rank: int | None, role: str, default: int | None = 0) -> int:
+    def resolve_rank(self, global_rank: int | None, group_rank: int | None, role: str, default: int | None = 0) -> int:
         """The place in the group of the rank that an argument names. Raises ConfigError for none, two, or no member."""
         if global_rank is not None and group_rank is not None:
             raise ConfigError(
@@ -108,7 +110,7 @@ class Group:
         return place
 
 
-def joined_group(group: dist.ProcessGroup | None) -> Group | None:
+def resolve_group(group: dist.ProcessGroup | None) -> CheckedGroup | None:
     """The group with its queue; the whole job's for None. None for a process that is not in it.
 
     Raises ConfigError before the process has joined a job.
@@ -122,21 +124,21 @@ def joined_group(group: dist.ProcessGroup | None) -> Group | None:
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         return None
-    queues = _queues.get(found)
+    queues = _group_queues.get(found)
     if queues is None:
         if dist.get_rank(found) < 0:
             return None
-        queues = _queues[found] = _new_queues(found)
-    return Group(found, queues, queues.rank, queues.size)
+        queues = _group_queues[found] = _make_group_queues(found)
+    return CheckedGroup(found, queues, queues.rank, queues.size)
 
 
-def _new_queues(group: dist.ProcessGroup) -> Queues:
+def _make_group_queues(group: dist.ProcessGroup) -> GroupQueues:
     rank, size, timeout = dist.get_rank(group), dist.get_world_size(group), _timeout_of(group)
     if size == 1:
-        return Queues(Queue(lambda: None, timeout), {}, timeout, rank, size)
-    point = MeetingPoint(store=group.get_group_store(), name="collectives", timeout=timeout, notify=notify)
-    opening = partial(open_collective_check, point, place=rank, ranks=range(size))
-    return Queues(Queue(opening, timeout), {}, timeout, rank, size)
+        return GroupQueues(CollectiveQueue(lambda: None, timeout), {}, timeout, rank, size)
+    point = CheckRendezvous(store=group.get_group_store(), name="collectives", timeout=timeout, notify=notify)
+    open_check = partial(open_collective_check, point, index=rank, ranks=range(size))
+    return GroupQueues(CollectiveQueue(open_check, timeout), {}, timeout, rank, size)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from rankless.collectives.argument_checks import (
-    dtype_text,
-    name_of,
+    describe_tensor,
+    dtype_name,
+    reduction_name,
     require_any,
     require_multiple,
     require_one_dtype,
@@ -23,25 +24,26 @@ from rankless.collectives.argument_checks import (
     require_shape,
     require_usable,
     shapes_of,
-    text_of,
 )
 from rankless.collectives.call_signature import Call
-from rankless.collectives.checked_collectives import Awaited, finishing
-from rankless.collectives.process_groups import AnyGroup, Group, joined_group
-from rankless.collectives.tensor_collectives import joined_by_kind
+from rankless.collectives.checked_collectives import PendingWork, combine_works
+from rankless.collectives.process_groups import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.tensor_collectives import flatten_by_kind
 
 
 def all_reduce(
     tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
-) -> Awaited | None:
+) -> PendingWork | None:
     """Overwrite `tensor` on every rank with the sum (or product, minimum, …) of all ranks' tensors."""
-    joined = joined_group(group)
-    if joined is None:
+    checked = resolve_group(group)
+    if checked is None:
         return None
-    with joined.telling("all_reduce"):
-        require_usable(joined, tensor)
-        call = Call(operation="all_reduce", settings=f"{name_of(op, tensor)}, {text_of(tensor)}")
-    return joined.run(call, lambda late: dist.all_reduce(tensor, op=op, group=joined.torch, async_op=late), async_op)
+    with checked.report_refusals("all_reduce"):
+        require_usable(checked, tensor)
+        call = Call(operation="all_reduce", settings=f"{reduction_name(op, tensor)}, {describe_tensor(tensor)}")
+    return checked.run(
+        call, lambda async_op: dist.all_reduce(tensor, op=op, group=checked.torch, async_op=async_op), async_op
+    )
 
 
 def reduce(
@@ -51,18 +53,20 @@ def reduce(
     group: AnyGroup = None,
     async_op: bool = False,
     group_dst: int | None = None,
-) -> Awaited | None:
+) -> PendingWork | None:
     """Overwrite `tensor` on rank `dst` with the sum (or product, …) of all ranks'; theirs are undefined afterwards."""
-    joined = joined_group(group)
-    if joined is None:
+    checked = resolve_group(group)
+    if checked is None:
         return None
-    with joined.telling("reduce"):
-        require_usable(joined, tensor)
-        place = joined.rank_of(dst, group_dst, "dst")
-        call = Call(operation="reduce", settings=f"{name_of(op, tensor)}, {text_of(tensor)}, to rank {place}")
-    return joined.run(
+    with checked.report_refusals("reduce"):
+        require_usable(checked, tensor)
+        place = checked.resolve_rank(dst, group_dst, "dst")
+        call = Call(
+            operation="reduce", settings=f"{reduction_name(op, tensor)}, {describe_tensor(tensor)}, to rank {place}"
+        )
+    return checked.run(
         call,
-        lambda late: dist.reduce(tensor, op=op, group=joined.torch, async_op=late, group_dst=place),
+        lambda async_op: dist.reduce(tensor, op=op, group=checked.torch, async_op=async_op, group_dst=place),
         async_op,
     )
 
@@ -73,34 +77,34 @@ def reduce_scatter(
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Awaited | None:
+) -> PendingWork | None:
     """Overwrite rank i's `output` with the sum (or product, …) of all ranks' `input_list[i]`; shapes may differ."""
-    joined = joined_group(group)
-    if joined is None:
+    checked = resolve_group(group)
+    if checked is None:
         return None
-    with joined.telling("reduce_scatter"):
-        require_usable(joined, output, *input_list)
-        require_one_each(input_list, joined, "input_list")
+    with checked.report_refusals("reduce_scatter"):
+        require_usable(checked, output, *input_list)
+        require_one_each(input_list, checked, "input_list")
         shapes = shapes_of(input_list)
-        require_shape(output, shapes[joined.rank], f"output like input_list[{joined.rank}]")
+        require_shape(output, shapes[checked.rank], f"output like input_list[{checked.rank}]")
         require_one_dtype(output, input_list)
-        name = name_of(op, output)
+        name = reduction_name(op, output)
     if all(shape == shapes[0] for shape in shapes):
-        call = Call(operation="reduce_scatter", settings=f"{name}, {text_of(output)}")
+        call = Call(operation="reduce_scatter", settings=f"{name}, {describe_tensor(output)}")
         pieces = list(input_list)
-        return joined.run(
+        return checked.run(
             call,
-            lambda late: dist.reduce_scatter(output, pieces, op=op, group=joined.torch, async_op=late),
+            lambda async_op: dist.reduce_scatter(output, pieces, op=op, group=checked.torch, async_op=async_op),
             async_op,
         )
-    settings = f"{name}, {dtype_text(output)}, shapes {[list(shape) for shape in shapes]}"
+    settings = f"{name}, {dtype_name(output)}, shapes {[list(shape) for shape in shapes]}"
     call = Call(operation="reduce_scatter", settings=settings)
-    return joined.run(call, partial(_issue_uneven_reduce_scatter, output, input_list, op, joined), async_op)
+    return checked.run(call, partial(_issue_uneven_reduce_scatter, output, input_list, op, checked), async_op)
 
 
 def _issue_uneven_reduce_scatter(
-    output: Tensor, pieces: Sequence[Tensor], op: ReduceOp.RedOpType, joined: Group, late: bool
-) -> Awaited | None:
+    output: Tensor, pieces: Sequence[Tensor], op: ReduceOp.RedOpType, checked: CheckedGroup, async_op: bool
+) -> PendingWork | None:
     longest = max(piece.numel() for piece in pieces)
     padded = [output.new_zeros(longest) for _ in pieces]
     for place, piece in zip(padded, pieces, strict=True):
@@ -110,7 +114,9 @@ def _issue_uneven_reduce_scatter(
     def finish() -> None:
         output.detach().copy_(result[: output.numel()].reshape(output.shape))
 
-    return finishing([dist.reduce_scatter(result, padded, op=op, group=joined.torch, async_op=late)], finish, late)
+    return combine_works(
+        [dist.reduce_scatter(result, padded, op=op, group=checked.torch, async_op=async_op)], finish, async_op
+    )
 
 
 def reduce_scatter_single(
@@ -119,18 +125,20 @@ def reduce_scatter_single(
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Awaited | None:
+) -> PendingWork | None:
     """Overwrite rank i's `output` with the i-th part, along dim 0, of the sum (or product, …) of all ranks' `input`."""
-    joined = joined_group(group)
-    if joined is None:
+    checked = resolve_group(group)
+    if checked is None:
         return None
-    with joined.telling("reduce_scatter_single"):
-        require_usable(joined, output, input)
-        require_multiple(input, output, joined, "input")
-        call = Call(operation="reduce_scatter_single", settings=f"{name_of(op, output)}, {text_of(output)}")
-    return joined.run(
+    with checked.report_refusals("reduce_scatter_single"):
+        require_usable(checked, output, input)
+        require_multiple(input, output, checked, "input")
+        call = Call(
+            operation="reduce_scatter_single", settings=f"{reduction_name(op, output)}, {describe_tensor(output)}"
+        )
+    return checked.run(
         call,
-        lambda late: dist.reduce_scatter_single(output, input, op=op, group=joined.torch, async_op=late),
+        lambda async_op: dist.reduce_scatter_single(output, input, op=op, group=checked.torch, async_op=async_op),
         async_op,
     )
 
@@ -140,21 +148,23 @@ def all_reduce_coalesced(
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     group: AnyGroup = None,
     async_op: bool = False,
-) -> Awaited | None:
+) -> PendingWork | None:
     """`all_reduce` of several tensors of one dtype as one."""
-    joined = joined_group(group)
-    if joined is None:
+    checked = resolve_group(group)
+    if checked is None:
         return None
-    with joined.telling("all_reduce_coalesced"):
-        require_usable(joined, *tensors)
+    with checked.report_refusals("all_reduce_coalesced"):
+        require_usable(checked, *tensors)
         kept = list(tensors)
         require_any(kept)
         require_one_dtype(kept[0], kept)
         shapes = [list(tensor.shape) for tensor in kept]
-        settings = f"{name_of(op, kept[0])}, {dtype_text(kept[0])}, shapes {shapes}"
+        settings = f"{reduction_name(op, kept[0])}, {dtype_name(kept[0])}, shapes {shapes}"
 
-    def issue(late: bool) -> Awaited | None:
-        ((flat, put_back),) = joined_by_kind(kept)
-        return finishing([dist.all_reduce(flat, op=op, group=joined.torch, async_op=late)], put_back, late)
+    def issue(async_op: bool) -> PendingWork | None:
+        ((flat, copy_back),) = flatten_by_kind(kept)
+        return combine_works(
+            [dist.all_reduce(flat, op=op, group=checked.torch, async_op=async_op)], copy_back, async_op
+        )
 
-    return joined.run(Call(operation="all_reduce_coalesced", settings=settings), issue, async_op)
+    return checked.run(Call(operation="all_reduce_coalesced", settings=settings), issue, async_op)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def shared_file(size: int) -> str:
+def create_shared_file(size: int) -> str:
     """The path of a new file of that size, all its memory reserved; empty if there is none to be had."""
     for folder in ("/dev/shm", None):
         with suppress(OSError):

@@ -111,16 +111,16 @@ def scatter(tensor: Tensor, *, mesh: Mesh, lengths: Sequence[int], source: int =
     return row[: lengths[mesh.rank]]
 
 
-def joined_by_kind(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
+def flatten_by_kind(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
     """The tensors of each dtype and device as one flat copy, and what puts its values back into them."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in kinds.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        yield flat, partial(_put_back, flat, alike)
+        yield flat, partial(_copy_back, flat, alike)
 
 
-def _put_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(piece.reshape(tensor.shape))

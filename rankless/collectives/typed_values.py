@@ -31,26 +31,26 @@ _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 
 def encode_value(value: object) -> bytes:
     """The bytes of a value. Raises TypeError, naming the type, for what has no typed form."""
-    return msgspec.msgpack.encode(_packed(value))
+    return msgspec.msgpack.encode(_pack(value))
 
 
 def decode_value(data: bytes) -> Any:
     """The value of bytes that `encode_value` made."""
-    return _unpacked(msgspec.msgpack.decode(data))
+    return _unpack(msgspec.msgpack.decode(data))
 
 
-def _packed(value: Any) -> Any:
+def _pack(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in (bool, float, str, bytes):
         return value
     if kind is int:
         return value if _SMALLEST <= value <= _LARGEST else ["int", hex(value)]
     if kind in _SEQUENCES:
-        return [_SEQUENCES[kind], *map(_packed, value)]
+        return [_SEQUENCES[kind], *map(_pack, value)]
     if kind in _MAPPINGS:
-        return [_MAPPINGS[kind], *([_packed(key), _packed(item)] for key, item in value.items())]
+        return [_MAPPINGS[kind], *([_pack(key), _pack(item)] for key, item in value.items())]
     if isinstance(value, Tensor):
-        return _packed_tensor(value)
+        return _pack_tensor(value)
     if isinstance(value, numpy.ndarray | numpy.generic) and not value.dtype.hasobject:
         name = "array" if isinstance(value, numpy.ndarray) else "numpy"
         return [name, value.dtype.str, list(value.shape), value.tobytes()]
@@ -62,13 +62,13 @@ def _packed(value: Any) -> Any:
         return ["path", str(value)]
     if kind in (complex, range, slice):
         parts = (value.real, value.imag) if kind is complex else (value.start, value.stop, value.step)
-        return [kind.__name__, *map(_packed, parts)]
+        return [kind.__name__, *map(_pack, parts)]
     if kind in (torch.dtype, torch.device):
         return [kind.__name__, str(value).removeprefix("torch.")]
-    return _packed_object(value)
+    return _pack_object(value)
 
 
-def _packed_tensor(tensor: Tensor) -> list[Any]:
+def _pack_tensor(tensor: Tensor) -> list[Any]:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(f"a tensor on {tensor.device} with layout {tensor.layout}")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -76,27 +76,27 @@ def _packed_tensor(tensor: Tensor) -> list[Any]:
     return ["tensor", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data, tensor.requires_grad]
 
 
-def _packed_object(value: Any) -> list[Any]:
+def _pack_object(value: Any) -> list[Any]:
     kind = type(value)
     name = f"{kind.__module__}:{kind.__qualname__}"
     packed: list[Any]
     if isinstance(value, enum.Enum):
         packed = ["enum", name, value.name]
     elif isinstance(value, tuple) and hasattr(kind, "_make"):
-        packed = ["named", name, *map(_packed, value)]
+        packed = ["named", name, *map(_pack, value)]
     elif dataclasses.is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        packed = ["data", name, *([field, _packed(getattr(value, field))] for field in fields)]
+        packed = ["data", name, *([field, _pack(getattr(value, field))] for field in fields)]
     elif isinstance(value, msgspec.Struct):
-        packed = ["struct", name, *([field, _packed(getattr(value, field))] for field in kind.__struct_fields__)]
+        packed = ["struct", name, *([field, _pack(getattr(value, field))] for field in kind.__struct_fields__)]
     else:
         raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")
-    if "<" in name or _class_named(name) is not kind:
+    if "<" in name or _find_class(name) is not kind:
         raise TypeError(f"{name}, a class that does not stand at the top of its module")
     return packed
 
 
-def _class_named(name: str) -> Any:
+def _find_class(name: str) -> Any:
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -104,7 +104,7 @@ def _class_named(name: str) -> Any:
     return found
 
 
-def _unpacked(packed: Any) -> Any:
+def _unpack(packed: Any) -> Any:
     return _READERS[packed[0]](packed[1:]) if type(packed) is list else packed
 
 
@@ -121,23 +121,23 @@ def _tensor(parts: list[Any]) -> Tensor:
 
 
 def _dataclass(parts: list[Any]) -> Any:
-    kind = _class_named(parts[0])
+    kind = _find_class(parts[0])
     made = object.__new__(kind)
     for field, value in parts[1:]:
-        object.__setattr__(made, field, _unpacked(value))  # frozen ones too, and without their __post_init__
+        object.__setattr__(made, field, _unpack(value))  # frozen ones too, and without their __post_init__
     return made
 
 
 def _struct(parts: list[Any]) -> Any:
-    return _class_named(parts[0])(**{field: _unpacked(value) for field, value in parts[1:]})
+    return _find_class(parts[0])(**{field: _unpack(value) for field, value in parts[1:]})
 
 
 def _items(parts: list[Any]) -> list[Any]:
-    return [_unpacked(part) for part in parts]
+    return [_unpack(part) for part in parts]
 
 
 def _pairs(parts: list[Any]) -> list[tuple[Any, Any]]:
-    return [(_unpacked(key), _unpacked(item)) for key, item in parts]
+    return [(_unpack(key), _unpack(item)) for key, item in parts]
 
 
 _READERS: dict[str, Callable[[list[Any]], Any]] = {
@@ -163,8 +163,8 @@ _READERS: dict[str, Callable[[list[Any]], Any]] = {
     "slice": lambda parts: slice(*_items(parts)),
     "dtype": lambda parts: getattr(torch, parts[0]),
     "device": lambda parts: torch.device(parts[0]),
-    "enum": lambda parts: _class_named(parts[0])[parts[1]],
-    "named": lambda parts: _class_named(parts[0])._make(_items(parts[1:])),
+    "enum": lambda parts: _find_class(parts[0])[parts[1]],
+    "named": lambda parts: _find_class(parts[0])._make(_items(parts[1:])),
     "data": _dataclass,
     "struct": _struct,
 }

@@ -121,7 +121,7 @@ def _by_indices(loader: Any, source: Any, most_batches: int | None) -> Share:
     with _unchanged(chain, getattr(loader, "generator", None)):
         for sampler in chain:
             if isinstance(sampler, DistributedSampler):
-                sampler.forgetting_is_said = True  # put back afterwards, as all attributes are
+                sampler.warned_same_epoch = True  # put back afterwards, as all attributes are
         batches = list(islice(iter(source), most + 1))
     if most_batches is None and len(batches) > most:
         raise ConfigError(

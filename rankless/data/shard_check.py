@@ -13,8 +13,8 @@ from typing import Any
 import numpy
 
 from rankless.collectives import all_gather_object
-from rankless.collectives.call_signature import ranks_text
-from rankless.collectives.process_groups import joined_group
+from rankless.collectives.call_signature import format_ranks
+from rankless.collectives.process_groups import resolve_group
 from rankless.data.generators import generators_held, generators_restored, seed_generators
 from rankless.data.rank_shares import Keys, Share, data_of, share_by_rows, share_of, source_of
 from rankless.data.streams import digest_of
@@ -47,9 +47,9 @@ class ShardsWanted:
 
 def require_shards(loader: Any, wanted: ShardsWanted, *, mesh: Mesh, notify: Callable[[str], None]) -> None:
     """Raise `RanksDiverged` on every rank unless the data is divided among them."""
-    joined = joined_group(None)
-    assert joined is not None
-    with joined.telling("check_shards"):
+    checked = resolve_group(None)
+    assert checked is not None
+    with checked.report_refusals("check_shards"):
         if wanted.batches is not None and wanted.batches < 1:
             raise ConfigError(
                 expected="batches= of at least 1, or None for all",
@@ -159,7 +159,7 @@ def _require_other_indices(shares: Sequence[Share], notify: Callable[[str], None
         )
         return
     named = [
-        f"{key} ({ranks_text([rank for rank, unique in enumerate(own) if numpy.isin(key, unique)])})"
+        f"{key} ({format_ranks([rank for rank, unique in enumerate(own) if numpy.isin(key, unique)])})"
         for key in repeated[:SHOWN].tolist()
     ]
     raise RanksDiverged(
@@ -244,7 +244,7 @@ def _require_even(shares: Sequence[Share]) -> None:
 def _makers(shares: Sequence[Share]) -> str:
     makers = dict.fromkeys(share.maker for share in shares)
     ranks = {maker: [rank for rank, share in enumerate(shares) if share.maker == maker] for maker in makers}
-    return "; ".join(f"{ranks_text(ranks[maker])}: {maker}" for maker in makers)
+    return "; ".join(f"{format_ranks(ranks[maker])}: {maker}" for maker in makers)
 
 
 def _listed(named: Sequence[str], count: int) -> str:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.collectives.tensor_collectives import all_reduce, broadcast, joined_by_kind
+from rankless.collectives.tensor_collectives import all_reduce, broadcast, flatten_by_kind
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss
@@ -161,7 +161,7 @@ class Mirrored:
 
     def _hand_on_buffers(self) -> None:
         """Let every rank have the first one's buffers, as before the call."""
-        for flat, put_back in joined_by_kind(self._buffers()):
+        for flat, put_back in flatten_by_kind(self._buffers()):
             broadcast(flat, mesh=self._world.mesh)
             put_back()
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.states import SOLO, Holder, Number, loaded_number, save
+from checkpoint.saved_objects import SOLO, Holder, Number, loaded_number, save
 from support.processes import on_mesh
 
 from rankless.checkpoint import SaveOptions, Saver, load
-from rankless.checkpoint.background_write import Writing
+from rankless.checkpoint.background_write import WriteTask
 from rankless.errors import CheckpointError
 
 BEHIND = SaveOptions(background=True)
@@ -22,13 +22,13 @@ BEHIND = SaveOptions(background=True)
 def gate(monkeypatch):
     """Lets a background save go on only once it is set."""
     event = threading.Event()
-    run = Writing.run
+    run = WriteTask.run
 
     def run_later(writing):
         assert event.wait(30)
         run(writing)
 
-    monkeypatch.setattr(Writing, "run", run_later)
+    monkeypatch.setattr(WriteTask, "run", run_later)
     yield event
     event.set()
 
@@ -58,9 +58,9 @@ def test_the_next_save_waits_and_does_not_touch_what_is_being_written(tmp_path, 
 def test_the_memory_of_a_background_save_is_used_again(tmp_path):
     saver, tensor = Saver(mesh=SOLO), torch.zeros(1000)
     saver.save(tmp_path / "c", {"thing": Holder({"t": tensor})}, options=BEHIND)
-    first = saver._kept.tensors["thing.t"].data_ptr()
+    first = saver._background_snapshot.tensors["thing.t"].data_ptr()
     saver.save(tmp_path / "c", {"thing": Holder({"t": tensor + 1})}, options=BEHIND)
-    assert saver._kept.tensors["thing.t"].data_ptr() == first
+    assert saver._background_snapshot.tensors["thing.t"].data_ptr() == first
     saver.save(tmp_path / "c", {"thing": Holder({"t": tensor[:5]})}, options=BEHIND)
     saver.wait()
     back = Holder()
@@ -74,9 +74,9 @@ def test_a_save_in_inference_mode_and_the_next_outside_of_it(tmp_path):
         saver.save(tmp_path / "c", {"model": model, "thing": Holder({"t": torch.ones(2)})}, options=BEHIND)
     saver.save(tmp_path / "c", {"model": model, "thing": Holder({"t": torch.ones(2)})}, options=BEHIND)
     saver.wait()
-    twin = torch.nn.Linear(3, 2)
-    load(tmp_path / "c", {"model": twin}, mesh=SOLO)
-    assert torch.equal(twin.weight, model.weight)
+    reference = torch.nn.Linear(3, 2)
+    load(tmp_path / "c", {"model": reference}, mesh=SOLO)
+    assert torch.equal(reference.weight, model.weight)
 
 
 def test_the_default_device_of_the_script_does_not_matter(tmp_path):
@@ -116,20 +116,20 @@ def fail_on(mesh, path, failing, layout):
     objects = {"thing": Holder({"t": torch.zeros(10), "u": torch.ones(10), "v": torch.ones(10)})}
     saver.save(path, objects, options=options)
     saver.wait()
-    write = Writing._write
+    write = WriteTask._write
 
-    def full(_writing):
+    def full(_task):
         raise OSError(28, "No space left on device")
 
     if mesh.rank == failing:
-        Writing._write = full
+        WriteTask._write = full
     try:
         saver.save(path, objects, options=options)
         saver.wait()
     except CheckpointError as error:
         first = str(error)
     finally:
-        Writing._write = write
+        WriteTask._write = write
     saver.save(path, objects, options=options)
     saver.wait()
     return first, sorted(os.listdir(path.parent))
@@ -149,12 +149,12 @@ def test_what_fails_behind_one_rank_is_raised_on_all_and_the_next_save_works(tmp
 
 SCRIPT = """
 import sys, torch, rankless
-from rankless.checkpoint.background_write import Writing
+from rankless.checkpoint.background_write import WriteTask
 model = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.Linear(500, 500))
 if sys.argv[1] == "failing" and rankless.rank() == rankless.world_size() - 1:
-    def full(_writing):
+    def full(_task):
         raise OSError(28, "No space left on device")
-    Writing._write = full
+    WriteTask._write = full
 rankless.save("c", model=model, background=True, layout="sharded")
 print("at the end")
 if sys.argv[1] == "leaving":

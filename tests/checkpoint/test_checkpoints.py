@@ -6,22 +6,22 @@ import shutil
 import msgspec
 import pytest
 import torch
-from checkpoint.deaths import Countdown
-from checkpoint.states import SOLO, Holder, Number
+from checkpoint.killed_saves import Countdown
+from checkpoint.saved_objects import SOLO, Holder, Number
 from support.processes import on_mesh
 
 import rankless
-from rankless.checkpoint import Checkpoints, Keeping, SaveOptions, Saver, series
+from rankless.checkpoint import Checkpoints, Retention, SaveOptions, Saver, retention
 from rankless.checkpoint.files import peek, read_manifest
-from rankless.checkpoint.manifest import seal
+from rankless.checkpoint.manifest import encode_manifest
 from rankless.errors import CheckpointError
 
 
-def row(folder, mesh=SOLO, said=None, background=False, layout="whole", **keeping):
+def open_checkpoints(folder, mesh=SOLO, messages=None, background=False, layout="whole", **retention):
     saver = Saver(mesh=mesh)
     options = SaveOptions(background=background, layout=layout)
-    notify = [].append if said is None else said.append
-    return Checkpoints(folder, keeping=Keeping(**keeping), options=options, saver=lambda: saver, notify=notify)
+    notify = [].append if messages is None else messages.append
+    return Checkpoints(folder, retention=Retention(**retention), options=options, saver=lambda: saver, notify=notify)
 
 
 def save_metrics(checkpoints, metrics, start=1):
@@ -37,7 +37,7 @@ def loaded(checkpoints, which="latest"):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_last_and_the_best_stay_and_the_others_go(tmp_path, background):
-    checkpoints = row(tmp_path / "a", keep_last=2, keep_best=1, background=background)
+    checkpoints = open_checkpoints(tmp_path / "a", keep_last=2, keep_best=1, background=background)
     save_metrics(checkpoints, [0.5, 0.2, 0.9, 0.4, 0.3])
     checkpoints.wait()
     assert checkpoints.steps == [2, 4, 5]
@@ -50,7 +50,7 @@ def test_the_last_and_the_best_stay_and_the_others_go(tmp_path, background):
 
 
 def test_the_best_may_be_the_most_and_of_equals_the_first(tmp_path):
-    checkpoints = row(tmp_path, keep_last=1, keep_best=2, mode="max")
+    checkpoints = open_checkpoints(tmp_path, keep_last=1, keep_best=2, mode="max")
     save_metrics(checkpoints, [0.5, torch.tensor(0.75), 0.75, 0.1, float("nan")])
     assert checkpoints.steps == [2, 3, 5]
     assert loaded(checkpoints, "best") == (2, 2, 0.75)
@@ -58,7 +58,7 @@ def test_the_best_may_be_the_most_and_of_equals_the_first(tmp_path):
 
 
 def test_all_stay_if_nothing_is_said(tmp_path):
-    checkpoints = row(tmp_path)
+    checkpoints = open_checkpoints(tmp_path)
     save_metrics(checkpoints, [None] * 4)
     assert checkpoints.steps == [1, 2, 3, 4]
     assert checkpoints.best is None
@@ -66,15 +66,15 @@ def test_all_stay_if_nothing_is_said(tmp_path):
 
 
 def test_a_new_training_in_an_old_folder_does_not_lose_its_checkpoints_to_later_steps(tmp_path):
-    save_metrics(row(tmp_path, keep_last=2), [None] * 3, start=1000)
-    checkpoints = row(tmp_path, keep_last=2)
+    save_metrics(open_checkpoints(tmp_path, keep_last=2), [None] * 3, start=1000)
+    checkpoints = open_checkpoints(tmp_path, keep_last=2)
     save_metrics(checkpoints, [None] * 2)
     assert checkpoints.steps == [1, 2]
     assert loaded(checkpoints) == (2, 2, None)
 
 
 def test_a_step_saved_again_is_the_latest(tmp_path):
-    checkpoints = row(tmp_path)
+    checkpoints = open_checkpoints(tmp_path)
     save_metrics(checkpoints, [None] * 3)
     checkpoints.save(2, number=Number(20))
     assert checkpoints.steps == [1, 3, 2]
@@ -82,7 +82,7 @@ def test_a_step_saved_again_is_the_latest(tmp_path):
 
 
 def test_nothing_to_load_is_none_and_a_step_that_is_not_there_is_named(tmp_path):
-    checkpoints = row(tmp_path / "a")
+    checkpoints = open_checkpoints(tmp_path / "a")
     assert loaded(checkpoints) is None
     assert checkpoints.latest is None
     save_metrics(checkpoints, [None])
@@ -91,8 +91,8 @@ def test_nothing_to_load_is_none_and_a_step_that_is_not_there_is_named(tmp_path)
 
 
 def test_manifests_that_have_not_changed_are_read_once(tmp_path, monkeypatch):
-    checkpoints, read = row(tmp_path), []
-    monkeypatch.setattr(series, "peek", lambda folder, header: read.append(folder.name) or peek(folder, header))
+    checkpoints, read = open_checkpoints(tmp_path), []
+    monkeypatch.setattr(retention, "peek", lambda folder, header: read.append(folder.name) or peek(folder, header))
     save_metrics(checkpoints, [None] * 4)
     assert checkpoints.steps == [1, 2, 3, 4]
     assert sorted(read) == ["step-1", "step-2", "step-3", "step-4"]
@@ -105,14 +105,14 @@ def test_other_things_in_the_folder_are_left_alone(tmp_path):
     for name in ("step-x", "step-01", "notes", "step-9"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("ten years")
-    checkpoints = row(tmp_path, keep_last=1)
+    checkpoints = open_checkpoints(tmp_path, keep_last=1)
     save_metrics(checkpoints, [None] * 3)
     assert checkpoints.steps == [3]
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-01", "step-3", "step-9", "step-x"]
 
 
 def test_a_damaged_checkpoint_is_not_passed_over_in_silence(tmp_path):
-    checkpoints = row(tmp_path)
+    checkpoints = open_checkpoints(tmp_path)
     save_metrics(checkpoints, [None] * 2)
     (tmp_path / "step-2" / "tensors.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="damaged: load another one"):
@@ -121,14 +121,14 @@ def test_a_damaged_checkpoint_is_not_passed_over_in_silence(tmp_path):
 
 
 def test_a_folder_under_another_step_s_name_tells_its_own_step(tmp_path):
-    checkpoints = row(tmp_path)
+    checkpoints = open_checkpoints(tmp_path)
     save_metrics(checkpoints, [None] * 2)
     shutil.move(tmp_path / "step-2", tmp_path / "step-5")
     assert loaded(checkpoints) == (2, 2, None)
 
 
 def test_extra_comes_back_beside_the_step(tmp_path):
-    checkpoints = row(tmp_path)
+    checkpoints = open_checkpoints(tmp_path)
     checkpoints.save(3, metric=1, extra={"epoch": 1, "seen": torch.arange(2)}, thing=Holder({}))
     restored = checkpoints.load(thing=Holder())
     assert (restored.step, restored.metric, restored.extra["epoch"]) == (3, 1.0, 1)
@@ -136,27 +136,27 @@ def test_extra_comes_back_beside_the_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keeping", "what"),
+    ("retention", "what"),
     [({"keep_last": 0}, "keep_last of at least 1"), ({"keep_best": -1}, "keep_best of at least 0"),
      ({"keep_last": True}, "keep_last"), ({"mode": "least"}, "min, max")],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_refused_at_once(tmp_path, keeping, what):
+def test_what_cannot_be_meant_is_refused_at_once(tmp_path, retention, what):
     with pytest.raises(CheckpointError, match=what):
-        row(tmp_path, **keeping)
+        open_checkpoints(tmp_path, **retention)
 
 
 def test_steps_and_metrics_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="a whole number"):
-        row(tmp_path).save(-1, number=Number(1))
+        open_checkpoints(tmp_path).save(-1, number=Number(1))
     with pytest.raises(CheckpointError, match="a metric to choose"):
-        row(tmp_path, keep_best=1).save(1, number=Number(1))
+        open_checkpoints(tmp_path, keep_best=1).save(1, number=Number(1))
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow
 def test_a_kill_at_any_point_leaves_a_latest_that_loads_and_no_litter_after_the_next_save(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    save_metrics(row(tmp_path / "start", keep_last=2), [None] * 2)
+    save_metrics(open_checkpoints(tmp_path / "start", keep_last=2), [None] * 2)
     latest, points, finished = [], 1, False
     while not finished:
         folder = tmp_path / str(points)
@@ -164,10 +164,10 @@ def test_a_kill_at_any_point_leaves_a_latest_that_loads_and_no_litter_after_the_
         child = os.fork()
         if child == 0:
             Countdown(points).arm()
-            row(folder, keep_last=2).save(3, number=Number(3))
+            open_checkpoints(folder, keep_last=2).save(3, number=Number(3))
             os._exit(0)
         finished = os.waitpid(child, 0)[1] == 0
-        checkpoints = row(folder, keep_last=2)
+        checkpoints = open_checkpoints(folder, keep_last=2)
         latest.append(loaded(checkpoints)[0])
         checkpoints.save(4, number=Number(4))
         assert loaded(checkpoints) == (4, 4, None)
@@ -179,7 +179,7 @@ def test_a_kill_at_any_point_leaves_a_latest_that_loads_and_no_litter_after_the_
 
 
 def save_on_ranks(mesh, folder, layout, background):
-    checkpoints = row(folder, mesh, keep_last=1, keep_best=1, layout=layout, background=background)
+    checkpoints = open_checkpoints(folder, mesh, keep_last=1, keep_best=1, layout=layout, background=background)
     save_metrics(checkpoints, [3.0, 1.0, 2.0])
     answer = loaded(checkpoints), loaded(checkpoints, "best")
     return answer, checkpoints.steps
@@ -196,25 +196,25 @@ def test_every_rank_sees_the_same_row(tmp_path, ranks, layout, background):
 
 def load_from_own(mesh, folder):
     try:
-        return loaded(row(folder / str(mesh.rank), mesh))
+        return loaded(open_checkpoints(folder / str(mesh.rank), mesh))
     except CheckpointError as error:
         return str(error)
 
 
 @pytest.mark.slow
 def test_ranks_that_see_different_rows_load_nothing(tmp_path):
-    save_metrics(row(tmp_path / "0"), [None])
+    save_metrics(open_checkpoints(tmp_path / "0"), [None])
     for error in on_mesh(2, load_from_own, tmp_path):
         assert "none is there" in error
         assert "step 1 is there" in error
 
 
 def test_a_hostile_place_in_a_manifest_is_refused_or_harmless(tmp_path):
-    checkpoints = row(tmp_path, keep_last=1)
+    checkpoints = open_checkpoints(tmp_path, keep_last=1)
     save_metrics(checkpoints, [None])
     manifest = read_manifest(tmp_path / "step-1")
     for place in ({"order": 10**30, "step": 1}, {"order": -5, "step": -1}):
-        data = msgspec.json.decode(seal(manifest)) | {"place": place}
+        data = msgspec.json.decode(encode_manifest(manifest)) | {"place": place}
         (tmp_path / "step-1" / "manifest.json").write_bytes(msgspec.json.encode(data))
         with pytest.raises(CheckpointError, match=r"checksum|manifest"):
             loaded(checkpoints)

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-from checkpoint.states import Holder, Number, loaded_number, save
+from checkpoint.saved_objects import Holder, Number, loaded_number, save
 from support.processes import on_mesh
 
-from rankless.checkpoint import Checkpoints, Keeping, SaveOptions, Saver
+from rankless.checkpoint import Checkpoints, Retention, SaveOptions, Saver
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
 
@@ -75,8 +75,8 @@ def test_a_disk_that_fills_under_a_sharded_save_is_told_on_every_rank(small_disk
 
 def test_a_row_on_a_disk_that_fills_keeps_what_it_has(small_disk):
     saver = Saver(mesh=Mesh.solo())
-    keeping, options = Keeping(keep_last=1), SaveOptions()
-    checkpoints = Checkpoints(small_disk / "a", keeping=keeping, options=options, saver=lambda: saver, notify=print)
+    retention, options = Retention(keep_last=1), SaveOptions()
+    checkpoints = Checkpoints(small_disk / "a", retention=retention, options=options, saver=lambda: saver, notify=print)
     checkpoints.save(1, number=Number(1))
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.save(2, large=large(SMALL_DISK_BYTES))

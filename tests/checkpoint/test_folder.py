@@ -3,12 +3,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from checkpoint.states import Number, loaded_number, save
+from checkpoint.saved_objects import Number, loaded_number, save
 
 from rankless.checkpoint import folder
 from rankless.checkpoint.files import read_manifest
-from rankless.checkpoint.folder import Draft
-from rankless.checkpoint.manifest import TensorFile, seal
+from rankless.checkpoint.folder import UncommittedCheckpoint
+from rankless.checkpoint.manifest import TensorFile, encode_manifest
 from rankless.errors import CheckpointError
 
 
@@ -49,7 +49,7 @@ def test_a_save_that_fails_keeps_the_old_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_rank_whose_folder_vanishes_blames_rank_0_and_leaves_nothing(tmp_path):
-    ours, theirs = Draft(tmp_path / "c"), Draft(tmp_path / "c")
+    ours, theirs = UncommittedCheckpoint(tmp_path / "c"), UncommittedCheckpoint(tmp_path / "c")
     ours.open("a token")
     theirs.reserve(1, "a token")
     ours.discard()
@@ -58,9 +58,9 @@ def test_a_rank_whose_folder_vanishes_blames_rank_0_and_leaves_nothing(tmp_path)
             (tmp_path / ".c.new").mkdir()
             (tmp_path / ".c.new" / "tensors-1.safetensors").write_text("")
         with pytest.raises(CheckpointError, match="rank 0 to write its part"):
-            theirs.deliver(1, TensorFile("tensors-1.safetensors", 0, "", []))
+            theirs.report_written(1, TensorFile("tensors-1.safetensors", 0, "", []))
         with pytest.raises(CheckpointError, match="rank 0 to write its part"):
-            theirs.withdraw(1, because=FileNotFoundError())
+            theirs.report_failure(1, because=FileNotFoundError())
         assert os.listdir(tmp_path) == []
 
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     save(tmp_path / "c", {"number": Number(1)})
     manifest = read_manifest(tmp_path / "c")
     later = msgspec.structs.replace(manifest, version=3)
-    (tmp_path / "c" / "manifest.json").write_bytes(seal(later))
+    (tmp_path / "c" / "manifest.json").write_bytes(encode_manifest(later))
     assert "version 3" in refusal(tmp_path / "c")
 
 
@@ -139,31 +139,31 @@ def test_everything_is_on_disk_before_the_commit_and_the_manifest_is_written_las
 
 
 def test_rank_0_waits_for_a_part_as_long_as_something_grows_and_not_for_ever(tmp_path, monkeypatch):
-    draft = Draft(tmp_path / "c")
-    draft.open("token")
-    draft.reserve(1, "token")
-    monkeypatch.setattr(folder, "PATIENCE_SECONDS", 0.05)
+    uncommitted = UncommittedCheckpoint(tmp_path / "c")
+    uncommitted.open("token")
+    uncommitted.reserve(1, "token")
+    monkeypatch.setattr(folder, "STALL_TIMEOUT_SECONDS", 0.05)
     with pytest.raises(CheckpointError, match=r"rank 1 to write its part[\s\S]*nothing has grown"):
-        draft.collect([1])
-    draft.withdraw(1, because=OSError())
+        uncommitted.collect_files([1])
+    uncommitted.report_failure(1, because=OSError())
     with pytest.raises(CheckpointError, match="it gave up"):
-        draft.collect([1])
+        uncommitted.collect_files([1])
     with pytest.raises(CheckpointError, match="one and the same for all ranks"):
-        draft.reserve(1, "another token")
+        uncommitted.reserve(1, "another token")
 
 
 def test_a_part_that_comes_late_is_waited_for(tmp_path, monkeypatch):
-    draft, looks = Draft(tmp_path / "c"), []
-    draft.open("token")
-    draft.reserve(1, "token")
+    uncommitted, looks = UncommittedCheckpoint(tmp_path / "c"), []
+    uncommitted.open("token")
+    uncommitted.reserve(1, "token")
     part = TensorFile("tensors-1.safetensors", 1, "", [])
 
     def look(_seconds):
         looks.append(1)
         if len(looks) == 3:
-            draft.deliver(1, part)
+            uncommitted.report_written(1, part)
 
     monkeypatch.setattr(folder.time, "sleep", look)
-    assert draft.collect([1]) == [part]
+    assert uncommitted.collect_files([1]) == [part]
     assert len(looks) == 3
-    assert list(draft.folder.iterdir()) == []
+    assert list(uncommitted.folder.iterdir()) == []

@@ -4,8 +4,8 @@ import os
 import shutil
 
 import pytest
-from checkpoint.deaths import save_until_killed
-from checkpoint.states import Number, loaded_number, save
+from checkpoint.killed_saves import save_until_killed
+from checkpoint.saved_objects import Number, loaded_number, save
 
 OLD, NEW, NEXT = 1, 2, 3
 
@@ -44,9 +44,11 @@ def test_a_save_killed_at_100_points_leaves_the_old_or_the_new_checkpoint(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "victim", "background"), [(2, 0, False), (2, 1, True), (3, 2, False)])
-def test_a_kill_of_any_rank_of_a_sharded_save_leaves_the_old_or_the_new_checkpoint(tmp_path, ranks, victim, background):
-    how = {"layout": "sharded", "ranks": ranks, "victim": victim, "background": background}
+@pytest.mark.parametrize(("ranks", "killed_rank", "background"), [(2, 0, False), (2, 1, True), (3, 2, False)])
+def test_a_kill_of_any_rank_of_a_sharded_save_leaves_the_old_or_the_new_checkpoint(
+    tmp_path, ranks, killed_rank, background
+):
+    how = {"layout": "sharded", "ranks": ranks, "killed_rank": killed_rank, "background": background}
     outcomes = outcomes_of_kills(tmp_path, step=7, **how)
     assert len(outcomes) >= 8
     assert outcomes[0] == OLD
@@ -56,9 +58,11 @@ def test_a_kill_of_any_rank_of_a_sharded_save_leaves_the_old_or_the_new_checkpoi
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
-def test_every_point_of_every_rank(tmp_path, ranks, victim, background):
-    outcomes = outcomes_of_kills(tmp_path, layout="sharded", ranks=ranks, victim=victim, background=background)
+@pytest.mark.parametrize(("ranks", "killed_rank"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_every_point_of_every_rank(tmp_path, ranks, killed_rank, background):
+    outcomes = outcomes_of_kills(
+        tmp_path, layout="sharded", ranks=ranks, killed_rank=killed_rank, background=background
+    )
     assert len(outcomes) >= 30
     assert set(outcomes) == {OLD, NEW}
 

@@ -6,13 +6,13 @@ import os
 import pytest
 import safetensors.torch
 import torch
-from checkpoint.states import SOLO, Holder, save
+from checkpoint.saved_objects import SOLO, Holder, save
 from support.processes import on_mesh
 from torch import nn
 
 from rankless.checkpoint import load
 from rankless.checkpoint.files import read_manifest
-from rankless.checkpoint.snapshot import deal
+from rankless.checkpoint.snapshot import assign_tensors
 from rankless.errors import CheckpointError
 
 
@@ -86,9 +86,9 @@ def test_each_rank_of_a_sharded_save_writes_about_as_much(tmp_path):
 def test_tensors_are_dealt_by_bytes_and_alike_whatever_their_order():
     sizes = {"a": 100, "b": 60, "c": 50, "d": 0, "e": 1}
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}
-    assert deal(tensors, ranks=2) == [["a", "e", "d"], ["b", "c"]]
-    assert deal(dict(reversed(tensors.items())), ranks=2) == deal(tensors, ranks=2)
-    assert deal({"a": torch.zeros(1)}, ranks=3) == [["a"], [], []]
+    assert assign_tensors(tensors, ranks=2) == [["a", "e", "d"], ["b", "c"]]
+    assert assign_tensors(dict(reversed(tensors.items())), ranks=2) == assign_tensors(tensors, ranks=2)
+    assert assign_tensors({"a": torch.zeros(1)}, ranks=3) == [["a"], [], []]
 
 
 def save_one_tensor(mesh, path):

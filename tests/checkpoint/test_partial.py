@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from checkpoint.states import SOLO, Holder, save
+from checkpoint.saved_objects import SOLO, Holder, save
 from support.processes import on_mesh
 from torch import nn
 
 from rankless.checkpoint import load
-from rankless.checkpoint.differences import shortened
+from rankless.checkpoint.differences import shorten_names
 from rankless.errors import CheckpointError
 
 
@@ -52,7 +52,7 @@ def test_many_names_that_differ_in_numbers_are_one_line(tmp_path):
 
 def test_no_kind_of_difference_takes_more_than_a_few_lines():
     names = [f"model.{letter}" for letter in "abcdefghij"]
-    assert shortened(names) == [*names[:6], "and 4 more"]
+    assert shorten_names(names) == [*names[:6], "and 4 more"]
 
 
 def test_what_fits_is_taken_on_request_and_the_rest_told(tmp_path):
@@ -115,9 +115,9 @@ def test_every_optimizer_of_torch_comes_back(tmp_path, kind):
         options = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
         optimizer = stepped(model, getattr(torch.optim, kind), **options)
     save(tmp_path / "c", {"model": model, "optimizer": optimizer})
-    twin = getattr(torch.optim, kind)(nn.Linear(3, 2).parameters())
-    load(tmp_path / "c", {"optimizer": twin}, mesh=SOLO)
-    assert str(twin.state_dict()) == str(optimizer.state_dict())
+    reference = getattr(torch.optim, kind)(nn.Linear(3, 2).parameters())
+    load(tmp_path / "c", {"optimizer": reference}, mesh=SOLO)
+    assert str(reference.state_dict()) == str(optimizer.state_dict())
 
 
 def test_an_object_s_own_complaint_is_passed_on(tmp_path):

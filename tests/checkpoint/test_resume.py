@@ -54,10 +54,10 @@ for name, value in model.state_dict().items():
 """
 
 
-def run(folder: Path, workers: int, stop: int, *how: str, row: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, workers: int, stop: int, *how: str, folder_name: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
     options = ("-n", str(workers), "--devices", "cpu", "--seed", "3", "--no-progress")
-    return rankless("run", *options, "train.py", str(stop), row, *how, folder=folder)
+    return rankless("run", *options, "train.py", str(stop), folder_name, *how, folder=folder)
 
 
 def numbers(lines: list[str]) -> list[float]:
@@ -76,18 +76,18 @@ CASES = [
 def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_bit_for_bit(
     tmp_path: Path, workers: int, layout: str, seeding: str, others: list[int]
 ) -> None:
-    uninterrupted = run(tmp_path, workers, -1, layout, seeding, row="none")
+    uninterrupted = run(tmp_path, workers, -1, layout, seeding, folder_name="none")
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     whole = uninterrupted.stdout.splitlines()
     assert len(whole) == 10 + 8
-    killed = run(tmp_path, workers, 6, layout, seeding, row="row")
+    killed = run(tmp_path, workers, 6, layout, seeding, folder_name="row")
     assert killed.returncode != 0
     assert killed.stdout.splitlines()[:6] == whole[:6]
-    resumed = run(tmp_path, workers, -1, layout, seeding, row="row")
+    resumed = run(tmp_path, workers, -1, layout, seeding, folder_name="row")
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout.splitlines() == whole[6:]
     # The same checkpoint on other numbers of workers: the same training but for the rounding of sums.
     for other in others:
-        moved = run(tmp_path, other, -1, layout, seeding, row="row")
+        moved = run(tmp_path, other, -1, layout, seeding, folder_name="row")
         assert moved.returncode == 0, moved.stderr
         assert numbers(moved.stdout.splitlines()) == pytest.approx(numbers(whole[6:]), rel=1e-9, abs=1e-12)

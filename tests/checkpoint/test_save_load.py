@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from checkpoint.states import SOLO, Holder, save
+from checkpoint.saved_objects import SOLO, Holder, save
 from support.processes import on_mesh
 from torch import nn
 

@@ -35,7 +35,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
     return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
 
-def handed_on(mesh: Mesh, root: int, way: str) -> Any:
+def broadcast_and_compare(mesh: Mesh, root: int, way: str) -> Any:
     """Each rank has another model, and only the root's optimizer has a state: what a rank has before and after."""
     model = Net(mesh.rank)
     optimizer = stepped(model, 2 if mesh.rank == root else 0)
@@ -55,7 +55,7 @@ def handed_on(mesh: Mesh, root: int, way: str) -> Any:
 @pytest.mark.parametrize("way", ["module", "state_dict", "named_parameters"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_get_the_roots_model_and_optimizer(size: int, way: str):
-    answers = on_mesh(size, handed_on, 1, way)
+    answers = on_mesh(size, broadcast_and_compare, 1, way)
     wanted, wanted_state = answers[1][0]
     assert wanted_state["state"][0]["step"] == 2
     for _, (found, state) in answers:

@@ -15,23 +15,23 @@ SAME = [("call 1 of job 'train'", (1, 2))] * 3
 
 def check_sync_points(mesh, steps):
     """What a rank that comes to `steps[rank]` in turn meets with: an error's text, or the notices said."""
-    said: list[str] = []
-    lockstep = DesyncDetector(mesh, notify=said.append)
-    met = replace(mesh, desync_detector=lockstep)
-    met.check_sync_point("the start")
+    messages: list[str] = []
+    detector = DesyncDetector(mesh, notify=messages.append)
+    with_detector = replace(mesh, desync_detector=detector)
+    with_detector.check_sync_point("the start")
     outcome = ""
     for text, digests in steps[mesh.rank]:
         try:
             if text == "end":
-                lockstep.end()
+                detector.end()
             else:
                 remark = f"the step is {mesh.rank}" if digests == UNLIKE else ""
-                met.check_sync_point(text, names=lambda: ["images", "labels"], digests=digests, remark=remark)
+                with_detector.check_sync_point(text, names=lambda: ["images", "labels"], digests=digests, remark=remark)
         except RanksDiverged as error:
             outcome = str(error)
             break
     barrier(mesh)
-    return outcome, said
+    return outcome, messages
 
 
 def outcomes(steps):
@@ -85,14 +85,14 @@ def test_a_difference_at_the_end_of_a_long_text_is_found_by_its_digest():
 
 
 def without_memory(mesh):
-    said: list[str] = []
-    lockstep = DesyncDetector(mesh, notify=said.append)
+    messages: list[str] = []
+    detector = DesyncDetector(mesh, notify=messages.append)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.mkstemp", full)
         for number in range(3):
-            lockstep.check_sync_point(f"call {number} on rank {mesh.rank}")
+            detector.check_sync_point(f"call {number} on rank {mesh.rank}")
     barrier(mesh)
-    return said
+    return messages
 
 
 def full(**_: object):
@@ -100,6 +100,6 @@ def full(**_: object):
 
 
 def test_without_shared_memory_nothing_is_compared_and_that_is_said():
-    said = on_mesh(2, without_memory)
-    assert [len(texts) for texts in said] == [1, 1]
-    assert "is not checked" in said[0][0]
+    messages = on_mesh(2, without_memory)
+    assert [len(texts) for texts in messages] == [1, 1]
+    assert "is not checked" in messages[0][0]

@@ -106,7 +106,7 @@ def test_a_second_pass_without_set_epoch_is_said_once_with_its_line(capfd: pytes
 @pytest.mark.parametrize("case", ["set", "another rank", "in order", "left early", "wanted"])
 def test_nothing_is_said_where_nothing_is_forgotten(case: str, capfd: pytest.CaptureFixture[str]):
     sampler = samplers(8, 2, shuffle=case != "in order")[int(case == "another rank")]
-    sampler.forgetting_is_said = case == "wanted"
+    sampler.warned_same_epoch = case == "wanted"
     for epoch in range(3):
         if case == "set":
             sampler.set_epoch(epoch)

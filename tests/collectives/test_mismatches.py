@@ -181,9 +181,9 @@ def pair(mesh: Mesh, sent: torch.Tensor, taken: torch.Tensor) -> str:
 
 
 def test_a_message_that_does_not_fit_is_named_on_both_ranks():
-    for told in on_mesh(2, pair, ones(3), ones(4)):
-        assert "rank 0: send and recv(float32 [3])" in told
-        assert "rank 1: send and recv(float32 [4])" in told
+    for errors in on_mesh(2, pair, ones(3), ones(4)):
+        assert "rank 0: send and recv(float32 [3])" in errors
+        assert "rank 1: send and recv(float32 [4])" in errors
 
 
 def unusable(mesh: Mesh) -> str:
@@ -205,7 +205,7 @@ def test_a_message_that_cannot_be_sent_is_told_to_who_waits_for_it():
     assert "refused there: float32 [3, 3] with strides" in receiver
 
 
-def in_vain(mesh: Mesh) -> str:
+def receive_from_nobody(mesh: Mesh) -> str:
     group = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=1))
     try:
         if mesh.rank == 1:
@@ -216,28 +216,28 @@ def in_vain(mesh: Mesh) -> str:
 
 
 def test_who_takes_from_any_rank_does_not_wait_for_ever():
-    assert "some rank to send to rank 1 with tag 9" in on_mesh(2, in_vain)[1]
+    assert "some rank to send to rank 1 with tag 9" in on_mesh(2, receive_from_nobody)[1]
 
 
-def late(mesh: Mesh) -> list[str]:
+def arrive_late(mesh: Mesh) -> list[str]:
     """Rank 1 comes to the barrier only after rank 0 has given up."""
-    told = []
+    errors = []
     if mesh.rank == 1:
         mesh_barrier = torch.zeros(1)
         torch.distributed.recv(mesh_barrier, 0)
     try:
         collectives.barrier(timeout=timedelta(seconds=0.3))
     except CollectiveError as error:
-        told.append(str(error))
+        errors.append(str(error))
     if mesh.rank == 0:
         torch.distributed.send(torch.zeros(1), 1)
-    return told
+    return errors
 
 
 def test_a_barrier_names_who_is_missing_and_who_comes_late_hears_of_it():
     collectives_before = on_mesh(2, count)
     assert collectives_before == [1.0, 1.0]
-    on_time, too_late = on_mesh(2, late)
+    on_time, too_late = on_mesh(2, arrive_late)
     assert "no word from rank 1 in 0.3 s" in on_time[0]
     assert "rank 1 was last in all_reduce" in on_time[0]
     assert "given up, for a rank did not come in time" in too_late[0]
@@ -294,9 +294,9 @@ def refused(_mesh: Mesh, name: str) -> str:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_that_cannot_be_meant_are_refused_on_every_rank_before_anything_is_sent(name: str):
-    told = on_mesh(2, refused, name)
-    assert all(told)
-    assert any(ARGUMENTS[name][1] in text for text in told), told
+    errors = on_mesh(2, refused, name)
+    assert all(errors)
+    assert any(ARGUMENTS[name][1] in text for text in errors), errors
     assert on_mesh(2, count) == [1.0, 1.0]
 
 

@@ -331,9 +331,9 @@ def forgotten(mesh: Mesh) -> list[Any]:
     passed = [list(loader)]
     for _ in range(2):
         require_shards(loader, ShardsWanted(), mesh=mesh, notify=passed.append)
-    found = sampler.forgetting_is_said
+    found = sampler.warned_same_epoch
     passed.append(list(loader))
-    return [len(passed), found, sampler.forgetting_is_said]
+    return [len(passed), found, sampler.warned_same_epoch]
 
 
 def test_a_check_is_no_pass_of_our_sampler():

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from rankless.collectives.call_signature import ranks_text
+from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.shared_memory import host_identity
 from rankless.errors import JoinError
 from rankless.runtime.rendezvous.address import Invitation
@@ -120,7 +120,7 @@ def _all_arrived(store: Any, prefix: str, invitation: Invitation, patience: Pati
 def waiting_text(invitation: Invitation, arrived: Collection[int]) -> str:
     """For which ranks a meeting waits, in words."""
     missing = [rank for rank in range(invitation.world_size) if rank not in arrived]
-    return f"{invitation}: waiting for {ranks_text(missing)} of {invitation.world_size}"
+    return f"{invitation}: waiting for {format_ranks(missing)} of {invitation.world_size}"
 
 
 def _require_one_size(other: Arrived, rank: int, invitation: Invitation) -> None:

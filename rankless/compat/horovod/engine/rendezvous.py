@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rankless.collectives.call_signature import ranks_text
+from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.shared_memory import host_identity
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.engine.connections import Closed, Link
@@ -121,7 +121,7 @@ def _receive(store: Any, hosts: tuple[str, ...], address: str, patience: _Patien
                 arriving.remove((link, since))
         missing = [rank for rank in range(1, len(hosts)) if rank not in links]
         if missing:
-            patience.wait(ranks_text(missing))
+            patience.wait(format_ranks(missing))
     for each in listening:
         each.close()
     welcome = encode(Welcome(hosts, tuple(process_ids)))

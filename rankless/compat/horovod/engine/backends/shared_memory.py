@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from rankless.collectives.call_signature import ranks_text
-from rankless.collectives.shared_memory import shared_file
+from rankless.collectives.call_signature import format_ranks
+from rankless.collectives.shared_memory import create_shared_file
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.engine.backends.process_group import GroupPlane
 from rankless.compat.horovod.engine.backends.store_exchange import awaited
@@ -126,7 +126,7 @@ class SharedMemoryPlane:
             if now - start > self._timeout_seconds and (late := [at // step for at in waiting if words[at] < phase]):
                 error = CollectiveError(
                     expected="all ranks of the process set to come to a reduction that all have submitted",
-                    found=f"no sign of {ranks_text([self._ranks[place] for place in late])} "
+                    found=f"no sign of {format_ranks([self._ranks[place] for place in late])} "
                     f"for {self._timeout_seconds:g} s",
                     fix="see whether its process is stopped or starved; HOROVOD_GLOO_TIMEOUT_SECONDS waits longer",
                 )
@@ -143,7 +143,7 @@ def open_slots(
     size = len(ranks)
     count = size * (COUNTER_BYTES + 2 * HALF_BYTES)
     if place == 0:
-        store.set("memory", shared_file(count))
+        store.set("memory", create_shared_file(count))
     path = awaited(store, "memory", check=check, timeout_seconds=timeout_seconds).decode()
     if not path:
         return None

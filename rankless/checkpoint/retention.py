@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, get_args
 import msgspec
 
 from rankless.checkpoint.files import peek
-from rankless.checkpoint.folder import Draft, find_checkpoint, remove_checkpoint
-from rankless.checkpoint.manifest import FORMAT, MANIFEST_NAME, Place
+from rankless.checkpoint.folder import UncommittedCheckpoint, find_checkpoint, remove_checkpoint
+from rankless.checkpoint.manifest import FORMAT, MANIFEST_NAME, HistoryPosition
 from rankless.errors import CheckpointError
 
 Mode = Literal["min", "max"]
@@ -22,11 +22,11 @@ class _Header(msgspec.Struct):
     """What one manifest tells about its place in the row."""
 
     format: str
-    place: Place
+    position: HistoryPosition = msgspec.field(name="place")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeping:
+class Retention:
     """Which checkpoints stay: the last `keep_last` saved (None: all), and the `keep_best` of least or most metric."""
 
     keep_last: int | None = None
@@ -35,16 +35,16 @@ class Keeping:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class SavedCheckpoint:
     """One checkpoint of the row."""
 
     path: Path
-    place: Place
+    position: HistoryPosition
 
 
-def check_keeping(keeping: Keeping) -> None:
+def check_retention(retention: Retention) -> None:
     """Raise CheckpointError for what cannot be meant."""
-    counts = {"keep_last": keeping.keep_last, "keep_best": keeping.keep_best}
+    counts = {"keep_last": retention.keep_last, "keep_best": retention.keep_best}
     least = {"keep_last": 1, "keep_best": 0}
     for name, count in counts.items():
         if count is None and name == "keep_last":
@@ -55,10 +55,10 @@ def check_keeping(keeping: Keeping) -> None:
                 found=repr(count),
                 fix="pass the number of checkpoints to keep; leave keep_last out to keep all",
             )
-    if keeping.mode not in get_args(Mode):
+    if retention.mode not in get_args(Mode):
         raise CheckpointError(
             expected=f"a mode of {', '.join(get_args(Mode))}",
-            found=repr(keeping.mode),
+            found=repr(retention.mode),
             fix='pass mode="min" where a smaller metric is better, as for a loss',
         )
 
@@ -71,14 +71,14 @@ class _OnDisk(NamedTuple):
     changed_ns: int
 
 
-class Row:
+class CheckpointDirectory:
     """The checkpoints in a folder, whatever else lies there; a manifest that has not changed is not read again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[_OnDisk, Place | None] = {}
+        self._known: dict[_OnDisk, HistoryPosition | None] = {}
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[SavedCheckpoint]:
         """Those that are on disk now, in the order in which they were saved."""
         names = set()
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -90,11 +90,11 @@ class Row:
         for name, manifest in manifests.items():
             if manifest is None:
                 continue
-            place = known[manifest] if manifest in known else _read_place(manifest.folder)
-            self._known[manifest] = place
-            if place is not None:
-                found.append(Entry(path=self.folder / name, place=place))
-        return sorted(found, key=lambda entry: (entry.place.order, entry.place.step))
+            position = known[manifest] if manifest in known else _read_position(manifest.folder)
+            self._known[manifest] = position
+            if position is not None:
+                found.append(SavedCheckpoint(path=self.folder / name, position=position))
+        return sorted(found, key=lambda entry: (entry.position.order, entry.position.step))
 
     def _manifest(self, name: str) -> _OnDisk | None:
         try:
@@ -105,49 +105,49 @@ class Row:
         return _OnDisk(folder, status.st_ino, status.st_mtime_ns)
 
 
-def _read_place(folder: Path) -> Place | None:
+def _read_position(folder: Path) -> HistoryPosition | None:
     header = peek(folder, _Header)
-    return header.place if header is not None and header.format == FORMAT else None
+    return header.position if header is not None and header.format == FORMAT else None
 
 
-def best(row: list[Entry], *, mode: Mode) -> list[Entry]:
+def best(saved: list[SavedCheckpoint], *, mode: Mode) -> list[SavedCheckpoint]:
     """The checkpoints that have a metric, the best first; of two equal ones the earlier."""
     sign = 1 if mode == "min" else -1
-    measured = [entry for entry in row if entry.place.metric is not None and not math.isnan(entry.place.metric)]
-    return sorted(measured, key=lambda entry: (sign * (entry.place.metric or 0.0), entry.place.order))
+    measured = [entry for entry in saved if entry.position.metric is not None and not math.isnan(entry.position.metric)]
+    return sorted(measured, key=lambda entry: (sign * (entry.position.metric or 0.0), entry.position.order))
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeriesSave:
+class DirectoryHistory:
     """One save into a row: asked by the `Saver` on rank 0."""
 
-    row: Row
-    keeping: Keeping
+    directory: CheckpointDirectory
+    retention: Retention
     step: int
     metric: float | None
 
-    def next_place(self) -> Place:
+    def next_position(self) -> HistoryPosition:
         """Behind all that are there now."""
-        order = max((entry.place.order for entry in self.row.entries()), default=0) + 1
-        return Place(order, self.step, self.metric)
+        order = max((entry.position.order for entry in self.directory.entries()), default=0) + 1
+        return HistoryPosition(order, self.step, self.metric)
 
-    def tidy(self) -> None:
+    def remove_expired(self) -> None:
         """Remove the checkpoints that are not to be kept, and what killed saves have left."""
-        row = self.row.entries()
-        keep_last = len(row) if self.keeping.keep_last is None else self.keeping.keep_last
-        kept = {entry.path for entry in row[-keep_last:]}
-        kept |= {entry.path for entry in best(row, mode=self.keeping.mode)[: self.keeping.keep_best]}
+        saved = self.directory.entries()
+        keep_last = len(saved) if self.retention.keep_last is None else self.retention.keep_last
+        kept = {entry.path for entry in saved[-keep_last:]}
+        kept |= {entry.path for entry in best(saved, mode=self.retention.mode)[: self.retention.keep_best]}
         try:
-            for entry in row:
+            for entry in saved:
                 if entry.path not in kept:
                     remove_checkpoint(entry.path)
-            for path in self.row.folder.iterdir():
+            for path in self.directory.folder.iterdir():
                 leftover = LEFTOVER_NAME.fullmatch(path.name)
                 if leftover is not None:
-                    Draft(self.row.folder / leftover[1]).discard()
+                    UncommittedCheckpoint(self.directory.folder / leftover[1]).discard()
         except OSError as error:
             raise CheckpointError(
-                expected=f"to remove checkpoints of {self.row.folder} that are not to be kept",
+                expected=f"to remove checkpoints of {self.directory.folder} that are not to be kept",
                 found=f"{type(error).__name__}: {error}",
                 fix="make the folder writable; the new checkpoint is there",
             ) from error

@@ -5,7 +5,7 @@ With Gloo everywhere; with NCCL too where there is a GPU for each of two process
 
 import pytest
 import torch
-from collectives.table import CASES, lacking, on_group, require_right
+from collectives.cases import CASES, lacking, on_group, require_right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.processes import on_mesh

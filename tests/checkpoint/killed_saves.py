@@ -9,7 +9,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from checkpoint.states import SOLO, save
+from checkpoint.saved_objects import SOLO, save
 
 from rankless.parallel.mesh import Mesh
 
@@ -56,15 +56,17 @@ class Countdown:
                 stream.write(data[start : start + size])
 
 
-def save_until_killed(path, objects, *, points, victim=0, ranks=1, **options):
+def save_until_killed(path, objects, *, points, killed_rank=0, ranks=1, **options):
     """Save on `ranks` forked processes, of which `victim` dies at its n-th point; whether it came through.
 
     As a launcher would, this ends the other ranks when the victim has died.
     """
     store = path.with_name(f"{path.name}.store")
     store.unlink(missing_ok=True)
-    children = [os.fork() or _child(path, objects, points, (rank, ranks, victim), options) for rank in range(ranks)]
-    killed = _was_killed(children.pop(victim))
+    children = [
+        os.fork() or _child(path, objects, points, (rank, ranks, killed_rank), options) for rank in range(ranks)
+    ]
+    killed = _was_killed(children.pop(killed_rank))
     for child in children:
         if killed:
             os.kill(child, signal.SIGKILL)
@@ -83,11 +85,11 @@ def _was_killed(child, expected_code=0):
 
 
 def _child(path, objects, points, place, options):
-    rank, ranks, victim = place
+    rank, ranks, killed_rank = place
     code = 1
     try:
         mesh = _mesh(rank, ranks, path.with_name(f"{path.name}.store"))
-        if rank == victim:
+        if rank == killed_rank:
             Countdown(points).arm()
         save(path, objects, mesh=mesh, **options)
         code = 0

@@ -33,7 +33,7 @@ AVERAGED = [torch.float64, torch.float32]
 
 
 @dataclass(frozen=True)
-class Place:
+class Caller:
     """Where a process is: its rank in a group of so many, and how it is to call."""
 
     rank: int
@@ -70,12 +70,12 @@ def operation(name: str) -> Any:
 Shape = tuple[int, ...]
 
 
-def run(case: str, place: Place, dtype: torch.dtype, shape: Shape) -> list[Tensor]:
+def run(case: str, caller: Caller, dtype: torch.dtype, shape: Shape) -> list[Tensor]:
     """Call the collective; the tensors that it has written."""
     name, _, how = case.partition(" ")
-    mine = given(place.rank, dtype, shape).to(place.device)
-    options: dict[str, Any] = {"group": place.group, "async_op": place.asynchronous}
-    found = RUNS[name](place, mine, how, options)
+    mine = given(caller.rank, dtype, shape).to(caller.device)
+    options: dict[str, Any] = {"group": caller.group, "async_op": caller.asynchronous}
+    found = RUNS[name](caller, mine, how, options)
     return [tensor.cpu() for tensor in found]
 
 
@@ -89,103 +89,105 @@ def longer(tensor: Tensor, more: int) -> Tensor:
     return tensor.unsqueeze(0).repeat(1 + more, *([1] * tensor.dim()))
 
 
-def run_broadcast(place: Place, mine: Tensor, _how: str, options: dict[str, Any]) -> list[Tensor]:
-    place.done(collectives.broadcast(mine, group_src=place.size - 1, **options))
+def run_broadcast(caller: Caller, mine: Tensor, _how: str, options: dict[str, Any]) -> list[Tensor]:
+    caller.done(collectives.broadcast(mine, group_src=caller.size - 1, **options))
     return [mine]
 
 
-def run_all_reduce(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    place.done(collectives.all_reduce(mine, operation(how), **options))
+def run_all_reduce(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    caller.done(collectives.all_reduce(mine, operation(how), **options))
     return [mine]
 
 
-def run_reduce(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    place.done(collectives.reduce(mine, None, operation(how), group_dst=1, **options))
-    return [mine] if place.rank == 1 else []
+def run_reduce(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    caller.done(collectives.reduce(mine, None, operation(how), group_dst=1, **options))
+    return [mine] if caller.rank == 1 else []
 
 
-def run_all_gather(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    into = [torch.zeros_like(longer(mine, rows(rank, how))) for rank in range(place.size)]
-    place.done(collectives.all_gather(into, longer(mine, rows(place.rank, how)), **options))
+def run_all_gather(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    into = [torch.zeros_like(longer(mine, rows(rank, how))) for rank in range(caller.size)]
+    caller.done(collectives.all_gather(into, longer(mine, rows(caller.rank, how)), **options))
     return into
 
 
-def run_all_gather_single(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    whole = torch.zeros_like(longer(mine, place.size - 1))
+def run_all_gather_single(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    whole = torch.zeros_like(longer(mine, caller.size - 1))
     called = collectives.all_gather_into_tensor if how == "yesterday" else collectives.all_gather_single
-    place.done(called(whole, longer(mine, 0), **options))
+    caller.done(called(whole, longer(mine, 0), **options))
     return [whole]
 
 
-def run_gather(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+def run_gather(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     into = None
-    if place.rank == 1:
-        into = [torch.zeros_like(longer(mine, rows(rank, how))) for rank in range(place.size)]
-    place.done(collectives.gather(longer(mine, rows(place.rank, how)), into, group_dst=1, **options))
+    if caller.rank == 1:
+        into = [torch.zeros_like(longer(mine, rows(rank, how))) for rank in range(caller.size)]
+    caller.done(collectives.gather(longer(mine, rows(caller.rank, how)), into, group_dst=1, **options))
     return into or []
 
 
-def run_scatter(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+def run_scatter(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     given_list = None
-    if place.rank == 1:
+    if caller.rank == 1:
         given_list = [
-            longer(mine + rank if mine.dtype != torch.bool else mine, rows(rank, how)) for rank in range(place.size)
+            longer(mine + rank if mine.dtype != torch.bool else mine, rows(rank, how)) for rank in range(caller.size)
         ]
-    into = torch.zeros_like(longer(mine, rows(place.rank, how)))
-    place.done(collectives.scatter(into, given_list, group_src=1, **options))
+    into = torch.zeros_like(longer(mine, rows(caller.rank, how)))
+    caller.done(collectives.scatter(into, given_list, group_src=1, **options))
     return [into]
 
 
-def run_reduce_scatter(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+def run_reduce_scatter(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     kind, _, uneven = how.partition(" ")
-    pieces = [longer(mine * (rank + 1), rows(rank, uneven)) for rank in range(place.size)]
-    into = torch.zeros_like(pieces[place.rank])
-    place.done(collectives.reduce_scatter(into, pieces, operation(kind), **options))
+    pieces = [longer(mine * (rank + 1), rows(rank, uneven)) for rank in range(caller.size)]
+    into = torch.zeros_like(pieces[caller.rank])
+    caller.done(collectives.reduce_scatter(into, pieces, operation(kind), **options))
     return [into]
 
 
-def run_reduce_scatter_single(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+def run_reduce_scatter_single(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     kind, _, when = how.partition(" ")
-    whole = torch.stack([mine * (rank + 1) for rank in range(place.size)])
+    whole = torch.stack([mine * (rank + 1) for rank in range(caller.size)])
     into = torch.zeros_like(whole[:1])
     called = collectives.reduce_scatter_tensor if when == "yesterday" else collectives.reduce_scatter_single
-    place.done(called(into, whole, operation(kind), **options))
+    caller.done(called(into, whole, operation(kind), **options))
     return [into]
 
 
-def run_all_to_all(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    sent = [longer(mine, rows(rank + place.rank, how)) for rank in range(place.size)]
-    into = [torch.zeros_like(longer(mine, rows(rank + place.rank, how))) for rank in range(place.size)]
-    place.done(collectives.all_to_all(into, sent, **options))
+def run_all_to_all(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    sent = [longer(mine, rows(rank + caller.rank, how)) for rank in range(caller.size)]
+    into = [torch.zeros_like(longer(mine, rows(rank + caller.rank, how))) for rank in range(caller.size)]
+    caller.done(collectives.all_to_all(into, sent, **options))
     return into
 
 
-def run_all_to_all_single(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    lengths = [1 + rows(rank + place.rank, how) for rank in range(place.size)]
+def run_all_to_all_single(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    lengths = [1 + rows(rank + caller.rank, how) for rank in range(caller.size)]
     sent = torch.cat([longer(mine, length - 1) for length in lengths])
     into = torch.zeros_like(sent)
     splits = (lengths, lengths) if how == "uneven" else (None, None)
-    place.done(collectives.all_to_all_single(into, sent, *splits, **options))
+    caller.done(collectives.all_to_all_single(into, sent, *splits, **options))
     return [into]
 
 
-def run_all_reduce_coalesced(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+def run_all_reduce_coalesced(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     tensors = [mine, longer(mine, 2)]
-    place.done(collectives.all_reduce_coalesced(tensors, operation(how), **options))
+    caller.done(collectives.all_reduce_coalesced(tensors, operation(how), **options))
     return tensors
 
 
-def run_all_gather_coalesced(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    into = [[torch.zeros_like(mine), torch.zeros_like(longer(mine, 1 + rows(rank, how)))] for rank in range(place.size)]
-    tensors = [mine, longer(mine, 1 + rows(place.rank, how))]
-    place.done(collectives.all_gather_coalesced(into, tensors, **options))
+def run_all_gather_coalesced(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+    into = [
+        [torch.zeros_like(mine), torch.zeros_like(longer(mine, 1 + rows(rank, how)))] for rank in range(caller.size)
+    ]
+    tensors = [mine, longer(mine, 1 + rows(caller.rank, how))]
+    caller.done(collectives.all_gather_coalesced(into, tensors, **options))
     return [tensor for tensors in into for tensor in tensors]
 
 
-def run_send(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
+def run_send(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     """Each to the next, in a ring."""
     into = torch.zeros_like(mine)
-    following, before = (place.rank + 1) % place.size, (place.rank - 1) % place.size
+    following, before = (caller.rank + 1) % caller.size, (caller.rank - 1) % caller.size
     group = options["group"]
     if options["async_op"] and how == "batch":
         operations = [
@@ -205,14 +207,14 @@ def run_send(place: Place, mine: Tensor, how: str, options: dict[str, Any]) -> l
             lambda: collectives.send(mine, group=group, group_dst=following),
             lambda: collectives.recv(into, group=group, **({} if how == "any" else {"group_src": before})),
         ]
-        for call in calls if place.rank % 2 == 0 else reversed(calls):
+        for call in calls if caller.rank % 2 == 0 else reversed(calls):
             call()
     for work in works:
         work.wait()
     return [into]
 
 
-RUNS: dict[str, Callable[[Place, Tensor, str, dict[str, Any]], list[Tensor]]] = {
+RUNS: dict[str, Callable[[Caller, Tensor, str, dict[str, Any]], list[Tensor]]] = {
     "broadcast": run_broadcast,
     "all_reduce": run_all_reduce,
     "reduce": run_reduce,
@@ -330,9 +332,9 @@ def on_group(mesh: Mesh, case: str, whole: bool, asynchronous: bool, shapes: lis
     if rank < 0:
         assert collectives.all_reduce(torch.ones(1), group=group) is None
         return []
-    place = Place(rank, dist.get_world_size(group), group, asynchronous, mesh.device)
+    caller = Caller(rank, dist.get_world_size(group), group, asynchronous, mesh.device)
     kinds = dtypes(case, dist.get_backend())
-    return [(rank, place.size, [run(case, place, dtype, shape) for dtype in kinds for shape in shapes])]
+    return [(rank, caller.size, [run(case, caller, dtype, shape) for dtype in kinds for shape in shapes])]
 
 
 def require_right(case: str, answers: list[list[Any]], shapes: list[Shape], backend: str = "gloo") -> None:

@@ -15,11 +15,11 @@ import zipfile
 import msgspec
 import pytest
 import torch
-from checkpoint.states import SOLO, Holder, save
+from checkpoint.saved_objects import SOLO, Holder, save
 
 from rankless.checkpoint import load
 from rankless.checkpoint.files import MANIFEST_LIMIT_BYTES, read_manifest
-from rankless.checkpoint.manifest import Manifest, seal
+from rankless.checkpoint.manifest import Manifest, encode_manifest
 from rankless.errors import CheckpointError
 
 STATE = {"numbers": [1, 2.5, "x"], "t": torch.arange(6.0), "n": torch.ones(2, 3)}
@@ -99,7 +99,7 @@ def refuse(folder, watch):
 def rewrite(folder, **changes):
     """The manifest with changes and a checksum that is right for them."""
     manifest = msgspec.structs.replace(read_manifest(folder), **changes)
-    (folder / "manifest.json").write_bytes(seal(manifest))
+    (folder / "manifest.json").write_bytes(encode_manifest(manifest))
 
 
 def reseal(folder, change):
@@ -108,7 +108,7 @@ def reseal(folder, change):
     change(tree)
     data = json.dumps(tree).encode()
     with contextlib.suppress(msgspec.DecodeError):
-        data = seal(msgspec.json.decode(data, type=Manifest))
+        data = encode_manifest(msgspec.json.decode(data, type=Manifest))
     (folder / "manifest.json").write_bytes(data)
 
 
