@@ -19,11 +19,11 @@ from rankless.config.environment import is_launched
 from rankless.context.once import call_once, require_not_in_once
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions, Reading
-from rankless.data.shard_check import ShardsWanted, require_shards
+from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.errors import ConfigError
-from rankless.jobs.definition import Stepping
+from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import Job, Models, Optimizers, make_job
-from rankless.jobs.mirrored import Local
+from rankless.jobs.mirrored import LocalElement
 from rankless.jobs.placeholders import PerDevice, Whole
 from rankless.launch.self_launch import Elsewhere, relaunch
 from rankless.launch.spawning import Spawned
@@ -220,7 +220,7 @@ def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, ba
     world = _current().world
     require_not_in_once(world, "rankless.check_shards")
     if world.mesh.size > 1:
-        wanted = ShardsWanted(all_samples=all_samples, even=even, batches=batches)
+        wanted = ShardCheckOptions(all_samples=all_samples, even=even, batches=batches)
         require_shards(loader, wanted, mesh=world.mesh, notify=world.notify)
 
 
@@ -382,7 +382,7 @@ def job(
         >>> loss.shape
         torch.Size([])
     """
-    stepping = Stepping(
+    step_options = StepOptions(
         accumulate=accumulate,
         clip_norm=clip_norm,
         clip_value=clip_value,
@@ -392,8 +392,8 @@ def job(
     )
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
-        made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, stepping=stepping)
-        return made.mark(batch_dims or {}, dtype)
+        made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, step_options=step_options)
+        return made.configure(batch_dims or {}, dtype)
 
     return decorate
 
@@ -417,7 +417,7 @@ def local(value: Any) -> Any:
         >>> [result.shape for result in predict(rankless.local(torch.ones(4, 3)))]
         [torch.Size([4, 1])]
     """
-    return Local(value)
+    return LocalElement(value)
 
 
 def loader(

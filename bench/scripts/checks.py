@@ -15,11 +15,11 @@ import rankless
 from bench.models import GPT, MLP, LeNet, loss_of, random_batch
 from rankless.compiler.guards.guards import GuardSet
 from rankless.context.model_changes import ModelChanges
-from rankless.jobs.consistent import Consistent
+from rankless.jobs.consistent import ConsistentView
 
 MODELS = {"mlp": MLP, "lenet": LeNet, "gpt": GPT}
 CHECKS: dict[str, list[tuple[type, str]]] = {
-    "digest": [(Consistent, "_meet"), (ModelChanges, "note")],
+    "digest": [(ConsistentView, "_sync_call"), (ModelChanges, "note")],
     "guards": [(GuardSet, "all_hold")],
 }
 

@@ -11,7 +11,7 @@ from rankless.errors import ConfigError
 from rankless.launch.agent import job_runner
 from rankless.records.job_programs import read_facts
 from rankless.terminal.program_table import encode_plan_report, make_plan_report, render_plan
-from rankless.verify.runs import INTERRUPTED, RunFailed, silent_run
+from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
 
 NAME = "plan"
 HELP = (
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             ),
         )
         try:
-            silent_run(config, f"{workers} workers", show=arguments.show, run_job=job_runner())
+            run_silently(config, f"{workers} workers", show=arguments.show, run_job=job_runner())
         except RunFailed as end:
             print(f"rankless plan: {end}")
             return INTERRUPTED if end.exit_code == INTERRUPTED else 1

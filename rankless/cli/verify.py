@@ -19,12 +19,12 @@ from rankless.launch.agent import job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.records.job_results import Called
 from rankless.verify.comparison import Comparison, compare
-from rankless.verify.coverage import not_covered
+from rankless.verify.coverage import list_not_covered
 from rankless.verify.first_difference import render_first_value
-from rankless.verify.reference_run import with_twin
+from rankless.verify.reference_run import compare_with_reference
 from rankless.verify.runs import INTERRUPTED, RunFailed, VerifyRuns
 from rankless.verify.verdict import (
-    Report,
+    VerifyReport,
     encode_report,
     failed_report,
     make_report,
@@ -131,7 +131,7 @@ class ComparisonOptions:
     tolerance: float | None
 
 
-def _compare_deciding_precision(runs: VerifyRuns, options: ComparisonOptions) -> Report:
+def _compare_deciding_precision(runs: VerifyRuns, options: ComparisonOptions) -> VerifyReport:
     """The report on the script's own precision, or on float64 where only that can tell rounding from a fault."""
     comparison, report = _run_and_compare(runs, options)
     if runs.dtype is not None or not comparison.needs_float64:
@@ -148,23 +148,27 @@ def _compare_deciding_precision(runs: VerifyRuns, options: ComparisonOptions) ->
     return _locate_first_difference(exact, options, decisive, msgspec.structs.replace(decision, own_precision=report))
 
 
-def _run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> tuple[Comparison, Report]:
+def _run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> tuple[Comparison, VerifyReport]:
     """All runs made and compared; the table is printed."""
-    one = runs.on_one()
+    one = runs.run_one()
     if not any(isinstance(result, Called) for result in one.results):
         raise ConfigError(
             expected="a script that calls at least one job",
             found=f"{runs.program.target}, which calls none",
             fix="put @rankless.job(model=…, optimizer=…) on its training function: results of jobs are compared",
         )
-    many, noise, twin = runs.on_many(options.workers), runs.disturbed(options.noise_runs), runs.twin()
+    many, noise, reference = (
+        runs.run_many(options.workers),
+        runs.run_perturbed(options.noise_runs),
+        runs.run_reference(),
+    )
     comparison = compare(one, many, noise, tolerance=options.tolerance)
-    if twin is not None:
-        comparison = with_twin(comparison, twin, one, many, noise)
+    if reference is not None:
+        comparison = compare_with_reference(comparison, reference, one, many, noise)
     report = msgspec.structs.replace(
         make_report(comparison, workers=options.workers),
-        against=None if twin is None else twin.name,
-        not_covered=not_covered(comparison, one, runs.programs()),
+        against=None if reference is None else reference.name,
+        not_covered=list_not_covered(comparison, one, runs.read_programs()),
     )
     tolerance = "" if report.tolerance is None else render_tolerance(report.tolerance)
     parts = (render_table(comparison), tolerance, render_coverage(report.not_covered))
@@ -173,8 +177,8 @@ def _run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> tuple[Comp
 
 
 def _locate_first_difference(
-    runs: VerifyRuns, options: ComparisonOptions, comparison: Comparison, report: Report
-) -> Report:
+    runs: VerifyRuns, options: ComparisonOptions, comparison: Comparison, report: VerifyReport
+) -> VerifyReport:
     """The report with the first value that differs, where numbers part: the call in question is run once more."""
     finding = comparison.findings[0] if comparison.findings else None
     unmet = report.tolerance is not None and report.tolerance.unmet is not None
@@ -182,8 +186,8 @@ def _locate_first_difference(
         return report
     print(f"looking for the first value that differs, in call {finding.call.call} of {finding.call.job}:", flush=True)
     try:
-        first = runs.first_value(
-            finding.call, workers=options.workers, step=finding.place.step + 1, tolerance=options.tolerance
+        first = runs.find_first_value(
+            finding.call, workers=options.workers, step=finding.location.step + 1, tolerance=options.tolerance
         )
     except RunFailed as end:
         if end.exit_code == INTERRUPTED:

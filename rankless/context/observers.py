@@ -44,7 +44,7 @@ class ProgramObserver(Protocol):
 class CallInspector(Protocol):
     """Records every value of one job call, so that `rankless verify` can name the first value that differs."""
 
-    def begins(self, job: str) -> bool:
+    def count_call(self, job: str) -> bool:
         """Count a call of a job, and return whether it is the call to inspect."""
         ...
 
@@ -52,7 +52,7 @@ class CallInspector(Protocol):
         """Return a placed program that also records its values."""
         ...
 
-    def run_beside(self, job: Any, world: Any, arguments: Any) -> None:
+    def run_alongside(self, job: Any, world: Any, arguments: Any) -> None:
         """Record the values of the call on one worker, without side effects."""
         ...
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
 
-class PerSample:
+class PerSampleValues:
     """A list or tuple with one plain value for each sample read: texts, paths, identifiers."""
 
     def __init__(self, values: list[Any] | tuple[Any, ...]) -> None:
         self.values = values
 
 
-class OwnRows:
+class LocalRows:
     """This rank's rows of a tensor that has one row per sample of the whole batch."""
 
     def __init__(self, local: Tensor) -> None:
@@ -33,25 +33,25 @@ def map_leaves(
     """The same containers with `function(path, leaf)` in the place of each leaf; nothing is changed in place."""
     if is_leaf(data) or not _is_container(data):
         return function(path, data)
-    parts = {key: map_leaves(function, part, name, is_leaf=is_leaf) for key, (name, part) in _parts(data, path)}
-    return _rebuilt(data, parts)
+    parts = {key: map_leaves(function, part, name, is_leaf=is_leaf) for key, (name, part) in _iterate_parts(data, path)}
+    return _rebuild(data, parts)
 
 
-def with_lists_marked(data: Any, rows: int) -> Any:
+def mark_per_sample_lists(data: Any, rows: int) -> Any:
     """The batch with its lists of one plain value per sample as leaves."""
 
     def per_sample(part: Any) -> bool:
         return _is_list_of_plain_values(part) and len(part) == rows
 
-    return map_leaves(lambda _, leaf: PerSample(leaf) if per_sample(leaf) else leaf, data, is_leaf=per_sample)
+    return map_leaves(lambda _, leaf: PerSampleValues(leaf) if per_sample(leaf) else leaf, data, is_leaf=per_sample)
 
 
-def leaves_of(data: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+def iterate_leaves(data: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
     """Each leaf with the way to it, in order."""
     if not _is_container(data):
         yield path, data
-    for _, (name, part) in _parts(data, path):
-        yield from leaves_of(part, name)
+    for _, (name, part) in _iterate_parts(data, path):
+        yield from iterate_leaves(part, name)
 
 
 def _is_list_of_plain_values(data: Any) -> bool:
@@ -66,7 +66,7 @@ def _is_container(data: Any) -> bool:
     return (dataclasses.is_dataclass(data) and not isinstance(data, type)) or type(data) in SUPPORTED_NODES
 
 
-def _parts(data: Any, path: str) -> Iterator[tuple[Any, tuple[str, Any]]]:
+def _iterate_parts(data: Any, path: str) -> Iterator[tuple[Any, tuple[str, Any]]]:
     """The parts of a container by key, each with the way to it."""
     if isinstance(data, Mapping):
         yield from ((key, (f"{path}[{key!r}]", part)) for key, part in data.items())
@@ -80,7 +80,7 @@ def _parts(data: Any, path: str) -> Iterator[tuple[Any, tuple[str, Any]]]:
         yield from ((place, (f"{path}[{place}]", part)) for place, part in enumerate(children))
 
 
-def _rebuilt(data: Any, parts: dict[Any, Any]) -> Any:
+def _rebuild(data: Any, parts: dict[Any, Any]) -> Any:
     """A container like `data` with other parts."""
     kind = type(data)
     made: Any
@@ -109,8 +109,8 @@ def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
     return map_leaves(lambda _, leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, data)
 
 
-def rows_of(data: Any) -> int:
+def count_rows(data: Any) -> int:
     """The rows of a whole batch that a data set has made: those of its first tensor, or 0."""
-    tensors = (leaf for _, leaf in leaves_of(data) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    tensors = (leaf for _, leaf in iterate_leaves(data) if isinstance(leaf, Tensor) and leaf.dim() > 0)
     first = next(tensors, None)
     return 0 if first is None else first.shape[0]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.typed_values import decode_value, encode_value
-from rankless.data.batch_tree import OwnRows, PerSample, leaves_of, map_leaves, rows_of
-from rankless.data.logical_tensor import GatherNotice, LogicalTensor
-from rankless.data.reading import BatchRead, BatchRequest
+from rankless.data.batch_tree import LocalRows, PerSampleValues, count_rows, iterate_leaves, map_leaves
+from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
+from rankless.data.sample_reader import BatchRead, BatchRequest
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Shard, split_lengths
@@ -19,7 +19,7 @@ from rankless.parallel.placement import Shard, split_lengths
 _WHOLE = 'pass reading="replicated": every rank then reads and collates the whole batch'
 
 
-class _Outline(msgspec.Struct, frozen=True):
+class _BatchSignature(msgspec.Struct, frozen=True):
     """What must be equal on all ranks: which samples the whole batch has, and each leaf but for its rows."""
 
     digest: bytes = b""
@@ -28,82 +28,82 @@ class _Outline(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def make_logical(read: BatchRead, *, mesh: Mesh, notice: GatherNotice) -> Any:
+def make_logical(read: BatchRead, *, mesh: Mesh, monitor: GatherMonitor) -> Any:
     """The batch with its tensors logical; whole and plain if it has fewer rows than there are workers."""
     request = read.request
-    rows = request.rows if request.rows is not None else rows_of(read.data)
+    rows = request.rows if request.rows is not None else count_rows(read.data)
     if mesh.size == 1 or rows < mesh.size:
         return read.data
     placement = Shard(0, split_lengths(rows, mesh.size))
 
     def convert(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, OwnRows):
-            return identified(path, LogicalTensor(leaf.local, placement=placement, mesh=mesh, notice=notice))
+        if isinstance(leaf, LocalRows):
+            return identify(path, LogicalTensor(leaf.local, placement=placement, mesh=mesh, monitor=monitor))
         if not isinstance(leaf, Tensor):
-            return _whole_or_refused(path, leaf, request)
-        if request.divided:
+            return _check_plain_leaf(path, leaf, request)
+        if request.is_split:
             _require_rows(path, leaf, len(request.indices))
-            return identified(path, LogicalTensor(leaf, placement=placement, mesh=mesh, notice=notice))
+            return identify(path, LogicalTensor(leaf, placement=placement, mesh=mesh, monitor=monitor))
         if leaf.dim() == 0 or leaf.shape[0] != rows:
             return leaf
         local = leaf.narrow(0, placement.start(mesh.rank), placement.lengths[mesh.rank])
-        return identified(path, LogicalTensor(local, placement=placement, mesh=mesh, notice=notice, whole=leaf))
+        return identify(path, LogicalTensor(local, placement=placement, mesh=mesh, monitor=monitor, whole=leaf))
 
-    def identified(path: str, tensor: LogicalTensor) -> LogicalTensor:
+    def identify(path: str, tensor: LogicalTensor) -> LogicalTensor:
         # With its place in the batch: else a rank that is given inputs for targets would pass for the others.
-        tensor.identity = int.from_bytes(request.digest[:8], "little") ^ zlib.crc32(path.encode())
+        tensor.fingerprint = int.from_bytes(request.digest[:8], "little") ^ zlib.crc32(path.encode())
         return tensor
 
     return map_leaves(convert, read.data)
 
 
-def require_agreement(read: BatchRead | Exception | None, *, mesh: Mesh) -> None:
+def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> None:
     """Return if all ranks read of one batch, with the same leaves, or all are at their end; else raise DataError
     on every rank. `read` is None at the end, an error if this rank could not read: it is raised by the caller.
     """
     if mesh.size == 1:
         return
-    gathered = all_gather_bytes(msgspec.msgpack.encode(_outline(read)), mesh=mesh)
+    gathered = all_gather_bytes(msgspec.msgpack.encode(_make_signature(read)), mesh=mesh)
     if isinstance(read, Exception):
         return
-    outlines = [msgspec.msgpack.decode(data, type=_Outline) for data in gathered]
-    for rank, outline in enumerate(outlines):
-        if outline.error:
+    signatures = [msgspec.msgpack.decode(data, type=_BatchSignature) for data in gathered]
+    for rank, signature in enumerate(signatures):
+        if signature.error:
             raise DataError(
                 expected="every rank to read its part of the batch",
-                found=f"rank {rank} failed: {outline.error}",
+                found=f"rank {rank} failed: {signature.error}",
                 fix=f"mend what rank {rank} reports",
             )
-    for rank, outline in enumerate(outlines):
-        if outline.ended != outlines[0].ended:
+    for rank, signature in enumerate(signatures):
+        if signature.ended != signatures[0].ended:
             raise DataError(
                 expected="the same number of batches on every rank",
-                found=f"rank {rank} {_at(outline)}, rank 0 {_at(outlines[0])}",
+                found=f"rank {rank} {_describe_progress(signature)}, rank 0 {_describe_progress(signatures[0])}",
                 fix='let the data set and its sampler be the same on every rank, or pass reading="first"',
             )
-        if outline.digest != outlines[0].digest:
+        if signature.digest != signatures[0].digest:
             raise DataError(
                 expected="the same samples in the same order on every rank",
                 found=f"rank {rank} has other samples, or another seed, than rank 0",
                 fix="draw random numbers alike on every rank, before the loader and in it, or pass a seed; what can "
                 'be read only once, as a queue, takes reading="first"',
             )
-        if outline.leaves != outlines[0].leaves:
+        if signature.leaves != signatures[0].leaves:
             raise DataError(
-                expected=f"the same leaves on every rank, their rows aside; rank 0 has {outlines[0].leaves}",
-                found=f"rank {rank} has {outline.leaves}",
+                expected=f"the same leaves on every rank, their rows aside; rank 0 has {signatures[0].leaves}",
+                found=f"rank {rank} has {signature.leaves}",
                 fix='pass reading="replicated": every rank then collates (pads, say) the whole batch',
             )
 
 
-def lists_in(read: BatchRead) -> bool:
+def has_per_sample_lists(read: BatchRead) -> bool:
     """Whether a batch holds lists of one plain value per sample, of this rank's samples only."""
-    return any(isinstance(leaf, PerSample) for _, leaf in leaves_of(read.data))
+    return any(isinstance(leaf, PerSampleValues) for _, leaf in iterate_leaves(read.data))
 
 
 def gather_lists(read: BatchRead, *, mesh: Mesh) -> BatchRead:
     """The batch with its lists of plain values whole: a collective operation."""
-    named = [(path, leaf) for path, leaf in leaves_of(read.data) if isinstance(leaf, PerSample)]
+    named = [(path, leaf) for path, leaf in iterate_leaves(read.data) if isinstance(leaf, PerSampleValues)]
     for path, leaf in named:
         for value in leaf.values:
             _require_typed(path, value)
@@ -112,42 +112,42 @@ def gather_lists(read: BatchRead, *, mesh: Mesh) -> BatchRead:
     wholes = iter([[value for part in parts for value in part] for parts in zip(*ranks, strict=True)])
 
     def convert(_: str, leaf: Any) -> Any:
-        return _Whole(type(leaf.values)(next(wholes))) if isinstance(leaf, PerSample) else leaf
+        return _GatheredList(type(leaf.values)(next(wholes))) if isinstance(leaf, PerSampleValues) else leaf
 
     return replace(read, data=map_leaves(convert, read.data))
 
 
-class _Whole:
+class _GatheredList:
     """A list that is whole already, kept from being taken apart."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
 
 
-def _outline(read: BatchRead | Exception | None) -> _Outline:
+def _make_signature(read: BatchRead | Exception | None) -> _BatchSignature:
     if read is None:
-        return _Outline(ended=True)
+        return _BatchSignature(ended=True)
     if isinstance(read, Exception):
         text = str(read.found) if isinstance(read, DataError) else f"{type(read).__name__}: {read}"
-        return _Outline(error=text)
-    return _Outline(read.request.digest, _outline_of_leaves(read.data) if read.request.divided else [])
+        return _BatchSignature(error=text)
+    return _BatchSignature(read.request.digest, _describe_leaves(read.data) if read.request.is_split else [])
 
 
-def _at(outline: _Outline) -> str:
-    return "is at its end" if outline.ended else "has another batch"
+def _describe_progress(signature: _BatchSignature) -> str:
+    return "is at its end" if signature.ended else "has another batch"
 
 
-def _outline_of_leaves(data: Any) -> list[tuple[str, str]]:
+def _describe_leaves(data: Any) -> list[tuple[str, str]]:
     return [
         (path, f"{leaf.dtype} {list(leaf.shape[1:])}" if isinstance(leaf, Tensor) else type(leaf).__name__)
-        for path, leaf in leaves_of(data)
+        for path, leaf in iterate_leaves(data)
     ]
 
 
-def _whole_or_refused(path: str, leaf: Any, request: BatchRequest) -> Any:
-    if isinstance(leaf, _Whole):
+def _check_plain_leaf(path: str, leaf: Any, request: BatchRequest) -> Any:
+    if isinstance(leaf, _GatheredList):
         return leaf.values
-    if leaf is None or not request.divided:
+    if leaf is None or not request.is_split:
         return leaf
     raise DataError(
         expected="batches of tensors, or of lists with one value per sample, of which each rank reads its part",

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, default_convert, get_worker_info
 
-from rankless.data.batch_tree import PerSample, leaves_of, with_lists_marked
-from rankless.data.generators import drawn_between, generators_restored, process_states
-from rankless.data.reading import BatchRead, ReadingFailure, SamplesRead
+from rankless.data.batch_tree import PerSampleValues, iterate_leaves, mark_per_sample_lists
+from rankless.data.generators import find_changed_generators, get_process_states, preserve_generators
+from rankless.data.sample_reader import BatchRead, ReadFailure, SamplesRead
 
-_TRIED_BATCHES = 3
+_PROBED_BATCHES = 3
 _WHOLE = 'pass reading="replicated": every rank then collates the whole batch as one device does'
 
 
@@ -28,77 +28,79 @@ class Collation:
 
     def __init__(self, collate_fn: Callable[[Any], Any] | None) -> None:
         self.collate_fn = collate_fn
-        self._to_try = _TRIED_BATCHES
+        self._probes_left = _PROBED_BATCHES
 
-    def __call__(self, read: SamplesRead | ReadingFailure) -> BatchRead | ReadingFailure:
+    def __call__(self, read: SamplesRead | ReadFailure) -> BatchRead | ReadFailure:
         """The batch; a failure passes through."""
-        if isinstance(read, ReadingFailure):
+        if isinstance(read, ReadFailure):
             return read
         if read.columns is not None:
             return BatchRead(data=read.columns, request=read.request)
         if read.request.rows is None:
             convert = self.collate_fn or default_convert
             return BatchRead(data=convert(read.batch), request=read.request)
-        if not read.request.divided:
+        if not read.request.is_split:
             collate = self.collate_fn or default_collate
             return BatchRead(data=collate(read.samples), request=read.request)
-        data = default_collate(read.samples) if self.collate_fn is None else self._collated(read.samples)
-        if isinstance(data, ReadingFailure):
+        data = default_collate(read.samples) if self.collate_fn is None else self._collate_rows(read.samples)
+        if isinstance(data, ReadFailure):
             return data
-        return BatchRead(data=with_lists_marked(data, len(read.samples)), request=read.request)
+        return BatchRead(data=mark_per_sample_lists(data, len(read.samples)), request=read.request)
 
-    def _collated(self, samples: Any) -> Any:
+    def _collate_rows(self, samples: Any) -> Any:
         """The user's function's result for this rank's rows, once it is known to be the whole's rows."""
         assert self.collate_fn is not None
-        tried = [*reversed(_copied(samples)), *_copied(samples[:1])] if self._to_try else None
-        before = process_states()
+        probe = [*reversed(_copy_samples(samples)), *_copy_samples(samples[:1])] if self._probes_left else None
+        before = get_process_states()
         data = self.collate_fn(samples)
-        if drawn_between(before, process_states()):
-            return _refused("a collate_fn that draws random numbers, which each rank would draw for its own rows")
-        if tried is None:
+        if find_changed_generators(before, get_process_states()):
+            return _refuse("a collate_fn that draws random numbers, which each rank would draw for its own rows")
+        if probe is None:
             return data
-        self._to_try -= 1
+        self._probes_left -= 1
         try:
-            with generators_restored({}):
-                again = self.collate_fn(tried)
+            with preserve_generators({}):
+                again = self.collate_fn(probe)
         except Exception as error:  # the function is foreign code, and has just done well with the samples in order
-            return _refused(f"a collate_fn that raised {type(error).__name__}: {error} on one sample more, in reverse")
-        different = _first_that_is_no_part(data, again, rows=len(samples))
+            return _refuse(f"a collate_fn that raised {type(error).__name__}: {error} on one sample more, in reverse")
+        different = _find_mixed_leaf(data, again, rows=len(samples))
         if different is not None:
-            return _refused(
+            return _refuse(
                 f"a collate_fn that makes {different} of the batch as a whole (it sorts, mixes or counts, say): with "
                 "the samples in reverse, and one of them twice, the rows are not"
             )
         return data
 
 
-def _refused(found: str) -> ReadingFailure:
-    failure = ReadingFailure(found=found, fix=_WHOLE)
+def _refuse(found: str) -> ReadFailure:
+    failure = ReadFailure(found=found, fix=_WHOLE)
     if get_worker_info() is None:
         raise failure.as_error()
     return failure
 
 
-def _copied(samples: Any) -> list[Any]:
+def _copy_samples(samples: Any) -> list[Any]:
     try:
-        copied: list[Any] = copy.deepcopy(samples)
+        copy_to_device: list[Any] = copy.deepcopy(samples)
     except (TypeError, RuntimeError):  # samples that hold a file, say, or a tensor on its way through autograd
         return [copy.copy(sample) for sample in samples]
-    return copied
+    return copy_to_device
 
 
-def _first_that_is_no_part(data: Any, again: Any, *, rows: int) -> str | None:
+def _find_mixed_leaf(data: Any, again: Any, *, rows: int) -> str | None:
     """The way to the first leaf whose rows did not follow their samples; leaves without rows are judged elsewhere."""
     expected, found = (
-        dict(leaves_of(with_lists_marked(data, rows))),
-        dict(leaves_of(with_lists_marked(again, rows + 1))),
+        dict(iterate_leaves(mark_per_sample_lists(data, rows))),
+        dict(iterate_leaves(mark_per_sample_lists(again, rows + 1))),
     )
     for path, leaf in expected.items():
         other = found.get(path)
-        if isinstance(leaf, PerSample):
-            same = isinstance(other, PerSample) and _equal([*reversed(leaf.values), leaf.values[0]], other.values)
+        if isinstance(leaf, PerSampleValues):
+            same = isinstance(other, PerSampleValues) and _is_equal(
+                [*reversed(leaf.values), leaf.values[0]], other.values
+            )
         elif isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows:
-            same = isinstance(other, Tensor) and _same_bits(torch.cat([leaf.flip(0), leaf[:1]]), other)
+            same = isinstance(other, Tensor) and _is_bitwise_equal(torch.cat([leaf.flip(0), leaf[:1]]), other)
         else:
             continue
         if not same:
@@ -106,13 +108,13 @@ def _first_that_is_no_part(data: Any, again: Any, *, rows: int) -> str | None:
     return None
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     return len(one) == len(other) and all(
         left is right or bool(numpy.all(left == right)) for left, right in zip(one, other, strict=True)
     )
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _is_bitwise_equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return one.numel() == 0 or one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))

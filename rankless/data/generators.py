@@ -38,12 +38,12 @@ def split_mix_64(state: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def epoch_seed(seed: int, epoch: int) -> int:
+def derive_epoch_seed(seed: int, epoch: int) -> int:
     """The seed of an epoch; `epoch` counts from 0."""
     return split_mix_64(split_mix_64(seed & _MASK) ^ epoch)
 
 
-def sample_seed(seed_of_epoch: int, index: object) -> int:
+def derive_sample_seed(seed_of_epoch: int, index: object) -> int:
     """The seed of one sample: of an integer index by mixing, of any other key by a digest of its `repr`."""
     try:
         number = int(index)  # type: ignore[call-overload]  # whatever a sampler yields
@@ -52,12 +52,12 @@ def sample_seed(seed_of_epoch: int, index: object) -> int:
     return split_mix_64(seed_of_epoch ^ (number & _MASK))
 
 
-def process_states() -> ProcessStates:
+def get_process_states() -> ProcessStates:
     """The states of the process's generators, as they are now."""
     return torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
 
 
-def restore_process(states: ProcessStates) -> None:
+def set_process_states(states: ProcessStates) -> None:
     """Set the process's generators to what `process_states` gave."""
     torch_state, numpy_state, python_state = states
     torch.default_generator.set_state(torch_state)
@@ -65,7 +65,7 @@ def restore_process(states: ProcessStates) -> None:
     random.setstate(python_state)
 
 
-def drawn_between(one: ProcessStates, other: ProcessStates) -> frozenset[str]:
+def find_changed_generators(one: ProcessStates, other: ProcessStates) -> frozenset[str]:
     """The names of the process's generators that were drawn from between two moments."""
     same = {
         "torch": bool(torch.equal(one[0], other[0])),
@@ -76,14 +76,14 @@ def drawn_between(one: ProcessStates, other: ProcessStates) -> frozenset[str]:
 
 
 @contextmanager
-def generators_restored(held: Mapping[str, Generator]) -> Iterator[None]:
+def preserve_generators(held: Mapping[str, Generator]) -> Iterator[None]:
     """Whatever is drawn inside leaves the process's generators, and those `held`, as they were."""
-    states, held_states = process_states(), states_of(held)
+    states, held_states = get_process_states(), get_states(held)
     try:
         yield
     finally:
-        restore_process(states)
-        restore(held, held_states)
+        set_process_states(states)
+        set_states(held, held_states)
 
 
 def seed_generators(seed: int, held: Mapping[str, Generator]) -> None:
@@ -104,7 +104,7 @@ def seed_generators(seed: int, held: Mapping[str, Generator]) -> None:
             generator.bit_generator.state = type(generator.bit_generator)(own).state
 
 
-def generators_held(*owners: object) -> dict[str, Generator]:
+def find_generators(*owners: object) -> dict[str, Generator]:
     """The generators found in the attributes of objects, by the way to them; each once."""
     found: dict[str, Generator] = {}
     # An object may hold a process's generator under a name of its own.
@@ -132,12 +132,12 @@ def generators_held(*owners: object) -> dict[str, Generator]:
     return found
 
 
-def states_of(held: Mapping[str, Generator]) -> dict[str, Any]:
+def get_states(held: Mapping[str, Generator]) -> dict[str, Any]:
     """The states of generators by their names."""
     return {name: _state(generator) for name, generator in held.items()}
 
 
-def restore(held: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+def set_states(held: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
     """Set generators to the states that stand under their names; raises DataError where one is missing."""
     for name, generator in held.items():
         if name not in states:
@@ -164,31 +164,31 @@ def _state(generator: Generator) -> Any:
     return generator.bit_generator.state
 
 
-def as_plain(state: Any) -> Any:
+def to_plain(state: Any) -> Any:
     """A generator's state as a tensor or text, which any checkpoint can hold; `from_plain` is its inverse."""
-    return state if isinstance(state, torch.Tensor) else json.dumps(_listed(state))
+    return state if isinstance(state, torch.Tensor) else json.dumps(_to_json(state))
 
 
 def from_plain(plain: Any) -> Any:
     """A generator's state from what `as_plain` made of it."""
-    return plain if isinstance(plain, torch.Tensor) else _unlisted(json.loads(plain))
+    return plain if isinstance(plain, torch.Tensor) else _from_json(json.loads(plain))
 
 
-def _listed(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, numpy.ndarray):
         return {"array": value.tolist(), "dtype": value.dtype.str}
     if isinstance(value, numpy.integer):
         return int(value)
     if isinstance(value, tuple):
-        return {"tuple": [_listed(part) for part in value]}
-    return {key: _listed(part) for key, part in value.items()} if isinstance(value, dict) else value
+        return {"tuple": [_to_json(part) for part in value]}
+    return {key: _to_json(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
-def _unlisted(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if value.keys() == {"array", "dtype"}:
         return numpy.array(value["array"], dtype=value["dtype"])
     if value.keys() == {"tuple"}:
-        return tuple(_unlisted(part) for part in value["tuple"])
-    return {key: _unlisted(part) for key, part in value.items()}
+        return tuple(_from_json(part) for part in value["tuple"])
+    return {key: _from_json(part) for key, part in value.items()}

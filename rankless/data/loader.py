@@ -7,14 +7,14 @@ import torch
 
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
-from rankless.data.batch_source import Source
+from rankless.data.batch_source import BatchSource
 from rankless.data.batches import make_logical
-from rankless.data.loader_position import VERSION, Moment, Pass, require_same_loader, sampler_states
-from rankless.data.logical_tensor import GatherNotice
-from rankless.data.options import LoaderOptions, Reading, check_options
-from rankless.data.prefetching import copied, copier_for
-from rankless.data.reading import BatchRead
-from rankless.data.sample_order import Order
+from rankless.data.loader_options import LoaderOptions, Reading, check_options
+from rankless.data.loader_position import VERSION, GeneratorSnapshot, Pass, get_sampler_states, require_same_loader
+from rankless.data.logical_tensor import GatherMonitor
+from rankless.data.prefetching import copy_to_device, make_copier
+from rankless.data.sample_order import SampleOrder
+from rankless.data.sample_reader import BatchRead
 
 Batch = TypeVar("Batch")
 
@@ -47,12 +47,12 @@ class Loader(Generic[Batch]):
         self.epoch = 0
         """Number of passes that have begun."""
         self._world = world
-        self._order = Order(dataset, options)
-        self._source = Source(self._order)
+        self._order = SampleOrder(dataset, options)
+        self._source = BatchSource(self._order)
         self._pass: Pass | None = None
-        self._taken_up: Pass | None = None
+        self._resumed: Pass | None = None
         self._stream_state: Any = None
-        self._notice: GatherNotice | None = None
+        self._monitor: GatherMonitor | None = None
 
     @property
     def position(self) -> int:
@@ -62,7 +62,7 @@ class Loader(Generic[Batch]):
             >>> rankless.loader(range(5), batch_size=2).position
             0
         """
-        present = self._present()
+        present = self._active_pass()
         return 0 if present is None else present.position
 
     def __len__(self) -> int:
@@ -91,17 +91,17 @@ class Loader(Generic[Batch]):
         """
         world = self._world()
         self._prepare(world)
-        current, self._taken_up = self._taken_up, None
+        current, self._resumed = self._resumed, None
         stream_state, self._stream_state = self._stream_state, None
         if current is None:
             current = Pass(
                 number=self.epoch,
-                seed=self._order.seed_of_pass(self.epoch),
-                begun=Moment.now(self._order.held),
-                sampler=sampler_states(self._order.samplers),
+                seed=self._order.derive_pass_seed(self.epoch),
+                at_start=GeneratorSnapshot.now(self._order.held),
+                sampler=get_sampler_states(self._order.samplers),
             )
             self.epoch += 1
-        elif self._order.options.num_workers > 0 and current.seed is None and not self._order.streams:
+        elif self._order.options.num_workers > 0 and current.seed is None and not self._order.is_stream:
             world.notify(
                 "the rest of the interrupted epoch has the right samples in the right order; random numbers that they "
                 'draw in reader processes are drawn anew (reading="split" gives the same ones)'
@@ -109,7 +109,7 @@ class Loader(Generic[Batch]):
         self._pass = current
         world.mesh.check_sync_point(f"pass {current.number + 1} of a loader of {type(self.dataset).__name__}")
         # Not inside the generator below: DataLoader draws its base seed when iteration begins.
-        return self._hand_out(self._source.begin(current, world, stream_state=stream_state), current, world)
+        return self._yield_batches(self._source.begin(current, world, stream_state=stream_state), current, world)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader: which epoch, and which batch is next.
@@ -134,14 +134,14 @@ class Loader(Generic[Batch]):
             >>> [batch.tolist() for batch in resumed]
             [[2, 3], [4]]
         """
-        present = self._present()
+        present = self._active_pass()
         return {
             "version": VERSION,
-            "made_of": self._order.made_of(),
+            "made_of": self._order.settings(),
             "epoch": self.epoch,
-            "pass": None if present is None else present.as_plain(),
+            "pass": None if present is None else present.to_plain(),
             "order": self._order.state_dict(),
-            "stream": self.dataset.state_dict() if self._order.knows_itself else None,
+            "stream": self.dataset.state_dict() if self._order.stream_saves_state else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,31 +157,31 @@ class Loader(Generic[Batch]):
             >>> loader = rankless.loader(range(5), batch_size=2)
             >>> loader.load_state_dict(rankless.loader(range(5), batch_size=2).state_dict())
         """
-        require_same_loader(state, self._order.made_of())
+        require_same_loader(state, self._order.settings())
         self.epoch = state["epoch"]
         self._pass = None
-        self._source = Source(self._order)
-        self._taken_up = None if state["pass"] is None else Pass.from_plain(state["pass"])
+        self._source = BatchSource(self._order)
+        self._resumed = None if state["pass"] is None else Pass.from_plain(state["pass"])
         self._stream_state = state["stream"]
-        between = self._taken_up is None
+        between = self._resumed is None
         self._order.load_state_dict(state["order"], between_passes=between or self._stream_state is not None)
         if between and self._stream_state is not None:
             self.dataset.load_state_dict(self._stream_state)
             self._stream_state = None
 
-    def _present(self) -> Pass | None:
-        present = self._taken_up or self._pass
+    def _active_pass(self) -> Pass | None:
+        present = self._resumed or self._pass
         return None if present is None or present.over else present
 
     def _prepare(self, world: World) -> None:
         require_not_in_once(world, "a pass over a loader")
-        if self._notice is not None:
+        if self._monitor is not None:
             return
-        self._notice = GatherNotice(world.notify, world=world)
+        self._monitor = GatherMonitor(world.notify, world=world)
         if self.options.pin_memory and not torch.accelerator.is_available():
             world.notify("pin_memory=True does nothing here: there is no accelerator to copy to")
 
-    def _hand_out(self, reads: Iterator[BatchRead], current: Pass, world: World) -> Iterator[Any]:
+    def _yield_batches(self, reads: Iterator[BatchRead], current: Pass, world: World) -> Iterator[Any]:
         meter, turn = world.meter, world.passes.begin(batches=self._steps_left(current))
         epoch = meter.begin_epoch(steps=self._steps_left(current)) if meter is not None else None
         try:
@@ -201,15 +201,15 @@ class Loader(Generic[Batch]):
 
     def _batches(self, reads: Iterator[BatchRead], world: World) -> Iterator[tuple[BatchRead, Any]]:
         """Each batch as the script gets it, with what was read for it."""
-        notice = self._notice
-        assert notice is not None
-        batches = ((read, make_logical(read, mesh=world.mesh, notice=notice)) for read in reads)
+        monitor = self._monitor
+        assert monitor is not None
+        batches = ((read, make_logical(read, mesh=world.mesh, monitor=monitor)) for read in reads)
         if self.options.device is None:
             return batches
         device = torch.device(self.options.device)
         if device.type == world.mesh.device.type:
             device = world.mesh.device
-        return copied(batches, copier=copier_for(device), ahead=self.options.num_workers > 0)
+        return copy_to_device(batches, copier=make_copier(device), ahead=self.options.num_workers > 0)
 
     def _steps_left(self, current: Pass) -> int | None:
         try:

@@ -14,12 +14,12 @@ from typing import Any
 from rankless.data.generators import (
     Generator,
     ProcessStates,
-    as_plain,
     from_plain,
-    process_states,
-    restore,
-    restore_process,
-    states_of,
+    get_process_states,
+    get_states,
+    set_process_states,
+    set_states,
+    to_plain,
 )
 from rankless.errors import DataError
 
@@ -28,31 +28,31 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Moment:
+class GeneratorSnapshot:
     """The states of the process's generators and of those held by a sampler or a stream."""
 
     process: ProcessStates
     held: Mapping[str, Any]
 
     @staticmethod
-    def now(held: Mapping[str, Generator]) -> "Moment":
+    def now(held: Mapping[str, Generator]) -> "GeneratorSnapshot":
         """This moment."""
-        return Moment(process_states(), states_of(held))
+        return GeneratorSnapshot(get_process_states(), get_states(held))
 
-    def come_back(self, held: Mapping[str, Generator]) -> None:
+    def restore(self, held: Mapping[str, Generator]) -> None:
         """Set all generators to what they were."""
-        restore_process(self.process)
-        restore(held, self.held)
+        set_process_states(self.process)
+        set_states(held, self.held)
 
-    def as_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"process": [as_plain(state) for state in self.process], "held": plain_states(self.held)}
+        return {"process": [to_plain(state) for state in self.process], "held": to_plain_states(self.held)}
 
     @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> "Moment":
+    def from_plain(plain: Mapping[str, Any]) -> "GeneratorSnapshot":
         """The inverse of `as_plain`."""
         torch_state, numpy_state, python_state = (from_plain(state) for state in plain["process"])
-        return Moment((torch_state, numpy_state, python_state), states_from_plain(plain["held"]))
+        return GeneratorSnapshot((torch_state, numpy_state, python_state), from_plain_states(plain["held"]))
 
 
 @dataclass(kw_only=True)
@@ -63,19 +63,19 @@ class Pass:
     """From 0."""
     seed: int | None
     """Of the samples' random numbers; None where they are drawn from the running generators."""
-    begun: Moment
+    at_start: GeneratorSnapshot
     sampler: list[dict[str, Any]]
     """The samplers' own states at the beginning."""
-    first: Moment | None = None
+    first: GeneratorSnapshot | None = None
     """When the first batch was asked for; None until then."""
     position: int = 0
     """Batches handed out."""
     digest: bytes = b""
     """Of the requests of all batches handed out, in order."""
     over: bool = False
-    taken_up: bool = field(default=False, repr=False)
+    resumed: bool = field(default=False, repr=False)
     """Whether it was begun by another process, and is at `position` when it begins here."""
-    draws_late: frozenset[str] = frozenset()
+    interleaved_draws: frozenset[str] = frozenset()
     """The process's generators that the sampler or stream goes on drawing from after its first batch, while the
     script may draw from them too."""
     has_lists: bool = False
@@ -84,24 +84,24 @@ class Pass:
     def hand_out(self, digest: bytes) -> None:
         """Count one batch, by the digest of its request."""
         self.position += 1
-        self.digest = chained(self.digest, digest)
+        self.digest = chain_digests(self.digest, digest)
 
-    def as_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """For a checkpoint. Raises DataError for a pass that could not be taken up."""
-        if self.draws_late:
+        if self.interleaved_draws:
             raise DataError(
                 expected="a sampler or stream that can be taken up in the middle of a pass",
-                found=f"one that draws from {' and '.join(sorted(self.draws_late))}'s global generator at every batch, "
-                "in turn with the script",
+                found=f"one that draws from {' and '.join(sorted(self.interleaved_draws))}'s global generator at every "
+                "batch, in turn with the script",
                 fix="give it a generator of its own, or let it draw all at the start of __iter__, or give a stream "
                 "state_dict() and load_state_dict()",
             )
         return {
             "number": self.number,
             "seed": self.seed,
-            "begun": self.begun.as_plain(),
+            "begun": self.at_start.to_plain(),
             "sampler": self.sampler,
-            "first": None if self.first is None else self.first.as_plain(),
+            "first": None if self.first is None else self.first.to_plain(),
             "position": self.position,
             "digest": self.digest,
         }
@@ -113,16 +113,16 @@ class Pass:
         return Pass(
             number=plain["number"],
             seed=plain["seed"],
-            begun=Moment.from_plain(plain["begun"]),
+            at_start=GeneratorSnapshot.from_plain(plain["begun"]),
             sampler=plain["sampler"],
-            first=None if first is None else Moment.from_plain(first),
+            first=None if first is None else GeneratorSnapshot.from_plain(first),
             position=plain["position"],
             digest=plain["digest"],
-            taken_up=True,
+            resumed=True,
         )
 
 
-def chained(digest: bytes, other: bytes) -> bytes:
+def chain_digests(digest: bytes, other: bytes) -> bytes:
     """The digest of a sequence that goes on with `other`."""
     return blake2b(digest + other, digest_size=16).digest()
 
@@ -131,7 +131,7 @@ def require_same_batches(current: Pass, digests: Iterable[bytes]) -> None:
     """Return if the batches skipped are those that the interrupted pass handed out; else raise DataError."""
     digest, count = b"", 0
     for count, other in enumerate(digests, start=1):  # noqa: B007  # counted for the text below
-        digest = chained(digest, other)
+        digest = chain_digests(digest, other)
     if digest != current.digest:
         found = "other batches" if count == current.position else f"only {count}"
         raise DataError(
@@ -141,7 +141,7 @@ def require_same_batches(current: Pass, digests: Iterable[bytes]) -> None:
         )
 
 
-def samplers_of(sampler: object) -> list[Any]:
+def list_samplers(sampler: object) -> list[Any]:
     """A sampler, and those that it is made of."""
     found: list[Any] = []
     while sampler is not None and not any(sampler is known for known in found):
@@ -150,7 +150,7 @@ def samplers_of(sampler: object) -> list[Any]:
     return found
 
 
-def sampler_states(samplers: Iterable[Any]) -> list[dict[str, Any]]:
+def get_sampler_states(samplers: Iterable[Any]) -> list[dict[str, Any]]:
     """What samplers say of themselves, or their plain attributes (a counter of passes, say)."""
     return [
         {"own": sampler.state_dict()}
@@ -164,7 +164,7 @@ def sampler_states(samplers: Iterable[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def restore_samplers(samplers: Iterable[Any], states: Iterable[Mapping[str, Any]]) -> None:
+def set_sampler_states(samplers: Iterable[Any], states: Iterable[Mapping[str, Any]]) -> None:
     """Give samplers the states that `sampler_states` found."""
     for sampler, state in zip(samplers, states, strict=False):
         if "own" in state:
@@ -173,12 +173,12 @@ def restore_samplers(samplers: Iterable[Any], states: Iterable[Mapping[str, Any]
             vars(sampler).update(state["attributes"])
 
 
-def plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
     """Generators' states by name, for a checkpoint."""
-    return {name: as_plain(state) for name, state in states.items()}
+    return {name: to_plain(state) for name, state in states.items()}
 
 
-def states_from_plain(plain: Mapping[str, Any]) -> dict[str, Any]:
+def from_plain_states(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `plain_states`."""
     return {name: from_plain(state) for name, state in plain.items()}
 

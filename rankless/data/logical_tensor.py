@@ -27,7 +27,7 @@ from rankless.user_code import caller_line
 
 WAIT_SECONDS = 5.0
 
-_IDENTITY = frozenset({Tensor.__hash__})
+_HASHING = frozenset({Tensor.__hash__})
 
 _METADATA: frozenset[Any] = frozenset(
     {
@@ -59,7 +59,7 @@ _METADATA: frozenset[Any] = frozenset(
 )
 """Answered by the wrapper itself, which has the whole's shape, type and device."""
 
-_KEEPING: frozenset[Any] = frozenset(
+_ROWWISE: frozenset[Any] = frozenset(
     {
         Tensor.bfloat16,
         Tensor.bool,
@@ -83,7 +83,7 @@ _KEEPING: frozenset[Any] = frozenset(
 """Done on each rank's rows, and still logical: they change no value's place."""
 
 
-class GatherNotice:
+class GatherMonitor:
     """Tells the user, once, that an operation outside a job made every rank gather a batch.
 
     With a `world` it also knows when the other ranks will not come, and says for whom this one waits.
@@ -91,14 +91,14 @@ class GatherNotice:
 
     def __init__(self, notify: Callable[[str], None], *, world: World | None = None) -> None:
         self._notify = notify
-        self._given = False
+        self._has_warned = False
         self._world = world
 
-    def give(self, operation: Callable[..., Any]) -> None:
+    def warn_once(self, operation: Callable[..., Any]) -> None:
         """Say which operation, and at which line of the script."""
-        if self._given:
+        if self._has_warned:
             return
-        self._given = True
+        self._has_warned = True
         name = resolve_name(operation) or getattr(operation, "__name__", str(operation))
         self._notify(
             f"{caller_line()}: {name} outside a job gathers the whole batch on every rank, here and "
@@ -106,7 +106,7 @@ class GatherNotice:
         )
 
     @contextmanager
-    def waiting(self, where: str) -> Iterator[None]:
+    def watch_wait(self, where: str) -> Iterator[None]:
         """While a gather for that line lasts: refused where rank 0 is alone; said where the others do not come."""
         if self._world is None:
             yield
@@ -144,7 +144,7 @@ class LogicalTensor(Tensor):
 
     placement: Shard
     mesh: Mesh
-    identity: int = 0
+    fingerprint: int = 0
     """64 bits that are equal on all ranks that hold rows of the same batch; 0 if unknown."""
 
     @staticmethod
@@ -154,7 +154,7 @@ class LogicalTensor(Tensor):
         *,
         placement: Shard,
         mesh: Mesh,
-        notice: GatherNotice,
+        monitor: GatherMonitor,
         whole: Tensor | None = None,
     ) -> "LogicalTensor":
         """The wrapper, with the whole's shape and no storage."""
@@ -170,13 +170,13 @@ class LogicalTensor(Tensor):
         *,
         placement: Shard,
         mesh: Mesh,
-        notice: GatherNotice,
+        monitor: GatherMonitor,
         whole: Tensor | None = None,
     ) -> None:
         super().__init__()
         self._local = local.detach()
         self._whole = whole
-        self._notice = notice
+        self._monitor = monitor
         self.placement = placement
         self.mesh = mesh
 
@@ -194,11 +194,11 @@ class LogicalTensor(Tensor):
         """
         if self._whole is None:
             where = caller_line()
-            with self._notice.waiting(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with self._monitor.watch_wait(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self.mesh.check_sync_point(
                     f"an operation on a whole batch of {self.dtype} {list(self.shape)} outside jobs",
                     names=lambda: ["batch, and the same part of it,"],
-                    digests=[self.identity],
+                    digests=[self.fingerprint],
                 )
                 self._whole = _gather(self._local, placement=self.placement, mesh=self.mesh)
                 dim, rank = self.placement.dim, self.mesh.rank
@@ -218,14 +218,14 @@ class LogicalTensor(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             first = args[0] if args else None
-            if func in _IDENTITY:
+            if func in _HASHING:
                 return func(*args, **kwargs)
             if isinstance(first, LogicalTensor):
                 if func in _METADATA and first._whole is None:
                     return func(*args, **kwargs)
-                if func in _KEEPING and not (first._whole is not None and first._whole.requires_grad):
-                    return _keep(func, first, args[1:], kwargs)
-        return _on_the_whole(func, args, kwargs)
+                if func in _ROWWISE and not (first._whole is not None and first._whole.requires_grad):
+                    return _apply_to_rows(func, first, args[1:], kwargs)
+        return _apply_to_whole(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # the stubs lack the class method
@@ -236,26 +236,28 @@ class LogicalTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """PyTorch's hook for operations that C++ calls: the net below `__torch_function__`."""
-        return _on_the_whole(func, args, kwargs or {})
+        return _apply_to_whole(func, args, kwargs or {})
 
 
-def _keep(func: Callable[..., Any], tensor: LogicalTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply_to_rows(
+    func: Callable[..., Any], tensor: LogicalTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     rest, kwargs = tree_map_only(LogicalTensor, lambda other: other.local, (rest, kwargs))
     result = func(tensor.local, *rest, **kwargs)
     if result is tensor.local:
         return tensor
     if not isinstance(result, Tensor):
         return result
-    kept = LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, notice=tensor._notice)
-    kept.identity = tensor.identity
+    kept = LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, monitor=tensor._monitor)
+    kept.fingerprint = tensor.fingerprint
     return kept
 
 
-def _on_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply_to_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logical = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LogicalTensor)]
     for tensor in logical:
         if tensor._whole is None:
-            tensor._notice.give(func)
+            tensor._monitor.warn_once(func)
             tensor.whole()
     before = [_layout(tensor.whole()) for tensor in logical]
     plain_args, plain_kwargs = tree_map_only(LogicalTensor, lambda tensor: tensor.whole(), (args, kwargs))

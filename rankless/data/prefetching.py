@@ -59,39 +59,39 @@ class StreamCopier:
         present = self._accelerator.current_stream(self._device)
         present.wait_stream(self._stream)
         # The memory was taken on the other stream, and must not be given away while this one still reads it.
-        map_tensors(lambda tensor: data_of(tensor).record_stream(present), batch)
+        map_tensors(lambda tensor: get_local_data(tensor).record_stream(present), batch)
         return batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        pinned = tensor if tensor.device.type != "cpu" or data_of(tensor).is_pinned() else tensor.pin_memory()
+        pinned = tensor if tensor.device.type != "cpu" or get_local_data(tensor).is_pinned() else tensor.pin_memory()
         return pinned.to(self._device, non_blocking=True)
 
 
-def copier_for(device: torch.device) -> Copier:
+def make_copier(device: torch.device) -> Copier:
     """What copies to this kind of device."""
     return PlainCopier(device) if device.type == "cpu" else StreamCopier(device)
 
 
-def data_of(tensor: Tensor) -> Tensor:
+def get_local_data(tensor: Tensor) -> Tensor:
     """The plain tensor that holds a tensor's data: a logical one's own rows."""
     local: Tensor = getattr(tensor, "local", tensor)
     return local
 
 
-def copied(items: Iterator[tuple[Item, Any]], *, copier: Copier, ahead: bool) -> Iterator[tuple[Item, Any]]:
+def copy_to_device(items: Iterator[tuple[Item, Any]], *, copier: Copier, ahead: bool) -> Iterator[tuple[Item, Any]]:
     """Each item's batch on the device. With `ahead` the next is taken and begun before one is handed out; what that
     raises is raised after it.
     """
     if not ahead:
         yield from ((item, copier.finish(copier.start(batch))) for item, batch in items)
         return
-    waiting: Callable[[], tuple[Item, Any] | None] = _begun(items, copier)
-    while (entry := waiting()) is not None:
-        waiting = _begun(items, copier)
+    watch_wait: Callable[[], tuple[Item, Any] | None] = _start_next(items, copier)
+    while (entry := watch_wait()) is not None:
+        watch_wait = _start_next(items, copier)
         yield entry[0], copier.finish(entry[1])
 
 
-def _begun(items: Iterator[tuple[Item, Any]], copier: Copier) -> Callable[[], tuple[Item, Any] | None]:
+def _start_next(items: Iterator[tuple[Item, Any]], copier: Copier) -> Callable[[], tuple[Item, Any] | None]:
     """What gives the next item once its turn has come: None at the end, or what reading it raised."""
     try:
         item, batch = next(items)
@@ -99,11 +99,11 @@ def _begun(items: Iterator[tuple[Item, Any]], copier: Copier) -> Callable[[], tu
     except StopIteration:
         return lambda: None
     except Exception as error:  # whatever it is, it belongs after the batch that is handed out before it
-        return _raising(error)
+        return _make_raiser(error)
     return lambda: (item, started)
 
 
-def _raising(error: Exception) -> Callable[[], Any]:
+def _make_raiser(error: Exception) -> Callable[[], Any]:
     def raise_it() -> Any:
         raise error
 

@@ -6,71 +6,71 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from rankless.data.generators import epoch_seed, generators_held, restore, states_of
+from rankless.data.generators import derive_epoch_seed, find_generators, get_states, set_states
+from rankless.data.loader_options import LoaderOptions
 from rankless.data.loader_position import (
-    plain_states,
-    restore_samplers,
-    sampler_states,
-    samplers_of,
-    states_from_plain,
+    from_plain_states,
+    get_sampler_states,
+    list_samplers,
+    set_sampler_states,
+    to_plain_states,
 )
-from rankless.data.options import LoaderOptions
-from rankless.data.reading import has_plain_columns
+from rankless.data.sample_reader import has_plain_columns
 
 
-class Order:
+class SampleOrder:
     """The order of one loader's samples, which is a plain DataLoader's."""
 
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         self.dataset = dataset
         self.options = options
-        self.streams = isinstance(dataset, IterableDataset)
+        self.is_stream = isinstance(dataset, IterableDataset)
         """Whether the data set makes the order itself."""
         self.generator = options.generator
         if options.seed is not None:
             self.generator = torch.Generator().manual_seed(options.seed)
-        self.sampler: Any = None if self.streams else self._made_sampler()
-        self.samplers = samplers_of(self.sampler)
-        data_held = generators_held(dataset)
-        held = generators_held(self.generator, *self.samplers)
-        known = {id(generator) for generator in data_held.values()}
+        self.sampler: Any = None if self.is_stream else self._make_sampler()
+        self.samplers = list_samplers(self.sampler)
+        data_generators = find_generators(dataset)
+        held = find_generators(self.generator, *self.samplers)
+        known = {id(generator) for generator in data_generators.values()}
         held = {name: generator for name, generator in held.items() if id(generator) not in known}
-        self.held = held | data_held if self.streams else held
+        self.held = held | data_generators if self.is_stream else held
         """The generators that the order is drawn from."""
-        self.data_held = {} if self.streams else data_held
+        self.data_generators = {} if self.is_stream else data_generators
         """Those that samples are drawn from."""
 
     def __len__(self) -> int:
-        if not self.streams:
+        if not self.is_stream:
             return len(self.sampler)  # a TypeError if the sampler has no length, as in PyTorch
         size, rows = self.options.batch_size or 1, len(self.dataset)
         return rows // size if self.options.drop_last else -(-rows // size)
 
     @property
-    def knows_itself(self) -> bool:
+    def stream_saves_state(self) -> bool:
         """Whether the data set is a stream that can say where it is; in reader processes nobody could ask it."""
-        return self.streams and self.options.num_workers == 0 and hasattr(self.dataset, "state_dict")
+        return self.is_stream and self.options.num_workers == 0 and hasattr(self.dataset, "state_dict")
 
     @property
-    def makes_batches(self) -> bool:
+    def collates_batches(self) -> bool:
         """Whether samples are collated to batches; else the data set gives whole batches."""
         return self.options.batch_size is not None or self.options.batch_sampler is not None
 
-    def seed_of_pass(self, number: int) -> int | None:
+    def derive_pass_seed(self, number: int) -> int | None:
         """The seed of the samples' random numbers in a pass; None where they are drawn as in a plain DataLoader.
 
         Without a seed of its own, it is made from what DataLoader is about to draw.
         """
-        split = self.options.reading == "split" and self.makes_batches
-        if not split or self.streams or has_plain_columns(self.dataset):
+        split = self.options.reading == "split" and self.collates_batches
+        if not split or self.is_stream or has_plain_columns(self.dataset):
             return None
         if self.options.seed is not None:
-            return epoch_seed(self.options.seed, number)
-        twin = torch.Generator()
-        twin.set_state((self.generator or torch.default_generator).get_state())
-        return epoch_seed(int(torch.empty((), dtype=torch.int64).random_(generator=twin).item()), number)
+            return derive_epoch_seed(self.options.seed, number)
+        clone = torch.Generator()
+        clone.set_state((self.generator or torch.default_generator).get_state())
+        return derive_epoch_seed(int(torch.empty((), dtype=torch.int64).random_(generator=clone).item()), number)
 
-    def made_of(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """What must be alike where a state of this order is loaded."""
         names = ("batch_size", "drop_last", "reading", "seed")
         return {
@@ -82,19 +82,19 @@ class Order:
     def state_dict(self) -> dict[str, Any]:
         """The states of the samplers and of all generators, between two passes."""
         return {
-            "sampler": sampler_states(self.samplers),
-            "order": plain_states(states_of(self.held)),
-            "data": plain_states(states_of(self.data_held)),
+            "sampler": get_sampler_states(self.samplers),
+            "order": to_plain_states(get_states(self.held)),
+            "data": to_plain_states(get_states(self.data_generators)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, between_passes: bool) -> None:
         """Take the states over; in the middle of a pass only those that samples are drawn from."""
-        restore(self.data_held, states_from_plain(state["data"]))
+        set_states(self.data_generators, from_plain_states(state["data"]))
         if between_passes:
-            restore_samplers(self.samplers, state["sampler"])
-            restore(self.held, states_from_plain(state["order"]))
+            set_sampler_states(self.samplers, state["sampler"])
+            set_states(self.held, from_plain_states(state["order"]))
 
-    def _made_sampler(self) -> Any:
+    def _make_sampler(self) -> Any:
         """The user's batch sampler, or PyTorch's own over indices; without batches, what gives the keys."""
         options = self.options
         if options.batch_sampler is not None:

@@ -15,26 +15,26 @@ import numpy
 from rankless.collectives import all_gather_object
 from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.process_groups import resolve_group
-from rankless.data.generators import generators_held, generators_restored, seed_generators
-from rankless.data.rank_shares import Keys, Share, data_of, share_by_rows, share_of, source_of
-from rankless.data.streams import digest_of
+from rankless.data.generators import find_generators, preserve_generators, seed_generators
+from rankless.data.rank_shards import Keys, RankShard, find_dataset, find_index_source, find_shard, read_row_shard
+from rankless.data.stream_reader import compute_digest
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
 
 SHOWN = 5
 PROBED = 3
-FAULTY_PART = 0.1
+FAULTY_FRACTION = 0.1
 """Of the rows, from which on equal ones are no chance."""
-OTHER_SAMPLES = "every rank to get other samples"
+DISJOINT_SAMPLES = "every rank to get other samples"
 FIX = (
     "DataLoader(…, sampler=rankless.collectives.DistributedSampler(dataset)), made after rankless.init(), with one "
     "seed and one set_epoch on all ranks; or rankless.loader"
 )
-FIX_OF_STREAMS = "let each rank's stream leave out what is for others: every rankless.world_size()-th sample is its own"
+STREAM_FIX = "let each rank's stream leave out what is for others: every rankless.world_size()-th sample is its own"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardsWanted:
+class ShardCheckOptions:
     """What the check is to ask for."""
 
     all_samples: bool = True
@@ -45,7 +45,7 @@ class ShardsWanted:
     """How many of each rank's batches are looked at; None for all."""
 
 
-def require_shards(loader: Any, wanted: ShardsWanted, *, mesh: Mesh, notify: Callable[[str], None]) -> None:
+def require_shards(loader: Any, wanted: ShardCheckOptions, *, mesh: Mesh, notify: Callable[[str], None]) -> None:
     """Raise `RanksDiverged` on every rank unless the data is divided among them."""
     checked = resolve_group(None)
     assert checked is not None
@@ -56,44 +56,44 @@ def require_shards(loader: Any, wanted: ShardsWanted, *, mesh: Mesh, notify: Cal
                 found=f"batches={wanted.batches}",
                 fix="leave it away, or say how many of each rank's batches to look at",
             )
-        share = share_of(loader, most_batches=wanted.batches, notify=notify)
-    shares: list[Share] = _from_all(share, mesh)
-    _require_one_kind(shares)
-    if share.kind == "indices" and not _are_of_one_data_set(loader, shares, mesh, notify):
-        if source_of(loader) is loader:
+        shard = find_shard(loader, most_batches=wanted.batches, notify=notify)
+    shards: list[RankShard] = _gather_from_all(shard, mesh)
+    _require_same_kind(shards)
+    if shard.kind == "indices" and not _is_one_dataset(loader, shards, mesh, notify):
+        if find_index_source(loader) is loader:
             return  # a sampler alone: there is nothing to read
-        share = share_by_rows(loader, most_batches=wanted.batches, notify=notify)
-        shares = _from_all(share, mesh)
-    if share.kind == "whole":
-        _require_whole(shares)
-    elif share.kind == "rows":
-        _require_other_rows(shares, notify)
+        shard = read_row_shard(loader, most_batches=wanted.batches, notify=notify)
+        shards = _gather_from_all(shard, mesh)
+    if shard.kind == "whole":
+        _require_same_loader(shards)
+    elif shard.kind == "rows":
+        _require_disjoint_rows(shards, notify)
     else:
-        _require_other_indices(shares, notify)
+        _require_disjoint_indices(shards, notify)
         if wanted.all_samples:
-            _require_all(shares)
+            _require_complete(shards)
     if wanted.even:
-        _require_even(shares)
+        _require_even(shards)
 
 
-def _from_all(mine: Any, mesh: Mesh) -> list[Any]:
-    told: list[Any] = [None] * mesh.size
-    all_gather_object(told, mine)
-    return told
+def _gather_from_all(mine: Any, mesh: Mesh) -> list[Any]:
+    gathered: list[Any] = [None] * mesh.size
+    all_gather_object(gathered, mine)
+    return gathered
 
 
-def _are_of_one_data_set(loader: Any, shares: Sequence[Share], mesh: Mesh, notify: Callable[[str], None]) -> bool:
+def _is_one_dataset(loader: Any, shards: Sequence[RankShard], mesh: Mesh, notify: Callable[[str], None]) -> bool:
     """Whether an index means the same sample on every rank. Collective; reads a few samples."""
-    if any(share.samples != shares[0].samples for share in shares):
+    if any(shard.samples != shards[0].samples for shard in shards):
         return False
-    keys, counts = numpy.unique(numpy.concatenate([numpy.unique(share.keys) for share in shares]), return_counts=True)
+    keys, counts = numpy.unique(numpy.concatenate([numpy.unique(shard.keys) for shard in shards]), return_counts=True)
     shared = keys[counts > 1]
     among = shared if len(shared) else keys
     probes = [among[place] for place in sorted({0, len(among) // 2, len(among) - 1})] if len(among) else []
-    _, base = data_of(loader)
+    _, base = find_dataset(loader)
     if not hasattr(base, "__getitem__") or among.dtype != numpy.int64:
         return True
-    found: list[list[bytes]] = _from_all([_probe(base, int(index)) for index in probes], mesh)
+    found: list[list[bytes]] = _gather_from_all([_digest_sample(base, int(index)) for index in probes], mesh)
     differing = [
         (rank, place) for rank, read in enumerate(found) for place, one in enumerate(read) if one != found[0][place]
     ]
@@ -107,52 +107,52 @@ def _are_of_one_data_set(loader: Any, shares: Sequence[Share], mesh: Mesh, notif
     return not differing
 
 
-def _probe(dataset: Any, index: int) -> bytes:
+def _digest_sample(dataset: Any, index: int) -> bytes:
     """A digest of a sample, with the same random numbers on every rank."""
-    held = generators_held(dataset)
-    with generators_restored(held):
+    held = find_generators(dataset)
+    with preserve_generators(held):
         seed_generators(index, held)
-        return digest_of(dataset[index])
+        return compute_digest(dataset[index])
 
 
-def _require_one_kind(shares: Sequence[Share]) -> None:
+def _require_same_kind(shards: Sequence[RankShard]) -> None:
     kinds = {"indices": "a sampler's", "rows": "batches", "whole": "a rankless.loader"}
-    if any(share.kind != shares[0].kind for share in shares):
+    if any(shard.kind != shards[0].kind for shard in shards):
         raise RanksDiverged(
             expected="the same kind of loader on every rank",
-            found="; ".join(f"rank {rank}: {kinds[share.kind]}" for rank, share in enumerate(shares)),
+            found="; ".join(f"rank {rank}: {kinds[shard.kind]}" for rank, shard in enumerate(shards)),
             fix="build it by the same lines on every rank",
         )
 
 
-def _require_whole(shares: Sequence[Share]) -> None:
+def _require_same_loader(shards: Sequence[RankShard]) -> None:
     """A `rankless.loader` gives each rank its rows of every batch, if the batches are the same."""
-    if shares[0].maker:
+    if shards[0].source:
         raise RanksDiverged(
             expected="a rankless.loader of all samples: it gives each rank its own rows of every batch itself",
-            found=f"one with a sampler that has divided them already: {shares[0].maker}",
+            found=f"one with a sampler that has divided them already: {shards[0].source}",
             fix="leave the sampler away, and pass shuffle=True",
         )
-    other = [rank for rank, share in enumerate(shares) if share.keys[0] != shares[0].keys[0]]
+    other = [rank for rank, shard in enumerate(shards) if shard.keys[0] != shards[0].keys[0]]
     if other:
         raise RanksDiverged(
-            expected=f"a rankless.loader made as on rank 0: {shares[0].keys[0]}",
-            found=f"rank {other[0]}: {shares[other[0]].keys[0]}",
+            expected=f"a rankless.loader made as on rank 0: {shards[0].keys[0]}",
+            found=f"rank {other[0]}: {shards[other[0]].keys[0]}",
             fix="build it by the same lines on every rank",
         )
 
 
-def _require_other_indices(shares: Sequence[Share], notify: Callable[[str], None]) -> None:
-    own = [numpy.unique(share.keys) for share in shares]
-    if any(len(unique) < len(share.keys) for unique, share in zip(own, shares, strict=True)):
-        _require_other_draws(shares)
+def _require_disjoint_indices(shards: Sequence[RankShard], notify: Callable[[str], None]) -> None:
+    own = [numpy.unique(shard.keys) for shard in shards]
+    if any(len(unique) < len(shard.keys) for unique, shard in zip(own, shards, strict=True)):
+        _require_distinct_draws(shards)
         return
     keys, counts = numpy.unique(numpy.concatenate(own), return_counts=True)
     repeated = keys[counts > 1]
     if not len(repeated):
         return
-    extra, total = int((counts - 1).sum()), shares[0].samples or len(keys)
-    if _is_padding(shares, repeated, extra):
+    extra, total = int((counts - 1).sum()), shards[0].samples or len(keys)
+    if _is_padding(shards, repeated, extra):
         notify(
             f"{extra} of {total} samples come twice, by padding: pass drop_last=True to the sampler, or use "
             "rankless.collectives.DistributedSampler, which repeats none"
@@ -163,76 +163,80 @@ def _require_other_indices(shares: Sequence[Share], notify: Callable[[str], None
         for key in repeated[:SHOWN].tolist()
     ]
     raise RanksDiverged(
-        expected=f"{OTHER_SAMPLES}: no index of the data set on two of them",
-        found=f"{len(repeated)} of {total} come to several: {_listed(named, len(repeated))}; {_makers(shares)}",
+        expected=f"{DISJOINT_SAMPLES}: no index of the data set on two of them",
+        found=f"{len(repeated)} of {total} come to several: {_list_examples(named, len(repeated))}; "
+        f"{_describe_sources(shards)}",
         fix=FIX,
     )
 
 
-def _is_padding(shares: Sequence[Share], repeated: Keys, extra: int) -> bool:
+def _is_padding(shards: Sequence[RankShard], repeated: Keys, extra: int) -> bool:
     """Whether samples are repeated as torch does it: fewer than there are ranks, each as the last of some rank."""
-    lasts = [share.keys[-1] for share in shares if len(share.keys)]
-    even = len({len(share.keys) for share in shares}) == 1
-    return even and extra < len(shares) and bool(numpy.isin(repeated, lasts).all())
+    lasts = [shard.keys[-1] for shard in shards if len(shard.keys)]
+    even = len({len(shard.keys) for shard in shards}) == 1
+    return even and extra < len(shards) and bool(numpy.isin(repeated, lasts).all())
 
 
-def _require_other_draws(shares: Sequence[Share]) -> None:
+def _require_distinct_draws(shards: Sequence[RankShard]) -> None:
     """Ranks that draw with replacement may have the same samples, but not all of them in the same order."""
-    for rank, share in enumerate(shares):
-        alike = [other for other in range(rank) if numpy.array_equal(shares[other].keys, share.keys)]
+    for rank, shard in enumerate(shards):
+        alike = [other for other in range(rank) if numpy.array_equal(shards[other].keys, shard.keys)]
         if alike:
             raise RanksDiverged(
-                expected=f"{OTHER_SAMPLES}: other draws, where they draw with replacement",
-                found=f"ranks {alike[0]} and {rank} draw the same {len(share.keys)}: {_makers(shares)}",
+                expected=f"{DISJOINT_SAMPLES}: other draws, where they draw with replacement",
+                found=f"ranks {alike[0]} and {rank} draw the same {len(shard.keys)}: {_describe_sources(shards)}",
                 fix="give each rank's sampler a generator seeded by its rank: torch.Generator().manual_seed(seed + "
                 "rankless.rank())",
             )
 
 
-def _require_all(shares: Sequence[Share]) -> None:
-    keys = [share.keys for share in shares]
+def _require_complete(shards: Sequence[RankShard]) -> None:
+    keys = [shard.keys for shard in shards]
     with_replacement = any(len(numpy.unique(own)) < len(own) for own in keys)
-    if with_replacement or any(share.cut or share.keys.dtype != numpy.int64 for share in shares):
+    if with_replacement or any(shard.is_truncated or shard.keys.dtype != numpy.int64 for shard in shards):
         return
     held: list[Keys] = []
-    for share in shares:
-        if share.holds is None:
+    for shard in shards:
+        if shard.candidates is None:
             return
-        held.append(numpy.arange(share.holds) if isinstance(share.holds, int) else share.holds)
+        held.append(numpy.arange(shard.candidates) if isinstance(shard.candidates, int) else shard.candidates)
     wanted = numpy.unique(numpy.concatenate(held))
     missing = numpy.setdiff1d(wanted, numpy.concatenate(keys))
-    if len(missing) > sum(share.drops for share in shares):
+    if len(missing) > sum(shard.may_drop for shard in shards):
         named = list(map(str, missing[:SHOWN].tolist()))
         raise RanksDiverged(
             expected="every sample to come to some rank",
-            found=f"{len(missing)} of {len(wanted)} come to none: {_listed(named, len(missing))}; {_makers(shares)}",
+            found=f"{len(missing)} of {len(wanted)} come to none: {_list_examples(named, len(missing))}; "
+            f"{_describe_sources(shards)}",
             fix=f"{FIX}; or all_samples=False, where the script means to leave some out",
         )
 
 
-def _require_other_rows(shares: Sequence[Share], notify: Callable[[str], None]) -> None:
+def _require_disjoint_rows(shards: Sequence[RankShard], notify: Callable[[str], None]) -> None:
     """As for indices, by what rows hold; by whole batches, where a rank's own rows are often equal."""
-    often_equal = any(len(numpy.unique(share.keys)) < (1 - FAULTY_PART) * len(share.keys) for share in shares)
+    often_equal = any(len(numpy.unique(shard.keys)) < (1 - FAULTY_FRACTION) * len(shard.keys) for shard in shards)
     what = "batches" if often_equal else "samples"
     known: dict[int, tuple[int, int]] = {}
     equal: list[str] = []
     parts: list[float] = []
-    for rank, share in enumerate(shares):
-        sequence = share.batch_keys if often_equal else share.keys
+    for rank, shard in enumerate(shards):
+        sequence = shard.batch_keys if often_equal else shard.keys
         places = {key: place for place, key in enumerate([] if sequence is None else sequence.tolist())}
         again = [key for key in places if key in known]
         parts.append(len(again) / max(1, len(places)))
         equal += [f"{places[key]} of rank {rank} is {known[key][1]} of rank {known[key][0]}" for key in again]
         known |= {key: (rank, place) for key, place in places.items() if key not in known}
-    told = f"{len(equal)} {what} of one rank are also another's: {_listed(equal, len(equal))} (each rank's from 0)"
-    if max(parts) >= FAULTY_PART:
-        raise RanksDiverged(expected=OTHER_SAMPLES, found=told, fix=FIX_OF_STREAMS)
+    gathered = (
+        f"{len(equal)} {what} of one rank are also another's: {_list_examples(equal, len(equal))} (each rank's from 0)"
+    )
+    if max(parts) >= FAULTY_FRACTION:
+        raise RanksDiverged(expected=DISJOINT_SAMPLES, found=gathered, fix=STREAM_FIX)
     if equal:
-        notify(f"{told}. They are equal samples in the data, or shards that overlap")
+        notify(f"{gathered}. They are equal samples in the data, or shards that overlap")
 
 
-def _require_even(shares: Sequence[Share]) -> None:
-    counts = [share.batches for share in shares]
+def _require_even(shards: Sequence[RankShard]) -> None:
+    counts = [shard.batches for shard in shards]
     if any(count != counts[0] for count in counts):
         raise RanksDiverged(
             expected="as many batches on every rank: DistributedDataParallel waits for all of them in each step",
@@ -241,11 +245,11 @@ def _require_even(shares: Sequence[Share]) -> None:
         )
 
 
-def _makers(shares: Sequence[Share]) -> str:
-    makers = dict.fromkeys(share.maker for share in shares)
-    ranks = {maker: [rank for rank, share in enumerate(shares) if share.maker == maker] for maker in makers}
-    return "; ".join(f"{format_ranks(ranks[maker])}: {maker}" for maker in makers)
+def _describe_sources(shards: Sequence[RankShard]) -> str:
+    sources = dict.fromkeys(shard.source for shard in shards)
+    ranks = {source: [rank for rank, shard in enumerate(shards) if shard.source == source] for source in sources}
+    return "; ".join(f"{format_ranks(ranks[source])}: {source}" for source in sources)
 
 
-def _listed(named: Sequence[str], count: int) -> str:
+def _list_examples(named: Sequence[str], count: int) -> str:
     return ", ".join(named[:SHOWN]) + (f" and {count - SHOWN} more" if count > SHOWN else "")

@@ -27,18 +27,18 @@ class Arguments:
     tensors: tuple[Tensor, ...]
     spec: pytree.TreeSpec
     plain: tuple[Any, ...]
-    """One entry per leaf: `TENSOR` where a tensor was, else the leaf."""
+    """One kind per leaf: `TENSOR` where a tensor was, else the leaf."""
     batch_dims: tuple[int | None, ...] = ()
     """The dim of each tensor that holds the batch; None for one that is not batch."""
 
-    def joined(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def unflatten(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with the given tensors in place."""
         remaining = iter(tensors)
         leaves = [next(remaining) if leaf is TENSOR else leaf for leaf in self.plain]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
-    def key(self, job: str) -> Hashable:
+    def cache_key(self, job: str) -> Hashable:
         """What tells calls of different programs apart, as far as the arguments go."""
         try:
             hash(self.plain)
@@ -52,12 +52,12 @@ class Arguments:
         return self.spec, self.plain, tuple([tensor.dtype for tensor in self.tensors])
 
 
-def leaf_names(function: Callable[..., Any], arguments: Arguments) -> list[str]:
+def find_leaf_names(function: Callable[..., Any], arguments: Arguments) -> list[str]:
     """The argument of the function that each leaf of a call belongs to."""
-    return [name for name, _ in leaf_paths(function, arguments)]
+    return [name for name, _ in find_leaf_paths(function, arguments)]
 
 
-def leaf_paths(function: Callable[..., Any], arguments: Arguments) -> list[tuple[str, str]]:
+def find_leaf_paths(function: Callable[..., Any], arguments: Arguments) -> list[tuple[str, str]]:
     """The argument of the function that each leaf of a call belongs to, and the way to it from there: "['ids'][0]"."""
     parameters = inspect.signature(function).parameters
     positional = [name for name, item in parameters.items() if item.kind in POSITIONAL]
@@ -77,7 +77,7 @@ def leaf_paths(function: Callable[..., Any], arguments: Arguments) -> list[tuple
     return found
 
 
-def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
     """A call's arguments; NumPy arrays become tensors, and tensors come to the model's device."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[Tensor] = []
@@ -92,19 +92,19 @@ def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.dev
     return Arguments(tuple(tensors), spec, tuple(plain), (0,) * len(tensors))
 
 
-def shapes_of(arguments: Arguments) -> list[ArgumentShape]:
+def get_shapes(arguments: Arguments) -> list[ArgumentShape]:
     """The logical shapes of the tensors."""
     return [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments.tensors]
 
 
-def placements_of(arguments: Arguments, mesh: Mesh) -> tuple[Placement, ...]:
+def get_placements(arguments: Arguments, mesh: Mesh) -> tuple[Placement, ...]:
     """How the tensors of a call lie."""
     return tuple(
-        [placement_of(tensor, dim, mesh) for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)]
+        [get_placement(tensor, dim, mesh) for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)]
     )
 
 
-def placement_of(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Placement:
+def get_placement(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Placement:
     """How an argument lies: a loader's batch as it was read; another tensor split on the dim that holds the batch,
     if that is long enough.
     """
@@ -115,7 +115,7 @@ def placement_of(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Placeme
     return Shard(batch_dim, split_lengths(argument.shape[batch_dim], mesh.size))
 
 
-def piece_of(argument: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+def get_local_piece(argument: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
     """This rank's piece of an argument."""
     if isinstance(argument, LogicalTensor):
         return argument.local

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import ConfigError, DataError
-from rankless.jobs.arguments import TENSOR, Arguments, leaf_names
+from rankless.jobs.arguments import TENSOR, Arguments, find_leaf_names
 from rankless.parallel.placement import Shard
 
 
@@ -34,14 +34,14 @@ class BatchDims:
                     fix="write the number of the dim that holds the samples",
                 )
 
-    def marked(self, arguments: Arguments) -> Arguments:
+    def apply(self, arguments: Arguments) -> Arguments:
         """The call with the dim of every tensor that holds the batch; raises `DataError` for a loader's batch that
         is split on another.
         """
         is_tensor = tuple([leaf is TENSOR for leaf in arguments.plain])
         key = arguments.spec, is_tensor
         if key not in self._leaves:
-            names = leaf_names(self._function, arguments)
+            names = find_leaf_names(self._function, arguments)
             self._leaves[key] = tuple(
                 self._marks.get(name, 0) for name, there in zip(names, is_tensor, strict=True) if there
             )

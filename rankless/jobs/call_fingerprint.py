@@ -15,45 +15,45 @@ from torch import Tensor
 
 from rankless.compiler.tracing.plain_values import PLAIN_TYPES
 from rankless.data.logical_tensor import LogicalTensor
-from rankless.jobs.arguments import TENSOR, Arguments, leaf_paths
+from rankless.jobs.arguments import TENSOR, Arguments, find_leaf_paths
 
 PIECES = 256
 PIECE_BYTES = 64
 GENERATOR = "state of torch's random generator"
 
 
-def call_text(job: str, call: int, arguments: Arguments) -> str:
+def format_call(job: str, call: int, arguments: Arguments) -> str:
     """What a call is: the job, its number, the shapes of tensors, plain values."""
     tensors = iter(arguments.tensors)
-    leaves = [tensor_text(next(tensors)) if leaf is TENSOR else plain_text(leaf) for leaf in arguments.plain]
+    leaves = [format_tensor(next(tensors)) if leaf is TENSOR else format_plain(leaf) for leaf in arguments.plain]
     return f"call {call} of job {job!r} with {', '.join(leaves) or 'no arguments'}"
 
 
-def tensor_text(tensor: Tensor) -> str:
+def format_tensor(tensor: Tensor) -> str:
     """A tensor's dtype and logical shape, as float32[8, 3]."""
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-def plain_text(value: Any) -> str:
+def format_plain(value: Any) -> str:
     """A plain value; of what has an address in its text, only the type."""
     return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__qualname__
 
 
-def names_of(function: Callable[..., Any], arguments: Arguments) -> list[str]:
+def name_tensors(function: Callable[..., Any], arguments: Arguments) -> list[str]:
     """What the function calls its tensor arguments: "images", "batch['ids']"."""
-    paths = leaf_paths(function, arguments)
+    paths = find_leaf_paths(function, arguments)
     return [name + rest for (name, rest), leaf in zip(paths, arguments.plain, strict=True) if leaf is TENSOR]
 
 
-def digests_of(tensors: Sequence[Tensor]) -> list[int]:
+def fingerprint_tensors(tensors: Sequence[Tensor]) -> list[int]:
     """A digest of each tensor's values, equal on all ranks that are given the same."""
-    return [digest_of(tensor) for tensor in tensors]
+    return [fingerprint_tensor(tensor) for tensor in tensors]
 
 
-def digest_of(tensor: Tensor) -> int:
+def fingerprint_tensor(tensor: Tensor) -> int:
     """A digest of a tensor's values; see the note at the top."""
     if isinstance(tensor, LogicalTensor):
-        return tensor.identity
+        return tensor.fingerprint
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.numel() == 0:
         return 0
     plain = tensor.detach()
@@ -66,6 +66,6 @@ def digest_of(tensor: Tensor) -> int:
     return zlib.crc32(data[: stride * PIECES].reshape(PIECES, stride)[:, :PIECE_BYTES].tobytes())
 
 
-def generator_digest() -> int:
+def fingerprint_generator() -> int:
     """A digest of the state of torch's generator on the CPU."""
     return zlib.crc32(torch.default_generator.get_state().numpy().data)

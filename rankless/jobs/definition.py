@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.errors import ConfigError
-from rankless.jobs.gradient_accumulation import Count
+from rankless.jobs.gradient_accumulation import LossWeight
 
 View = Literal["consistent", "mirrored"]
 """How a job sees several devices: as one, with whole tensors, or as a list with one element per device."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stepping:
+class StepOptions:
     """How a train job's gradients become a step: over how many calls, cut to which size, checked for what."""
 
     accumulate: int = 1
@@ -34,7 +34,7 @@ class Stepping:
         """Whether every step measures the norm of the whole gradient."""
         return self.gradient_norm or self.clip_norm is not None
 
-    def require_sound(self) -> None:
+    def validate(self) -> None:
         """Raise ConfigError for what cannot be meant."""
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             raise ConfigError(
@@ -71,14 +71,14 @@ class JobDefinition:
     function: Callable[..., Any]
     modules: Mapping[str, nn.Module]
     optimizers: tuple[Optimizer, ...] = ()
-    stepping: Stepping = field(default_factory=Stepping)
+    step_options: StepOptions = field(default_factory=StepOptions)
     view: View = "consistent"
     line: str
 
     @property
     def check_synchronized_every(self) -> int | None:
         """Compare the models of all ranks before every so many calls; None: only when there is a reason."""
-        return self.stepping.check_synchronized_every
+        return self.step_options.check_synchronized_every
 
     @property
     def trains(self) -> bool:
@@ -86,9 +86,9 @@ class JobDefinition:
         return bool(self.optimizers)
 
     @property
-    def gathers(self) -> bool:
+    def accumulates(self) -> bool:
         """Whether a step is made of several calls."""
-        return self.trains and self.stepping.accumulate > 1
+        return self.trains and self.step_options.accumulate > 1
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all modules, tied ones once, and the optimizer's that stand in a module no longer."""
@@ -99,7 +99,7 @@ class JobDefinition:
         ]
         return list({id(item): item for some in everywhere for item in some}.values())
 
-    def stepped_parameters(self) -> list[Tensor]:
+    def optimized_parameters(self) -> list[Tensor]:
         """The parameters that the optimizers step, once each, in the order of the modules."""
         # A script clips `model.parameters()`: in another order the norm would round otherwise.
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -123,16 +123,16 @@ class JobDefinition:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallResult:
     """What one call of a job gave, before any step."""
 
     result: Any
     loss: Tensor | None = None
     """A train job's loss, as one number."""
-    counts: tuple[Count, ...] = ()
+    weights: tuple[LossWeight, ...] = ()
     """What the loss was divided by, where calls are gathered into a step."""
 
 
-def without_gradient(leaf: Any) -> Any:
+def detach_leaf(leaf: Any) -> Any:
     """A leaf of a result as the script gets it."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

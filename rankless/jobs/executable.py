@@ -10,7 +10,7 @@ from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import ProgramInput
 from rankless.jobs.arguments import Arguments
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.varying_sizes import Variation
+from rankless.jobs.varying_sizes import VaryingSizes
 
 
 @dataclass(frozen=True)
@@ -40,49 +40,54 @@ class Executable:
     targets: tuple[Slot | None, ...]
     """Where each output goes: a parameter (its gradient), a buffer, or None for a result."""
     parameters: tuple[nn.Parameter, ...]
-    variation: Variation | None
+    varying_sizes: VaryingSizes | None
     """What other sizes of arguments it is right for; None if only for those it was captured with."""
 
     @property
-    def is_right(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether every Python value that it has taken in is what it was."""
         return self.captured.guards.all_hold()
 
     def sizes(self, arguments: Arguments) -> dict[str, int]:
         """The varying sizes in this call, by name."""
-        if self.variation is None:
+        if self.varying_sizes is None:
             return {}
-        return self.variation.sizes([tensor.shape for tensor in arguments.tensors])
+        return self.varying_sizes.sizes([tensor.shape for tensor in arguments.tensors])
 
 
-def ready(
-    job: JobDefinition, captured: CapturedJob, local: LocalProgram, *, number: int, variation: Variation | None = None
+def make_executable(
+    job: JobDefinition,
+    captured: CapturedJob,
+    local: LocalProgram,
+    *,
+    number: int,
+    varying_sizes: VaryingSizes | None = None,
 ) -> Executable:
     """A job's program with its inputs and outputs found."""
     return Executable(
         local=local,
         captured=captured,
         number=number,
-        slots=tuple(slot(job, described) for described in local.inputs),
+        slots=tuple(input_slot(job, described) for described in local.inputs),
         targets=tuple(
-            None if described.kind == "result" else entry(job, described.name, described.kind == "gradient")
+            None if described.kind == "result" else find_slot(job, described.name, described.kind == "gradient")
             for described in local.outputs
         ),
         parameters=tuple(job.parameters()) if job.trains else (),
-        variation=variation,
+        varying_sizes=varying_sizes,
     )
 
 
-def slot(job: JobDefinition, described: ProgramInput) -> Slot | Tensor | int:
+def input_slot(job: JobDefinition, described: ProgramInput) -> Slot | Tensor | int:
     """Where an input's value is found at each call."""
     if described.kind == "argument":
         return described.index
     if described.constant is not None:
         return described.constant
-    return entry(job, described.name, described.kind == "parameter")
+    return find_slot(job, described.name, described.kind == "parameter")
 
 
-def entry(job: JobDefinition, full_name: str, is_parameter: bool) -> Slot:
+def find_slot(job: JobDefinition, full_name: str, is_parameter: bool) -> Slot:
     """The entry of a module's table that a name like "model.layer.weight" stands for."""
     name, _, path = full_name.partition(".")
     owner, _, key = path.rpartition(".")

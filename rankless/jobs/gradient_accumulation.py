@@ -19,44 +19,44 @@ RATIO_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Count:
+class LossWeight:
     """What a call's loss was divided by: `total`, of which a group has the sum, then plus a constant, at least another.
 
     (`mask.sum().clamp(min=1)` has `least=1`: the group's is clamped too, after the sum.)
     """
 
     total: float
-    plus: float = 0.0
-    least: float | None = None
+    offset: float = 0.0
+    minimum: float | None = None
 
     @property
     def divisor(self) -> float:
         """The number that divides."""
-        number = self.total + self.plus
-        return number if self.least is None else max(number, self.least)
+        number = self.total + self.offset
+        return number if self.minimum is None else max(number, self.minimum)
 
-    def with_earlier(self, total: float) -> "Count":
+    def add_total(self, total: float) -> "LossWeight":
         """The count of this call and of others before it."""
-        return Count(self.total + total, self.plus, self.least)
+        return LossWeight(self.total + total, self.offset, self.minimum)
 
 
-class Group:
+class GradientAccumulator:
     """The calls gathered since the last step. Without counts a loss is a sum over rows, and gradients add up."""
 
     def __init__(self) -> None:
         self.calls = 0
         self._gradients: dict[int, Tensor] = {}
-        self._before: Count | None = None
+        self._earlier: LossWeight | None = None
         self._ratios: tuple[float, ...] = ()
 
-    def add(self, parameters: Sequence[Tensor], counts: Sequence[Count], *, job: str, line: str) -> None:
+    def add(self, parameters: Sequence[Tensor], weights: Sequence[LossWeight], *, job: str, line: str) -> None:
         """Take in the call whose gradients the parameters hold; after it, `.grad` is the gradient of the group."""
-        old, new = self._weights(counts, job=job, line=line)
+        old, new = self._weights(weights, job=job, line=line)
         for parameter in parameters:
             self._add(parameter, old, new)
         self.calls += 1
 
-    def put_back(self, parameters: Sequence[Tensor]) -> None:
+    def restore(self, parameters: Sequence[Tensor]) -> None:
         """Make `.grad` the gradient of the group again, without the call made since."""
         for parameter in parameters:
             parameter.grad = self._gradients.get(id(parameter))
@@ -74,23 +74,23 @@ class Group:
                 gathered.add_(gradient, alpha=new)
         parameter.grad = gathered
 
-    def _weights(self, counts: Sequence[Count], *, job: str, line: str) -> tuple[float, float]:
+    def _weights(self, weights: Sequence[LossWeight], *, job: str, line: str) -> tuple[float, float]:
         """By what to multiply the gradient so far, and that of the call."""
-        if not counts:
+        if not weights:
             return 1.0, 1.0
-        self._require_proportion(counts, job=job, line=line)
-        count = counts[0]
-        before = self._before
-        self._before = together = count.with_earlier(0.0 if before is None else before.total)
+        self._require_proportion(weights, job=job, line=line)
+        count = weights[0]
+        before = self._earlier
+        self._earlier = together = count.add_total(0.0 if before is None else before.total)
         if not together.divisor:
             return 0.0, 1.0
         # Before the first call, and after calls without a valid target, there is nothing to keep.
         old = 0.0 if before is None or not before.total else before.divisor / together.divisor
         return old, count.divisor / together.divisor
 
-    def _require_proportion(self, counts: Sequence[Count], *, job: str, line: str) -> None:
+    def _require_proportion(self, weights: Sequence[LossWeight], *, job: str, line: str) -> None:
         """Terms of one loss may have counts of their own only if they grow together."""
-        ratios = tuple(count.total / counts[0].total if counts[0].total else 1.0 for count in counts)
+        ratios = tuple(weight.total / weights[0].total if weights[0].total else 1.0 for weight in weights)
         if not self._ratios:
             self._ratios = ratios
         pairs = zip(ratios, self._ratios, strict=True)
@@ -98,7 +98,7 @@ class Group:
             raise StepError(
                 expected=f"the terms of job {job!r}'s loss to be means over counts in one proportion in all calls of a "
                 "step; else each term would need its own gradient",
-                found=f"counts of {', '.join(f'{count.total:,.10g}' for count in counts)} in this call, in another "
+                found=f"counts of {', '.join(f'{weight.total:,.10g}' for weight in weights)} in this call, in another "
                 "proportion before",
                 fix="give all calls of a step one length, divide all terms by the same count, or train without "
                 "accumulate=",

@@ -19,14 +19,14 @@ from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError
-from rankless.jobs.arguments import taken_apart
+from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.batch_dims import BatchDims
-from rankless.jobs.consistent import Consistent
-from rankless.jobs.definition import JobDefinition, Stepping, View
-from rankless.jobs.mirrored import Mirrored
-from rankless.jobs.optimizer_step import Stepper, group_sizes, require_known_parameters
-from rankless.jobs.placeholders import Check, PerDevice, Placeholder, placeholders_of
-from rankless.jobs.plain import Plain
+from rankless.jobs.consistent import ConsistentView
+from rankless.jobs.definition import JobDefinition, StepOptions, View
+from rankless.jobs.mirrored import MirroredView
+from rankless.jobs.optimizer_step import OptimizerStepper, group_sizes, require_known_parameters
+from rankless.jobs.placeholders import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
+from rankless.jobs.plain import PlainView
 from rankless.jobs.precision import cast_arguments, cast_job
 
 Parameters = ParamSpec("Parameters")
@@ -54,16 +54,16 @@ class Job(Generic[Parameters, Result]):
         functools.update_wrapper(self, definition.function)
         self.definition = definition
         self._world = world
-        self._view: Plain | Consistent | Mirrored | None = None
-        self._stepper: Stepper | None = None
+        self._view: PlainView | ConsistentView | MirroredView | None = None
+        self._stepper: OptimizerStepper | None = None
         self._stepped = False
         self._group_sizes = group_sizes(definition)
         self._batch_dims: BatchDims | None = None
-        placeholders = placeholders_of(definition.function, definition.name, definition.line)
-        self._check = Check(definition.function, placeholders, definition.line)
+        placeholders = read_placeholders(definition.function, definition.name, definition.line)
+        self._check = PlaceholderCheck(definition.function, placeholders, definition.line)
         self._dtype: torch.dtype | None = None
 
-    def mark(self, batch_dims: Mapping[str, int | None], dtype: torch.dtype | None = None) -> Self:
+    def configure(self, batch_dims: Mapping[str, int | None], dtype: torch.dtype | None = None) -> Self:
         """Say which dim of which argument holds the batch, None for one that is not batch, and the dtype where neither
         a placeholder nor the function names one; the job itself.
         """
@@ -76,7 +76,7 @@ class Job(Generic[Parameters, Result]):
         return self
 
     @property
-    def called(self) -> bool:
+    def was_called(self) -> bool:
         """Whether this process has called the job.
 
         Example:
@@ -117,24 +117,24 @@ class Job(Generic[Parameters, Result]):
         if self._view is None:
             if world.dtype is not None:
                 cast_job(job, world.dtype)
-            self._view = view_of(job, world)
+            self._view = make_view(job, world)
         if job.trains and group_sizes(job) != self._group_sizes:
             require_known_parameters(job)
             self._group_sizes = group_sizes(job)
         if world.recorder is not None:
             for name, module in job.modules.items():
                 world.recorder.register(name, module)
-        arguments = taken_apart(args, kwargs, job.device(world.mesh.device))
+        arguments = flatten_arguments(args, kwargs, job.device(world.mesh.device))
         if self._batch_dims is not None:
-            arguments = self._batch_dims.marked(arguments)
+            arguments = self._batch_dims.apply(arguments)
         if world.dtype is not None:
             arguments = cast_arguments(arguments, world.dtype)
         try:
-            with default_dtype(world.dtype or self._dtype):
+            with use_default_dtype(world.dtype or self._dtype):
                 outcome = self._view.run(arguments)
             if outcome.loss is not None:
                 with disable_autocast(job.device(world.mesh.device).type):
-                    self._stepped = self._stepper_of(world).take(outcome.loss, outcome.counts)
+                    self._stepped = self._stepper_of(world).add_call(outcome.loss, outcome.weights)
         except RanklessError as error:
             # The message has the script's line; the frames below this one are ours and PyTorch's.
             raise error.with_traceback(None) from error.__cause__
@@ -146,7 +146,7 @@ class Job(Generic[Parameters, Result]):
         if world.meter is not None and loss is not None:
             world.meter.trained(job=job.name, loss=lambda: float(loss))
         if self._stepped and self._stepper is not None:
-            self._stepper.tell()
+            self._stepper.report_step()
         result: Result = outcome.result
         return result
 
@@ -185,7 +185,7 @@ class Job(Generic[Parameters, Result]):
         """
         norm = None if self._stepper is None else self._stepper.gradient_norm
         if norm is None:
-            asked = self.definition.stepping.measures_norm
+            asked = self.definition.step_options.measures_norm
             raise ConfigError(
                 expected=f"a step of job {self.definition.name!r} whose gradient was measured",
                 found="no step yet" if asked else "a job that does not measure it",
@@ -214,12 +214,12 @@ class Job(Generic[Parameters, Result]):
         """
         if self._stepper is None or not self._stepper.flush():
             return False
-        self._stepper.tell()
+        self._stepper.report_step()
         return True
 
-    def _stepper_of(self, world: World) -> Stepper:
+    def _stepper_of(self, world: World) -> OptimizerStepper:
         if self._stepper is None:
-            self._stepper = Stepper(self.definition, world)
+            self._stepper = OptimizerStepper(self.definition, world)
         return self._stepper
 
     def __get__(self, instance: object, owner: type) -> Self:
@@ -242,7 +242,7 @@ def make_job(
     optimizer: Optimizers | None,
     view: str | None,
     world: WorldSource,
-    stepping: Stepping | None = None,
+    step_options: StepOptions | None = None,
 ) -> Job[Parameters, Result]:
     """A job from a function; see `rankless.job` for what the arguments mean."""
     code = getattr(function, "__code__", None)
@@ -251,19 +251,19 @@ def make_job(
     definition = JobDefinition(
         name=name,
         function=function,
-        modules=named_modules(model),
-        optimizers=named_optimizers(optimizer),
-        stepping=stepping or Stepping(),
-        view=view_meant(view, placeholders_of(function, name, line), line),
+        modules=name_modules(model),
+        optimizers=list_optimizers(optimizer),
+        step_options=step_options or StepOptions(),
+        view=resolve_view(view, read_placeholders(function, name, line), line),
         line=line,
     )
-    definition.stepping.require_sound()
+    definition.step_options.validate()
     require_optimizer(definition)
     require_known_parameters(definition)
     return Job(definition, world)
 
 
-def view_meant(view: str | None, placeholders: Mapping[str, Placeholder], line: str) -> View:
+def resolve_view(view: str | None, placeholders: Mapping[str, Placeholder], line: str) -> View:
     """The view that is named, or that the placeholders imply."""
     is_list = {name for name, item in placeholders.items() if isinstance(item, PerDevice)}
     if view not in (None, *get_args(View)):
@@ -283,15 +283,15 @@ def view_meant(view: str | None, placeholders: Mapping[str, Placeholder], line: 
     return "mirrored" if view == "mirrored" or is_list else "consistent"
 
 
-def view_of(job: JobDefinition, world: World) -> Plain | Consistent | Mirrored:
+def make_view(job: JobDefinition, world: World) -> PlainView | ConsistentView | MirroredView:
     """What runs a job's calls in this world."""
     if job.view == "mirrored":
-        return Mirrored(job, world)
-    return Plain(job, world) if world.mesh.size == 1 else Consistent(job, world)
+        return MirroredView(job, world)
+    return PlainView(job, world) if world.mesh.size == 1 else ConsistentView(job, world)
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+def use_default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Let `dtype` be torch's default inside; None leaves it as it is."""
     before = torch.get_default_dtype()
     if dtype in (None, before):
@@ -315,7 +315,7 @@ def require_floating(dtype: torch.dtype, line: str) -> None:
         )
 
 
-def named_modules(model: Models) -> dict[str, nn.Module]:
+def name_modules(model: Models) -> dict[str, nn.Module]:
     """The modules of a job by name: "model", "model_0" and so on, or the names given."""
     if isinstance(model, nn.Module):
         named = {"model": model}
@@ -339,7 +339,7 @@ def named_modules(model: Models) -> dict[str, nn.Module]:
     return named
 
 
-def named_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
+def list_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
     """The optimizers of a job, in the order in which they step."""
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     for item in given:
@@ -374,7 +374,7 @@ REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
 
 def require_optimizer(job: JobDefinition) -> None:
     """Refuse settings of a step on a job that makes none."""
-    if not job.trains and job.stepping != Stepping(check_synchronized_every=job.check_synchronized_every):
+    if not job.trains and job.step_options != StepOptions(check_synchronized_every=job.check_synchronized_every):
         raise ConfigError(
             expected="accumulate=, clip_norm=, clip_value=, gradient_norm= and check_finite= on a train job",
             found=f"job {job.name!r} without optimizer=, which makes no steps",

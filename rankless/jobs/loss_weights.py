@@ -11,69 +11,75 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import Arguments, placements_of, shapes_of
+from rankless.jobs.arguments import Arguments, get_placements, get_shapes
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.executable import Executable
-from rankless.jobs.gradient_accumulation import Count
+from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.jobs.program_cache import ProgramCache
 from rankless.parallel.placement import Shard
 
 
-class LossWeights:
+class LossWeightReader:
     """Programs of one job with the counts of its loss among their results; `alone`: with nothing but the counts."""
 
-    def __init__(self, job: JobDefinition, world: World, *, alone: bool) -> None:
+    def __init__(self, job: JobDefinition, world: World, *, weights_only: bool) -> None:
         self._job = job
         self._world = world
-        self._alone = alone
+        self._weights_only = weights_only
         self._device = job.device(world.mesh.device)
         self._finishes: dict[int, tuple[tuple[float, float | None], ...]] = {}
-        self.programs = ProgramCache(job, world, changed=self._changed)
+        self.programs = ProgramCache(job, world, transform=self._add_weights)
 
-    def of_call(self, arguments: Arguments) -> tuple[Count, ...]:
+    def of_call(self, arguments: Arguments) -> tuple[LossWeight, ...]:
         """The counts of a call on one device."""
-        call = self.programs.look_up(arguments, placements_of(arguments, self._world.mesh))
-        prepared = call.known or self.programs.captured(call)
+        call = self.programs.look_up(arguments, get_placements(arguments, self._world.mesh))
+        executable = call.known or self.programs.capture_program(call)
         values = [
-            arguments.tensors[slot] if isinstance(slot, int) else slot if isinstance(slot, Tensor) else slot.tensor()
-            for slot in prepared.slots
+            arguments.tensors[input_slot]
+            if isinstance(input_slot, int)
+            else input_slot
+            if isinstance(input_slot, Tensor)
+            else input_slot.tensor()
+            for input_slot in executable.slots
         ]
-        sizes = list(prepared.sizes(arguments).values())
-        return self.read(prepared, prepared.local([value.detach() for value in values], sizes))
+        sizes = list(executable.sizes(arguments).values())
+        return self.read(executable, executable.local([value.detach() for value in values], sizes))
 
-    def read(self, prepared: Executable, results: Sequence[Tensor]) -> tuple[Count, ...]:
+    def read(self, executable: Executable, results: Sequence[Tensor]) -> tuple[LossWeight, ...]:
         """The counts among a program's results: the last ones."""
-        adjustments = self._finishes[id(prepared.captured)]
+        adjustments = self._finishes[id(executable.captured)]
         totals = [float(total) for total in results[len(results) - len(adjustments) :]]
-        return tuple(Count(total, plus, least) for total, (plus, least) in zip(totals, adjustments, strict=True))
+        return tuple(
+            LossWeight(total, offset, minimum) for total, (offset, minimum) in zip(totals, adjustments, strict=True)
+        )
 
-    def _changed(self, captured: CapturedJob, arguments: Arguments) -> LogicalProgram:
+    def _add_weights(self, captured: CapturedJob, arguments: Arguments) -> LogicalProgram:
         """The captured program with its counts, or these alone."""
-        rows, dims = rows_of(arguments, self._job)
+        rows, dims = find_row_dims(arguments, self._job)
 
         def capture_with_rows(times: int) -> LogicalProgram:
-            return self._captured_with(arguments, rows, dims, times)
+            return self._capture_rows(arguments, rows, dims, times)
 
         found = add_loss_normalizers(captured.program, capture_with_rows, dims, line=self._job.line)
         self._finishes[id(captured)] = found.adjustments
-        return keep_last_results(found.program, len(found.adjustments)) if self._alone else found.program
+        return keep_last_results(found.program, len(found.adjustments)) if self._weights_only else found.program
 
-    def _captured_with(self, arguments: Arguments, rows: int, dims: dict[int, int], times: int) -> LogicalProgram:
+    def _capture_rows(self, arguments: Arguments, rows: int, dims: dict[int, int], times: int) -> LogicalProgram:
         """The job captured for so many times the rows. A plain argument that is the number of rows grows with them."""
         job = self._job
         shapes = [
-            grown(shape, dims[index], times) if index in dims else shape
-            for index, shape in enumerate(shapes_of(arguments))
+            scale_rows(shape, dims[index], times) if index in dims else shape
+            for index, shape in enumerate(get_shapes(arguments))
         ]
         plain = tuple(
             times * leaf if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf == rows else leaf
             for leaf in arguments.plain
         )
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=True, line=job.line)
-        return capture(source, replace(arguments, plain=plain).joined, shapes, self._device).program
+        return capture(source, replace(arguments, plain=plain).unflatten, shapes, self._device).program
 
 
-def rows_of(arguments: Arguments, job: JobDefinition) -> tuple[int, dict[int, int]]:
+def find_row_dims(arguments: Arguments, job: JobDefinition) -> tuple[int, dict[int, int]]:
     """How many rows a call has, and which dim holds them in which tensor argument: all of that length in dim 0."""
     lengths = {
         index: tensor.placement.dim
@@ -94,7 +100,7 @@ def rows_of(arguments: Arguments, job: JobDefinition) -> tuple[int, dict[int, in
     return rows, {index: dim for index, dim in lengths.items() if arguments.tensors[index].shape[dim] == rows}
 
 
-def grown(shape: ArgumentShape, dim: int, times: int) -> ArgumentShape:
+def scale_rows(shape: ArgumentShape, dim: int, times: int) -> ArgumentShape:
     """The shape with so many times the rows."""
     sizes = list(shape.shape)
     sizes[dim] *= times

@@ -25,26 +25,26 @@ from rankless.compiler.capture.capture import extract_loss
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import Arguments
-from rankless.jobs.definition import JobDefinition, Outcome, without_gradient
-from rankless.jobs.model_sync import equalise, require_equal, require_same_kind_of_device
+from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
+from rankless.jobs.model_sync import check_models_equal, require_same_kind_of_device, sync_models
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalElement:
     """What `rankless.local` makes: this worker's element of an argument, where the others have theirs."""
 
     value: Any
 
 
 pytree.register_pytree_node(
-    Local,
+    LocalElement,
     lambda item: ([item.value], None),
-    lambda values, _context: Local(next(iter(values))),
+    lambda values, _context: LocalElement(next(iter(values))),
     serialized_type_name="rankless.Local",
 )
 
 
-class Mirrored:
+class MirroredView:
     """Runs one job in the mirrored view."""
 
     def __init__(self, job: JobDefinition, world: World) -> None:
@@ -53,7 +53,7 @@ class Mirrored:
         self._calls = 0
         self._parallel: nn.Module | None = None
         require_same_kind_of_device(job, world)
-        if job.gathers:
+        if job.accumulates:
             raise ConfigError(
                 expected="accumulate= on a job in the consistent view",
                 found=f"job {job.name!r} in the mirrored view",
@@ -61,19 +61,21 @@ class Mirrored:
                 where=job.line,
             )
 
-    def run(self, arguments: Arguments) -> Outcome:
+    def run(self, arguments: Arguments) -> CallResult:
         """The list of all devices' results; a train job's gradients are made."""
-        args, kwargs = arguments.joined(arguments.tensors)
-        elements = number_of_elements(self._job, args, kwargs, self._world.mesh.size)
-        self._meet(elements)
+        args, kwargs = arguments.unflatten(arguments.tensors)
+        elements = count_elements(self._job, args, kwargs, self._world.mesh.size)
+        self._sync_call(elements)
         for parameter in self._job.parameters() if self._job.trains else ():
             parameter.grad = None
         seed = int(torch.randint(2**62, ()).item())
         alone = self._world.mesh.size == 1
-        results = self._all_here(args, kwargs, elements, seed) if alone else self._own(args, kwargs, seed)
-        return Outcome(results, loss=minimised(results) if self._job.trains else None)
+        results = (
+            self._run_all_elements(args, kwargs, elements, seed) if alone else self._run_own_element(args, kwargs, seed)
+        )
+        return CallResult(results, loss=compute_mean_loss(results) if self._job.trains else None)
 
-    def _meet(self, elements: int) -> None:
+    def _sync_call(self, elements: int) -> None:
         """Make sure that all ranks make this call; at the first, that their models are alike."""
         self._calls += 1
         mesh = self._world.mesh
@@ -81,24 +83,24 @@ class Mirrored:
             f"call {self._calls} of job {self._job.name!r}, in the mirrored view, on {elements} devices"
         )
         if self._calls == 1:
-            equalise(self._job, self._world, when="at the first call")
+            sync_models(self._job, self._world, when="at the first call")
         every = self._job.check_synchronized_every
         if every is not None and self._calls % every == 0:
-            require_equal(self._job, self._world, call=self._calls)
+            check_models_equal(self._job, self._world, call=self._calls)
 
-    def _all_here(self, args: Any, kwargs: Any, elements: int, seed: int) -> list[Any]:
+    def _run_all_elements(self, args: Any, kwargs: Any, elements: int, seed: int) -> list[Any]:
         """Every element, one after the other, each with its backward: buffers may be what a backward needs."""
         before = [buffer.clone() for buffer in self._buffers()]
         results: list[Any] = []
         kept: list[Tensor] = []
         for place in range(elements):
-            result = self._computed(self._job.function, args, kwargs, place, seed)
+            result = self._compute(self._job.function, args, kwargs, place, seed)
             if self._job.trains:
                 loss = loss_of(result)
                 # As if all elements had as many samples as the first; mended below where they have not.
                 first = results[0] if results else result
                 self._backward(loss.sum() / (loss_of(first).numel() * elements))
-            results.append(pytree.tree_map(without_gradient, result))
+            results.append(pytree.tree_map(detach_leaf, result))
             if elements > 1:
                 kept = kept or [buffer.clone() for buffer in self._buffers()]
                 self._restore(before if place < elements - 1 else kept)
@@ -110,15 +112,15 @@ class Mirrored:
                         parameter.grad.mul_(sizes[0] * elements / sum(sizes))
         return results
 
-    def _own(self, args: Any, kwargs: Any, seed: int) -> list[Any]:
+    def _run_own_element(self, args: Any, kwargs: Any, seed: int) -> list[Any]:
         """This worker's element, and the results of all."""
         mesh = self._world.mesh
         function: Callable[..., Any] = self._job.function
         if self._job.trains:
-            self._parallel = self._parallel or wrapped(self._job, mesh.group)
+            self._parallel = self._parallel or wrap_in_ddp(self._job, mesh.group)
             function = self._parallel
-        result = self._computed(function, args, kwargs, mesh.rank, seed)
-        mine = pytree.tree_map(without_gradient, result)
+        result = self._compute(function, args, kwargs, mesh.rank, seed)
+        mine = pytree.tree_map(detach_leaf, result)
         if self._job.trains:
             loss = loss_of(result)
             share = loss
@@ -129,13 +131,13 @@ class Mirrored:
                 # DistributedDataParallel makes the mean of the devices' gradients.
                 share = loss.sum() * (mesh.size / count.item())
             self._backward(share)
-        self._hand_on_buffers()
-        told = all_gather_bytes(self._encoded(mine), mesh=mesh)
+        self._broadcast_buffers()
+        told = all_gather_bytes(self._encode(mine), mesh=mesh)
         return [pytree.tree_map_only(Tensor, lambda item: item.to(mesh.device), decode_value(data)) for data in told]
 
-    def _computed(self, function: Callable[..., Any], args: Any, kwargs: Any, place: int, seed: int) -> Any:
+    def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any, place: int, seed: int) -> Any:
         """The result of one element."""
-        own_args, own_kwargs = of_device(args, place), of_device(kwargs, place)
+        own_args, own_kwargs = select_elements(args, place), select_elements(kwargs, place)
         devices = [self._world.mesh.device] if self._world.mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), clear_autocast_cache(), torch.set_grad_enabled(self._job.trains):
             torch.manual_seed((seed + place) % 2**63)
@@ -144,7 +146,7 @@ class Mirrored:
             extract_loss(result, self._job.name)  # a loss of the right kind, or an error
         return result
 
-    def _encoded(self, result: Any) -> bytes:
+    def _encode(self, result: Any) -> bytes:
         try:
             return encode_value(result)
         except TypeError as error:
@@ -159,11 +161,11 @@ class Mirrored:
         with disable_autocast(loss.device.type):
             loss.backward()
 
-    def _hand_on_buffers(self) -> None:
+    def _broadcast_buffers(self) -> None:
         """Let every rank have the first one's buffers, as before the call."""
-        for flat, put_back in flatten_by_kind(self._buffers()):
+        for flat, restore in flatten_by_kind(self._buffers()):
             broadcast(flat, mesh=self._world.mesh)
-            put_back()
+            restore()
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for module in self._job.modules.values() for buffer in module.buffers()]
@@ -182,21 +184,21 @@ class JobModule(nn.Module):
         self.models = nn.ModuleDict(job.modules)
         self.function = job.function
         # PyTorch warns at a step in which no parameter is left over; jobs that leave some are what this one stands for.
-        self.left_over = nn.Parameter(torch.zeros(1, device=job.device(torch.device("cpu"))))
+        self.unused = nn.Parameter(torch.zeros(1, device=job.device(torch.device("cpu"))))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the job's function returns."""
         return self.function(*args, **kwargs)
 
 
-def wrapped(job: JobDefinition, group: Any) -> nn.Module:
+def wrap_in_ddp(job: JobDefinition, group: Any) -> nn.Module:
     """The job under DistributedDataParallel. Calls may use other parameters each time: a job is any Python."""
     return DistributedDataParallel(
         JobModule(job), process_group=group, find_unused_parameters=True, forward_sync_buffers=False
     )
 
 
-def number_of_elements(job: JobDefinition, args: Any, kwargs: Any, size: int) -> int:
+def count_elements(job: JobDefinition, args: Any, kwargs: Any, size: int) -> int:
     """How many devices the lists of a call are for. Raises ConfigError for lists that do not fit."""
     lengths = [len(value) for value in [*args, *kwargs.values()] if isinstance(value, list)]
     wrong = [length for length in lengths if length != (size if size > 1 else lengths[0]) or not length]
@@ -208,21 +210,21 @@ def number_of_elements(job: JobDefinition, args: Any, kwargs: Any, size: int) ->
             fix="pass as many elements as rankless.world_size() says, or rankless.local(x) for this device's own",
             where=job.line,
         )
-    if any(isinstance(value, Local) for value in [*args, *kwargs.values()]) or not lengths:
+    if any(isinstance(value, LocalElement) for value in [*args, *kwargs.values()]) or not lengths:
         return size
     return lengths[0]
 
 
-def of_device(values: Any, place: int) -> Any:
+def select_elements(values: Any, place: int) -> Any:
     """A device's own: its element of each list at the top; what is no list is everybody's."""
     if isinstance(values, dict):
-        return {name: one_of(value, place) for name, value in values.items()}
-    return tuple(one_of(value, place) for value in values)
+        return {name: select_element(value, place) for name, value in values.items()}
+    return tuple(select_element(value, place) for value in values)
 
 
-def one_of(value: Any, place: int) -> Any:
+def select_element(value: Any, place: int) -> Any:
     """A device's element of one argument."""
-    if isinstance(value, Local):
+    if isinstance(value, LocalElement):
         return value.value
     return value[place] if isinstance(value, list) else value
 
@@ -238,6 +240,6 @@ def loss_of(result: Any) -> Tensor:
     return found
 
 
-def minimised(results: Sequence[Any]) -> Tensor:
+def compute_mean_loss(results: Sequence[Any]) -> Tensor:
     """The mean of all samples' losses, or of all devices' where a loss is one number."""
     return torch.cat([loss_of(result).reshape(-1) for result in results]).mean()

@@ -27,34 +27,34 @@ def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
         )
 
 
-def equalise(job: JobDefinition, world: World, *, when: str) -> None:
+def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
     """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
     require_initialized(job.modules, job.line)
-    parted = differing(job, world)
-    if not parted:
+    different = find_differing_tensors(job, world)
+    if not different:
         return
     for _, tensor in sorted(named_tensors(job.modules).items()):
         with torch.no_grad():
             broadcast(tensor, mesh=world.mesh)
     world.notify(
-        f"{job.line}: the models of job {job.name!r} differed between ranks {when} ({listed(parted)}); "
+        f"{job.line}: the models of job {job.name!r} differed between ranks {when} ({list_differences(different)}); "
         "all now have rank 0's"
     )
 
 
-def require_equal(job: JobDefinition, world: World, *, call: int) -> None:
+def check_models_equal(job: JobDefinition, world: World, *, call: int) -> None:
     """Raise `RanksDiverged`, on every rank, if a parameter or buffer is not the same on all."""
-    parted = differing(job, world)
-    if parted:
+    different = find_differing_tensors(job, world)
+    if different:
         raise RanksDiverged(
             expected=f"the same parameters and buffers on every rank before call {call} of job {job.name!r}",
-            found=listed(parted),
+            found=list_differences(different),
             fix="look for what changes a model outside jobs on one rank, or otherwise there: through .data or NumPy",
             where=job.line,
         )
 
 
-def differing(job: JobDefinition, world: World) -> dict[str, list[int]]:
+def find_differing_tensors(job: JobDefinition, world: World) -> dict[str, list[int]]:
     """Names of the tensors that are not rank 0's on some rank, and on which. Collective."""
     names, mine = [], []
     for name, tensor in sorted(named_tensors(job.modules).items()):
@@ -67,29 +67,29 @@ def differing(job: JobDefinition, world: World) -> dict[str, list[int]]:
     gathered = all_gather_bytes(msgspec.msgpack.encode([names, mine]), mesh=world.mesh)
     states = [msgspec.msgpack.decode(data, type=tuple[list[str], list[bytes]]) for data in gathered]
     first = dict(zip(*states[0], strict=True))
-    parted: dict[str, list[int]] = {}
+    different: dict[str, list[int]] = {}
     for rank, (their_names, their_digests) in enumerate(states):
         if their_names != states[0][0]:
             raise RanksDiverged(
                 expected=f"the same parameters and buffers in the models of job {job.name!r} on every rank",
-                found=f"rank {rank} has others than rank 0: {first_other(states[0][0], their_names)}",
+                found=f"rank {rank} has others than rank 0: {find_first_mismatch(states[0][0], their_names)}",
                 fix="build the models alike on every rank",
                 where=job.line,
             )
         for name, digest in zip(their_names, their_digests, strict=True):
             if first[name] != digest:
-                parted.setdefault(name.partition(" ")[0], []).append(rank)
-    return parted
+                different.setdefault(name.partition(" ")[0], []).append(rank)
+    return different
 
 
-def first_other(ours: list[str], theirs: list[str]) -> str:
+def find_first_mismatch(ours: list[str], theirs: list[str]) -> str:
     """The first tensor that only one of two ranks has."""
     only = [name for name in theirs if name not in ours] or [name for name in ours if name not in theirs]
     return only[0] if only else "in another order"
 
 
-def listed(parted: dict[str, list[int]]) -> str:
+def list_differences(different: dict[str, list[int]]) -> str:
     """Which tensors differ, in a few words."""
-    shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(parted.items())[:SHOWN]]
-    more = len(parted) - len(shown)
+    shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(different.items())[:SHOWN]]
+    more = len(different) - len(shown)
     return f"{'; '.join(shown)}{f'; and {more} more' if more > 0 else ''} not rank 0's"

@@ -12,10 +12,10 @@ from rankless.context.loader_passes import LoaderPass
 from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.gradient_accumulation import Count, Group
+from rankless.jobs.gradient_accumulation import GradientAccumulator, LossWeight
 
 
-class Stepper:
+class OptimizerStepper:
     """Makes the steps of one train job. All gradients are whole, so all ranks do the same."""
 
     def __init__(self, job: JobDefinition, world: World) -> None:
@@ -25,38 +25,38 @@ class Stepper:
         """The norm of the last step's whole gradient, before clipping."""
         self._job = job
         self._world = world
-        self._group = Group()
+        self._accumulator = GradientAccumulator()
         self._calls = 0
         self._pass: weakref.ref[LoaderPass] | None = None
         self._calls_in_pass = 0
-        if job.stepping.accumulate > 1:
+        if job.step_options.accumulate > 1:
             world.passes.watch(self)
 
-    def take(self, loss: Tensor, counts: Sequence[Count]) -> bool:
+    def add_call(self, loss: Tensor, weights: Sequence[LossWeight]) -> bool:
         """Take in the call whose gradients the parameters hold; True if it made a step."""
-        job, wanted = self._job, self._job.stepping.accumulate
+        job, wanted = self._job, self._job.step_options.accumulate
         parameters = job.parameters()
         self._calls += 1
         if wanted > 1:
             self._enter_pass()
         try:
-            if job.stepping.check_finite:
+            if job.step_options.check_finite:
                 self._require_finite(loss, parameters)
             if wanted > 1:
-                self._group.add(parameters, counts, job=job.name, line=job.line)
+                self._accumulator.add(parameters, weights, job=job.name, line=job.line)
         except StepError:
-            self._group.put_back(parameters)
+            self._accumulator.restore(parameters)
             raise
         if wanted == 1:
             self._step()
             return True
         current = None if self._pass is None else self._pass()
         is_last = current is not None and current.is_at_last and self._calls_in_pass == current.batch
-        return self.flush() if is_last or self._group.calls == wanted else False
+        return self.flush() if is_last or self._accumulator.calls == wanted else False
 
     def flush(self) -> bool:
         """Make a step of the calls gathered so far; False if there are none."""
-        if not self._group.calls:
+        if not self._accumulator.calls:
             return False
         self._step()
         return True
@@ -66,9 +66,9 @@ class Stepper:
         if self._pass is not None and self._pass() is ended:
             self._pass = None
             if self.flush():
-                self.tell()
+                self.report_step()
 
-    def tell(self) -> None:
+    def report_step(self) -> None:
         """Tell whoever counts or compares steps of the one just made."""
         if self._world.recorder is not None:
             self._world.recorder.record_step(job=self._job.name, model=self._job.modules)
@@ -77,10 +77,10 @@ class Stepper:
 
     def waiting(self) -> str | None:
         """What has been gathered and not stepped, in words."""
-        if not self._group.calls:
+        if not self._accumulator.calls:
             return None
         return (
-            f"{self._job.line}: {self._group.calls} of {self._job.stepping.accumulate} calls of job "
+            f"{self._job.line}: {self._accumulator.calls} of {self._job.step_options.accumulate} calls of job "
             f"{self._job.name!r} were gathered and no step was made of them; call {self._job.name}.flush() after "
             "the loop to make it"
         )
@@ -92,10 +92,10 @@ class Stepper:
         if current is not None and current is before:
             self._calls_in_pass += 1
             return
-        if self._pass is not None and self._group.calls:
+        if self._pass is not None and self._accumulator.calls:
             self._world.notify(
-                f"{self._job.line}: the loop over a loader was left with {self._group.calls} of "
-                f"{self._job.stepping.accumulate} calls of job {self._job.name!r} gathered; they go into the next "
+                f"{self._job.line}: the loop over a loader was left with {self._accumulator.calls} of "
+                f"{self._job.step_options.accumulate} calls of job {self._job.name!r} gathered; they go into the next "
                 f"step. Call {self._job.name}.flush() after the loop to make a step of them"
             )
         self._pass = None if current is None else weakref.ref(current)
@@ -103,19 +103,19 @@ class Stepper:
 
     def _step(self) -> None:
         """Measure and clip the whole gradient, and step."""
-        self._group = Group()
-        stepping = self._job.stepping
-        parameters = [item for item in self._job.stepped_parameters() if item.grad is not None]
-        if stepping.clip_norm is not None:
-            self.gradient_norm = clip_grad_norm_(parameters, stepping.clip_norm).detach().clone()
-        elif stepping.gradient_norm:
+        self._accumulator = GradientAccumulator()
+        step_options = self._job.step_options
+        parameters = [item for item in self._job.optimized_parameters() if item.grad is not None]
+        if step_options.clip_norm is not None:
+            self.gradient_norm = clip_grad_norm_(parameters, step_options.clip_norm).detach().clone()
+        elif step_options.gradient_norm:
             gradients = [item.grad for item in parameters if item.grad is not None]
             self.gradient_norm = get_total_norm(gradients).detach().clone()
-        if stepping.clip_value is not None:
-            clip_grad_value_(parameters, stepping.clip_value)
+        if step_options.clip_value is not None:
+            clip_grad_value_(parameters, step_options.clip_value)
         for optimizer in self._job.optimizers:
             optimizer.step()
-        self._world.watch.note(self._job.stepped_parameters())
+        self._world.watch.note(self._job.optimized_parameters())
         self.steps += 1
 
     def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
@@ -142,7 +142,7 @@ class Stepper:
 def require_known_parameters(job: JobDefinition) -> None:
     """Refuse an optimizer of parameters that are in none of the job's modules."""
     known = {id(parameter) for module in job.modules.values() for parameter in module.parameters()}
-    for parameter in job.stepped_parameters():
+    for parameter in job.optimized_parameters():
         if id(parameter) not in known:
             raise ConfigError(
                 expected="an optimizer of the parameters of the modules given as model=",

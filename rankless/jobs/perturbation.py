@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def disturb(gradients: Iterable[Tensor], generator: torch.Generator) -> None:
+def perturb_gradients(gradients: Iterable[Tensor], generator: torch.Generator) -> None:
     """Change gradients in their last bits, in place: elements by up to eps(dtype) x the tensor's largest."""
     for gradient in gradients:
         if gradient.is_floating_point() and gradient.numel() > 0:
@@ -23,7 +23,7 @@ def disturb(gradients: Iterable[Tensor], generator: torch.Generator) -> None:
 
 
 @contextlib.contextmanager
-def nudged(parameters: Iterable[Tensor], generator: torch.Generator) -> Iterator[None]:
+def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generator) -> Iterator[None]:
     """Within: parameters off by up to one last bit each, for forward and backward. After: as they were.
 
     Gradients that were taken within stay; whatever else changed the parameters within is undone.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rankless.errors import ConfigError, DataError
-from rankless.jobs.mirrored import Local
+from rankless.jobs.mirrored import LocalElement
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PerDevice:
 Placeholder = Whole | PerDevice
 
 
-def placeholders_of(function: Callable[..., Any], job: str, line: str) -> dict[str, Placeholder]:
+def read_placeholders(function: Callable[..., Any], job: str, line: str) -> dict[str, Placeholder]:
     """The placeholders in a function's annotations, by argument. Raises ConfigError for one that cannot be meant."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -92,7 +92,7 @@ def placeholders_of(function: Callable[..., Any], job: str, line: str) -> dict[s
 
 
 @dataclass(frozen=True)
-class Check:
+class PlaceholderCheck:
     """What the arguments of one job must be."""
 
     function: Callable[..., Any]
@@ -110,12 +110,12 @@ class Check:
         for name, placeholder in self.placeholders.items():
             if name in bound.arguments:
                 dtype = placeholder.dtype or self.dtype or torch.get_default_dtype()
-                one = OneTensor(placeholder.shape, dtype, self.where, recast and dtype.is_floating_point)
+                one = TensorSpec(placeholder.shape, dtype, self.where, recast and dtype.is_floating_point)
                 _check_argument(name, bound.arguments[name], placeholder, one)
 
 
 @dataclass(frozen=True)
-class OneTensor:
+class TensorSpec:
     """What one tensor of an argument must be."""
 
     shape: tuple[int | None, ...]
@@ -125,17 +125,17 @@ class OneTensor:
 
     def __str__(self) -> str:
         """As "float32 [100, any]"."""
-        return f"{str(self.dtype).removeprefix('torch.')} {shape_text(self.shape)}"
+        return f"{str(self.dtype).removeprefix('torch.')} {format_shape(self.shape)}"
 
     def has_dtype(self, dtype: torch.dtype) -> bool:
         """Whether a tensor of `dtype` is meant too."""
         return dtype == self.dtype or (self.any_precision and dtype.is_floating_point)
 
 
-def _check_argument(name: str, value: Any, placeholder: Placeholder, one: OneTensor) -> None:
+def _check_argument(name: str, value: Any, placeholder: Placeholder, one: TensorSpec) -> None:
     if isinstance(placeholder, Whole):
         _check_one(name, value, one)
-    elif isinstance(value, Local):
+    elif isinstance(value, LocalElement):
         _check_one(f"{name}, this device's own,", value.value, one)
     elif isinstance(value, list):
         for place, element in enumerate(value):
@@ -143,17 +143,17 @@ def _check_argument(name: str, value: Any, placeholder: Placeholder, one: OneTen
     else:
         raise DataError(
             expected=f"{name} as a list with one element per device: {one}",
-            found=kind_of(value),
+            found=describe_value(value),
             fix="pass a list, as [images1, images2], or rankless.local(x) for what is this device's own",
             where=one.where,
         )
 
 
-def _check_one(name: str, value: Any, one: OneTensor) -> None:
+def _check_one(name: str, value: Any, one: TensorSpec) -> None:
     if not isinstance(value, Tensor | numpy.ndarray):
         raise DataError(
             expected=f"{name} as a tensor or a NumPy array: {one}",
-            found=kind_of(value),
+            found=describe_value(value),
             fix="pass torch.tensor(…)",
             where=one.where,
         )
@@ -161,7 +161,7 @@ def _check_one(name: str, value: Any, one: OneTensor) -> None:
     fits = len(shape) == len(wanted) and all(size in (None, own) for size, own in zip(wanted, shape, strict=True))
     if not fits:
         raise DataError(
-            expected=f"{name} of shape {shape_text(wanted)}",
+            expected=f"{name} of shape {format_shape(wanted)}",
             found=f"shape {list(shape)}",
             fix="pass a batch of that shape, or change the placeholder: None stands for any size of a dim",
             where=one.where,
@@ -183,12 +183,12 @@ def is_array(value: Any) -> bool:
     return isinstance(value, numpy.ndarray)
 
 
-def shape_text(shape: tuple[int | None, ...]) -> str:
+def format_shape(shape: tuple[int | None, ...]) -> str:
     """A shape in which sizes may be any."""
     return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
 
 
-def kind_of(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """What a value is, in a few words."""
     if isinstance(value, Tensor | numpy.ndarray):
         return f"a {type(value).__name__} of shape {list(value.shape)}"

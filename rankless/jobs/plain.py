@@ -11,47 +11,47 @@ from rankless.compiler.capture.capture import extract_loss
 from rankless.compiler.capture.training_calls import refuse_training_calls
 from rankless.context.world import World
 from rankless.jobs.arguments import Arguments
-from rankless.jobs.definition import JobDefinition, Outcome, without_gradient
-from rankless.jobs.loss_weights import LossWeights
-from rankless.jobs.perturbation import disturb, nudged
+from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
+from rankless.jobs.loss_weights import LossWeightReader
+from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 
 
-class Plain:
+class PlainView:
     """Runs a job eagerly. In `verify`'s noise-floor run parameters and gradients are disturbed in their last bits."""
 
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
         self._device = job.device(world.mesh.device)
-        self._counting = LossWeights(job, world, alone=True) if job.gathers else None
+        self._loss_weights = LossWeightReader(job, world, weights_only=True) if job.accumulates else None
         seed = world.perturbation_seed
         self._is_first = True
         self._noise = None if seed is None else torch.Generator().manual_seed(seed)
 
-    def run(self, arguments: Arguments) -> Outcome:
+    def run(self, arguments: Arguments) -> CallResult:
         """The job's result; a train job's gradients are made."""
-        args, kwargs = arguments.joined(arguments.tensors)
+        args, kwargs = arguments.unflatten(arguments.tensors)
         inspector = self._world.inspector
-        if inspector is not None and not inspector.begins(self._job.name):
+        if inspector is not None and not inspector.count_call(self._job.name):
             inspector = None
         if not self._job.trains:
             if inspector is not None:
-                inspector.run_beside(self._job, self._world, arguments)
+                inspector.run_alongside(self._job, self._world, arguments)
             with self._checked(), clear_autocast_cache(), torch.no_grad():
                 result: Any = self._job.function(*args, **kwargs)
             if inspector is not None:
                 inspector.record_plain(self._job, result)
-            return Outcome(pytree.tree_map(without_gradient, result))
+            return CallResult(pytree.tree_map(detach_leaf, result))
         # Before the job, which may change the buffers that its counts are made of.
-        counts = () if self._counting is None else self._counting.of_call(arguments)
+        weights = () if self._loss_weights is None else self._loss_weights.of_call(arguments)
         parameters = self._job.parameters()
         for parameter in parameters:
             parameter.grad = None
         with contextlib.ExitStack() as stack:
             if self._noise is not None:
-                stack.enter_context(nudged(parameters, self._noise))
+                stack.enter_context(perturbed_parameters(parameters, self._noise))
             if inspector is not None:
-                inspector.run_beside(self._job, self._world, arguments)
+                inspector.run_alongside(self._job, self._world, arguments)
             with clear_autocast_cache():
                 with self._checked():
                     result = self._job.function(*args, **kwargs)
@@ -61,8 +61,8 @@ class Plain:
         if inspector is not None:
             inspector.record_plain(self._job, result)
         if self._noise is not None:
-            disturb([item.grad for item in parameters if item.grad is not None], self._noise)
-        return Outcome(pytree.tree_map(without_gradient, result), loss=loss.detach(), counts=counts)
+            perturb_gradients([item.grad for item in parameters if item.grad is not None], self._noise)
+        return CallResult(pytree.tree_map(detach_leaf, result), loss=loss.detach(), weights=weights)
 
     def _checked(self) -> contextlib.AbstractContextManager[None]:
         """At the first call what the job may not do is refused; later calls cost nothing."""

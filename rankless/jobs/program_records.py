@@ -32,7 +32,7 @@ class ProgramRecorder:
 
     def record(self, job: JobDefinition, local: LocalProgram) -> None:
         """Write down a program of a job, as soon as it is ready to run."""
-        self._write(job_program(job, local))
+        self._write(describe_program(job, local))
 
     def finish(self, known: Iterable[KnownJob]) -> None:
         """Write down which jobs there are, and close. Again: nothing happens."""
@@ -47,7 +47,7 @@ class ProgramRecorder:
             self._stream.flush()
 
 
-def job_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
+def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
     """A job after lowering, as plain facts."""
     sharded = local.sharded
     logical = sharded.logical
@@ -56,8 +56,8 @@ def job_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
         line=job.line,
         trains=job.trains,
         workers=sharded.mesh_size,
-        operators=operator_count(logical),
-        inputs=tuple(planned_input(node, given, sharded.placements[node]) for node, given in logical.inputs.items()),
+        operators=count_operators(logical),
+        inputs=tuple(describe_input(node, given, sharded.placements[node]) for node, given in logical.inputs.items()),
         moves=tuple(
             PlannedMove(
                 kind=move.kind,
@@ -77,12 +77,12 @@ def job_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
     )
 
 
-def operator_count(logical: LogicalProgram) -> int:
+def count_operators(logical: LogicalProgram) -> int:
     """How many operators a program has."""
     return sum(node.op == "call_function" and "getitem" not in str(node.target) for node in logical.graph.nodes)
 
 
-def planned_input(node: fx.Node, given: ProgramInput, placement: Placement) -> PlannedInput:
+def describe_input(node: fx.Node, given: ProgramInput, placement: Placement) -> PlannedInput:
     """An input of a program as plain facts."""
     value = node.meta["val"]
     assert isinstance(value, LogicalValue)
@@ -92,11 +92,11 @@ def planned_input(node: fx.Node, given: ProgramInput, placement: Placement) -> P
         shape=tuple(int(size_hint(size)) for size in value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
         bytes=count_bytes(node),
-        placement=placement_text(placement),
+        placement=format_placement(placement),
     )
 
 
-def placement_text(placement: Placement) -> str:
+def format_placement(placement: Placement) -> str:
     """How a value lies, in words."""
     if isinstance(placement, Shard):
         return f"dim {placement.dim} split {'+'.join(str(size_hint(length)) for length in placement.lengths)}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from rankless.jobs.arguments import Arguments, leaf_names
+from rankless.jobs.arguments import Arguments, find_leaf_names
 from rankless.jobs.definition import JobDefinition
 
 DISTINCT = 3
@@ -26,7 +26,7 @@ class VaryingNumbers:
                 continue
             known.add(value)
             if len(known) == DISTINCT:
-                name = leaf_names(self._job.function, arguments)[place]
+                name = find_leaf_names(self._job.function, arguments)[place]
                 self._notify(
                     f"{self._job.line}: job {self._job.name!r} is captured anew for each number that {name!r} is, "
                     f"{value!r} now (right, but slow); if it changes often pass a tensor: torch.tensor({value!r})"

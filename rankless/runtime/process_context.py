@@ -31,8 +31,8 @@ from rankless.runtime.rendezvous.file import meet_at_file
 from rankless.runtime.rendezvous.job_store import JOINING_SECONDS, STORE_TIMEOUT, Place, invitation_from, say_alone
 from rankless.runtime.rendezvous.tcp import TELL_AFTER_SECONDS, meet
 from rankless.user_code import caller_line
-from rankless.verify.recording.recorder import Recorder
-from rankless.verify.recording.script_survey import surveyed
+from rankless.verify.recording.recorder import RunRecorder
+from rankless.verify.recording.script_survey import survey_script
 from rankless.verify.recording.value_inspection import ValueInspector
 from rankless.verify.recording.value_recorder import ValueRecorder
 
@@ -84,7 +84,7 @@ class Runtime:
         limit = watch.stop_after_steps
         inspected = None if config.recording is None else watch.inspected
         return {
-            "recorder": None if config.recording is None else Recorder(config.recording, rank, survey=surveyed),
+            "recorder": None if config.recording is None else RunRecorder(config.recording, rank, survey=survey_script),
             "perturbation_seed": config.perturbation_seed,
             "dtype": None if config.dtype is None else getattr(torch, config.dtype),
             "limit": None if limit is None else StepLimit(limit, at_end=lambda: self._close(stopped=True)),
@@ -99,7 +99,7 @@ class Runtime:
         if self.world.recorder is not None:
             self.world.recorder.finish(stopped=stopped)
         if self.world.programs is not None:
-            self.world.programs.finish(surveyed(()).jobs)
+            self.world.programs.finish(survey_script(()).jobs)
 
     def notify(self, text: str) -> None:
         """Tell the user something, once; the ranks say the same things, so rank 0 speaks for all."""

@@ -6,14 +6,14 @@ import torch
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_limit import StepLimit
-from rankless.verify.recording.recorder import Recorder
+from rankless.verify.recording.recorder import RunRecorder
 from rankless.verify.recording.reference_recorder import ReferenceRecorder
 
 
 def watch(config: WorkerConfig) -> None:
     """Record this process's training from now to its end."""
     assert config.recording is not None
-    recorder = Recorder(config.recording, config.rank)
+    recorder = RunRecorder(config.recording, config.rank)
     limit = config.observation.stop_after_steps
     steps = None if limit is None else StepLimit(limit, at_end=lambda: recorder.finish(stopped=True))
     dtype = None if config.dtype is None else getattr(torch, config.dtype)

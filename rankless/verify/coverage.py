@@ -12,30 +12,30 @@ from rankless.verify.recordings import Recording
 NAMES_SHOWN = 4
 
 
-def not_covered(comparison: Comparison, one: Recording, facts: Iterable[AnyFact]) -> tuple[str, ...]:
+def list_not_covered(comparison: Comparison, one: Recording, facts: Iterable[AnyFact]) -> tuple[str, ...]:
     """What the runs leave unsaid: in the script's recording on one worker, in its programs on several."""
     return (
-        *_unfinished(comparison),
-        *_of_jobs(one),
-        *_of_tensors(one),
-        *_named("in effect not compared, for their gradients are all rounding", comparison.all_rounding),
-        *_of_programs([fact for fact in facts if isinstance(fact, JobProgram)]),
+        *_list_unreached(comparison),
+        *_list_job_gaps(one),
+        *_list_tensor_gaps(one),
+        *_format_names("in effect not compared, for their gradients are all rounding", comparison.all_rounding),
+        *_list_program_gaps([fact for fact in facts if isinstance(fact, JobProgram)]),
     )
 
 
-def _unfinished(comparison: Comparison) -> Iterator[str]:
+def _list_unreached(comparison: Comparison) -> Iterator[str]:
     if comparison.stopped:
         yield f"what the script does after step {comparison.steps}"
 
 
-def _of_jobs(one: Recording) -> Iterator[str]:
+def _list_job_gaps(one: Recording) -> Iterator[str]:
     calls = Counter(result.job for result in one.results if isinstance(result, Called))
     for job in one.survey.jobs:
         if not job.called:
-            yield f"job {job.job} ({_short(job.line)}): it was never called"
+            yield f"job {job.job} ({_shorten(job.line)}): it was never called"
         elif calls[job.job] == 1:
-            yield f"job {job.job} ({_short(job.line)}): it was called once only, its program not used again"
-    yield from _named("modules that no job was given", one.survey.outside)
+            yield f"job {job.job} ({_shorten(job.line)}): it was called once only, its program not used again"
+    yield from _format_names("modules that no job was given", one.survey.outside)
     texts = {
         f"{leaf.path or 'result'} of {result.job}"
         for result in one.results
@@ -43,10 +43,10 @@ def _of_jobs(one: Recording) -> Iterator[str]:
         for leaf in result.leaves
         if leaf.dtype == TEXT
     }
-    yield from _named("results that are no numbers were compared as text only", sorted(texts))
+    yield from _format_names("results that are no numbers were compared as text only", sorted(texts))
 
 
-def _of_tensors(one: Recording) -> Iterator[str]:
+def _list_tensor_gaps(one: Recording) -> Iterator[str]:
     first: dict[str, TensorState] = {}
     with_gradient: set[str] = set()
     changed: set[str] = set()
@@ -61,31 +61,33 @@ def _of_tensors(one: Recording) -> Iterator[str]:
                 changed |= {state.name} if state.name in first and state.value != first[state.name].value else set()
     parameters = [final.name for final in one.described if final.is_parameter]
     buffers = [final.name for final in one.described if not final.is_parameter]
-    yield from _named(
+    yield from _format_names(
         "parameters of a model that trains which never got a gradient",
         [name for name in parameters if name in stepped and name not in with_gradient],
     )
-    yield from _named("models that never train", sorted({name.partition(".")[0] for name in first.keys() - stepped}))
-    yield from _named("buffers that never changed", [name for name in buffers if name in stepped - changed])
+    yield from _format_names(
+        "models that never train", sorted({name.partition(".")[0] for name in first.keys() - stepped})
+    )
+    yield from _format_names("buffers that never changed", [name for name in buffers if name in stepped - changed])
 
 
-def _of_programs(programs: Sequence[JobProgram]) -> Iterator[str]:
-    gathered = {f"{item.operator} ({_short(item.line)})": None for program in programs for item in program.gathered}
-    yield from _named("operators without a rule, computed whole on every worker", list(gathered))
+def _list_program_gaps(programs: Sequence[JobProgram]) -> Iterator[str]:
+    gathered = {f"{item.operator} ({_shorten(item.line)})": None for program in programs for item in program.gathered}
+    yield from _format_names("operators without a rule, computed whole on every worker", list(gathered))
     constants = {
         f"{program.job}: {item.dtype}{list(item.shape)}": None
         for program in programs
         for item in program.inputs
         if item.kind == "constant"
     }
-    yield from _named("tensors that a job reads from outside its models and arguments", list(constants))
+    yield from _format_names("tensors that a job reads from outside its models and arguments", list(constants))
 
 
-def _named(what: str, names: Sequence[str]) -> Iterator[str]:
+def _format_names(what: str, names: Sequence[str]) -> Iterator[str]:
     if names:
         rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         yield f"{what}: {', '.join(names[:NAMES_SHOWN])}{rest}"
 
 
-def _short(line: str) -> str:
+def _shorten(line: str) -> str:
     return os.path.basename(line)

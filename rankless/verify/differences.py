@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from rankless.records.job_results import AnyResult, Called, Leaf, Registered, Stepped, Summary, TensorState
-from rankless.verify.recordings import Array, Recording, array_of
+from rankless.verify.recordings import Array, Recording, to_array
 
 Kind = Literal["result", "gradient", "parameter", "final"]
 
@@ -24,7 +24,7 @@ RESOLUTION: Mapping[str, float] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RunPosition:
     """Where in a run: the position among its results (final tensors come last), the step, the script's line."""
 
     position: int
@@ -36,7 +36,7 @@ class Place:
 class Difference:
     """One tensor at one place in two runs."""
 
-    place: Place
+    location: RunPosition
     kind: Kind
     tensor: str
     dtype: str
@@ -56,7 +56,7 @@ class Difference:
 class Mismatch:
     """Two runs that cannot be compared from here on: other calls, shapes or tensors."""
 
-    place: Place
+    location: RunPosition
     tensor: str
     expected: str
     found: str
@@ -69,59 +69,61 @@ def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatc
     for position in range(max(len(one.results), len(other.results))):
         ours = one.results[position] if position < len(one.results) else None
         theirs = other.results[position] if position < len(other.results) else None
-        place = place_of(one if ours is not None else other, position)
-        mismatch = _other_structure(ours, theirs, place)
+        location = locate(one if ours is not None else other, position)
+        mismatch = _find_structure_mismatch(ours, theirs, location)
         if mismatch is not None:
             return differences, mismatch
         if isinstance(ours, Called) and isinstance(theirs, Called):
-            differences += _of_results(ours, theirs, place)
+            differences += _compare_results(ours, theirs, location)
         elif isinstance(ours, Registered | Stepped) and isinstance(theirs, Registered | Stepped):
             if isinstance(ours, Registered):
                 initial.update({state.name: state.value for state in ours.tensors})
                 if other.rank != 0:
                     continue  # other ranks take over rank 0's model at the first call, after this was written
-            differences += of_states(ours.tensors, theirs.tensors, place, initial)
-    final = Place(position=len(one.results), step=one.steps, line="")
+            differences += compare_states(ours.tensors, theirs.tensors, location, initial)
+    final = RunPosition(position=len(one.results), step=one.steps, line="")
     if one.finished and other.finished:
-        mismatch = _other_tensors(one.tensors, other.tensors, final)
+        mismatch = _find_tensor_mismatch(one.tensors, other.tensors, final)
         if mismatch is not None:
             return differences, mismatch
-        differences += _of_final(one, other, final, initial)
+        differences += _compare_final_tensors(one, other, final, initial)
     return differences, None
 
 
-def place_of(recording: Recording, position: int) -> Place:
+def locate(recording: Recording, position: int) -> RunPosition:
     """The place of a result: a call that trained belongs to the step that follows it."""
     result = recording.results[position]
     if isinstance(result, Stepped):
         before = recording.results[position - 1]
         line = before.line if isinstance(before, Called) else ""
-        return Place(position=position, step=result.step, line=line)
+        return RunPosition(position=position, step=result.step, line=line)
     if isinstance(result, Called):
         following = recording.results[position + 1 : position + 3]
         trained = next((item for item in following if not isinstance(item, Registered)), None)
         step = trained.step if isinstance(trained, Stepped) and trained.job == result.job else result.steps
-        return Place(position=position, step=step, line=result.line)
-    return Place(position=position, step=0, line="")
+        return RunPosition(position=position, step=step, line=result.line)
+    return RunPosition(position=position, step=0, line="")
 
 
-def _other_structure(ours: AnyResult | None, theirs: AnyResult | None, place: Place) -> Mismatch | None:
+def _find_structure_mismatch(
+    ours: AnyResult | None, theirs: AnyResult | None, location: RunPosition
+) -> Mismatch | None:
     if _name(ours) != _name(theirs):
-        return Mismatch(place=place, tensor="the calls", expected=_name(ours), found=_name(theirs))
+        return Mismatch(location=location, tensor="the calls", expected=_name(ours), found=_name(theirs))
     if isinstance(ours, Called) and isinstance(theirs, Called):
         expected = {leaf.path: f"{leaf.dtype} {list(leaf.shape)}" for leaf in ours.leaves}
         found = {leaf.path: f"{leaf.dtype} {list(leaf.shape)}" for leaf in theirs.leaves}
-        names = {path: result_name(ours.job, path) for path in expected | found}
+        names = {path: format_result_name(ours.job, path) for path in expected | found}
     elif isinstance(ours, Registered | Stepped) and isinstance(theirs, Registered | Stepped):
-        expected = {state.name: _state_name(state) for state in ours.tensors}
-        found = {state.name: _state_name(state) for state in theirs.tensors}
+        expected = {state.name: _describe_state(state) for state in ours.tensors}
+        found = {state.name: _describe_state(state) for state in theirs.tensors}
         names = {name: name for name in expected | found}
     else:
         return None
     for key, name in names.items():
         if expected.get(key) != found.get(key):
             return Mismatch(
-                place=place,
+                location=location,
                 tensor=name,
                 expected=expected.get(key, "no such tensor"),
                 found=found.get(key, "no such tensor"),
@@ -129,12 +131,14 @@ def _other_structure(ours: AnyResult | None, theirs: AnyResult | None, place: Pl
     return None
 
 
-def _other_tensors(ours: Mapping[str, Array], theirs: Mapping[str, Array], place: Place) -> Mismatch | None:
+def _find_tensor_mismatch(
+    ours: Mapping[str, Array], theirs: Mapping[str, Array], location: RunPosition
+) -> Mismatch | None:
     for name in sorted(ours.keys() | theirs.keys()):
         expected = f"shape {list(ours[name].shape)}" if name in ours else "no such tensor"
         found = f"shape {list(theirs[name].shape)}" if name in theirs else "no such tensor"
         if expected != found:
-            return Mismatch(place=place, tensor=name, expected=expected, found=found)
+            return Mismatch(location=location, tensor=name, expected=expected, found=found)
     return None
 
 
@@ -149,35 +153,35 @@ def _name(result: AnyResult | None) -> str:
     return "the end of the script"
 
 
-def result_name(job: str, path: str) -> str:
+def format_result_name(job: str, path: str) -> str:
     """What a result is called in words."""
     return f"result {path} of {job}" if path else f"result of {job}"
 
 
-def _state_name(state: TensorState) -> str:
+def _describe_state(state: TensorState) -> str:
     return f"{state.dtype} of {state.size} elements, {'with' if state.gradient else 'without'} gradient"
 
 
-def _of_results(ours: Called, theirs: Called, place: Place) -> Iterator[Difference]:
+def _compare_results(ours: Called, theirs: Called, location: RunPosition) -> Iterator[Difference]:
     for expected, found in zip(ours.leaves, theirs.leaves, strict=True):
-        first, second = array_of(expected), array_of(found)
+        first, second = to_array(expected), to_array(found)
         yield Difference(
-            place=place,
+            location=location,
             kind="result",
-            tensor=result_name(ours.job, expected.path),
+            tensor=format_result_name(ours.job, expected.path),
             dtype=expected.dtype,
-            size=_leaf_distance(expected, first, second),
-            scale=largest_of(first),
+            size=_compute_leaf_distance(expected, first, second),
+            scale=find_largest(first),
             resolution=0.0,
-            count=_count(expected, first),
+            count=_count_elements(expected, first),
             is_integer_result=expected.is_integer,
         )
 
 
-def of_states(
+def compare_states(
     ours: Sequence[TensorState],
     theirs: Sequence[TensorState],
-    place: Place,
+    location: RunPosition,
     initial: Mapping[str, Summary],
 ) -> Iterator[Difference]:
     """Gradients first: they are the cause where both differ."""
@@ -185,51 +189,53 @@ def of_states(
         pairs = [
             (first, a, b)
             for first, second in zip(ours, theirs, strict=True)
-            for a, b in [(_summary(first, kind), _summary(second, kind))]
+            for a, b in [(_get_summary(first, kind), _get_summary(second, kind))]
             if a is not None and b is not None
         ]
         largest = max((a.norm for _, a, _ in pairs if math.isfinite(a.norm)), default=0.0)
         for state, a, b in pairs:
             start = initial.get(state.name)
             yield Difference(
-                place=place,
+                location=location,
                 kind="gradient" if kind == "gradient" else "parameter",
                 tensor=f"gradient of {state.name}" if kind == "gradient" else state.name,
                 dtype=state.dtype,
-                size=sketch_distance(a, b),
+                size=compute_sketch_distance(a, b),
                 scale=a.norm if math.isfinite(a.norm) else 0.0,
                 resolution=RESOLUTION.get(state.dtype, 0.0) * largest,
                 count=state.size,
-                motion=sketch_distance(start, a) if start is not None else 0.0,
+                motion=compute_sketch_distance(start, a) if start is not None else 0.0,
             )
 
 
-def _of_final(one: Recording, other: Recording, place: Place, initial: Mapping[str, Summary]) -> Iterator[Difference]:
+def _compare_final_tensors(
+    one: Recording, other: Recording, location: RunPosition, initial: Mapping[str, Summary]
+) -> Iterator[Difference]:
     last = {
         state.name: state.value for result in one.results if isinstance(result, Stepped) for state in result.tensors
     }
-    largest = max((largest_of(tensor) for tensor in one.tensors.values()), default=0.0)
+    largest = max((find_largest(tensor) for tensor in one.tensors.values()), default=0.0)
     for final in one.described:
         first = one.tensors[final.name]
         start, end = initial.get(final.name), last.get(final.name)
         yield Difference(
-            place=place,
+            location=location,
             kind="final",
             tensor=final.name,
             dtype=final.dtype,
-            size=distance(first, other.tensors[final.name]),
-            scale=largest_of(first),
+            size=compute_distance(first, other.tensors[final.name]),
+            scale=find_largest(first),
             resolution=RESOLUTION.get(final.dtype, 0.0) * largest,
             count=first.size,
-            motion=sketch_distance(start, end) if start is not None and end is not None else 0.0,
+            motion=compute_sketch_distance(start, end) if start is not None and end is not None else 0.0,
         )
 
 
-def _summary(state: TensorState, kind: str) -> Summary | None:
+def _get_summary(state: TensorState, kind: str) -> Summary | None:
     return state.gradient if kind == "gradient" else state.value
 
 
-def distance(first: Array, second: Array) -> float:
+def compute_distance(first: Array, second: Array) -> float:
     """The largest difference of two elements; equal infinities and nans are no difference."""
     if np.array_equal(first, second, equal_nan=first.dtype.kind == "f"):
         return 0.0
@@ -239,13 +245,13 @@ def distance(first: Array, second: Array) -> float:
     return math.inf if not np.isfinite(apart).all() else float(apart.max())
 
 
-def _leaf_distance(leaf: Leaf, first: Array, second: Array) -> float:
+def _compute_leaf_distance(leaf: Leaf, first: Array, second: Array) -> float:
     if leaf.is_integer and first.size > 1:
         return float((first != second).sum())
-    return distance(first, second)
+    return compute_distance(first, second)
 
 
-def sketch_distance(first: Summary, second: Summary) -> float:
+def compute_sketch_distance(first: Summary, second: Summary) -> float:
     """About the Euclidean distance of two tensors, from their sketches."""
     if first == second or (math.isnan(first.norm) and math.isnan(second.norm)):
         return 0.0
@@ -253,12 +259,12 @@ def sketch_distance(first: Summary, second: Summary) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-def largest_of(tensor: Array) -> float:
+def find_largest(tensor: Array) -> float:
     """The largest element that is finite, without its sign; 0 for an empty tensor."""
     finite = np.abs(tensor[np.isfinite(tensor)])
     return float(finite.max()) if finite.size else 0.0
 
 
-def _count(leaf: Leaf, values: Array) -> int:
+def _count_elements(leaf: Leaf, values: Array) -> int:
     """How many things rounding could flip: a lone integer counts that many, a tensor its elements."""
-    return max(1, int(largest_of(values))) if leaf.is_integer and values.size == 1 else int(values.size)
+    return max(1, int(find_largest(values))) if leaf.is_integer and values.size == 1 else int(values.size)

@@ -16,7 +16,7 @@ import msgspec
 
 from rankless.config.run_config import InspectedCall
 from rankless.records.job_values import Computed
-from rankless.verify.differences import RESOLUTION, sketch_distance
+from rankless.verify.differences import RESOLUTION, compute_sketch_distance
 from rankless.verify.tolerance import GRADIENT_ROUNDING_ERRORS, NOISE_FACTOR, ROUNDING_BOUND
 
 Fault = Literal["value", "input", "output", "capture", "after", "program"]
@@ -47,7 +47,7 @@ Key = tuple[str, str]
 """A value's role and name."""
 
 
-def first_value(
+def find_first_value(
     one: Sequence[Computed],
     many: Sequence[Sequence[Computed]],
     noise: Sequence[Computed],
@@ -62,29 +62,29 @@ def first_value(
     program = [value for value in one if value.role != "plain"]
     if not program or not all(many):
         return None
-    allowed = Limits(one, noise, tolerance)
+    allowed = ValueLimits(one, noise, tolerance)
     plain = {value.name: value for value in one if value.role == "plain"}
     for value in program:
         if value.role == "output" and value.name in plain and not allowed.hold(value, plain[value.name]):
-            return _found("capture", value, plain[value.name], allowed, rank=0, call=call)
-    parted: tuple[int, Fault, int] | None = None
+            return _make_first_value("capture", value, plain[value.name], allowed, rank=0, call=call)
+    diverged: tuple[int, Fault, int] | None = None
     theirs = [{(value.role, value.name): value for value in values} for values in many]
     for rank, values in enumerate(theirs):
         if values.keys() != {(value.role, value.name) for value in program}:
-            return _found("program", program[0], program[0], allowed, rank=rank, call=call)
-        for place, ours in enumerate(program):
+            return _make_first_value("program", program[0], program[0], allowed, rank=rank, call=call)
+        for index, ours in enumerate(program):
             if not allowed.hold(ours, values[ours.role, ours.name]):
                 fault: Fault = ours.role if ours.role != "plain" else "output"
-                parted = min(parted or (place, fault, rank), (place, fault, rank))
+                diverged = min(diverged or (index, fault, rank), (index, fault, rank))
                 break
-    if parted is None:
-        return _found("after", program[-1], program[-1], allowed, rank=0, call=call)
-    place, fault, rank = parted
-    ours = program[place]
-    return _found(fault, ours, theirs[rank][ours.role, ours.name], allowed, rank=rank, call=call)
+    if diverged is None:
+        return _make_first_value("after", program[-1], program[-1], allowed, rank=0, call=call)
+    index, fault, rank = diverged
+    ours = program[index]
+    return _make_first_value(fault, ours, theirs[rank][ours.role, ours.name], allowed, rank=rank, call=call)
 
 
-class Limits:
+class ValueLimits:
     """How far each value may be apart."""
 
     def __init__(self, one: Sequence[Computed], noise: Sequence[Computed], tolerance: float | None) -> None:
@@ -95,7 +95,7 @@ class Limits:
         for value in noise:
             known = ours.get((value.role, value.name))
             if known is not None:
-                self._noise[value.role, value.name] = sketch_distance(known.value, value.value)
+                self._noise[value.role, value.name] = compute_sketch_distance(known.value, value.value)
 
     def hold(self, value: Computed, other: Computed) -> bool:
         """Whether two runs' values are as near as right ones are."""
@@ -103,7 +103,7 @@ class Limits:
             return True
         if (value.dtype, value.shape) != (other.dtype, other.shape):
             return False
-        return sketch_distance(value.value, other.value) <= self.of(value)
+        return compute_sketch_distance(value.value, other.value) <= self.of(value)
 
     def of(self, value: Computed) -> float:
         """The largest distance that rounding explains."""
@@ -117,8 +117,8 @@ class Limits:
         return max(noise, ROUNDING_BOUND.get(value.dtype, 0.0) * norm, errors)
 
 
-def _found(
-    fault: Fault, value: Computed, other: Computed, allowed: Limits, *, rank: int, call: InspectedCall
+def _make_first_value(
+    fault: Fault, value: Computed, other: Computed, allowed: ValueLimits, *, rank: int, call: InspectedCall
 ) -> FirstValue:
     return FirstValue(
         fault=fault,
@@ -129,7 +129,7 @@ def _found(
         name=value.name,
         dtype=value.dtype,
         shape=value.shape,
-        size=sketch_distance(value.value, other.value),
+        size=compute_sketch_distance(value.value, other.value),
         allowed=allowed.of(value),
         rank=rank,
     )

@@ -41,7 +41,7 @@ def read_recordings(folder: str, worker_count: int) -> list[Recording | None]:
     return [_read(folder, rank) for rank in range(worker_count)]
 
 
-def array_of(leaf: Leaf) -> Array:
+def to_array(leaf: Leaf) -> Array:
     """A result's numbers, in float64 or int64."""
     return np.frombuffer(leaf.data, dtype=np.int64 if leaf.is_integer else np.float64).reshape(leaf.shape)
 

@@ -12,21 +12,21 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from rankless.records.job_results import Called, Registered, Stepped, TensorState
-from rankless.verify.comparison import Comparison, Finding, loss_leaf, measured_row
+from rankless.verify.comparison import Comparison, Divergence, find_loss_leaf, make_row
 from rankless.verify.differences import (
     RESOLUTION,
     Difference,
     Mismatch,
-    Place,
-    distance,
-    largest_of,
+    RunPosition,
+    compare_states,
+    compute_distance,
+    compute_sketch_distance,
+    find_largest,
+    format_result_name,
+    locate,
     measure,
-    of_states,
-    place_of,
-    result_name,
-    sketch_distance,
 )
-from rankless.verify.recordings import Recording, array_of
+from rankless.verify.recordings import Recording, to_array
 from rankless.verify.tolerance import ROUNDING_BOUND, NoiseFloor
 
 
@@ -47,85 +47,91 @@ class ReferenceRun:
     recording: Recording
 
 
-def with_twin(
-    comparison: Comparison, twin: ReferenceRun, one: Recording, many: Sequence[Recording], noise: Sequence[Recording]
+def compare_with_reference(
+    comparison: Comparison,
+    reference: ReferenceRun,
+    one: Recording,
+    many: Sequence[Recording],
+    noise: Sequence[Recording],
 ) -> Comparison:
     """The comparison with what sets the script, on one worker and on several, apart from its twin."""
     tolerance = None if comparison.tolerance is None else comparison.tolerance.tolerance
-    allowance = NoiseFloor([measure(one, repetition)[0] for repetition in noise], tolerance=tolerance)
-    findings: list[Finding] = []
+    noise_floor = NoiseFloor([measure(one, repetition)[0] for repetition in noise], tolerance=tolerance)
+    findings: list[Divergence] = []
     found: list[Difference] = []
     for recording, who in [(one, "1 worker"), *((recording, f"rank {recording.rank}") for recording in many)]:
-        differences, mismatch = measure_twin(twin.recording, recording)
+        differences, mismatch = measure_reference(reference.recording, recording)
         found += differences
-        findings += _beyond(differences, mismatch, allowance, twin.name, who)
-    findings = sorted([*comparison.findings, *findings], key=lambda finding: finding.place.position)
-    row = measured_row(f"against {twin.name}", found, allowance)
+        findings += _check_limits(differences, mismatch, noise_floor, reference.name, who)
+    findings = sorted([*comparison.findings, *findings], key=lambda finding: finding.location.position)
+    row = make_row(f"against {reference.name}", found, noise_floor)
     return replace(comparison, findings=tuple(findings), rows=(*comparison.rows, row))
 
 
-def _beyond(
-    differences: Sequence[Difference], mismatch: Mismatch | None, allowance: NoiseFloor, name: str, who: str
-) -> Iterator[Finding]:
+def _check_limits(
+    differences: Sequence[Difference], mismatch: Mismatch | None, noise_floor: NoiseFloor, name: str, who: str
+) -> Iterator[Divergence]:
     for item in differences:
-        limit = allowance.limit(item)
+        limit = noise_floor.limit(item)
         if not item.size <= limit:
-            yield Finding(
-                place=item.place,
+            yield Divergence(
+                location=item.location,
                 tensor=item.tensor,
-                expected=f"at most {limit:.3g} from {name} (noise {allowance.noise(item):.3g})",
+                expected=f"at most {limit:.3g} from {name} (noise {noise_floor.noise(item):.3g})",
                 found=f"{item.size:.3g} on {who}",
                 cause="values",
-                is_of_twin=True,
+                is_of_reference=True,
             )
             break
     if mismatch is not None:
-        yield Finding(
-            place=mismatch.place,
+        yield Divergence(
+            location=mismatch.location,
             tensor=mismatch.tensor,
             expected=f"{mismatch.expected}, as in {name}",
             found=f"{mismatch.found}, on {who}",
             cause="structure",
-            is_of_twin=True,
+            is_of_reference=True,
         )
 
 
-def measure_twin(twin: Recording, script: Recording) -> tuple[list[Difference], Mismatch | None]:
+def measure_reference(reference: Recording, script: Recording) -> tuple[list[Difference], Mismatch | None]:
     """All differences of a script from its twin up to the first mismatch, under the script's names; and that."""
-    ours, theirs = training_steps(twin), training_steps(script)
-    first_ours, first_theirs = first_states(twin), first_states(script)
-    names = matched(first_ours, first_theirs)
+    ours, theirs = list_training_steps(reference), list_training_steps(script)
+    first_ours, first_theirs = get_first_states(reference), get_first_states(script)
+    names = match_tensors(first_ours, first_theirs)
     initial = {names[name]: state.value for name, state in first_ours.items() if name in names}
-    beginning = Place(position=0, step=0, line="")
+    beginning = RunPosition(position=0, step=0, line="")
     begun = [name for name in first_ours if name in names]
     differences = list(
-        of_states(
-            [without_gradient(first_ours[name], names[name]) for name in begun],
-            [without_gradient(first_theirs[names[name]], names[name]) for name in begun],
+        compare_states(
+            [drop_gradient(first_ours[name], names[name]) for name in begun],
+            [drop_gradient(first_theirs[names[name]], names[name]) for name in begun],
             beginning,
             initial,
         )
     )
     for number in range(max(len(ours), len(theirs))):
         if number >= len(ours) or number >= len(theirs):
-            last = Place(
+            last = RunPosition(
                 position=theirs[number].position if number < len(theirs) else len(script.results),
                 step=number + 1,
                 line="",
             )
             texts = [f"{len(steps)} steps" for steps in (ours, theirs)]
-            return differences, Mismatch(place=last, tensor="the steps", expected=texts[0], found=texts[1])
-        place = place_of(script, theirs[number].position)
-        pairs = paired_states(ours[number].stepped, theirs[number].stepped, names)
+            return differences, Mismatch(location=last, tensor="the steps", expected=texts[0], found=texts[1])
+        location = locate(script, theirs[number].position)
+        pairs = pair_states(ours[number].stepped, theirs[number].stepped, names)
         if isinstance(pairs, str):
-            return differences, Mismatch(place=place, tensor=pairs, expected="to be trained by this step", found="not")
-        differences += loss_difference(ours[number], theirs[number], script)
-        differences += of_states([a for a, _ in pairs], [b for _, b in pairs], place, initial)
-    differences += final_differences(twin, script, names)
+            return differences, Mismatch(
+                location=location, tensor=pairs, expected="to be trained by this step", found="not"
+            )
+        differences += compare_loss(ours[number], theirs[number], script)
+        differences += compare_states([a for a, _ in pairs], [b for _, b in pairs], location, initial)
+    differences += compare_final(reference, script, names)
     return differences, None
 
 
-def training_steps(recording: Recording) -> list[TrainingStep]:
+def list_training_steps(recording: Recording) -> list[TrainingStep]:
     """The steps of a recording, in order."""
     steps: list[TrainingStep] = []
     calls: list[tuple[int, Called]] = []
@@ -133,19 +139,19 @@ def training_steps(recording: Recording) -> list[TrainingStep]:
         if isinstance(result, Called):
             calls.append((position, result))
         elif isinstance(result, Stepped):
-            own = tuple((place, call) for place, call in calls if call.job == result.job)
+            own = tuple((position, call) for position, call in calls if call.job == result.job)
             steps.append(TrainingStep(calls=own, position=position, stepped=result))
-            calls = [(place, call) for place, call in calls if call.job != result.job]
+            calls = [(position, call) for position, call in calls if call.job != result.job]
     return steps
 
 
-def first_states(recording: Recording) -> dict[str, TensorState]:
+def get_first_states(recording: Recording) -> dict[str, TensorState]:
     """Every tensor as it was when it became known."""
     registered = [result for result in recording.results if isinstance(result, Registered)]
     return {state.name: state for result in registered for state in result.tensors}
 
 
-def matched(ours: Mapping[str, TensorState], theirs: Mapping[str, TensorState]) -> dict[str, str]:
+def match_tensors(ours: Mapping[str, TensorState], theirs: Mapping[str, TensorState]) -> dict[str, str]:
     """Which of their tensors each of ours is; see Note [which tensor is which]."""
     names: dict[str, str] = {}
     free = dict(theirs)
@@ -154,7 +160,7 @@ def matched(ours: Mapping[str, TensorState], theirs: Mapping[str, TensorState]) 
             if name in names:
                 continue
             for other_name, other in free.items():
-                alike = not by_value or begins_alike(state, other)
+                alike = not by_value or has_same_start(state, other)
                 if state.size == other.size and alike and (not by_name or path(name) == path(other_name)):
                     names[name] = other_name
                     del free[other_name]
@@ -167,17 +173,17 @@ def path(name: str) -> str:
     return name.partition(".")[2]
 
 
-def begins_alike(state: TensorState, other: TensorState) -> bool:
+def has_same_start(state: TensorState, other: TensorState) -> bool:
     """Whether two tensors are the same but for rounding when they become known."""
-    return sketch_distance(state.value, other.value) <= ROUNDING_BOUND.get(state.dtype, 0.0) * state.value.norm
+    return compute_sketch_distance(state.value, other.value) <= ROUNDING_BOUND.get(state.dtype, 0.0) * state.value.norm
 
 
-def without_gradient(state: TensorState, name: str) -> TensorState:
+def drop_gradient(state: TensorState, name: str) -> TensorState:
     """A state under another name, its gradient left out."""
     return msgspec.structs.replace(state, name=name, gradient=None)
 
 
-def paired_states(
+def pair_states(
     ours: Stepped, theirs: Stepped, names: Mapping[str, str]
 ) -> list[tuple[TensorState, TensorState]] | str:
     """The states of a step in pairs, under the script's names; or the name of a tensor that has no partner."""
@@ -192,7 +198,7 @@ def paired_states(
             return f"gradient of {other.name}"
         if not has_gradient(ours_now):
             # Zeros in one script, nothing in the other (zero_grad keeps or drops them): both are no gradient.
-            ours_now, theirs_now = (without_gradient(item, other.name) for item in (ours_now, theirs_now))
+            ours_now, theirs_now = (drop_gradient(item, other.name) for item in (ours_now, theirs_now))
         pairs.append((ours_now, theirs_now))
     return pairs
 
@@ -202,24 +208,24 @@ def has_gradient(state: TensorState) -> bool:
     return state.gradient is not None and state.gradient.norm != 0
 
 
-def loss_difference(ours: TrainingStep, theirs: TrainingStep, script: Recording) -> Iterator[Difference]:
+def compare_loss(ours: TrainingStep, theirs: TrainingStep, script: Recording) -> Iterator[Difference]:
     """The loss of a step; the twin's is the sum of what was propagated back. Of accumulated steps none is compared."""
-    roots = [float(array_of(leaf).sum()) for _, call in ours.calls for leaf in call.leaves]
+    roots = [float(to_array(leaf).sum()) for _, call in ours.calls for leaf in call.leaves]
     if len(theirs.calls) != 1 or not roots:
         return
     position, call = theirs.calls[0]
-    leaf = loss_leaf(call)
+    leaf = find_loss_leaf(call)
     if leaf is None:
         return
-    values = array_of(leaf)
+    values = to_array(leaf)
     loss = float(values.mean()) if values.size else math.nan
     total = sum(roots)
     equal = total == loss or (math.isnan(total) and math.isnan(loss))
     apart = 0.0 if equal else abs(total - loss)
     yield Difference(
-        place=place_of(script, position),
+        location=locate(script, position),
         kind="result",
-        tensor=result_name(call.job, leaf.path),
+        tensor=format_result_name(call.job, leaf.path),
         dtype=leaf.dtype,
         size=apart if math.isfinite(apart) else math.inf,
         scale=abs(total) if math.isfinite(total) else 0.0,
@@ -228,25 +234,25 @@ def loss_difference(ours: TrainingStep, theirs: TrainingStep, script: Recording)
     )
 
 
-def final_differences(twin: Recording, script: Recording, names: Mapping[str, str]) -> Iterator[Difference]:
+def compare_final(reference: Recording, script: Recording, names: Mapping[str, str]) -> Iterator[Difference]:
     """Parameters and buffers at the end, whole."""
-    place = Place(position=len(script.results), step=script.steps, line="")
-    begun = {name: state.value for name, state in first_states(twin).items()}
-    last = {state.name: state.value for step in training_steps(twin) for state in step.stepped.tensors}
-    largest = max((largest_of(tensor) for tensor in twin.tensors.values()), default=0.0)
-    for final in twin.described:
+    location = RunPosition(position=len(script.results), step=script.steps, line="")
+    begun = {name: state.value for name, state in get_first_states(reference).items()}
+    last = {state.name: state.value for step in list_training_steps(reference) for state in step.stepped.tensors}
+    largest = max((find_largest(tensor) for tensor in reference.tensors.values()), default=0.0)
+    for final in reference.described:
         name = names.get(final.name)
-        if name is None or name not in script.tensors or twin.tensors[final.name].size == 0:
+        if name is None or name not in script.tensors or reference.tensors[final.name].size == 0:
             continue
-        ours = twin.tensors[final.name].reshape(-1)
+        ours = reference.tensors[final.name].reshape(-1)
         yield Difference(
-            place=place,
+            location=location,
             kind="final",
             tensor=name,
             dtype=final.dtype,
-            size=distance(ours, script.tensors[name].reshape(-1)),
-            scale=largest_of(ours),
+            size=compute_distance(ours, script.tensors[name].reshape(-1)),
+            scale=find_largest(ours),
             resolution=RESOLUTION.get(final.dtype, 0.0) * largest,
             count=ours.size,
-            motion=sketch_distance(begun[final.name], last[final.name]) if final.name in last else 0.0,
+            motion=compute_sketch_distance(begun[final.name], last[final.name]) if final.name in last else 0.0,
         )

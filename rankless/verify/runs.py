@@ -14,7 +14,7 @@ from rankless.config.run_config import Cluster, InspectedCall, Precision, Progra
 from rankless.config.validation import make_run_config
 from rankless.records.job_programs import AnyFact, read_facts
 from rankless.records.job_values import Computed, read_values
-from rankless.verify.first_difference import FirstValue, first_value
+from rankless.verify.first_difference import FirstValue, find_first_value
 from rankless.verify.recordings import Recording, read_recordings
 from rankless.verify.reference_run import ReferenceRun
 
@@ -54,50 +54,54 @@ class VerifyRuns:
     against: str | None = None
     """A plain script that takes the same arguments, or None."""
 
-    def on_one(self) -> Recording:
+    def run_one(self) -> Recording:
         """The run on one worker. Raises `RunFailed`, as all runs do."""
-        return self._recorded("one", workers=1)[0]
+        return self._record("one", workers=1)[0]
 
-    def on_many(self, workers: int) -> list[Recording]:
+    def run_many(self, workers: int) -> list[Recording]:
         """What every rank of the run on several workers recorded."""
-        return self._recorded("many", workers=workers)
+        return self._record("many", workers=workers)
 
-    def disturbed(self, repetitions: int) -> list[Recording]:
+    def run_perturbed(self, repetitions: int) -> list[Recording]:
         """The run on one worker, repeated with its last bits disturbed, each time otherwise."""
         noise: list[Recording] = []
         for number in range(repetitions):
-            noise += self._recorded(f"noise{number}", workers=1, perturbation_seed=self.seed + number)
+            noise += self._record(f"noise{number}", workers=1, perturbation_seed=self.seed + number)
         return noise
 
-    def twin(self) -> ReferenceRun | None:
+    def run_reference(self) -> ReferenceRun | None:
         """The run of the plain script on one worker, if there is one."""
         if self.against is None:
             return None
         program = Program(kind="script", target=self.against, arguments=self.program.arguments)
-        (recording,) = replace(self, program=program)._recorded("twin", workers=1)
+        (recording,) = replace(self, program=program)._record("reference", workers=1)
         if not recording.steps:
             raise RunFailed(f"{self.against} made no optimizer step: there is nothing to compare", 1)
         return ReferenceRun(name=os.path.basename(self.against), recording=recording)
 
-    def programs(self) -> list[AnyFact]:
+    def read_programs(self) -> list[AnyFact]:
         """What the jobs became in the run on several workers."""
         return list(read_facts(self._folder("many")))
 
-    def first_value(
+    def find_first_value(
         self, wanted: InspectedCall, *, workers: int, step: int, tolerance: float | None = None
     ) -> FirstValue | None:
         """The first value of a job call, no later than training step `step`, that differs on `workers` workers.
 
         None if the call was not made again, or could not be captured.
         """
-        looking = replace(self, inspected=wanted, steps=step)
-        looking.on_one()
-        looking.on_many(workers)
-        looking.disturbed(1)
-        (one,), many, (noise,) = looking.values("one"), looking.values("many", workers), looking.values("noise0")
-        return first_value(one, many, noise, call=wanted, tolerance=tolerance)
+        inspected = replace(self, inspected=wanted, steps=step)
+        inspected.run_one()
+        inspected.run_many(workers)
+        inspected.run_perturbed(1)
+        (one,), many, (noise,) = (
+            inspected.read_inspected_values("one"),
+            inspected.read_inspected_values("many", workers),
+            inspected.read_inspected_values("noise0"),
+        )
+        return find_first_value(one, many, noise, call=wanted, tolerance=tolerance)
 
-    def values(self, run: Literal["one", "many", "noise0"], workers: int = 1) -> list[list[Computed]]:
+    def read_inspected_values(self, run: Literal["one", "many", "noise0"], workers: int = 1) -> list[list[Computed]]:
         """What each rank of a run has written down of the inspected call."""
         return [list(read_values(self._folder(run), rank)) for rank in range(workers)]
 
@@ -105,13 +109,13 @@ class VerifyRuns:
         endings = ["" if self.dtype is None else f"-{self.dtype}", "" if self.inspected is None else "-values"]
         return os.path.abspath(os.path.join(self.folder, name + "".join(endings)))
 
-    def _recorded(self, name: str, *, workers: int, perturbation_seed: int | None = None) -> list[Recording]:
+    def _record(self, name: str, *, workers: int, perturbation_seed: int | None = None) -> list[Recording]:
         folder = self._folder(name)
         observation = RunObservation(
             stop_after_steps=self.steps,
             programs=folder if name == "many" else None,
             inspected=self.inspected,
-            is_reference=name == "twin",
+            is_reference=name == "reference",
         )
         config = make_run_config(
             self.program,
@@ -128,13 +132,13 @@ class VerifyRuns:
                 cluster=self.cluster if workers > 1 else None,
             ),
         )
-        what = _what(config)
-        _remove_old(folder)
-        silent_run(config, what, show=self.show, run_job=self.run_job)
-        return _whole(read_recordings(folder, workers), what, single=workers == 1)
+        what = _describe_run(config)
+        _remove_recordings(folder)
+        run_silently(config, what, show=self.show, run_job=self.run_job)
+        return _require_complete(read_recordings(folder, workers), what, single=workers == 1)
 
 
-def _what(config: RunConfig) -> str:
+def _describe_run(config: RunConfig) -> str:
     """A run in a few words."""
     words = [f"{config.worker_count} worker{'s' if config.worker_count != 1 else ''}"]
     if config.cluster is not None:
@@ -146,7 +150,7 @@ def _what(config: RunConfig) -> str:
     return ", ".join(words)
 
 
-def silent_run(config: RunConfig, what: str, *, show: bool, run_job: RunJob) -> None:
+def run_silently(config: RunConfig, what: str, *, show: bool, run_job: RunJob) -> None:
     """Make one run, its output not shown unless asked for, and print how long it took. Raises `RunFailed`."""
     started = time.monotonic()
     with ExitStack() as stack:
@@ -160,7 +164,7 @@ def silent_run(config: RunConfig, what: str, *, show: bool, run_job: RunJob) -> 
     print(f"  {what:30}{time.monotonic() - started:6.1f} s", flush=True)
 
 
-def _whole(recordings: Sequence[Recording | None], what: str, *, single: bool) -> list[Recording]:
+def _require_complete(recordings: Sequence[Recording | None], what: str, *, single: bool) -> list[Recording]:
     """The recordings, if each rank's is there to its end; a lone worker without any has called no job."""
     whole = []
     for rank, recording in enumerate(recordings):
@@ -174,7 +178,7 @@ def _whole(recordings: Sequence[Recording | None], what: str, *, single: bool) -
     return whole
 
 
-def _remove_old(folder: str) -> None:
+def _remove_recordings(folder: str) -> None:
     """Recordings that an earlier run has left in the same place would be taken for this one's."""
     for pattern in (".rank*.coming", "rank*.results", "rank*.safetensors", "rank*.values", "jobs.programs"):
         for file in Path(folder).glob(pattern):

@@ -65,7 +65,7 @@ class NoiseFloor:
         running: dict[tuple[str, str], float] = {}
         relative = 0.0
         for item in differences:
-            position = item.place.position
+            position = item.location.position
             tensor = (item.kind, item.tensor)
             running[tensor] = max(running.get(tensor, 0.0), item.size)
             key = (*tensor, position)
@@ -81,7 +81,7 @@ class NoiseFloor:
 
     def noise(self, item: Difference) -> float:
         """The noise in this tensor so far."""
-        noise = self._noise.get((item.kind, item.tensor, item.place.position), 0.0)
+        noise = self._noise.get((item.kind, item.tensor, item.location.position), 0.0)
         if item.kind == "final":
             # A lone number may by chance end where it would have without noise; its way there tells more.
             noise = max(noise, self._last.get(item.tensor, 0.0) / math.sqrt(max(1, item.count)))
@@ -93,7 +93,7 @@ class NoiseFloor:
             return max(self.tolerance * item.scale, rounding_errors(item))
         limit = max(NOISE_FACTOR * self.noise(item), rounding_limit(item))
         if item.is_integer_result:
-            flips = NOISE_FACTOR * self._relative.get(item.place.position, 0.0) * item.count
+            flips = NOISE_FACTOR * self._relative.get(item.location.position, 0.0) * item.count
             if flips >= LIKELY_FLIP:
                 limit = max(limit, math.ceil(min(flips, MOST_FLIPS * item.count)))
         if item.kind in ("parameter", "final") and self.is_all_rounding(item):
@@ -103,7 +103,7 @@ class NoiseFloor:
     def is_all_rounding(self, item: Difference) -> bool:
         """Whether this is a parameter, or the gradient of one, whose gradient has said nothing but rounding by now."""
         name = item.tensor.removeprefix("gradient of ")
-        return self._all_rounding.get(name, math.inf) <= item.place.position
+        return self._all_rounding.get(name, math.inf) <= item.location.position
 
     @property
     def all_rounding(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rankless.verify.comparison import Comparison, Finding, Row, ToleranceUse
+from rankless.verify.comparison import Comparison, Divergence, TableRow, ToleranceUse
 from rankless.verify.first_difference import FirstValue
 
 HEADERS = ("compared", "number", "largest difference", "noise floor", "nearest to its limit")
@@ -32,7 +32,7 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
     """The first tensor in which not even the script on one worker, repeated, stays within the tolerance."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """The file that `rankless verify --json` writes. A number that is not finite is null."""
 
     same: bool
@@ -50,7 +50,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What kept the runs from being compared."""
     decided_in: str = ""
     """The precision of the runs that all the figures above are of, as "float64"."""
-    own_precision: "Report | None" = None
+    own_precision: "VerifyReport | None" = None
     """What the runs in the script's own precision gave, where float64 decided instead."""
     float64_failure: str | None = None
     """Why float64 could not decide, where it was tried and failed."""
@@ -66,9 +66,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What the comparison did not cover."""
 
 
-def failed_report(failure: str, *, workers: int) -> Report:
+def failed_report(failure: str, *, workers: int) -> VerifyReport:
     """The report on runs that could not be compared."""
-    return Report(
+    return VerifyReport(
         same=False,
         workers=workers,
         steps=0,
@@ -83,10 +83,10 @@ def failed_report(failure: str, *, workers: int) -> Report:
     )
 
 
-def make_report(comparison: Comparison, *, workers: int) -> Report:
+def make_report(comparison: Comparison, *, workers: int) -> VerifyReport:
     """The report on a comparison: the same training if nothing was found."""
     first = comparison.findings[0] if comparison.findings else None
-    return Report(
+    return VerifyReport(
         same=first is None,
         workers=workers,
         steps=comparison.steps,
@@ -109,7 +109,7 @@ def _tolerance(use: ToleranceUse) -> Tolerance:
         tolerance=use.tolerance,
         largest_difference=use.largest,
         noise_floor=use.noise,
-        unmet=None if unmet is None else f"{unmet.tensor}, step {unmet.place.step}",
+        unmet=None if unmet is None else f"{unmet.tensor}, step {unmet.location.step}",
     )
 
 
@@ -142,7 +142,7 @@ def render_table(comparison: Comparison) -> str:
     return "\n".join(rendered)
 
 
-def render_verdict(report: Report) -> str:
+def render_verdict(report: VerifyReport) -> str:
     """One line that begins with "same training:" or "NOT the same training:"."""
     workers = f"{report.workers} worker{'s' if report.workers != 1 else ''}"
     if report.failure is not None:
@@ -167,7 +167,7 @@ def _place(first: FirstDifference) -> str:
     return f"step {first.step}, {first.tensor}{where}"
 
 
-def render_doubt(own: Report) -> str:
+def render_doubt(own: VerifyReport) -> str:
     """Why what the runs in the script's own precision gave is not enough."""
     first = own.first_difference
     if first is None:
@@ -175,14 +175,14 @@ def render_doubt(own: Report) -> str:
     return f"in {own.decided_in} the runs part at {_place(first)}"
 
 
-def _stop(report: Report) -> str:
+def _stop(report: VerifyReport) -> str:
     """Where the runs were ended, and within which bound they were compared; with a space before it."""
     stop = f", and as in {report.against}" if report.against is not None else ""
     stop += f" (stopped after {report.steps} step{'s' if report.steps != 1 else ''})" if report.stopped else ""
     return stop + (f" (within the tolerance {report.tolerance.tolerance:g})" if report.tolerance is not None else "")
 
 
-def _decision(report: Report) -> str:
+def _decision(report: VerifyReport) -> str:
     """Which runs decided, where there were others; with a space before it."""
     if report.float64_failure is not None:
         return f" ({render_doubt(report)}; float64 could not decide: {report.float64_failure})"
@@ -194,28 +194,28 @@ def _decision(report: Report) -> str:
     return f" (decided in float64: {render_doubt(own)}{why})"
 
 
-def encode_report(report: Report) -> bytes:
+def encode_report(report: VerifyReport) -> bytes:
     """The report as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def _first_difference(finding: Finding) -> FirstDifference:
+def _first_difference(finding: Divergence) -> FirstDifference:
     return FirstDifference(
-        step=finding.place.step,
+        step=finding.location.step,
         tensor=finding.tensor,
-        line=finding.place.line,
+        line=finding.location.line,
         expected=finding.expected,
         found=finding.found,
     )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: TableRow) -> tuple[str, ...]:
     noise = "" if row.noise is None else f"{row.noise:.2g}"
-    return (row.name, f"{row.compared:,}", f"{row.largest:.2g}", noise, _nearest(row))
+    return (row.name, f"{row.compared:,}", f"{row.largest:.2g}", noise, _find_nearest(row))
 
 
-def _nearest(row: Row) -> str:
+def _find_nearest(row: TableRow) -> str:
     worst = row.worst
     if worst is None or worst.size == 0:
         return "all equal" if row.compared else "nothing to compare"
-    return f"{worst.tensor}, step {worst.place.step}: {worst.size:.2g} of {row.worst_allowed:.2g}"
+    return f"{worst.tensor}, step {worst.location.step}: {worst.size:.2g} of {row.worst_allowed:.2g}"

@@ -13,13 +13,13 @@ import os
 import torch, torch.nn.functional as F
 import rankless
 
-SABOTAGE = {sabotage!r} if os.environ["WORLD_SIZE"] != "1" else ""
+FAULT = {fault!r} if os.environ["WORLD_SIZE"] != "1" else ""
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(
     torch.nn.Linear(10, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4)
 )
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 if SABOTAGE == "rate" else 0.01)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 if FAULT == "rate" else 0.01)
 images, labels = torch.randn(67, 10), torch.randint(0, 4, (67,))
 
 @rankless.job(model=model, optimizer=optimizer)
@@ -35,12 +35,12 @@ for epoch in range(2):
     model.train()
     for batch in rankless.loader(torch.utils.data.TensorDataset(images, labels), batch_size=20, shuffle=True, seed=0):
         steps += 1
-        if SABOTAGE == "drift" and steps == 3 and os.environ["RANK"] == "1":
+        if FAULT == "drift" and steps == 3 and os.environ["RANK"] == "1":
             model[0].weight.data[0, 0] += 1e-1
         print("loss", train(*batch)["loss"].item())
     model.eval()
     print("correct", correct(images, labels).item())
-if SABOTAGE == "longer":
+if FAULT == "longer":
     model.train()
     train(images[:20], labels[:20])
 """
@@ -50,7 +50,7 @@ import os
 import torch, torch.nn.functional as F
 import rankless
 
-SABOTAGE = {sabotage!r} if os.environ["WORLD_SIZE"] != "1" else ""
+FAULT = {fault!r} if os.environ["WORLD_SIZE"] != "1" else ""
 
 torch.manual_seed(0)
 model = torch.nn.Linear(10, 4)
@@ -65,7 +65,7 @@ def train(inputs, labels):
     return {{"loss": loss, "last bit": last_bit}}
 
 for inputs, labels in rankless.loader(torch.utils.data.TensorDataset(inputs, labels), batch_size=10):
-    train(inputs * (2 if SABOTAGE else 1), labels)
+    train(inputs * (2 if FAULT else 1), labels)
 """
 """In float32 the last bit of a sum is another in another order of summation; in float64 it is 30 bits further down."""
 
@@ -80,7 +80,7 @@ def verify(folder: Path, script: str, *options: str, workers: int = 2):
 
 @pytest.mark.exhaustive
 def test_a_training_is_the_same_on_three_workers_and_its_output_is_in_the_logs(tmp_path: Path) -> None:
-    job, report = verify(tmp_path, SCRIPT.format(sabotage=""), "--keep", "recordings", workers=3)
+    job, report = verify(tmp_path, SCRIPT.format(fault=""), "--keep", "recordings", workers=3)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.splitlines()[-1].startswith("same training: 8 steps and 10 job calls on 1 and on 3 workers")
     assert "loss 1." not in job.stdout + job.stderr
@@ -98,7 +98,7 @@ def test_a_training_is_the_same_on_three_workers_and_its_output_is_in_the_logs(t
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "step", "tensor", "decided_in"),
+    ("fault", "step", "tensor", "decided_in"),
     [
         pytest.param("rate", 1, "model.", "float64", marks=pytest.mark.exhaustive),
         ("drift", 3, "result ['loss'] of train", "float32"),  # ranks that disagree are no matter of rounding
@@ -106,9 +106,9 @@ def test_a_training_is_the_same_on_three_workers_and_its_output_is_in_the_logs(t
     ],
 )
 def test_a_fault_of_the_script_is_found_and_the_step_named(
-    tmp_path: Path, sabotage: str, step: int, tensor: str, decided_in: str
+    tmp_path: Path, fault: str, step: int, tensor: str, decided_in: str
 ) -> None:
-    job, report = verify(tmp_path, SCRIPT.format(sabotage=sabotage))
+    job, report = verify(tmp_path, SCRIPT.format(fault=fault))
     assert job.returncode == 1, job.stdout + job.stderr
     verdict = job.stdout.splitlines()[-1]
     assert verdict.startswith(f"NOT the same training: first at step {step}, ")
@@ -120,7 +120,7 @@ def test_a_fault_of_the_script_is_found_and_the_step_named(
 
 
 def test_float64_decides_where_rounding_turns_something_over_in_float32(tmp_path: Path) -> None:
-    job, report = verify(tmp_path, FLIPS.format(sabotage="", weight=None))
+    job, report = verify(tmp_path, FLIPS.format(fault="", weight=None))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("gradients, each step") == 2
     verdict = job.stdout.splitlines()[-1]
@@ -134,7 +134,7 @@ def test_float64_decides_where_rounding_turns_something_over_in_float32(tmp_path
 
 
 def test_float64_does_not_hide_a_fault_beside_the_rounding(tmp_path: Path) -> None:
-    job, report = verify(tmp_path, FLIPS.format(sabotage="doubled", weight=None))
+    job, report = verify(tmp_path, FLIPS.format(fault="doubled", weight=None))
     assert job.returncode == 1
     verdict = job.stdout.splitlines()[-1]
     assert verdict.startswith("NOT the same training: first at step 1, result ['loss'] of train")
@@ -144,9 +144,7 @@ def test_float64_does_not_hide_a_fault_beside_the_rounding(tmp_path: Path) -> No
 
 @pytest.mark.exhaustive
 def test_where_float64_cannot_run_the_own_precision_stands_and_that_is_said(tmp_path: Path) -> None:
-    job, report = verify(
-        tmp_path, FLIPS.format(sabotage="", weight="weights")
-    )  # of float32, whatever the job computes in
+    job, report = verify(tmp_path, FLIPS.format(fault="", weight="weights"))  # of float32, whatever the job computes in
     assert job.returncode == 1
     verdict = job.stdout.splitlines()[-1]
     assert verdict.startswith("NOT the same training: first at step ")
@@ -156,7 +154,7 @@ def test_where_float64_cannot_run_the_own_precision_stands_and_that_is_said(tmp_
 
 
 def test_a_script_can_be_compared_in_float64_at_once(tmp_path: Path) -> None:
-    job, report = verify(tmp_path, FLIPS.format(sabotage="", weight=None), "--dtype", "float64")
+    job, report = verify(tmp_path, FLIPS.format(fault="", weight=None), "--dtype", "float64")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("gradients, each step") == 1
     assert (report["decided_in"], report["own_precision"]) == ("float64", None)
@@ -171,7 +169,7 @@ def test_a_script_without_a_job_is_refused_with_a_remedy(tmp_path: Path) -> None
 
 
 def test_a_run_that_fails_is_not_the_same_training(tmp_path: Path) -> None:
-    script = "import os, sys\nif os.environ['WORLD_SIZE'] == '2': sys.exit(3)\n" + SCRIPT.format(sabotage="")
+    script = "import os, sys\nif os.environ['WORLD_SIZE'] == '2': sys.exit(3)\n" + SCRIPT.format(fault="")
     job, report = verify(tmp_path, script)
     assert job.returncode == 1
     assert job.stdout.splitlines()[-1] == "NOT the same training: the run on 2 workers failed with exit code 3"

@@ -17,7 +17,7 @@ from support.processes import on_mesh
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.context.once import call_once
 from rankless.context.world import World
-from rankless.data.logical_tensor import GatherNotice, LogicalTensor
+from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.errors import RanklessError
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Shard
@@ -139,8 +139,8 @@ def fail_then_go_on(mesh: Mesh) -> list[str]:
     world = world_of(mesh)
     seen = []
     local = torch.ones(1)
-    notice = GatherNotice(print, world=world)
-    placed = LogicalTensor(local, placement=placement(mesh), mesh=mesh, notice=notice)
+    monitor = GatherMonitor(print, world=world)
+    placed = LogicalTensor(local, placement=placement(mesh), mesh=mesh, monitor=monitor)
     for function in (lambda: {}["x"], lambda: object(), lambda: placed.sum().item(), lambda: torch.zeros(1 << 20)):
         try:
             seen.append(str(call_once(function, name="it", world=world).shape))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rankless.context.world import World
-from rankless.jobs.consistent import Consistent
+from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
@@ -131,7 +131,7 @@ def run_captured(mesh: Mesh, case: AdversarialCase) -> list[Call]:
     world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
     if mesh.size == 1:
-        job._view = Consistent(job.definition, world)
+        job._view = ConsistentView(job.definition, world)
     calls = []
     for number, batch in enumerate(script.batches):
         script.before_call(number)

@@ -25,7 +25,7 @@ from support.processes import on_mesh
 from rankless.compiler.capture.capture import JobSource, capture
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import shapes_of, taken_apart
+from rankless.jobs.arguments import flatten_arguments, get_shapes
 from rankless.parallel.mesh import Mesh
 
 CASES = [
@@ -80,11 +80,11 @@ def test_on_two_workers_the_job_is_refused_as_on_one(case: AdversarialCase):
 
 def captured(script: Script) -> LogicalProgram:
     device = torch.device("cpu")
-    arguments = taken_apart(tuple(script.batches[0]), {}, device)
+    arguments = flatten_arguments(tuple(script.batches[0]), {}, device)
     code = script.function.__code__
     line = f"{code.co_filename}:{code.co_firstlineno}"
     source = JobSource(name="loss", function=script.function, modules=script.modules, trains=True, line=line)
-    return capture(source, arguments.joined, shapes_of(arguments), device).program
+    return capture(source, arguments.unflatten, get_shapes(arguments), device).program
 
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)

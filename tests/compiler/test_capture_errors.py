@@ -9,8 +9,8 @@ from adversarial_cases import perceptron, rows
 
 from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import taken_apart
-from rankless.jobs.consistent import Consistent
+from rankless.jobs.arguments import flatten_arguments
+from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
@@ -20,7 +20,7 @@ def called(function, model, *arguments):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
     job = make_job(function, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
-    return Consistent(job.definition, world).run(taken_apart(arguments, {}, torch.device("cpu")))
+    return ConsistentView(job.definition, world).run(flatten_arguments(arguments, {}, torch.device("cpu")))
 
 
 def test_an_error_of_the_scripts_own_passes_unchanged():

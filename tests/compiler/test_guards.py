@@ -11,8 +11,8 @@ from rankless.compiler.guards.guard_discovery import collect_guards
 from rankless.compiler.guards.guards import GuardSet
 from rankless.context.world import World
 from rankless.jobs import program_cache
-from rankless.jobs.arguments import taken_apart
-from rankless.jobs.consistent import Consistent
+from rankless.jobs.arguments import flatten_arguments
+from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
@@ -211,7 +211,7 @@ def test_a_changed_value_captures_exactly_once_and_an_unchanged_one_never(monkey
 
     world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
     definition = make_job(job, model=model, optimizer=None, view="consistent", world=lambda: world).definition
-    view, arguments = Consistent(definition, world), taken_apart((torch.ones(2, 3),), {}, torch.device("cpu"))
+    view, arguments = ConsistentView(definition, world), flatten_arguments((torch.ones(2, 3),), {}, torch.device("cpu"))
     wanted = job(arguments.tensors[0]).detach()
     for value, captured in ((1.0, 1), (1.0, 1), (2.0, 2), (2.0, 2), (1.0, 2), (2.0, 2)):
         scale = value

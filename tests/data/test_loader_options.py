@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from data.loading import (
+from data.loader_cases import (
     CASES,
     READER_CASES,
     Items,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from data.loading import (
+from data.loader_cases import (
     ALL_CASES,
     CASES,
     READER_CASES,
@@ -28,7 +28,7 @@ from support.processes import on_mesh
 
 from rankless.checkpoint.state_tree import TreeWriter, decode
 from rankless.collectives.typed_values import decode_value, encode_value
-from rankless.data.generators import process_states, restore_process
+from rankless.data.generators import get_process_states, set_process_states
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 
@@ -100,13 +100,13 @@ def test_what_samples_draw_goes_on_too(reading):
     for number, _ in enumerate(loader, start=1):
         torch.rand(1)
         if number == 2:
-            saved = encode_value((loader.state_dict(), process_states()))
+            saved = encode_value((loader.state_dict(), get_process_states()))
             break
     torch.manual_seed(4)
     again = make()
     state, generators = decode_value(saved)
     again.load_state_dict(state)
-    restore_process(generators)
+    set_process_states(generators)
     assert passes_over(again, 2) == [(expected[2:], after), later]
 
 
@@ -115,11 +115,11 @@ def test_a_pass_that_the_script_has_left_is_over():
     loader = loader_on(Mesh.solo(), Items(), batch_size=5, shuffle=True)
     for _ in loader:
         break
-    saved, generators = loader.state_dict(), process_states()
+    saved, generators = loader.state_dict(), get_process_states()
     expected = passes_over(loader, 2)
     again = loader_on(Mesh.solo(), Items(), batch_size=5, shuffle=True)
     again.load_state_dict(saved)
-    restore_process(generators)
+    set_process_states(generators)
     assert saved["pass"] is None
     assert again.position == 0
     assert passes_over(again, 2) == expected

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from data.loading import STREAM_CASES, STREAM_READER_CASES, Stream, frozen, loader_on, our_passes, plain_passes
+from data.loader_cases import STREAM_CASES, STREAM_READER_CASES, Stream, frozen, loader_on, our_passes, plain_passes
 from support.processes import on_mesh
 from torch.utils.data import IterableDataset
 

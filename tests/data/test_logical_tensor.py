@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from data.logical_operations import CHANGING, COMPUTING, READING
 from support.processes import on_mesh
 
-from rankless.data.logical_tensor import GatherNotice, LogicalTensor
+from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Shard, split_lengths
@@ -28,8 +28,8 @@ def whole_tensor() -> torch.Tensor:
 def logical(mesh: Mesh, whole: torch.Tensor, said: list[str] | None = None, dim: int = 0) -> LogicalTensor:
     placement = Shard(dim, split_lengths(whole.shape[dim], mesh.size))
     local = whole.narrow(dim, placement.start(mesh.rank), placement.lengths[mesh.rank]).clone()
-    notice = GatherNotice((said if said is not None else []).append)
-    return LogicalTensor(local, placement=placement, mesh=mesh, notice=notice)
+    monitor = GatherMonitor((said if said is not None else []).append)
+    return LogicalTensor(local, placement=placement, mesh=mesh, monitor=monitor)
 
 
 def saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:

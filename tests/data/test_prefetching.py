@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from data.loading import Items, Texts, frozen, loader_on
+from data.loader_cases import Items, Texts, frozen, loader_on
 from support.processes import on_mesh
 
 from rankless.data.logical_tensor import LogicalTensor
-from rankless.data.prefetching import PlainCopier, copied, copier_for, data_of
+from rankless.data.prefetching import PlainCopier, copy_to_device, get_local_data, make_copier
 from rankless.parallel.mesh import Mesh
 
 
@@ -37,7 +37,7 @@ class Diary:
 
     def run(self, *, ahead: bool) -> list[Any]:
         found = []
-        for item in copied(self.items(), copier=self, ahead=ahead):
+        for item in copy_to_device(self.items(), copier=self, ahead=ahead):
             self.entries.append(f"use {item[0]}")
             found.append(item)
         return found
@@ -76,7 +76,7 @@ def test_nothing_ahead_counts_for_the_position():
 
 
 def test_the_cpu_needs_no_stream_and_leaves_texts_alone():
-    copier = copier_for(torch.device("cpu"))
+    copier = make_copier(torch.device("cpu"))
     assert isinstance(copier, PlainCopier)
     batch = {"x": torch.ones(2), "names": ["a", "b"]}
     assert frozen(copier.finish(copier.start(batch))) == frozen(batch)
@@ -86,7 +86,7 @@ def on_device(mesh: Mesh) -> list[Any]:
     plain = [frozen(batch) for batch in loader_on(mesh, Texts(), batch_size=4)]
     placed = list(loader_on(mesh, Texts(), batch_size=4, device="cpu", num_workers=1))
     kinds = [type(batch[0]) is LogicalTensor for batch in placed]
-    own = [data_of(batch[0]).shape[0] for batch in placed]
+    own = [get_local_data(batch[0]).shape[0] for batch in placed]
     return [[frozen(batch) for batch in placed] == plain, kinds, own]
 
 

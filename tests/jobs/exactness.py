@@ -200,11 +200,11 @@ def assert_ranks_alike(ranks: Sequence[Sequence[Call]]) -> None:
     """Every rank holds and was given the same bits."""
     for rank, calls in enumerate(ranks):
         for number, (first, other) in enumerate(zip(ranks[0], calls, strict=True)):
-            for (path, wanted), (_, found) in zip(leaves_of(first), leaves_of(other), strict=True):
+            for (path, wanted), (_, found) in zip(iterate_leaves(first), iterate_leaves(other), strict=True):
                 assert same_bits(wanted, found), f"call {number}: {path} of rank {rank} is not rank 0's"
 
 
-def leaves_of(call: Call) -> list[tuple[str, Any]]:
+def iterate_leaves(call: Call) -> list[tuple[str, Any]]:
     found, _ = pytree.tree_flatten_with_path(vars(call))
     return [(pytree.keystr(path), leaf) for path, leaf in found]
 

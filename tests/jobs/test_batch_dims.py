@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rankless.context.world import World
-from rankless.data.logical_tensor import GatherNotice, LogicalTensor
+from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.errors import ConfigError, DataError
 from rankless.jobs.job import make_job
 from rankless.parallel.placement import Replicate, Shard, split_lengths
@@ -112,15 +112,15 @@ def train_marked(mesh, marks, rows):
 
     job = make_job(train, model=model, optimizer=optimizer, view="consistent", world=lambda: silent(mesh))
     if marks is not None:
-        job.mark(marks)
+        job.configure(marks)
     loss = job(torch.randint(4, (5, rows)), torch.rand(5, 5).double())
-    ((prepared,),) = next(iter(job._view._programs._kinds.values())).by_shapes.values()
+    ((executable,),) = next(iter(job._view._programs._entries.values())).by_shapes.values()
     placements = {
-        given.index: str(prepared.local.sharded.placements[node])
-        for node, given in prepared.captured.program.inputs.items()
+        given.index: str(executable.local.sharded.placements[node])
+        for node, given in executable.captured.program.inputs.items()
         if given.kind == "argument"
     }
-    return loss, model.weight.grad.clone(), placements, [move.kind for move in prepared.local.collectives]
+    return loss, model.weight.grad.clone(), placements, [move.kind for move in executable.local.collectives]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -145,7 +145,7 @@ def names_refused(mesh):
     for marks in ({"image": 1}, {"images": -1}, {"images": True}):
         job = make_job(train, model=nn.Linear(2, 2), optimizer=None, view="consistent", world=lambda: silent(mesh))
         with pytest.raises(ConfigError) as refusal:
-            job.mark(marks)
+            job.configure(marks)
         messages.append(str(refusal.value))
     return messages
 
@@ -162,17 +162,17 @@ def contradicted(mesh):
     model = nn.Linear(4, 3)
     placement = Shard(0, split_lengths(6, mesh.size))
     local = torch.ones(placement.lengths[mesh.rank], 4)
-    batch = LogicalTensor(local, placement=placement, mesh=mesh, notice=GatherNotice(lambda _: None))
+    batch = LogicalTensor(local, placement=placement, mesh=mesh, monitor=GatherMonitor(lambda _: None))
     found = []
     for dim in (1, None):
         job = make_job(
             lambda x: model(x).sum(), model=model, optimizer=None, view="consistent", world=lambda: silent(mesh)
         )
-        job.mark({"x": dim})
+        job.configure({"x": dim})
         with pytest.raises(DataError) as refusal:
             job(batch)
         found.append(str(refusal.value))
-    job.mark({"x": 0})
+    job.configure({"x": 0})
     return found, job(batch)
 
 
@@ -192,12 +192,12 @@ def variadic(mesh):
         return model(x).sum() + sum(other.sum() for other in others) + named["extra"].sum()
 
     job = make_job(predict, model=model, optimizer=None, view="consistent", world=lambda: silent(mesh))
-    job.mark({"others": 1, "extra": None})
+    job.configure({"others": 1, "extra": None})
     job(torch.ones(6, 4), torch.ones(2, 6), torch.ones(2, 6), extra=torch.ones(6))
-    ((prepared,),) = next(iter(job._view._programs._kinds.values())).by_shapes.values()
-    inputs = prepared.captured.program.inputs
+    ((executable,),) = next(iter(job._view._programs._entries.values())).by_shapes.values()
+    inputs = executable.captured.program.inputs
     return said, [
-        str(prepared.local.sharded.placements[node]) for node, given in inputs.items() if given.kind == "argument"
+        str(executable.local.sharded.placements[node]) for node, given in inputs.items() if given.kind == "argument"
     ]
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from rankless.context.world import World
 from rankless.errors import ConfigError
-from rankless.jobs.definition import Stepping
+from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
-from rankless.jobs.mirrored import Local
+from rankless.jobs.mirrored import LocalElement
 from rankless.parallel.mesh import Mesh
 
 STEPS = 6
@@ -123,7 +123,7 @@ def predicted(mesh: Mesh, own: bool) -> list[Any]:
     )
     x, y = batch(3)
     parts = list(x.chunk(2)), list(y.chunk(2))
-    found = job(Local(parts[0][mesh.rank]), Local(parts[1][mesh.rank])) if own else job(*parts)
+    found = job(LocalElement(parts[0][mesh.rank]), LocalElement(parts[1][mesh.rank])) if own else job(*parts)
     assert not any(tensor.requires_grad for tensor in found)
     return found
 
@@ -170,7 +170,7 @@ def test_gathering_calls_and_unknown_views_are_refused():
         optimizer=optimizer,
         view="mirrored",
         world=lambda: world_of(Mesh.solo()),
-        stepping=Stepping(accumulate=2),
+        step_options=StepOptions(accumulate=2),
     )
     with pytest.raises(ConfigError, match="in the mirrored view"):
         job([batch(0)[0]])

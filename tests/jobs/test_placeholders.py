@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rankless.context.world import World
 from rankless.errors import ConfigError, DataError
 from rankless.jobs.job import make_job
-from rankless.jobs.mirrored import Local
+from rankless.jobs.mirrored import LocalElement
 from rankless.jobs.placeholders import PerDevice, Whole
 from rankless.parallel.mesh import Mesh
 
@@ -87,7 +87,7 @@ def test_a_list_per_device_makes_the_view_the_mirrored_one():
     assert job.definition.view == "mirrored"
     results = job([torch.ones(2, 3), numpy.ones((1, 3), dtype="float32")])
     assert len(results) == 2
-    assert len(job(Local(torch.ones(2, 3)))) == 1
+    assert len(job(LocalElement(torch.ones(2, 3)))) == 1
     with pytest.raises(DataError, match=r"images\[1\] of shape \[any, 3\]"):
         job([torch.ones(2, 3), torch.ones(2, 4)])
     with pytest.raises(DataError, match="one element per device"):
@@ -113,7 +113,7 @@ def made_with_a_default(mesh: Mesh, dtype: torch.dtype | None, view: str | None 
         made = torch.full((2,), 1 / 3)
         return (model(images) * made).sum(), made
 
-    return make_job(score, model=model, optimizer=None, view=view, world=lambda: world_of(mesh)).mark({}, dtype)
+    return make_job(score, model=model, optimizer=None, view=view, world=lambda: world_of(mesh)).configure({}, dtype)
 
 
 def scored_with_a_default(mesh: Mesh) -> tuple[float, str]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from rankless.context.world import World
 from rankless.jobs.job import make_job
-from rankless.jobs.program_cache import MOST_KINDS
+from rankless.jobs.program_cache import MAX_ENTRIES
 
 
 def annealed(mesh, coefficients, as_tensor):
@@ -29,7 +29,7 @@ def annealed(mesh, coefficients, as_tensor):
         flag = number % 2 == 0
         found = job(x, settings=settings, flag=flag).item()
         losses.append((found, train(x, settings=settings, flag=flag).item()))
-    kinds = job._view._programs._kinds
+    kinds = job._view._programs._entries
     memory = {flat.data_ptr() for flat in job._view._programs._memory._flats.values()}
     return losses, said, len(kinds), len(memory)
 
@@ -58,6 +58,6 @@ def test_two_values_of_a_number_or_a_coefficient_as_a_tensor_are_not_said():
 
 @pytest.mark.slow
 def test_a_number_that_changes_at_every_call_does_not_keep_its_programs_for_ever():
-    for losses, _, kinds, _ in on_mesh(2, annealed, [1 / (number + 1) for number in range(MOST_KINDS + 6)], False):
+    for losses, _, kinds, _ in on_mesh(2, annealed, [1 / (number + 1) for number in range(MAX_ENTRIES + 6)], False):
         assert all(found == pytest.approx(plain, rel=1e-14) for found, plain in losses)
-        assert kinds == MOST_KINDS
+        assert kinds == MAX_ENTRIES

@@ -5,7 +5,7 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.context.world import World
-from rankless.data.logical_tensor import GatherNotice, LogicalTensor
+from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.jobs.job import make_job
 from rankless.jobs.precision import cast, cast_job
 from rankless.parallel.mesh import Mesh
@@ -58,7 +58,7 @@ def train_as_job(mesh):
         if mesh.size > 1:
             placement = Shard(0, split_lengths(ROWS, mesh.size))
             local = shift.narrow(0, placement.start(mesh.rank), placement.lengths[mesh.rank])
-            shift = LogicalTensor(local, placement=placement, mesh=mesh, notice=GatherNotice(print))
+            shift = LogicalTensor(local, placement=placement, mesh=mesh, monitor=GatherMonitor(print))
         losses.append(job(text, shift))
         scheduler.step()
     return torch.stack(losses), {name: item.detach() for name, item in model.state_dict().items()}

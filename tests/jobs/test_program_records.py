@@ -12,10 +12,10 @@ from support.processes import on_mesh
 from torch import Tensor, nn
 
 from rankless.context.world import World
-from rankless.jobs.arguments import piece_of, placements_of, taken_apart
+from rankless.jobs.arguments import flatten_arguments, get_local_piece, get_placements
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_cache import ProgramCache
-from rankless.jobs.program_records import job_program
+from rankless.jobs.program_records import describe_program
 from rankless.parallel.mesh import Mesh
 from rankless.records.job_programs import JobProgram
 
@@ -76,17 +76,18 @@ def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobPro
         name="train", function=train, modules={"model": model}, optimizers=(optimizer,), line="train.py:1"
     )
     world = World(mesh=mesh, notify=lambda _text: None, send_record=lambda _record: None)
-    arguments = taken_apart((torch.randn(rows, 6, dtype=dtype), labels), {}, mesh.device)
-    placements = placements_of(arguments, mesh)
+    arguments = flatten_arguments((torch.randn(rows, 6, dtype=dtype), labels), {}, mesh.device)
+    placements = get_placements(arguments, mesh)
     programs = ProgramCache(job, world)
-    prepared = programs.captured(programs.look_up(arguments, placements))
-    values = [slot if isinstance(slot, Tensor | int) else slot.tensor().detach() for slot in prepared.slots]
+    executable = programs.capture_program(programs.look_up(arguments, placements))
+    values = [slot if isinstance(slot, Tensor | int) else slot.tensor().detach() for slot in executable.slots]
     values = [
-        piece_of(arguments.tensors[item], placements[item], mesh) if isinstance(item, int) else item for item in values
+        get_local_piece(arguments.tensors[item], placements[item], mesh) if isinstance(item, int) else item
+        for item in values
     ]
     with counted() as moved:
-        prepared.local(values)
-    return job_program(job, prepared.local), moved
+        executable.local(values)
+    return describe_program(job, executable.local), moved
 
 
 @pytest.mark.parametrize("workers", [2, 3])

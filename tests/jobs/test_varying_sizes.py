@@ -10,13 +10,13 @@ from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guar
 from rankless.context.world import World
 from rankless.jobs.arguments import Arguments
 from rankless.jobs.job import make_job
-from rankless.jobs.program_cache import Call, KindOfCall, ProgramCache
-from rankless.jobs.varying_sizes import History, Variation, placed_as, splits_evenly, symbolic
+from rankless.jobs.program_cache import CachedCall, CacheEntry, ProgramCache
+from rankless.jobs.varying_sizes import SizeHistory, VaryingSizes, is_even_split, make_symbolic_shapes, resize_placement
 from rankless.parallel.placement import Replicate, Shard, split_lengths
 
 
 def history_of(*calls):
-    history = History()
+    history = SizeHistory()
     for call in calls:
         history.add(call)
     return history
@@ -41,7 +41,7 @@ def test_sizes_of_0_and_1_are_never_symbols():
 
 
 def test_a_program_fits_where_fixed_sizes_equal_ones_and_guards_hold():
-    variation = Variation(
+    variation = VaryingSizes(
         groups=(((0, 1), (1, 0)),), symbols=("s",), fixed={(0, 0): 6}, holds=compile_guards(["2 <= L['t0']"], 1)
     )
     assert variation.fits(((6, 5), (5,)))
@@ -54,7 +54,7 @@ def test_a_program_fits_where_fixed_sizes_equal_ones_and_guards_hold():
 @pytest.mark.parametrize("parts", [2, 3, 4, 7])
 def test_shard_lengths_of_a_varying_size_are_those_of_every_number_with_no_guard(parts):
     sizes = SymbolicSizes()
-    (shape,) = symbolic(sizes, [ArgumentShape(shape=(9,), dtype=torch.float32)], [[(0, 0)]])
+    (shape,) = make_symbolic_shapes(sizes, [ArgumentShape(shape=(9,), dtype=torch.float32)], [[(0, 0)]])
     lengths = split_lengths(shape.shape[0], parts)
     assert sizes.shape_env.guards == []
     (symbol,) = sizes.symbols
@@ -66,12 +66,14 @@ def test_shard_lengths_of_a_varying_size_are_those_of_every_number_with_no_guard
 
 def test_lengths_that_do_not_follow_from_a_size_are_kept():
     uneven = Shard(0, (5, 2))
-    assert not splits_evenly(uneven, (7, 3))
-    assert splits_evenly(Shard(0, (4, 3)), (7, 3))
-    assert splits_evenly(Replicate(), (7, 3))
-    assert placed_as(uneven, (7, 3)) == uneven
-    kind = KindOfCall(history=history_of(((6, 4),), ((8, 5),), ((7, 3),)))
-    call = Call(arguments=Arguments((), None, ()), shapes=((7, 3),), placements=(uneven,), kind=kind, known=None)
+    assert not is_even_split(uneven, (7, 3))
+    assert is_even_split(Shard(0, (4, 3)), (7, 3))
+    assert is_even_split(Replicate(), (7, 3))
+    assert resize_placement(uneven, (7, 3)) == uneven
+    entry = CacheEntry(history=history_of(((6, 4),), ((8, 5),), ((7, 3),)))
+    call = CachedCall(
+        arguments=Arguments((), None, ()), shapes=((7, 3),), placements=(uneven,), entry=entry, known=None
+    )
     assert call.varying() == (((0, 1),),)
 
 
@@ -101,7 +103,7 @@ def agreed(mesh, failing):
     sizes = SymbolicSizes()
     assert sizes.create(9, "a") > mesh.rank + 3
     failure = "there: it raised" if mesh.rank == failing else ""
-    return ProgramCache(job.definition, world)._agreed(sizes, failure), said
+    return ProgramCache(job.definition, world)._agree_on_guards(sizes, failure), said
 
 
 @pytest.mark.parametrize("workers", [2, 3])

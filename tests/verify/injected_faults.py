@@ -1,4 +1,4 @@
-"""Faults planted in the engine of runs on several workers, as a script asks for them: `plant("name")`.
+"""Faults planted in the engine of runs on several workers, as a script asks for them: `inject("name")`.
 
 Each takes effect at the third training step (`FROM`), so that what finds it must also tell when it began. This file
 is copied beside the script; it is not imported by tests.
@@ -19,7 +19,7 @@ from rankless.compiler.scheduling.schedule import GradientBucket
 from rankless.compiler.sharding.redistribute import StackedGather
 from rankless.data.loader import Loader
 from rankless.jobs import consistent
-from rankless.jobs.consistent import Consistent
+from rankless.jobs.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 
 FROM = 3
@@ -38,17 +38,17 @@ class Clock:
         return self.step >= FROM
 
 
-def plant(name: str) -> None:
+def inject(name: str) -> None:
     """Plant a fault by its function's name, if there are several workers; "nothing" plants nothing."""
     if WORKERS > 1 and name != "nothing":
         clock = Clock()
-        run = Consistent.run
+        run = ConsistentView.run
 
-        def counted(self: Consistent, arguments: Any) -> Any:
+        def counted(self: ConsistentView, arguments: Any) -> Any:
             clock.step += self._job.trains
             return run(self, arguments)
 
-        Consistent.run = counted
+        ConsistentView.run = counted
         globals()[name](clock)
 
 
@@ -150,13 +150,13 @@ def repeated_batch(_clock: Clock) -> None:
 
 def row_given_twice(clock: Clock) -> None:
     """A rank reads one row again in place of its last, which nobody reads."""
-    piece_of = consistent.piece_of
+    get_local_piece = consistent.get_local_piece
 
     def dropped(argument: Tensor, placement: Any, mesh: Mesh) -> Tensor:
-        piece = piece_of(argument, placement, mesh)
+        piece = get_local_piece(argument, placement, mesh)
         return torch.cat([piece[:-1], piece[:1]]) if clock.late and RANK == 1 else piece
 
-    consistent.piece_of = dropped
+    consistent.get_local_piece = dropped
 
 
 def change_steps(change: Callable[[Optimizer, Callable[[], Any]], None]) -> None:

@@ -10,7 +10,7 @@ from rankless.config.run_config import Program
 from rankless.launch.agent import job_runner
 from rankless.verify.comparison import Comparison, compare
 from rankless.verify.recordings import Recording
-from rankless.verify.reference_run import ReferenceRun, with_twin
+from rankless.verify.reference_run import ReferenceRun, compare_with_reference
 from rankless.verify.runs import RunFailed, VerifyRuns
 from rankless.verify.verdict import make_report, render_verdict
 
@@ -78,16 +78,16 @@ for epoch in range(2):
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    trial: VerifyRuns
+    runs: VerifyRuns
     one: Recording
     many: list[Recording]
     """Every rank of the runs on 2 and on 3 workers."""
     noise: list[Recording]
 
-    def beside(self, twin: ReferenceRun) -> Comparison:
+    def beside(self, reference: ReferenceRun) -> Comparison:
         # Ranks of one run are held to agree; those of two runs round differently.
         by_itself = compare(self.one, self.many[:2], self.noise)
-        return with_twin(by_itself, twin, self.one, self.many, self.noise)
+        return compare_with_reference(by_itself, reference, self.one, self.many, self.noise)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     folder = tmp_path_factory.mktemp("against")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "plain.py").write_text(TWIN)
-    trial = VerifyRuns(
+    runs = VerifyRuns(
         program=Program(kind="script", target=str(folder / "train.py")),
         folder=str(folder / "recordings"),
         seed=1,
@@ -105,15 +105,15 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
         dtype="float64",
         run_job=job_runner(fork_server()),
     )
-    many = [*trial.on_many(2), *trial.on_many(3)]
-    return Baseline(trial=trial, one=trial.on_one(), many=many, noise=trial.disturbed(1))
+    many = [*runs.run_many(2), *runs.run_many(3)]
+    return Baseline(runs=runs, one=runs.run_one(), many=many, noise=runs.run_perturbed(1))
 
 
 def with_fault(baseline: Baseline, *words: str) -> Comparison:
-    program = replace_arguments(baseline.trial.program, words)
-    twin = replace(baseline.trial, program=program).twin()
-    assert twin is not None
-    return baseline.beside(twin)
+    program = replace_arguments(baseline.runs.program, words)
+    reference = replace(baseline.runs, program=program).run_reference()
+    assert reference is not None
+    return baseline.beside(reference)
 
 
 def replace_arguments(program: Program, words: tuple[str, ...]) -> Program:
@@ -152,21 +152,21 @@ def test_a_fault_of_the_script_against_its_twin_is_found_with_its_step(
 def test_a_twin_that_calls_rankless_is_refused(baseline: Baseline, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(SCRIPT)
     with pytest.raises(RunFailed, match="failed with exit code 1"):
-        replace(baseline.trial, against=str(tmp_path / "plain.py")).twin()
+        replace(baseline.runs, against=str(tmp_path / "plain.py")).run_reference()
 
 
 def test_a_twin_without_a_step_is_refused(baseline: Baseline, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("import torch")
     with pytest.raises(RunFailed, match=r"plain\.py made no optimizer step"):
-        replace(baseline.trial, against=str(tmp_path / "plain.py")).twin()
+        replace(baseline.runs, against=str(tmp_path / "plain.py")).run_reference()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "options"), [("lenet", ("--epochs", "1")), ("gpt", ("--layers", "1"))])
 def test_the_examples_are_the_same_training_as_their_twins(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
     examples = Path(__file__).parents[2] / "examples"
-    twin, script = str(examples / f"plain_{name}.py"), str(examples / f"{name}.py")
-    job = rankless("verify", "-n", "3", "--steps", "4", "--against", twin, script, *options, folder=tmp_path)
+    reference, script = str(examples / f"plain_{name}.py"), str(examples / f"{name}.py")
+    job = rankless("verify", "-n", "3", "--steps", "4", "--against", reference, script, *options, folder=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
     assert f"and as in plain_{name}.py (stopped after 4 steps)" in job.stdout.splitlines()[-1]
 

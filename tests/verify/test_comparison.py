@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from rankless.jobs.perturbation import disturb, nudged
+from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 from rankless.records.job_results import Called
 from rankless.verify.comparison import compare
-from rankless.verify.recording.recorder import Recorder
+from rankless.verify.recording.recorder import RunRecorder
 from rankless.verify.recordings import read_recordings
 from rankless.verify.verdict import encode_report, make_report, render_table, render_verdict
 
@@ -27,45 +27,45 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.tensor(0))
 
 
-def train(folder, workers, *, sabotage="", noise_seed=None, dtype=torch.float32, adaptive=False):
+def train(folder, workers, *, fault="", noise_seed=None, dtype=torch.float32, adaptive=False):
     """A training on ranks that are played in one process: shards, reduced by hand, recorded by each rank."""
     torch.manual_seed(0)
     origin = Model(dtype)
     models = [copy.deepcopy(origin) for _ in range(workers)]
     make = torch.optim.Adam if adaptive else torch.optim.SGD
-    rate = 0.05 * (workers if sabotage == "wrong learning rate" and workers > 1 else 1)
+    rate = 0.05 * (workers if fault == "wrong learning rate" and workers > 1 else 1)
     optimizers = [make(model.parameters(), lr=rate) for model in models]
     data = torch.randn(STEPS + 2, ROWS, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    recorders = [Recorder(str(folder), rank) for rank in range(workers)]
+    recorders = [RunRecorder(str(folder), rank) for rank in range(workers)]
     noise = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
     for recorder, model in zip(recorders, models, strict=True):
         recorder.register("model", model)
-    for step in range(1, STEPS + 1 + (sabotage == "extra step")):
-        batch = data[step + (sabotage == "skipped batch" and step >= 3)]
+    for step in range(1, STEPS + 1 + (fault == "extra step")):
+        batch = data[step + (fault == "skipped batch" and step >= 3)]
         if noise is None:
-            losses = whole_step(models, batch, step, sabotage)
+            losses = whole_step(models, batch, step, fault)
         else:
-            with nudged(models[0].parameters(), noise):
-                losses = whole_step(models, batch, step, sabotage)
-            disturb([item.grad for item in models[0].parameters()], noise)
+            with perturbed_parameters(models[0].parameters(), noise):
+                losses = whole_step(models, batch, step, fault)
+            perturb_gradients([item.grad for item in models[0].parameters()], noise)
         for rank, (recorder, model) in enumerate(zip(recorders, models, strict=True)):
             optimizers[rank].step()
-            if sabotage == "ranks disagreeing" and rank == 1 and step == 4:
+            if fault == "ranks disagreeing" and rank == 1 and step == 4:
                 model.first.weight.data[0, 0] += 1e-4
-            results = {"loss": losses[rank], "hits": torch.tensor(step + 4 * (sabotage == "wrong hits" and step == 5))}
-            if sabotage == "other shape" and step == 2:
+            results = {"loss": losses[rank], "hits": torch.tensor(step + 4 * (fault == "wrong hits" and step == 5))}
+            if fault == "other shape" and step == 2:
                 results["loss"] = results["loss"].reshape(1)
-            if not (sabotage == "missing call" and step == 5 and rank == 1):
+            if not (fault == "missing call" and step == 5 and rank == 1):
                 recorder.record_call(job="train", line="train.py:7", results=results)
                 recorder.record_step(job="train", model={"model": model})
     for rank, recorder in enumerate(recorders):
-        if sabotage == "changed at the end" and rank == 1:
+        if fault == "changed at the end" and rank == 1:
             models[rank].second.bias.data += 1e-3
         recorder.finish()
     return read_recordings(str(folder), workers)
 
 
-def whole_step(models, batch, step, sabotage):
+def whole_step(models, batch, step, fault):
     """Every rank's loss of the whole batch; gradients are left summed in all models."""
     workers = len(models)
     shards = batch.tensor_split(workers) if workers != 3 else batch.split([5, 4, 3])
@@ -75,7 +75,7 @@ def whole_step(models, batch, step, sabotage):
     for rank, (model, rows) in enumerate(zip(models, shards, strict=True)):
         model.zero_grad()
         mask = kept[start : start + len(rows)]
-        if sabotage == "other seed on one rank" and rank == 1 and late:
+        if fault == "other seed on one rank" and rank == 1 and late:
             mask = torch.rand(mask.shape, generator=torch.Generator().manual_seed(99)) > 0.3
         start += len(rows)
         hidden.append((model.first(rows), mask))
@@ -83,10 +83,10 @@ def whole_step(models, batch, step, sabotage):
     parts = []
     for model, (values, mask) in zip(models, hidden, strict=True):
         with torch.no_grad():
-            local = sabotage == "unsynchronised statistic" and late
+            local = fault == "unsynchronised statistic" and late
             model.mean.lerp_(values.mean(dim=0) if local else mean, 0.1)
             model.steps += 1
-        count = len(values) * workers if sabotage == "wrong count" and late else ROWS
+        count = len(values) * workers if fault == "wrong count" and late else ROWS
         parts.append(model.second((values - mean).tanh() * mask).square().sum() / count)
     loss = sum(parts)
     loss.backward()
@@ -94,21 +94,21 @@ def whole_step(models, batch, step, sabotage):
         gradients = [model.get_parameter(name).grad for model in models]
         total = sum(gradients)
         for rank, model in enumerate(models):
-            dropped = sabotage == "dropped reduction" or (sabotage == "one bias not reduced" and name == "second.bias")
+            dropped = fault == "dropped reduction" or (fault == "one bias not reduced" and name == "second.bias")
             own = gradients[rank].clone() if dropped and late else total.clone()
             model.get_parameter(name).grad = own
     return [loss.detach()] * workers
 
 
-def compared(tmp_path, sabotage="", workers=2, **options):
+def compared(tmp_path, fault="", workers=2, **options):
     one = train(tmp_path / "one", 1, **options)[0]
-    many = train(tmp_path / "many", workers, sabotage=sabotage, **options)
+    many = train(tmp_path / "many", workers, fault=fault, **options)
     noise = train(tmp_path / "noise", 1, noise_seed=5, **options)
     return compare(one, many, noise)
 
 
-def verdict(tmp_path, sabotage="", workers=2, **options):
-    return make_report(compared(tmp_path, sabotage, workers, **options), workers=workers)
+def verdict(tmp_path, fault="", workers=2, **options):
+    return make_report(compared(tmp_path, fault, workers, **options), workers=workers)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -122,7 +122,7 @@ def test_a_right_training_is_the_same(tmp_path, workers, dtype, adaptive):
     assert render_verdict(report).startswith("same training: 6 steps")
 
 
-SABOTAGES = [
+FAULTS = [
     ("dropped reduction", 3, "gradient of model."),
     ("one bias not reduced", 3, "gradient of model.second.bias"),
     ("wrong count", 3, "result ['loss'] of train"),
@@ -140,10 +140,10 @@ SABOTAGES = [
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(("sabotage", "step", "tensor"), SABOTAGES, ids=[name for name, _, _ in SABOTAGES])
-def test_a_sabotage_is_found_and_its_first_step_and_tensor_named(tmp_path, sabotage, step, tensor, adaptive):
+@pytest.mark.parametrize(("fault", "step", "tensor"), FAULTS, ids=[name for name, _, _ in FAULTS])
+def test_an_injected_fault_is_found_and_its_first_step_and_tensor_named(tmp_path, fault, step, tensor, adaptive):
     # Three workers with uneven shards: a count per rank that is wrong shows only where shards are uneven.
-    report = verdict(tmp_path, sabotage, workers=3, adaptive=adaptive)
+    report = verdict(tmp_path, fault, workers=3, adaptive=adaptive)
     assert not report.same
     assert report.first_difference.step == step
     assert tensor in report.first_difference.tensor
@@ -153,7 +153,7 @@ def test_a_sabotage_is_found_and_its_first_step_and_tensor_named(tmp_path, sabot
 def test_ranks_that_drift_apart_are_found_though_each_is_within_the_noise(tmp_path):
     def record(folder, values):
         for rank, value in enumerate(values):
-            recorder, model = Recorder(str(tmp_path / folder), rank), nn.Linear(2, 1)
+            recorder, model = RunRecorder(str(tmp_path / folder), rank), nn.Linear(2, 1)
             nn.init.ones_(model.weight).grad = torch.ones(1, 2)
             nn.init.ones_(model.bias)
             recorder.register("model", model)
@@ -168,14 +168,14 @@ def test_ranks_that_drift_apart_are_found_though_each_is_within_the_noise(tmp_pa
     [finding] = compare(one, record("many", [1.1, 1.101]), noise).findings
     assert "rank 1 to agree with rank 0" in finding.expected
     assert finding.tensor == "result of predict"
-    assert finding.place.step == 1
+    assert finding.location.step == 1
 
 
 def test_a_script_that_does_not_repeat_itself_is_not_judged_the_same(tmp_path):
     one = train(tmp_path / "one", 1)[0]
-    other = train(tmp_path / "other", 1, sabotage="wrong count")
+    other = train(tmp_path / "other", 1, fault="wrong count")
     shifted = Model(torch.float32)
-    recorder = Recorder(str(tmp_path / "noise"), 0)
+    recorder = RunRecorder(str(tmp_path / "noise"), 0)
     recorder.register("model", shifted)
     recorder.finish()
     [noise] = read_recordings(str(tmp_path / "noise"), 1)
@@ -186,7 +186,7 @@ def test_a_script_that_does_not_repeat_itself_is_not_judged_the_same(tmp_path):
 
 def test_nan_in_both_runs_is_no_difference_and_in_one_it_is(tmp_path):
     def constant(folder, value):
-        recorder = Recorder(str(tmp_path / folder), 0)
+        recorder = RunRecorder(str(tmp_path / folder), 0)
         recorder.record_call(job="predict", line="", results=torch.tensor([1.0, value]))
         recorder.finish()
         return read_recordings(str(tmp_path / folder), 1)
@@ -198,7 +198,7 @@ def test_nan_in_both_runs_is_no_difference_and_in_one_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "asked"),
+    ("fault", "asked"),
     [
         ("", False),
         ("skipped batch", True),
@@ -210,18 +210,18 @@ def test_nan_in_both_runs_is_no_difference_and_in_one_it_is(tmp_path):
         ("missing call", False),
     ],
 )
-def test_float64_is_asked_about_numbers_that_part_and_nothing_else(tmp_path, sabotage, asked):
-    comparison = compared(tmp_path, sabotage, workers=2)
-    assert bool(comparison.findings) == bool(sabotage)
+def test_float64_is_asked_about_numbers_that_part_and_nothing_else(tmp_path, fault, asked):
+    comparison = compared(tmp_path, fault, workers=2)
+    assert bool(comparison.findings) == bool(fault)
     assert comparison.precision == "float32"
     assert comparison.needs_float64 == asked
-    assert not compared(tmp_path / "exact", sabotage, workers=2, dtype=torch.float64).needs_float64
+    assert not compared(tmp_path / "exact", fault, workers=2, dtype=torch.float64).needs_float64
 
 
 @pytest.mark.parametrize(("noise", "asked"), [(1e-2, True), (1e-4, False)])
 def test_float64_is_asked_where_noise_is_so_loud_that_equal_says_little(tmp_path, noise, asked):
     def constant(folder, loss):
-        recorder, model = Recorder(str(tmp_path / folder), 0), nn.Linear(1, 1)
+        recorder, model = RunRecorder(str(tmp_path / folder), 0), nn.Linear(1, 1)
         nn.init.ones_(model.weight).grad = torch.ones(1, 1)
         nn.init.ones_(model.bias)
         recorder.register("model", model)
@@ -242,7 +242,7 @@ def test_float64_is_asked_where_noise_is_so_loud_that_equal_says_little(tmp_path
 
 def test_a_gradient_of_rounding_errors_may_be_a_hundred_of_the_largest_gradients_off_and_no_more(tmp_path):
     def constant(folder, error):
-        recorder, model = Recorder(str(tmp_path / folder), 0), nn.Linear(1, 1, dtype=torch.float64)
+        recorder, model = RunRecorder(str(tmp_path / folder), 0), nn.Linear(1, 1, dtype=torch.float64)
         nn.init.ones_(model.weight).grad = torch.ones(1, 1, dtype=torch.float64)
         nn.init.ones_(model.bias).grad = torch.tensor([error], dtype=torch.float64)
         recorder.record_step(job="train", model={"model": model})
@@ -257,7 +257,7 @@ def test_a_gradient_of_rounding_errors_may_be_a_hundred_of_the_largest_gradients
 @pytest.mark.parametrize(("noisy", "same"), [(100, False), (99, True)])
 def test_a_whole_number_may_differ_only_where_noise_flips_it_too(tmp_path, noisy, same):
     def count(folder, value):
-        recorder = Recorder(str(tmp_path / folder), 0)
+        recorder = RunRecorder(str(tmp_path / folder), 0)
         recorder.record_call(job="hits", line="", results=value)
         recorder.finish()
         return read_recordings(str(tmp_path / folder), 1)
@@ -290,8 +290,8 @@ def test_a_tolerance_below_the_noise_is_out_of_reach_also_where_repeated_losses_
         mine if isinstance(mine, Called) else theirs for mine, theirs in zip(one.results, noise.results, strict=True)
     ]
     repeated = [replace(noise, results=tuple(lucky))]
-    tight, wide = (compare(one, many, repeated, tolerance=bound) for bound in (1e-12, 1e-3))
+    tight, widen = (compare(one, many, repeated, tolerance=bound) for bound in (1e-12, 1e-3))
     assert tight.findings
     assert tight.tolerance.unmet is not None
-    assert not wide.findings
-    assert wide.tolerance.unmet is None
+    assert not widen.findings
+    assert widen.tolerance.unmet is None

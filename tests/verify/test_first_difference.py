@@ -8,7 +8,7 @@ import pytest
 from rankless.config.run_config import InspectedCall
 from rankless.records.job_results import Summary
 from rankless.records.job_values import Computed, Role
-from rankless.verify.first_difference import FirstValue, first_value, render_first_value
+from rankless.verify.first_difference import FirstValue, find_first_value, render_first_value
 
 CALL = InspectedCall(job="train", call=3)
 
@@ -41,7 +41,7 @@ def with_number(values: list[Computed], name: str, number: float, role: Role | N
 
 
 def found(one: list[Computed], *many: list[Computed], noise: list[Computed] | None = None) -> FirstValue:
-    first = first_value(one, many, one if noise is None else noise, call=CALL)
+    first = find_first_value(one, many, one if noise is None else noise, call=CALL)
     assert first is not None
     return first
 
@@ -87,8 +87,8 @@ def test_noise_widens_what_is_allowed_ten_times() -> None:
 
 def test_a_tolerance_takes_the_place_of_the_noise() -> None:
     wrong = with_number(MANY, "mm", 5.01)
-    assert first_value(RIGHT, [wrong], RIGHT, call=CALL, tolerance=0.01).fault == "after"  # type: ignore[union-attr]
-    assert first_value(RIGHT, [wrong], RIGHT, call=CALL, tolerance=0.001).name == "mm"  # type: ignore[union-attr]
+    assert find_first_value(RIGHT, [wrong], RIGHT, call=CALL, tolerance=0.01).fault == "after"  # type: ignore[union-attr]
+    assert find_first_value(RIGHT, [wrong], RIGHT, call=CALL, tolerance=0.001).name == "mm"  # type: ignore[union-attr]
 
 
 def test_a_value_that_is_not_finite_differs_from_one_that_is() -> None:
@@ -98,5 +98,5 @@ def test_a_value_that_is_not_finite_differs_from_one_that_is() -> None:
 
 
 def test_a_call_that_nobody_made_tells_nothing() -> None:
-    assert first_value([], [MANY], [], call=CALL) is None
-    assert first_value(RIGHT, [MANY, []], RIGHT, call=CALL) is None
+    assert find_first_value([], [MANY], [], call=CALL) is None
+    assert find_first_value(RIGHT, [MANY, []], RIGHT, call=CALL) is None

@@ -12,17 +12,17 @@ from support.warm_runs import fork_server, rankless
 from rankless.config.run_config import InspectedCall, Program
 from rankless.launch.agent import job_runner
 from rankless.verify.comparison import compare
-from rankless.verify.first_difference import first_value
+from rankless.verify.first_difference import find_first_value
 from rankless.verify.recordings import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
-from rankless.verify.verdict import Report, make_report, render_verdict
+from rankless.verify.verdict import VerifyReport, make_report, render_verdict
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import sys
-import injected_faults as sabotages
-sabotages.plant(sys.argv[1])
+import injected_faults
+injected_faults.inject(sys.argv[1])
 import torch, torch.nn.functional as F
 import rankless
 
@@ -80,26 +80,30 @@ class Baseline:
     one: Recording
     noise: list[Recording]
 
-    def trial(self, sabotage: str) -> VerifyRuns:
-        return trial(self.folder, sabotage)
+    def runs(self, fault: str) -> VerifyRuns:
+        return runs(self.folder, fault)
 
-    def verdict(self, sabotage: str, workers: int) -> Report:
-        looking = self.trial(sabotage)
-        comparison = compare(self.one, looking.on_many(workers), self.noise)
-        (one,), many, (noise,) = looking.values("one"), looking.values("many", workers), looking.values("noise0")
-        first = first_value(one, many, noise, call=THIRD_CALL)
+    def verdict(self, fault: str, workers: int) -> VerifyReport:
+        looking = self.runs(fault)
+        comparison = compare(self.one, looking.run_many(workers), self.noise)
+        (one,), many, (noise,) = (
+            looking.read_inspected_values("one"),
+            looking.read_inspected_values("many", workers),
+            looking.read_inspected_values("noise0"),
+        )
+        first = find_first_value(one, many, noise, call=THIRD_CALL)
         return msgspec.structs.replace(make_report(comparison, workers=workers), first_value=first)
 
 
-def prepared(folder: Path) -> Path:
+def write_scripts(folder: Path) -> Path:
     (folder / "train.py").write_text(SCRIPT)
     shutil.copy(Path(__file__).with_name("injected_faults.py"), folder)
     return folder
 
 
-def trial(folder: Path, sabotage: str) -> VerifyRuns:
+def runs(folder: Path, fault: str) -> VerifyRuns:
     """All runs write down every value of the third step's call, too, so that none is needed to look for the first."""
-    program = Program(kind="script", target=str(folder / "train.py"), arguments=(sabotage, "sgd"))
+    program = Program(kind="script", target=str(folder / "train.py"), arguments=(fault, "sgd"))
     recordings, logs = str(folder / "recordings"), str(folder / "log")
     return VerifyRuns(
         program=program,
@@ -114,9 +118,9 @@ def trial(folder: Path, sabotage: str) -> VerifyRuns:
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
-    folder = prepared(tmp_path_factory.mktemp("sabotages"))
-    right = trial(folder, "nothing")
-    return Baseline(folder=folder, one=right.on_one(), noise=right.disturbed(1))
+    folder = write_scripts(tmp_path_factory.mktemp("faults"))
+    right = runs(folder, "nothing")
+    return Baseline(folder=folder, one=right.run_one(), noise=right.run_perturbed(1))
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -128,10 +132,10 @@ def test_nothing_is_found_where_nothing_is_planted(baseline: Baseline, workers: 
     assert report.first_value.fault == "after"  # every value of the third call agrees
 
 
-@pytest.mark.parametrize("sabotage", FOUND)
-def test_a_fault_in_the_engine_is_found_and_its_step_and_line_named(baseline: Baseline, sabotage: str) -> None:
-    tensor, fault, line, operator = FOUND[sabotage]
-    report = baseline.verdict(sabotage, workers=2)
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_fault_in_the_engine_is_found_and_its_step_and_line_named(baseline: Baseline, fault: str) -> None:
+    tensor, fault, line, operator = FOUND[fault]
+    report = baseline.verdict(fault, workers=2)
     assert not report.same
     assert report.first_difference is not None
     assert report.first_difference.step == STEP
@@ -146,19 +150,19 @@ def test_a_fault_in_the_engine_is_found_and_its_step_and_line_named(baseline: Ba
         assert first.operator == operator
 
 
-@pytest.mark.parametrize("sabotage", STOPPED)
+@pytest.mark.parametrize("fault", STOPPED)
 def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
-    baseline: Baseline, sabotage: str, capsys: pytest.CaptureFixture[str]
+    baseline: Baseline, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RunFailed):
-        baseline.trial(sabotage).on_many(2)
+        baseline.runs(fault).run_many(2)
     said = capsys.readouterr().err
     assert "RanksDiverged" in said
-    assert STOPPED[sabotage] in said
+    assert STOPPED[fault] in said
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "optimizer", "code"),
+    ("fault", "optimizer", "code"),
     [
         ("nothing", "adam", 0),
         ("mean_of_means", "adam", 1),
@@ -166,9 +170,9 @@ def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
         pytest.param("local_batch_norm_statistics", "adam", 1, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_command_says_so_too(tmp_path: Path, sabotage: str, optimizer: str, code: int) -> None:
+def test_the_command_says_so_too(tmp_path: Path, fault: str, optimizer: str, code: int) -> None:
     options = ["-n", "3", "--devices", "cpu", "--json", "report.json"]
-    job = rankless("verify", *options, "train.py", sabotage, optimizer, folder=prepared(tmp_path))
+    job = rankless("verify", *options, "train.py", fault, optimizer, folder=write_scripts(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert job.returncode == code, job.stdout + job.stderr
     assert report["same"] is (code == 0)

@@ -15,14 +15,14 @@ from rankless.launch.agent import job_runner
 from rankless.verify.comparison import compare
 from rankless.verify.recordings import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
-from rankless.verify.verdict import Report, make_report, render_verdict
+from rankless.verify.verdict import VerifyReport, make_report, render_verdict
 
 pytestmark = pytest.mark.slow
 
 BEGINNING = """
 import sys
-import injected_faults as sabotages
-sabotages.plant(sys.argv[1])
+import injected_faults
+injected_faults.inject(sys.argv[1])
 import torch, torch.nn.functional as F
 import rankless
 
@@ -72,8 +72,8 @@ if sys.argv[2] == "begins":
 
 SCRIPTS = {"variable": BEGINNING + VARIABLE, "resumed": BEGINNING + RESUMED}
 STEPS = {"variable": 10, "resumed": 8}
-CASES = [(kind, sabotage) for kind in SCRIPTS for sabotage in FOUND]
-STOPPED = [(kind, sabotage) for kind in SCRIPTS for sabotage in PARTED]
+CASES = [(kind, fault) for kind in SCRIPTS for fault in FOUND]
+STOPPED = [(kind, fault) for kind in SCRIPTS for fault in PARTED]
 """Faults for which the ranks stop by themselves: their inputs or random numbers differ."""
 SAMPLE = random.Random(3).sample(CASES, 4)
 
@@ -86,13 +86,13 @@ class Baseline:
     one: Recording
     noise: list[Recording]
 
-    def verdict(self, sabotage: str, workers: int) -> Report:
-        many = trial(sabotage).on_many(workers)
+    def verdict(self, fault: str, workers: int) -> VerifyReport:
+        many = runs(fault).run_many(workers)
         return make_report(compare(self.one, many, self.noise), workers=workers)
 
 
-def trial(sabotage: str) -> VerifyRuns:
-    program = Program(kind="script", target="train.py", arguments=(sabotage, "goes-on"))
+def runs(fault: str) -> VerifyRuns:
+    program = Program(kind="script", target="train.py", arguments=(fault, "goes-on"))
     return VerifyRuns(
         program=program, folder="recordings", seed=1, devices="cpu", log_folder="log", run_job=job_runner(fork_server())
     )
@@ -116,8 +116,8 @@ def baseline(
         if kind == "resumed":
             begun = rankless("run", "-n", "1", "--devices", "cpu", "train.py", "nothing", "begins", folder=folder)
             assert begun.returncode == 0, begun.stderr
-        right = trial("nothing")
-        folders[kind] = Baseline(folder=folder, one=right.on_one(), noise=right.disturbed(1))
+        right = runs("nothing")
+        folders[kind] = Baseline(folder=folder, one=right.run_one(), noise=right.run_perturbed(1))
     monkeypatch.chdir(folders[kind].folder)
     return folders[kind]
 
@@ -128,12 +128,12 @@ def require_nothing_found(baseline: Baseline, kind: str, workers: int) -> None:
     assert report.steps == STEPS[kind]
 
 
-def require_found(baseline: Baseline, sabotage: str, workers: int) -> None:
-    report = baseline.verdict(sabotage, workers)
+def require_found(baseline: Baseline, fault: str, workers: int) -> None:
+    report = baseline.verdict(fault, workers)
     assert not report.same
     assert report.first_difference is not None
     assert report.first_difference.step == STEP
-    assert FOUND[sabotage][0] in report.first_difference.tensor
+    assert FOUND[fault][0] in report.first_difference.tensor
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("variable", 3), ("resumed", 2)])
@@ -141,9 +141,9 @@ def test_nothing_is_found_where_nothing_is_planted(baseline: Baseline, kind: str
     require_nothing_found(baseline, kind, workers)
 
 
-@pytest.mark.parametrize(("kind", "sabotage"), SAMPLE)
-def test_a_fault_is_found_and_its_step_named(baseline: Baseline, sabotage: str) -> None:
-    require_found(baseline, sabotage, workers=2)
+@pytest.mark.parametrize(("kind", "fault"), SAMPLE)
+def test_a_fault_is_found_and_its_step_named(baseline: Baseline, fault: str) -> None:
+    require_found(baseline, fault, workers=2)
 
 
 @pytest.mark.exhaustive
@@ -154,19 +154,19 @@ def test_nothing_is_found_on_other_numbers_of_workers(baseline: Baseline, kind: 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize(("kind", "sabotage"), CASES)
-def test_every_fault_is_found_and_its_step_named(baseline: Baseline, sabotage: str, workers: int) -> None:
-    require_found(baseline, sabotage, workers)
+@pytest.mark.parametrize(("kind", "fault"), CASES)
+def test_every_fault_is_found_and_its_step_named(baseline: Baseline, fault: str, workers: int) -> None:
+    require_found(baseline, fault, workers)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize(("kind", "sabotage"), STOPPED)
+@pytest.mark.parametrize(("kind", "fault"), STOPPED)
 def test_ranks_that_cannot_go_on_together_say_why(
-    baseline: Baseline, sabotage: str, workers: int, capsys: pytest.CaptureFixture[str]
+    baseline: Baseline, fault: str, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RunFailed, match=f"{workers} workers failed with exit code 1"):
-        trial(sabotage).on_many(workers)
+        runs(fault).run_many(workers)
     assert "RanksDiverged" in capsys.readouterr().err
     assert baseline.one.finished
 
@@ -174,8 +174,8 @@ def test_ranks_that_cannot_go_on_together_say_why(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_the_command_says_so_and_exits_with_1(baseline: Baseline, kind: str) -> None:
-    for sabotage, code in (("nothing", 0), ("mean_of_means", 1)):
-        words = ["verify", "-n", "3", "--devices", "cpu", "--seed", "1", "train.py", sabotage, "goes-on"]
+    for fault, code in (("nothing", 0), ("mean_of_means", 1)):
+        words = ["verify", "-n", "3", "--devices", "cpu", "--seed", "1", "train.py", fault, "goes-on"]
         job = rankless(*words, folder=baseline.folder)
         assert job.returncode == code, job.stdout + job.stderr
         said = f"NOT the same training: first at step {STEP}, " if code else f"same training: {STEPS[kind]} steps"

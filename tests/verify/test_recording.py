@@ -6,7 +6,7 @@ import safetensors.numpy
 import torch
 from torch import nn
 
-from rankless.jobs.perturbation import disturb, nudged
+from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 from rankless.records.job_results import (
     Called,
     Finished,
@@ -16,8 +16,8 @@ from rankless.records.job_results import (
     results_file,
     tensors_file,
 )
-from rankless.verify.recording.recorder import Recorder
-from rankless.verify.recordings import array_of
+from rankless.verify.recording.recorder import RunRecorder
+from rankless.verify.recordings import to_array
 
 
 def frames(folder, rank=0):
@@ -27,7 +27,7 @@ def frames(folder, rank=0):
 def sketch_of(tensor, folder):
     model = nn.Module()
     model.weight = nn.Parameter(tensor)
-    recorder = Recorder(str(folder), 0)
+    recorder = RunRecorder(str(folder), 0)
     recorder.register("model", model)
     recorder.finish()
     return frames(folder)[0].tensors[0].value
@@ -35,7 +35,7 @@ def sketch_of(tensor, folder):
 
 def test_calls_steps_and_final_tensors_are_written_in_order(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(torch.bfloat16)
-    recorder = Recorder(str(tmp_path), 1)
+    recorder = RunRecorder(str(tmp_path), 1)
     recorder.register("model", model)
     recorder.register("again", model)
     recorder.record_call(job="train", line="t.py:3", results={"loss": torch.tensor(0.5), "hits": 3})
@@ -48,7 +48,7 @@ def test_calls_steps_and_final_tensors_are_written_in_order(tmp_path):
     assert isinstance(registered, Registered)
     assert isinstance(train, Called)
     assert [(leaf.path, leaf.dtype) for leaf in train.leaves] == [("['loss']", "float32"), ("['hits']", "int64")]
-    assert array_of(train.leaves[0]) == 0.5
+    assert to_array(train.leaves[0]) == 0.5
     assert isinstance(step, Stepped)
     assert (step.step, step.job) == (1, "train")
     by_name = {state.name: state for state in step.tensors}
@@ -60,7 +60,7 @@ def test_calls_steps_and_final_tensors_are_written_in_order(tmp_path):
     assert by_name["model.0.bias"].gradient is None
     assert isinstance(predict, Called)
     assert (predict.call, predict.steps, predict.line) == (1, 1, "t.py:9")
-    assert array_of(predict.leaves[0]).tolist() == [1, 0]
+    assert to_array(predict.leaves[0]).tolist() == [1, 0]
     assert isinstance(finished, Finished)
     tensors = safetensors.numpy.load_file(tensors_file(str(tmp_path), 1))
     expected = model[0].weight.detach().double().numpy()
@@ -71,7 +71,7 @@ def test_calls_steps_and_final_tensors_are_written_in_order(tmp_path):
 
 
 def test_what_a_killed_worker_had_written_can_be_read(tmp_path):
-    recorder = Recorder(str(tmp_path), 0)
+    recorder = RunRecorder(str(tmp_path), 0)
     for call in range(3):
         recorder.record_call(job="train", line="", results=float(call))
     file = results_file(str(tmp_path), 0)
@@ -103,19 +103,19 @@ def test_sketches_tell_how_far_tensors_are_apart(tmp_path):
 def test_gradients_are_disturbed_in_their_last_bits_only_and_by_the_seed(dtype):
     original = torch.linspace(-1, 1, 101).to(dtype)
     changed, again = original.clone(), original.clone()
-    disturb([changed], torch.Generator().manual_seed(1))
-    disturb([again], torch.Generator().manual_seed(1))
+    perturb_gradients([changed], torch.Generator().manual_seed(1))
+    perturb_gradients([again], torch.Generator().manual_seed(1))
     assert torch.equal(changed, again)
     assert not torch.equal(changed, original)
     assert (changed - original).abs().max() <= 2 * torch.finfo(dtype).eps
-    disturb([torch.tensor([1, 2]), torch.empty(0)], torch.Generator())
+    perturb_gradients([torch.tensor([1, 2]), torch.empty(0)], torch.Generator())
 
 
 def test_parameters_are_nudged_within_and_as_they_were_after():
     model = nn.Linear(50, 20)
     before = model.weight.detach().clone()
     inputs = torch.randn(4, 50)
-    with nudged(model.parameters(), torch.Generator().manual_seed(0)):
+    with perturbed_parameters(model.parameters(), torch.Generator().manual_seed(0)):
         within = model.weight.detach().clone()
         model(inputs).sum().backward()
     assert torch.equal(model.weight, before)
@@ -125,7 +125,7 @@ def test_parameters_are_nudged_within_and_as_they_were_after():
 
 
 def test_two_models_of_one_name_are_kept_apart(tmp_path):
-    recorder = Recorder(str(tmp_path), 0)
+    recorder = RunRecorder(str(tmp_path), 0)
     recorder.register("model", nn.Linear(1, 1))
     recorder.register("model", nn.Linear(2, 2))
     recorder.finish()

@@ -13,7 +13,7 @@ from rankless.context.world import World
 from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
 from rankless.records.job_values import read_values
-from rankless.verify.first_difference import FirstValue, first_value, render_first_value
+from rankless.verify.first_difference import FirstValue, find_first_value, render_first_value
 from rankless.verify.recording.value_inspection import ValueInspector
 from rankless.verify.recording.value_recorder import ValueRecorder
 
@@ -84,7 +84,7 @@ def found(tmp_path: Path, workers: int, fault: str) -> FirstValue | None:
     inspected = on_mesh(workers, trained, many, fault, None)
     assert inspected == on_mesh(workers, trained, "", fault, None)
     everyone = [list(read_values(many, rank)) for rank in range(workers)]
-    return first_value(list(read_values(one, 0)), everyone, list(read_values(noise, 0)), call=CALL)
+    return find_first_value(list(read_values(one, 0)), everyone, list(read_values(noise, 0)), call=CALL)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])

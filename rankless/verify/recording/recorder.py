@@ -24,10 +24,10 @@ from rankless.records.job_results import (
     results_file,
     tensors_file,
 )
-from rankless.verify.recording.tensor_sketch import Sketches, wide
+from rankless.verify.recording.tensor_sketch import Sketcher, widen
 
 
-class Recorder:
+class RunRecorder:
     """One rank's file of results, open from the first line of the script to its end."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Recorder:
         self._models: dict[str, nn.Module] = {}
         self._calls: dict[str, int] = {}
         self._steps = 0
-        self._sketches = Sketches()
+        self._sketches = Sketcher()
         self._survey = survey
 
     def register(self, name: str, module: nn.Module) -> str:
@@ -55,7 +55,7 @@ class Recorder:
             number += 1
             unique = f"{name}#{number}"
         self._models[unique] = module
-        self._write(Registered(unique, self._states(_named({unique: module}))))
+        self._write(Registered(unique, self._states(_format_names({unique: module}))))
         return unique
 
     def record_call(self, *, job: str, line: str, results: Any) -> None:
@@ -70,7 +70,7 @@ class Recorder:
             self.register(name, module)
         stepped = {id(module) for module in model.values()}
         ours = {name: known for name, known in self._models.items() if id(known) in stepped}
-        self.record_tensors(job=job, tensors=_named(ours))
+        self.record_tensors(job=job, tensors=_format_names(ours))
 
     def record_tensors(self, *, job: str, tensors: Mapping[str, Tensor]) -> None:
         """Write down a training step that has used and made these parameters and buffers, by their full names."""
@@ -88,7 +88,7 @@ class Recorder:
         described = []
         for model, module in self._models.items():
             for name, tensor in _tensors(module):
-                tensors[f"{model}.{name}"] = wide(tensor).cpu().clone()
+                tensors[f"{model}.{name}"] = widen(tensor).cpu().clone()
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 described.append(FinalTensor(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
         safetensors.torch.save_file(tensors, self._tensors_file)
@@ -111,7 +111,7 @@ class Recorder:
         return states
 
 
-def _named(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def _format_names(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers of models, by their full names."""
     return {f"{model}.{name}": tensor for model, module in models.items() for name, tensor in _tensors(module)}
 
@@ -131,6 +131,6 @@ def _leaf(path: str, value: Any) -> Leaf:
         dtype = str(value.dtype).removeprefix("torch.")
     else:
         value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
-    numbers = wide(value).cpu()
+    numbers = widen(value).cpu()
     data = numbers.numpy().tobytes()
     return Leaf(path, dtype, tuple(numbers.shape), not numbers.is_floating_point(), data)

@@ -19,17 +19,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rankless.jobs.precision import cast
 from rankless.user_code import user_line
-from rankless.verify.recording.recorder import Recorder
+from rankless.verify.recording.recorder import RunRecorder
 
 
 class ReferenceRecorder:
     """Records the optimizers' steps of this process, from when it is started."""
 
-    def __init__(self, recorder: Recorder, *, step_made: Callable[[], None], dtype: torch.dtype | None) -> None:
+    def __init__(self, recorder: RunRecorder, *, step_made: Callable[[], None], dtype: torch.dtype | None) -> None:
         self._recorder = recorder
         self._step_made = step_made
         self._dtype = dtype
-        self._inside: list[nn.Module] = []
+        self._module_stack: list[nn.Module] = []
         self._models: list[nn.Module] = []
         self._names: dict[int, str] = {}
         self._losses: list[Tensor] = []
@@ -37,10 +37,10 @@ class ReferenceRecorder:
 
     def start(self) -> None:
         """Watch forwards, backwards and optimizers' steps until the process ends."""
-        register_module_forward_pre_hook(self._entering)  # type: ignore[arg-type]  # it may give new arguments
-        register_module_forward_hook(self._leaving, always_call=True)
-        register_optimizer_step_pre_hook(self._stepping)
-        register_optimizer_step_post_hook(self._stepped)
+        register_module_forward_pre_hook(self._before_forward)  # type: ignore[arg-type]  # it may give new arguments
+        register_module_forward_hook(self._after_forward, always_call=True)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
         backward = torch.autograd.backward
 
         def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,23 +49,23 @@ class ReferenceRecorder:
             self._line = user_line(sys._getframe(1))
             backward(tensors, *args, **kwargs)
 
-        _replace(torch.autograd, watched)
+        _set_backward(torch.autograd, watched)
 
-    def _entering(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        outermost = not self._inside
-        self._inside.append(module)
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        outermost = not self._module_stack
+        self._module_stack.append(module)
         if not outermost:
             return None
-        self._meet(module)
+        self._register_model(module)
         if self._dtype is None:
             return None
         dtype = self._dtype
         return tuple(cast(item, dtype) if isinstance(item, Tensor) else item for item in args)
 
-    def _leaving(self, _module: nn.Module, _args: Any, _result: Any) -> None:
-        self._inside.pop()
+    def _after_forward(self, _module: nn.Module, _args: Any, _result: Any) -> None:
+        self._module_stack.pop()
 
-    def _meet(self, module: nn.Module) -> None:
+    def _register_model(self, module: nn.Module) -> None:
         """Make a model known, unless all of it is."""
         strangers = [item for item in module.parameters() if id(item) not in self._names]
         if not strangers:
@@ -78,14 +78,14 @@ class ReferenceRecorder:
         for path, tensor in module.named_parameters():
             self._names.setdefault(id(tensor), f"{name}.{path}")
 
-    def _stepping(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Parameters that no module holds become known before their first step."""
         alone = [item for item in _parameters(optimizer) if id(item) not in self._names]
         if alone:
             name = self._recorder.register("alone", nn.ParameterList(alone))
             self._names.update({id(item): f"{name}.{place}" for place, item in enumerate(alone)})
 
-    def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         parameters = _parameters(optimizer)
         ours = {id(item) for item in parameters}
         tensors = {self._names[id(item)]: item for item in parameters}
@@ -103,5 +103,5 @@ def _parameters(optimizer: Optimizer) -> Sequence[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _replace(module: Any, function: Callable[..., None]) -> None:
+def _set_backward(module: Any, function: Callable[..., None]) -> None:
     module.backward = function

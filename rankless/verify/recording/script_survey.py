@@ -10,7 +10,7 @@ from rankless.records.job_programs import KnownJob
 from rankless.records.job_results import Survey
 
 
-def surveyed(models: Iterable[nn.Module]) -> Survey:
+def survey_script(models: Iterable[nn.Module]) -> Survey:
     """Jobs that are alive, and modules with parameters of which none belongs to one of `models`."""
     jobs: list[KnownJob] = []
     known = {id(parameter) for model in models for parameter in model.parameters()}
@@ -19,7 +19,7 @@ def surveyed(models: Iterable[nn.Module]) -> Survey:
     for thing in gc.get_objects():
         if issubclass(type(thing), Job):
             definition = thing.definition
-            jobs.append(KnownJob(job=definition.name, line=definition.line, called=thing.called))
+            jobs.append(KnownJob(job=definition.name, line=definition.line, called=thing.was_called))
             known.update(id(parameter) for parameter in definition.parameters())
         elif issubclass(type(thing), nn.Module) and "_parameters" in thing.__dict__:
             strangers.append(thing)

@@ -15,7 +15,7 @@ from rankless.records.job_results import Summary
 BUCKETS = 16
 
 
-class Sketches:
+class Sketcher:
     """Makes summaries; the signs of each size are drawn once."""
 
     def __init__(self) -> None:
@@ -23,16 +23,16 @@ class Sketches:
 
     def of(self, tensor: Tensor) -> Summary:
         """The norm and the sketch of a tensor."""
-        flat = wide(tensor).reshape(-1).double()
+        flat = widen(tensor).reshape(-1).double()
         signs = self._signs.get(flat.numel())
         if signs is None or signs.device != flat.device:
-            signs = self._signs[flat.numel()] = signs_for(flat.numel()).to(flat.device)
+            signs = self._signs[flat.numel()] = draw_signs(flat.numel()).to(flat.device)
         padded = torch.nn.functional.pad(flat * signs, (0, -flat.numel() % BUCKETS))
         sums = padded.reshape(-1, BUCKETS).sum(dim=0)
         return Summary(float(flat.norm()), tuple(sums.tolist()))
 
 
-def wide(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
     """A tensor's numbers as float64, or int64 where they are whole: what numpy can read for every dtype."""
     plain = tensor.detach()
     if plain.is_complex():
@@ -40,7 +40,7 @@ def wide(tensor: Tensor) -> Tensor:
     return plain.to(torch.float64 if plain.is_floating_point() else torch.int64).contiguous()
 
 
-def signs_for(count: int) -> Tensor:
+def draw_signs(count: int) -> Tensor:
     """As many signs, always the same for a number."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8) * 2 - 1

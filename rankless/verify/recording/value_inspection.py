@@ -21,7 +21,7 @@ from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling.schedule import GradientMemory, schedule_gradients
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.context.world import World
-from rankless.jobs.arguments import Arguments, placements_of
+from rankless.jobs.arguments import Arguments, get_placements
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
@@ -37,19 +37,19 @@ class ValueInspector:
     def __init__(self, recorder: ValueRecorder) -> None:
         self._recorder = recorder
 
-    def begins(self, job: str) -> bool:
+    def count_call(self, job: str) -> bool:
         """Count a call of a job, and return whether it is the call to inspect."""
-        return self._recorder.begins(job)
+        return self._recorder.count_call(job)
 
     def instrument(
         self, sharded: ShardedProgram, world: World
     ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
         """Return a placed program that also records its values, for the call that runs now."""
-        return tapped(sharded, world.mesh, self._recorder)
+        return add_probes(sharded, world.mesh, self._recorder)
 
-    def run_beside(self, job: JobDefinition, world: World, arguments: Arguments) -> None:
+    def run_alongside(self, job: JobDefinition, world: World, arguments: Arguments) -> None:
         """Run the job's logical program on one worker and record its values, without side effects."""
-        run_beside(job, world, arguments, self._recorder)
+        run_alongside(job, world, arguments, self._recorder)
 
     def record_plain(self, job: JobDefinition, result: Any) -> None:
         """Record the results of the plain call."""
@@ -57,7 +57,7 @@ class ValueInspector:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tap:
+class ValueProbe:
     """A step of a program that writes down one value."""
 
     recorder: ValueRecorder
@@ -84,7 +84,7 @@ class Tap:
             )
 
 
-def tapped(
+def add_probes(
     sharded: ShardedProgram, mesh: Mesh, recorder: ValueRecorder
 ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
     """A placed program that gives what it gives, and writes down its values; for the call that is being made now."""
@@ -96,7 +96,7 @@ def tapped(
     call_line = user_line(sys._getframe(1))
     for node, value in values.items():
         is_input = node in logical.inputs
-        tap = Tap(
+        tap = ValueProbe(
             recorder=recorder,
             mesh=mesh,
             placement=sharded.placements[node],
@@ -135,20 +135,20 @@ def tapped(
     return run
 
 
-def run_beside(job: JobDefinition, world: World, arguments: Arguments, recorder: ValueRecorder) -> None:
+def run_alongside(job: JobDefinition, world: World, arguments: Arguments, recorder: ValueRecorder) -> None:
     """On one worker: run the job's logical program whole, with its values written down, and change nothing."""
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     programs = ProgramCache(job, world)
-    prepared = programs.captured_exactly(programs.look_up(arguments, placements_of(arguments, world.mesh)))
+    executable = programs.capture_exactly(programs.look_up(arguments, get_placements(arguments, world.mesh)))
     values = []
-    for slot in prepared.slots:
+    for slot in executable.slots:
         if isinstance(slot, int):
             values.append(arguments.tensors[slot])
         else:
             values.append(slot if isinstance(slot, Tensor) else slot.tensor())
     # Whole, though a mesh of one could split as well: what runs is PyTorch's own operators, none of ours.
-    sharded = propagate_shardings(prepared.captured.program, (Replicate(),) * len(arguments.tensors), 1)
-    tapped(sharded, world.mesh, recorder)([value.detach() for value in values], ())
+    sharded = propagate_shardings(executable.captured.program, (Replicate(),) * len(arguments.tensors), 1)
+    add_probes(sharded, world.mesh, recorder)([value.detach() for value in values], ())
     torch.set_rng_state(state)
     for device, device_state in enumerate(cuda):
         torch.cuda.set_rng_state(device_state, device)

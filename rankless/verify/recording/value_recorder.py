@@ -11,7 +11,7 @@ from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Placement, Replicate
 from rankless.records.job_results import encode_result
 from rankless.records.job_values import Computed, Role, values_file
-from rankless.verify.recording.tensor_sketch import Sketches
+from rankless.verify.recording.tensor_sketch import Sketcher
 
 
 class ValueRecorder:
@@ -22,9 +22,9 @@ class ValueRecorder:
         self._stream = values_file(folder, rank).open("wb")
         self._wanted = wanted
         self._calls = 0
-        self._sketches = Sketches()
+        self._sketches = Sketcher()
 
-    def begins(self, job: str) -> bool:
+    def count_call(self, job: str) -> bool:
         """Count a call of a job; whether it is the one wanted."""
         self._calls += job == self._wanted.job
         return job == self._wanted.job and self._calls == self._wanted.call

@@ -10,7 +10,7 @@ from torch import nn
 
 from rankless.context.world import World
 from rankless.errors import CaptureError, StepError
-from rankless.jobs.definition import Stepping
+from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
@@ -112,7 +112,7 @@ def test_a_loss_that_cannot_be_gathered_is_refused_with_its_line_before_anything
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         view="consistent",
         world=lambda: world,
-        stepping=Stepping(accumulate=2),
+        step_options=StepOptions(accumulate=2),
     )
     lines, first = inspect.getsourcelines(build)
     marked = [first + place for place, text in enumerate(lines) if "# the line" in text]
@@ -143,7 +143,7 @@ def counts_that_part(mesh, mask):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         view="consistent",
         world=lambda: world,
-        stepping=Stepping(accumulate=2),
+        step_options=StepOptions(accumulate=2),
     )
     torch.manual_seed(1)
     job(torch.randn(6, 3, 5), torch.arange(6.0))
@@ -179,7 +179,7 @@ def test_calls_without_a_valid_target_count_nothing():
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             view="consistent",
             world=lambda: world,
-            stepping=Stepping(accumulate=3),
+            step_options=StepOptions(accumulate=3),
         )
         for place in order:
             job(x[place], y[place], masks[place])

@@ -21,21 +21,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from rankless.collectives import DistributedSampler
-from rankless.data.batch_tree import PerSample, leaves_of, rows_of, with_lists_marked
-from rankless.data.generators import generators_held, generators_restored
+from rankless.data.batch_tree import PerSampleValues, count_rows, iterate_leaves, mark_per_sample_lists
+from rankless.data.generators import find_generators, preserve_generators
 from rankless.data.loader import Loader
-from rankless.data.sample_order import Order
+from rankless.data.sample_order import SampleOrder
 from rankless.errors import ConfigError
 
 Keys = NDArray[Any]
 Kind = Literal["indices", "rows", "whole"]
 
-_TOLD_SETTINGS = ("rank", "num_replicas", "seed", "epoch")
-_TELL_AFTER_SECONDS = 10.0
+_SHOWN_SETTINGS = ("rank", "num_replicas", "seed", "epoch")
+_WARN_AFTER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankShard:
     """The samples of one rank in a pass, as it tells the others."""
 
     kind: Kind
@@ -46,27 +46,27 @@ class Share:
     """How many; None for a sampler of single samples."""
     batch_keys: Keys | None = None
     """Digests of the batches; of rows only."""
-    holds: Keys | int | None = None
+    candidates: Keys | int | None = None
     """The indices from which the sampler is to take: all below a number, or these; None where nobody knows."""
     samples: int | None = None
     """How many the data set has, also where the sampler takes from a Subset of it."""
-    drops: int = 0
+    may_drop: int = 0
     """So many samples may be left out by `drop_last`."""
-    cut: bool = False
+    is_truncated: bool = False
     """Whether only the first batches were looked at."""
-    maker: str = ""
+    source: str = ""
     """What decides which samples come, in words."""
 
 
-def share_of(loader: Any, *, most_batches: int | None, notify: Callable[[str], None]) -> Share:
+def find_shard(loader: Any, *, most_batches: int | None, notify: Callable[[str], None]) -> RankShard:
     """What this rank gets from a loader, a sampler or any iterable of batches. Raises ConfigError for what is none."""
     if isinstance(loader, Loader):
         return _whole(loader)
-    source = source_of(loader)
-    _require_repeatable([loader, getattr(loader, "dataset", None), *_chain(source)])
+    source = find_index_source(loader)
+    _require_repeatable([loader, getattr(loader, "dataset", None), *_list_all_samplers(source)])
     if source is not None:
-        return _by_indices(loader, source, most_batches)
-    return share_by_rows(loader, most_batches=most_batches, notify=notify)
+        return _find_by_indices(loader, source, most_batches)
+    return read_row_shard(loader, most_batches=most_batches, notify=notify)
 
 
 def _require_repeatable(parts: Iterable[Any]) -> None:
@@ -80,7 +80,7 @@ def _require_repeatable(parts: Iterable[Any]) -> None:
             )
 
 
-def source_of(loader: Any) -> Any:
+def find_index_source(loader: Any) -> Any:
     """What gives the indices of samples; None where only reading tells."""
     if isinstance(loader, Sampler):
         return loader
@@ -89,10 +89,10 @@ def source_of(loader: Any) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def data_of(loader: Any) -> tuple[Any, Any]:
+def find_dataset(loader: Any) -> tuple[Any, Any]:
     """The data set that a loader or sampler is made for, and what it is a part of, if it is a Subset."""
     dataset = getattr(loader, "dataset", None)
-    for sampler in _chain(source_of(loader)):
+    for sampler in _list_all_samplers(find_index_source(loader)):
         if dataset is None:
             dataset = getattr(sampler, "dataset", getattr(sampler, "data_source", None))
     base = dataset
@@ -101,24 +101,24 @@ def data_of(loader: Any) -> tuple[Any, Any]:
     return dataset, base
 
 
-def _whole(loader: Loader[Any]) -> Share:
-    order = Order(loader.dataset, loader.options)
+def _whole(loader: Loader[Any]) -> RankShard:
+    order = SampleOrder(loader.dataset, loader.options)
     splitting = [sampler for sampler in order.samplers if getattr(sampler, "num_replicas", 1) > 1]
-    return Share(
+    return RankShard(
         kind="whole",
-        keys=numpy.asarray([repr(order.made_of())]),
-        batches=_length(loader),
-        maker=f"{type(splitting[0]).__name__} for {splitting[0].num_replicas} ranks" if splitting else "",
+        keys=numpy.asarray([repr(order.settings())]),
+        batches=_length_or_none(loader),
+        source=f"{type(splitting[0]).__name__} for {splitting[0].num_replicas} ranks" if splitting else "",
     )
 
 
-def _by_indices(loader: Any, source: Any, most_batches: int | None) -> Share:
-    dataset, base = data_of(loader)
-    samples, chain = _length(base), _chain(source)
+def _find_by_indices(loader: Any, source: Any, most_batches: int | None) -> RankShard:
+    dataset, base = find_dataset(loader)
+    samples, chain = _length_or_none(base), _list_all_samplers(source)
     most = most_batches
     if most is None:
-        most = 1000 + 10 * (_length(source) or _length(dataset) or 0)
-    with _unchanged(chain, getattr(loader, "generator", None)):
+        most = 1000 + 10 * (_length_or_none(source) or _length_or_none(dataset) or 0)
+    with _preserve_state(chain, getattr(loader, "generator", None)):
         for sampler in chain:
             if isinstance(sampler, DistributedSampler):
                 sampler.warned_same_epoch = True  # put back afterwards, as all attributes are
@@ -129,22 +129,22 @@ def _by_indices(loader: Any, source: Any, most_batches: int | None) -> Share:
             found=f"{type(source).__name__}, which goes on after {most} batches",
             fix="pass batches=, how many of them to look at",
         )
-    cut = len(batches) > most
+    is_truncated = len(batches) > most
     in_batches = bool(batches) and isinstance(batches[0], list | tuple | Tensor)
     flat = [key for batch in batches[:most] for key in (batch if in_batches else [batch])]
-    return Share(
+    return RankShard(
         kind="indices",
-        keys=_within(dataset, _numbers(flat)),
+        keys=_to_base_indices(dataset, _to_keys(flat)),
         batches=min(len(batches), most) if in_batches or isinstance(loader, DataLoader) else None,
-        holds=_held(dataset),
+        candidates=_held(dataset),
         samples=samples,
-        drops=sum(_dropped(sampler) for sampler in chain),
-        cut=cut,
-        maker=_told(chain),
+        may_drop=sum(_count_droppable(sampler) for sampler in chain),
+        is_truncated=is_truncated,
+        source=_describe_samplers(chain),
     )
 
 
-def share_by_rows(loader: Any, *, most_batches: int | None, notify: Callable[[str], None]) -> Share:
+def read_row_shard(loader: Any, *, most_batches: int | None, notify: Callable[[str], None]) -> RankShard:
     """What this rank gets, by what the rows of its batches hold: reads them."""
     dataset = getattr(loader, "dataset", None)
     once_more = loader
@@ -154,29 +154,29 @@ def share_by_rows(loader: Any, *, most_batches: int | None, notify: Callable[[st
         vars(once_more)["_iterator"] = None
     rows: list[int] = []
     batches: list[int] = []
-    with _unchanged([loader, dataset], getattr(loader, "generator", None)):
+    with _preserve_state([loader, dataset], getattr(loader, "generator", None)):
         found = iter(once_more)
-        for batch in _telling(islice(found, most_batches), notify):
+        for batch in _warn_if_slow(islice(found, most_batches), notify):
             digests = _row_digests(batch)
-            rows += [_number(digest) for digest in digests]
-            batches.append(_number(b"".join(digests)))
-        cut = most_batches is not None and len(batches) == most_batches
-    return Share(
+            rows += [_hash_digest(digest) for digest in digests]
+            batches.append(_hash_digest(b"".join(digests)))
+        is_truncated = most_batches is not None and len(batches) == most_batches
+    return RankShard(
         kind="rows",
-        keys=_numbers(rows),
-        batch_keys=_numbers(batches),
+        keys=_to_keys(rows),
+        batch_keys=_to_keys(batches),
         batches=len(batches),
-        cut=cut,
-        maker=type(loader if dataset is None else dataset).__name__,
+        is_truncated=is_truncated,
+        source=type(loader if dataset is None else dataset).__name__,
     )
 
 
 def _row_digests(batch: Any) -> list[bytes]:
     """A digest for each sample of a batch: of its rows of all tensors, and of its values in lists."""
-    rows = rows_of(batch)
+    rows = count_rows(batch)
     made = [blake2b(digest_size=8) for _ in range(max(rows, 1))]
-    for path, leaf in leaves_of(with_lists_marked(batch, rows)):
-        if isinstance(leaf, PerSample):
+    for path, leaf in iterate_leaves(mark_per_sample_lists(batch, rows)):
+        if isinstance(leaf, PerSampleValues):
             parts = [repr(value).encode() for value in leaf.values]
         elif isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows:
             parts = [_bytes_of(row) for row in leaf]
@@ -194,17 +194,17 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
-def _telling(batches: Iterator[Any], notify: Callable[[str], None]) -> Iterator[Any]:
+def _warn_if_slow(batches: Iterator[Any], notify: Callable[[str], None]) -> Iterator[Any]:
     """The batches; that this takes long is said once."""
-    start, told = time.monotonic(), False
+    start, gathered = time.monotonic(), False
     for number, batch in enumerate(batches, start=1):
         yield batch
-        if not told and time.monotonic() - start > _TELL_AFTER_SECONDS:
-            told = True
+        if not gathered and time.monotonic() - start > _WARN_AFTER_SECONDS:
+            gathered = True
             notify(f"check_shards reads the whole pass, {number} batches so far; batches= looks at the first ones only")
 
 
-def _chain(source: Any) -> list[Any]:
+def _list_all_samplers(source: Any) -> list[Any]:
     """A sampler, and those that it is made of."""
     found: list[Any] = []
     ahead = [source]
@@ -216,11 +216,11 @@ def _chain(source: Any) -> list[Any]:
 
 
 @contextmanager
-def _unchanged(owners: Iterable[Any], generator: torch.Generator | None) -> Iterator[None]:
+def _preserve_state(owners: Iterable[Any], generator: torch.Generator | None) -> Iterator[None]:
     """Inside, what draws and counts does so in vain."""
     kept = [(owner, dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
     try:
-        with generators_restored(generators_held(generator, *(owner for owner, _ in kept))):
+        with preserve_generators(find_generators(generator, *(owner for owner, _ in kept))):
             yield
     finally:
         for owner, attributes in kept:
@@ -228,46 +228,46 @@ def _unchanged(owners: Iterable[Any], generator: torch.Generator | None) -> Iter
             vars(owner).update(attributes)
 
 
-def _within(dataset: Any, keys: Keys) -> Keys:
+def _to_base_indices(dataset: Any, keys: Keys) -> Keys:
     """Indices in a Subset as indices in what it is a part of."""
     while isinstance(dataset, Subset):
-        keys = _numbers(list(dataset.indices))[keys]
+        keys = _to_keys(list(dataset.indices))[keys]
         dataset = dataset.dataset
     return keys
 
 
 def _held(dataset: Any) -> Keys | int | None:
-    count = _length(dataset)
+    count = _length_or_none(dataset)
     if count is None or not isinstance(dataset, Subset):
         return count
-    return _within(dataset, numpy.arange(count))
+    return _to_base_indices(dataset, numpy.arange(count))
 
 
-def _dropped(sampler: Any) -> int:
+def _count_droppable(sampler: Any) -> int:
     return max(1, getattr(sampler, "batch_size", 1) - 1) if getattr(sampler, "drop_last", False) is True else 0
 
 
-def _told(chain: Iterable[Any]) -> str:
+def _describe_samplers(chain: Iterable[Any]) -> str:
     """The innermost sampler, with what most often differs between ranks."""
     *_, sampler = chain
-    told = [
-        f"{name}={getattr(sampler, name)}" for name in _TOLD_SETTINGS if isinstance(getattr(sampler, name, None), int)
+    gathered = [
+        f"{name}={getattr(sampler, name)}" for name in _SHOWN_SETTINGS if isinstance(getattr(sampler, name, None), int)
     ]
-    return f"{type(sampler).__name__}({', '.join(told)})"
+    return f"{type(sampler).__name__}({', '.join(gathered)})"
 
 
-def _length(sized: Any) -> int | None:
+def _length_or_none(sized: Any) -> int | None:
     try:
         return len(sized)
     except TypeError:
         return None
 
 
-def _number(digest: bytes) -> int:
+def _hash_digest(digest: bytes) -> int:
     return int.from_bytes(blake2b(digest, digest_size=8).digest(), "little", signed=True)
 
 
-def _numbers(values: list[Any]) -> Keys:
+def _to_keys(values: list[Any]) -> Keys:
     """Whole numbers as such, any other keys by their text."""
     try:
         return numpy.asarray([operator.index(value) for value in values], dtype=numpy.int64)

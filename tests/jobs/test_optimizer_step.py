@@ -11,7 +11,7 @@ from torch import nn
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions
 from rankless.errors import ConfigError, StepError
-from rankless.jobs.definition import Stepping
+from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
@@ -40,7 +40,7 @@ def job_of(function, model, optimizer, mesh, said=None, **settings):
         optimizer=optimizer,
         view="consistent",
         world=lambda: world,
-        stepping=Stepping(**settings),
+        step_options=StepOptions(**settings),
     )
 
 
@@ -54,7 +54,7 @@ def clipped(mesh, settings):
     norms = []
     for batch in batches():
         job(*batch)
-        if job.definition.stepping.measures_norm:
+        if job.definition.step_options.measures_norm:
             norms.append(float(job.gradient_norm))
     return norms, [item.detach().clone() for item in model.parameters()]
 
@@ -184,7 +184,7 @@ def test_what_is_not_finite_is_named_on_every_rank_and_no_step_is_made(workers, 
         assert found == ("a loss of nan" if where == "loss" else "the gradient of model.0.weight is not finite")
         number = 2 if where == "loss" and accumulate == 1 else 1
         assert f"step {number} of job 'train'" in expected
-        assert "test_switches_steps.py:" in line
+        assert "test_optimizer_step.py:" in line
         assert unchanged
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accumulated import Script, assert_gathered
+from accumulation_check import Script, assert_gathered
 from torch import nn
 
 CLASSES = 4

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rankless.data.batch_tree import leaves_of
-from rankless.data.reading import BatchRequest, ReadingFailure, SamplesRead, told
+from rankless.data.batch_tree import iterate_leaves
+from rankless.data.sample_reader import BatchRequest, ReadFailure, SamplesRead, report_read_failure
 from rankless.parallel.placement import split_lengths
 
 _COMPARED_BYTES = 1 << 16
@@ -37,11 +37,11 @@ class StreamReader(IterableDataset[Any]):
         self.part = part
         """This rank and the number of ranks, where each collates its own rows; None where it collates all."""
 
-    def __iter__(self) -> Iterator[SamplesRead | ReadingFailure]:
+    def __iter__(self) -> Iterator[SamplesRead | ReadFailure]:
         # Not inside the generator below: DataLoader calls the user's __iter__ when an iteration begins.
         return self._batches(iter(self.dataset))
 
-    def _batches(self, stream: Iterator[Any]) -> Iterator[SamplesRead | ReadingFailure]:
+    def _batches(self, stream: Iterator[Any]) -> Iterator[SamplesRead | ReadFailure]:
         position, wanted = 0, 1 if self.batch_size is None else self.batch_size
         while True:
             samples: list[Any] = []
@@ -51,7 +51,7 @@ class StreamReader(IterableDataset[Any]):
             except Exception as error:  # a stream is foreign code; its error is given the sample's place
                 info = get_worker_info()
                 reader = "" if info is None else f", as reader process {info.id} of {info.num_workers} has it"
-                yield told(error, f"sample {position + len(samples)} of the stream, from 0{reader}")
+                yield report_read_failure(error, f"sample {position + len(samples)} of the stream, from 0{reader}")
                 return
             if not samples or (self.drop_last and len(samples) < wanted):
                 return
@@ -61,26 +61,26 @@ class StreamReader(IterableDataset[Any]):
                 return
 
     def _of_samples(self, samples: list[Any], position: int) -> SamplesRead:
-        digest = digest_of(samples)
+        digest = compute_digest(samples)
         if self.batch_size is None:
-            whole = BatchRequest(indices=[position], rows=None, divided=False, digest=digest)
+            whole = BatchRequest(indices=[position], rows=None, is_split=False, digest=digest)
             return SamplesRead(request=whole, batch=samples[0])
         rows = len(samples)
         indices: range = range(position, position + rows)
-        divided = self.part is not None and rows >= self.part[1]
-        if divided and self.part is not None:
+        is_split = self.part is not None and rows >= self.part[1]
+        if is_split and self.part is not None:
             rank, size = self.part
             lengths = split_lengths(rows, size)
             own = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
             samples, indices = samples[own], indices[own]
-        request = BatchRequest(indices=indices, rows=rows, divided=divided, digest=digest)
+        request = BatchRequest(indices=indices, rows=rows, is_split=is_split, digest=digest)
         return SamplesRead(request=request, samples=samples)
 
 
-def digest_of(samples: Any) -> bytes:
+def compute_digest(samples: Any) -> bytes:
     """A digest of what samples hold: numbers and texts whole, tensors and arrays up to 64 KiB whole, else in part."""
     digest = blake2b(digest_size=16)
-    for path, leaf in leaves_of(samples, ""):
+    for path, leaf in iterate_leaves(samples, ""):
         digest.update(path.encode())
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype} {list(leaf.shape)} {_checksum(leaf)}".encode())

@@ -13,30 +13,36 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from rankless.data.generators import Generator, drawn_between, process_states, restore_process, sample_seed
-from rankless.data.loader_position import Moment, Pass, require_same_batches
-from rankless.data.reading import BatchRequest
+from rankless.data.generators import (
+    Generator,
+    derive_sample_seed,
+    find_changed_generators,
+    get_process_states,
+    set_process_states,
+)
+from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches
+from rankless.data.sample_reader import BatchRequest
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import split_lengths
 
-_TORCHS_OWN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """They draw nothing from the process's generators after their first index."""
 
 
-class RankBatches(Sampler[Any]):
+class RequestSampler(Sampler[Any]):
     """The requests of a pass. `current` is the pass that the next iteration is; `in_batches` is False where the
     sampler gives single keys, each of a whole batch that the data set makes.
     """
 
     def __init__(
-        self, sampler: Iterable[Any], *, mesh: Mesh, divided: bool, in_batches: bool, held: Mapping[str, Generator]
+        self, sampler: Iterable[Any], *, mesh: Mesh, is_split: bool, in_batches: bool, held: Mapping[str, Generator]
     ) -> None:
         self._sampler = sampler
         self._mesh = mesh
-        self._divided = divided
+        self._is_split = is_split
         self._in_batches = in_batches
         self._held = held
-        self._watched = type(getattr(sampler, "sampler", sampler)) not in _TORCHS_OWN
+        self._tracks_draws = type(getattr(sampler, "sampler", sampler)) not in _TORCH_SAMPLERS
         self.current: Pass | None = None
 
     def __iter__(self) -> Iterator[BatchRequest]:
@@ -45,45 +51,45 @@ class RankBatches(Sampler[Any]):
         return self._requests(iter(self._sampler), self.current)
 
     def _requests(self, keys: Iterator[Any], current: Pass) -> Iterator[BatchRequest]:
-        if current.taken_up and current.first is not None:
-            yield from self._skipped(keys, current, current.first)
+        if current.resumed and current.first is not None:
+            yield from self._skip_to_position(keys, current, current.first)
         else:
-            current.first = Moment.now(self._held)
+            current.first = GeneratorSnapshot.now(self._held)
         first = True
         while True:
-            before = process_states() if self._watched and not first else None
+            before = get_process_states() if self._tracks_draws and not first else None
             try:
                 key = next(keys)
             except StopIteration:
                 return
             if before is not None:
-                current.draws_late |= drawn_between(before, process_states())
+                current.interleaved_draws |= find_changed_generators(before, get_process_states())
             first = False
             yield self._request(key, current.seed)
 
-    def _skipped(self, keys: Iterator[Any], current: Pass, first: Moment) -> Iterator[BatchRequest]:
+    def _skip_to_position(self, keys: Iterator[Any], current: Pass, first: GeneratorSnapshot) -> Iterator[BatchRequest]:
         """Go to where the pass was; what was begun and not handed out is requested again."""
-        now = process_states()
-        first.come_back(self._held)
+        now = get_process_states()
+        first.restore(self._held)
         skipped = [self._request(key, current.seed) for key in islice(keys, max(1, current.position))]
-        restore_process(now)
+        set_process_states(now)
         require_same_batches(current, [request.digest for request in skipped[: current.position]])
         yield from skipped[current.position :]
 
     def _request(self, key: Any, seed: int | None) -> BatchRequest:
         mesh = self._mesh
         if not self._in_batches:
-            return BatchRequest(indices=[key], rows=None, divided=False, digest=_digest([key], seed))
+            return BatchRequest(indices=[key], rows=None, is_split=False, digest=_digest([key], seed))
         indices = list(key)
         rows = len(indices)
         digest = _digest(indices, seed)
-        divided = self._divided and rows >= mesh.size
-        if divided:
+        is_split = self._is_split and rows >= mesh.size
+        if is_split:
             lengths = split_lengths(rows, mesh.size)
             start = sum(lengths[: mesh.rank])
             indices = indices[start : start + lengths[mesh.rank]]
-        seeds = None if seed is None else [sample_seed(seed, index) for index in indices]
-        return BatchRequest(indices=indices, rows=rows, divided=divided, digest=digest, sample_seeds=seeds)
+        seeds = None if seed is None else [derive_sample_seed(seed, index) for index in indices]
+        return BatchRequest(indices=indices, rows=rows, is_split=is_split, digest=digest, sample_seeds=seeds)
 
 
 def _digest(indices: list[Any], seed: int | None) -> bytes:

@@ -44,7 +44,7 @@ class LoaderOptions:
     reading: Reading = "split"
 
     @property
-    def makes_its_order(self) -> bool:
+    def has_custom_order(self) -> bool:
         """Whether the script's own code decides which samples come: then ranks may part at any batch."""
         return self.sampler is not None or self.batch_sampler is not None or self.collate_fn is not None
 

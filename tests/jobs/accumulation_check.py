@@ -14,7 +14,7 @@ from support.processes import on_mesh
 from torch import Tensor, nn
 
 from rankless.context.world import World
-from rankless.jobs.definition import Stepping
+from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
@@ -70,7 +70,7 @@ def gather(
             optimizer=optimizer_of(script),
             view="consistent",
             world=lambda: world,
-            stepping=Stepping(accumulate=max(map(len, groups))),
+            step_options=StepOptions(accumulate=max(map(len, groups))),
         )
         steps = []
         for group in batches:

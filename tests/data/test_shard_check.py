@@ -27,7 +27,7 @@ import rankless
 from rankless.collectives import DistributedSampler
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions
-from rankless.data.shard_check import ShardsWanted, require_shards
+from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.errors import RanklessError
 from rankless.parallel.mesh import Mesh
 
@@ -202,7 +202,7 @@ def told(mesh: Mesh, cases: str, name: str, **wanted: Any) -> tuple[str, list[st
     made = (case[name] if case else PARTED[name][0])(mesh)
     said: list[str] = []
     try:
-        require_shards(made, ShardsWanted(**wanted), mesh=mesh, notify=said.append)
+        require_shards(made, ShardCheckOptions(**wanted), mesh=mesh, notify=said.append)
     except RanklessError as error:
         return f"{type(error).__name__} {error}", said
     return "", said
@@ -263,7 +263,7 @@ def relaxed(mesh: Mesh) -> list[str]:
     ]:
         for wanted in (options, {} if options != {"batches": 1} else {"batches": 0}):
             try:
-                require_shards(loader, ShardsWanted(**wanted), mesh=mesh, notify=found.append)
+                require_shards(loader, ShardCheckOptions(**wanted), mesh=mesh, notify=found.append)
                 found.append("")
             except RanklessError as error:
                 found.append(f"{type(error).__name__}{error}")
@@ -312,7 +312,7 @@ def left_as_it_was(mesh: Mesh, which: str) -> list[bool]:
         loader = plain_loader(mesh, which, generator)
         if checked:
             before, held = all_states(), generator.get_state()
-            require_shards(loader, ShardsWanted(all_samples=False), mesh=mesh, notify=lambda _: None)
+            require_shards(loader, ShardCheckOptions(all_samples=False), mesh=mesh, notify=lambda _: None)
             kept = [all_states() == before, torch.equal(held, generator.get_state())]
             kept.append(getattr(loader.dataset, "passes", 0) == 0)
         trained.append(torch.cat([batch["x"] if isinstance(batch, dict) else batch for batch in loader]))
@@ -330,7 +330,7 @@ def forgotten(mesh: Mesh) -> list[Any]:
     loader = DataLoader(rows(8), 2, sampler=sampler)
     passed = [list(loader)]
     for _ in range(2):
-        require_shards(loader, ShardsWanted(), mesh=mesh, notify=passed.append)
+        require_shards(loader, ShardCheckOptions(), mesh=mesh, notify=passed.append)
     found = sampler.warned_same_epoch
     passed.append(list(loader))
     return [len(passed), found, sampler.warned_same_epoch]
@@ -348,7 +348,7 @@ def refused(mesh: Mesh, once: str) -> str:
     }
     try:
         loader = passes[once] if mesh.rank else DataLoader(rows(4))
-        require_shards(loader, ShardsWanted(), mesh=mesh, notify=lambda _: None)
+        require_shards(loader, ShardCheckOptions(), mesh=mesh, notify=lambda _: None)
     except RanklessError as error:
         return f"{type(error).__name__}{error}"
     return ""

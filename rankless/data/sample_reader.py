@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from rankless.data.generators import Generator, generators_held, generators_restored, seed_generators
+from rankless.data.generators import Generator, find_generators, preserve_generators, seed_generators
 from rankless.errors import DataError
 
 
@@ -20,7 +20,7 @@ class BatchRequest:
     indices: Sequence[Any]
     rows: int | None
     """Of the whole batch, of all ranks; None where the data set makes the batch."""
-    divided: bool
+    is_split: bool
     """Whether `indices` are this rank's part only."""
     digest: bytes
     """Of the whole batch's indices and the epoch's seed (of a stream: of its samples): equal on every rank, or
@@ -42,7 +42,7 @@ class BatchRead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingFailure:
+class ReadFailure:
     """An error on its way from a reader process, where exceptions of unknown types do not travel well."""
 
     found: str
@@ -56,11 +56,11 @@ class ReadingFailure:
         error = DataError(
             expected="samples and batches that can be read", found=self.found, fix=self.fix, where=self.where
         )
-        error.__cause__ = InReader(self.trace) if self.trace else None
+        error.__cause__ = ReaderProcessError(self.trace) if self.trace else None
         return error
 
 
-class InReader(Exception):
+class ReaderProcessError(Exception):
     """Stands for an error in a reader process: its text is the traceback there."""
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class SampleReader(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, request: BatchRequest) -> SamplesRead | ReadingFailure:
+    def __getitem__(self, request: BatchRequest) -> SamplesRead | ReadFailure:
         """All samples of a request."""
         if self.as_columns:
             rows = torch.tensor(request.indices, dtype=torch.int64)
@@ -104,7 +104,7 @@ class SampleReader(Dataset[Any]):
             return SamplesRead(request=request, samples=self._read(request, place))
         except Exception as error:  # a data set is foreign code; its error is given the sample's name
             named = f"index {place[0]!r}" if place else f"one of the indices {list(request.indices)[:8]}"
-            return told(error, named)
+            return report_read_failure(error, named)
 
     def _read(self, request: BatchRequest, place: list[Any]) -> Any:
         """The samples; `place` holds the index that is being read, for the sake of an error's text."""
@@ -114,8 +114,8 @@ class SampleReader(Dataset[Any]):
                 return read_many(list(request.indices))
             return [self._read_one(index, place) for index in request.indices]
         if self._held is None:
-            self._held = generators_held(self.dataset)  # in the process that reads, after the user's worker_init_fn
-        with generators_restored(self._held):
+            self._held = find_generators(self.dataset)  # in the process that reads, after the user's worker_init_fn
+        with preserve_generators(self._held):
             samples = []
             for index, seed in zip(request.indices, request.sample_seeds, strict=True):
                 seed_generators(seed, self._held)
@@ -127,7 +127,7 @@ class SampleReader(Dataset[Any]):
         return self.dataset[index]
 
 
-class ReaderStart:
+class ReaderInit:
     """What a reader process does first: PyTorch shows it the user's own data set, then comes the user's function."""
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
@@ -151,13 +151,13 @@ def has_plain_columns(dataset: object) -> bool:
     )
 
 
-def told(error: Exception, named: str) -> ReadingFailure:
+def report_read_failure(error: Exception, named: str) -> ReadFailure:
     """What becomes of a data set's error: raised here with the sample's name, or sent up by a reader process."""
     frames = traceback.extract_tb(error.__traceback__)
     found = f"{type(error).__name__}: {error} ({named})"
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
     fix = "mend the data set: it raised while this sample was read"
     if get_worker_info() is None:
-        raise ReadingFailure(found=found, fix=fix, where=where).as_error() from error
+        raise ReadFailure(found=found, fix=fix, where=where).as_error() from error
     trace = "".join(traceback.format_exception(error)).rstrip()
-    return ReadingFailure(found=found, fix=fix, where=where, trace=trace)
+    return ReadFailure(found=found, fix=fix, where=where, trace=trace)

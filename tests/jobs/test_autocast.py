@@ -13,9 +13,9 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.context.world import World
-from rankless.jobs.arguments import taken_apart
-from rankless.jobs.consistent import Consistent
-from rankless.jobs.definition import Stepping
+from rankless.jobs.arguments import flatten_arguments
+from rankless.jobs.consistent import ConsistentView
+from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
@@ -66,9 +66,9 @@ def trained(mesh, where, captured=False):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         view="consistent",
         world=lambda: world,
-        stepping=Stepping(),
+        step_options=StepOptions(),
     )
-    view = Consistent(job.definition, world) if captured else None
+    view = ConsistentView(job.definition, world) if captured else None
     found = []
     with autocast(enabled=where == "around"):
         for number, (x, y) in enumerate(batches()):
@@ -76,7 +76,7 @@ def trained(mesh, where, captured=False):
                 if view is None:
                     loss = job(x, y)
                 else:
-                    loss = view.run(taken_apart((x, y), {}, mesh.device)).result
+                    loss = view.run(flatten_arguments((x, y), {}, mesh.device)).result
                     job.definition.optimizers[0].step()
             found.append((loss, [item.grad.clone() for item in model.parameters()]))
     return found
@@ -144,7 +144,7 @@ def loop_within(mesh):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         view="consistent",
         world=lambda: world,
-        stepping=Stepping(accumulate=2, clip_norm=1.0),
+        step_options=StepOptions(accumulate=2, clip_norm=1.0),
     )
     with autocast():
         return [float(job(*batches()[0])) for _ in range(6)]

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.context.world import World
-from rankless.data.generators import process_states, restore_process
+from rankless.data.generators import get_process_states, set_process_states
 from rankless.data.loader import Loader, LoaderOptions
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.parallel.mesh import Mesh
@@ -373,11 +373,11 @@ def interrupted(mesh: Mesh, case: str, reading: str, batches: int) -> bytes:
     loader = loader_on(mesh, dataset, reading=reading, **options)
     passes_over(loader, 1)
     if batches == 0:
-        return encode_value((loader.state_dict(), process_states()))
+        return encode_value((loader.state_dict(), get_process_states()))
     for number, _ in enumerate(loader, start=1):
         torch.rand(1)
         if number == batches:
-            return encode_value((loader.state_dict(), process_states()))
+            return encode_value((loader.state_dict(), get_process_states()))
     raise AssertionError("the pass was over before it was interrupted")
 
 
@@ -390,6 +390,6 @@ def taken_up(mesh: Mesh, case: str, reading: str, saved: bytes) -> tuple[list[An
     loader = loader_on(mesh, dataset, reading=reading, **options)
     state, generators = decode_value(saved)
     loader.load_state_dict(state)
-    restore_process(generators)
+    set_process_states(generators)
     position = loader.position
     return passes_over(loader, 2), position
