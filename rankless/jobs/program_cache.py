@@ -217,10 +217,10 @@ class ProgramCache:
         entry.varying.append(executable)
         del entry.varying[:-MAX_PROGRAMS]
         if sum(known.is_valid for known in entry.varying) == WARN_AFTER_PROGRAMS:
+            line = find_fixing_line(sizes) or self._job.line
             self._world.notify(
-                f"{find_fixing_line(sizes) or self._job.line}: what job {self._job.name!r} computes depends on the "
-                f"sizes of its arguments, so it has been captured {WARN_AFTER_PROGRAMS} times for sizes that vary, and will "
-                "be again"
+                f"{line}: what job {self._job.name!r} computes depends on the sizes of its arguments, so it has been "
+                f"captured {WARN_AFTER_PROGRAMS} times for sizes that vary, and will be again"
             )
         return executable
 
