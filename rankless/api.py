@@ -29,9 +29,9 @@ from rankless.launch.self_launch import Elsewhere, relaunch
 from rankless.launch.spawning import Spawned
 from rankless.launch.spawning import spawn as spawn_workers
 from rankless.records.events import AnyRecord, Notice, Progress
-from rankless.runtime.current_process import current, join_by, joined_at, leave
-from rankless.runtime.process_context import Observer, Runtime
-from rankless.runtime.rendezvous.address import read_invitation
+from rankless.runtime.current_process import current_context, join_line, join_rendezvous, leave
+from rankless.runtime.process_context import Observer, ProcessContext
+from rankless.runtime.rendezvous.address import parse_rendezvous_address
 from rankless.runtime.rendezvous.job_store import JOINING_SECONDS
 from rankless.terminal.progress_display import ProgressDisplay
 
@@ -95,8 +95,10 @@ def init(
         >>> rankless.shutdown()
     """
     if address is not None:
-        invitation = read_invitation(address, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds)
-        join_by(invitation, observer=_watch_alone)
+        invitation = parse_rendezvous_address(
+            address, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds
+        )
+        join_rendezvous(invitation, observer=_watch_alone)
         return
     if rank is not None or world_size is not None:
         raise ConfigError(
@@ -152,7 +154,7 @@ def configure(
         >>> rankless.world_size()  # doctest: +SKIP
         2
     """
-    line = joined_at()
+    line = join_line()
     uses_others = torch.cuda.is_initialized() or torch.distributed.is_initialized()
     if line is not None or (uses_others and not is_launched()):
         begun = "use CUDA or torch.distributed" if line is None else f"train: {line} was the first call"
@@ -618,8 +620,8 @@ def _world() -> World:
     return _current().world
 
 
-def _current() -> Runtime:
-    return current(observer=_watch_alone)
+def _current() -> ProcessContext:
+    return current_context(observer=_watch_alone)
 
 
 def _watch_alone() -> Observer:

@@ -12,7 +12,7 @@ from rankless.launchers.horovodrun.config_file import completed, read_config, un
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.launchers.horovodrun.parser import add_flags, take_flags
 from rankless.launchers.horovodrun.run_config import horovodrun_program, horovodrun_request, notes
-from rankless.runtime.hooks.horovod_imports import installed_horovod
+from rankless.runtime.hooks.import_aliases import installed_package
 from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "horovodrun"
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if flags.check_build:
         print(build_table(horovod_version))
         return 0
-    real = installed_horovod()
+    real = installed_package("horovod")
     program = horovodrun_program(flags)
     config = make_run_config(program, horovodrun_request(flags, program))
     notices += notes(flags)

@@ -9,7 +9,7 @@ from rankless.config.run_config import RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import job_runner
-from rankless.records.job_programs import read_facts
+from rankless.records.job_programs import read_program_records
 from rankless.terminal.program_table import encode_plan_report, make_plan_report, render_plan
 from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         except RunFailed as end:
             print(f"rankless plan: {end}")
             return INTERRUPTED if end.exit_code == INTERRUPTED else 1
-        report = make_plan_report(read_facts(folder), workers=workers, steps=arguments.steps)
+        report = make_plan_report(read_program_records(folder), workers=workers, steps=arguments.steps)
     if not report.jobs and not report.not_reached:
         raise ConfigError(
             expected="a script that defines at least one job",

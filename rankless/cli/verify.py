@@ -17,7 +17,7 @@ from rankless.config.validation import check_program
 from rankless.errors import ConfigError
 from rankless.launch.agent import job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
-from rankless.records.job_results import Called
+from rankless.records.job_results import JobCalled
 from rankless.verify.comparison import Comparison, compare
 from rankless.verify.coverage import list_not_covered
 from rankless.verify.first_difference import render_first_value
@@ -151,7 +151,7 @@ def _compare_deciding_precision(runs: VerifyRuns, options: ComparisonOptions) ->
 def _run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> tuple[Comparison, VerifyReport]:
     """All runs made and compared; the table is printed."""
     one = runs.run_one()
-    if not any(isinstance(result, Called) for result in one.results):
+    if not any(isinstance(result, JobCalled) for result in one.results):
         raise ConfigError(
             expected="a script that calls at least one job",
             found=f"{runs.program.target}, which calls none",

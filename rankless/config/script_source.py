@@ -20,15 +20,11 @@ def program_file(program: Program) -> str | None:
 
 def names_rankless(program: Program) -> bool:
     """Whether the text of the program, or of what it imports from beside it, names Rankless."""
-    return _names(program, "rankless")
+    return names_word(program, "rankless")
 
 
-def names_horovod(program: Program) -> bool:
-    """Whether it names Horovod."""
-    return _names(program, "horovod")
-
-
-def _names(program: Program, word: str) -> bool:
+def names_word(program: Program, word: str) -> bool:
+    """Whether the text of the program, or of what it imports from beside it, has this word."""
     if program.kind == "code":
         return word in program.target
     return any(word.encode() in text for text, _ in _own_files(program))

@@ -67,20 +67,20 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerLaunch, ...]
     other_hosts: tuple[str, ...] = ()
     """The addresses of the job's other hosts, where they are known."""
-    lifeline_descriptor: int
+    control_descriptor: int
     records_descriptor: int
     store_descriptor: int | None
-    orders_descriptor: int | None = None
+    launches_descriptor: int | None = None
     """The socket on which further workers are ordered, in an elastic job."""
 
     def descriptors(self) -> list[int]:
         """Those that the parent is to inherit, under these numbers."""
         pages = (launch.config.status_descriptor for launch in self.workers)
-        sockets = (self.lifeline_descriptor, self.records_descriptor, self.store_descriptor, self.orders_descriptor)
+        sockets = (self.control_descriptor, self.records_descriptor, self.store_descriptor, self.launches_descriptor)
         return [descriptor for descriptor in (*sockets, *pages) if descriptor is not None]
 
 
-class ForkServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ForkServerPoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a fork server is told at its start, as `HostConfig` is."""
 
     connection_descriptor: int

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Gathering(Protocol):
+class AccumulatingJob(Protocol):
     """A job that may hold calls for which no step has been made."""
 
-    def pass_ended(self, ended: "LoaderPass") -> None:
+    def on_pass_end(self, ended: "LoaderPass") -> None:
         """Make the step, if the calls held belong to this pass."""
         ...
 
-    def waiting(self) -> str | None:
+    def unfinished_calls(self) -> str | None:
         """What is held, in words; None if nothing is."""
         ...
 
@@ -32,26 +32,26 @@ class LoaderPass:
         self.batch = 0
 
     @property
-    def is_at_last(self) -> bool:
+    def is_last_batch(self) -> bool:
         """Whether the batch handed out last is known to be the last one."""
         return self.batches is not None and self.batch >= self.batches
 
 
-class Passes:
+class LoaderPasses:
     """The passes of a script. Loaders tell of batches and ends; jobs ask which pass they are called in."""
 
     def __init__(self) -> None:
         self._begun = 0
         # A loop that is left early drops its generator, and with it the pass: only the living are of interest.
         self._living: weakref.WeakSet[LoaderPass] = weakref.WeakSet()
-        self._gathering: weakref.WeakSet[Gathering] = weakref.WeakSet()
+        self._jobs: weakref.WeakSet[AccumulatingJob] = weakref.WeakSet()
 
     def begin(self, *, batches: int | None) -> LoaderPass:
         """A pass over a loader of so many batches."""
         self._begun += 1
         return LoaderPass(number=self._begun, batches=batches)
 
-    def hand_out(self, current: LoaderPass) -> None:
+    def start_batch(self, current: LoaderPass) -> None:
         """The loader is about to hand out a batch of this pass."""
         current.batch += 1
         self._living.add(current)
@@ -59,20 +59,20 @@ class Passes:
     def end(self, ended: LoaderPass) -> None:
         """A pass has handed out all its batches: jobs that hold calls of it make their step."""
         self._living.discard(ended)
-        for job in list(self._gathering):
-            job.pass_ended(ended)
+        for job in list(self._jobs):
+            job.on_pass_end(ended)
 
-    def outermost(self) -> LoaderPass | None:
+    def current_pass(self) -> LoaderPass | None:
         """The pass in which the script is now: of nested or parallel ones the first begun; None without a loader."""
         return min(self._living, key=lambda item: item.number, default=None)
 
-    def watch(self, job: Gathering) -> None:
+    def subscribe(self, job: AccumulatingJob) -> None:
         """Tell this job of ends of passes from now on."""
-        self._gathering.add(job)
+        self._jobs.add(job)
 
-    def leave(self, notify: Callable[[str], None]) -> None:
+    def warn_unfinished(self, notify: Callable[[str], None]) -> None:
         """The script is over: say which calls were left without a step."""
-        for job in list(self._gathering):
-            waiting = job.waiting()
+        for job in list(self._jobs):
+            waiting = job.unfinished_calls()
             if waiting is not None:
                 notify(waiting)

@@ -17,7 +17,7 @@ class ModelChanges:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
-    def changed(self, tensors: Iterable[Tensor]) -> bool:
+    def have_changed(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of them is new, or not as it was when it was noted."""
         for tensor in tensors:
             known = self._seen.get(id(tensor))
@@ -25,7 +25,7 @@ class ModelChanges:
                 return True
         return False
 
-    def note(self, tensors: Iterable[Tensor]) -> None:
+    def record_versions(self, tensors: Iterable[Tensor]) -> None:
         """Take them as they are now for unchanged."""
         for tensor in tensors:
             key = id(tensor)

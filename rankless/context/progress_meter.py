@@ -79,7 +79,7 @@ class ProgressMeter:
         self._current = epoch
         epoch.batch(rows)
 
-    def trained(self, *, job: str, loss: Callable[[], float]) -> None:
+    def record_step(self, *, job: str, loss: Callable[[], float]) -> None:
         """A train job has made a step. `loss` is called when a record is made; it must not communicate."""
         now = self._seconds()
         epoch = self._epoch_of(job, now)

@@ -12,7 +12,7 @@ class StepLimit:
         self._left = steps
         self._at_end = at_end
 
-    def step_made(self) -> None:
+    def count_step(self) -> None:
         """One more step is done. After the last: call `at_end` and raise `StepsDone`, now and at each further one."""
         self._left -= 1
         if self._left <= 0:

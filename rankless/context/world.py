@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rankless.context.loader_passes import Passes
+from rankless.context.loader_passes import LoaderPasses
 from rankless.context.model_changes import ModelChanges
 from rankless.context.observers import CallInspector, JobRecorder, ProgramObserver
 from rankless.context.progress_meter import ProgressMeter
@@ -37,7 +37,7 @@ class World:
     perturbation_seed: int | None = None
     dtype: torch.dtype | None = None
     """What jobs compute in, whatever the script says; None leaves it to the script."""
-    watch: ModelChanges = field(default_factory=ModelChanges)
+    model_changes: ModelChanges = field(default_factory=ModelChanges)
     """Knows which models were changed outside jobs."""
     limit: StepLimit | None = None
     """Told of training steps; ends the script after the last one wanted."""
@@ -47,7 +47,7 @@ class World:
     """Takes every value of one job call; None but where `verify` looks for the first that differs."""
     meter: ProgressMeter | None = None
     """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
-    passes: Passes = field(default_factory=Passes)
+    passes: LoaderPasses = field(default_factory=LoaderPasses)
     """Told by loaders of batches and ends of passes, for jobs that gather several calls into a step."""
     once: OnceState = field(default_factory=OnceState)
     """Whether rank 0 is inside `rankless.once`."""

@@ -189,7 +189,7 @@ class Loader(Generic[Batch]):
                 if meter is not None and epoch is not None:
                     meter.batch(epoch, rows=read.request.rows or 0)
                 current.hand_out(read.request.digest)
-                world.passes.hand_out(turn)
+                world.passes.start_batch(turn)
                 yield batch
         except GeneratorExit:
             current.over = True  # the script has left its loop: the next pass is a new one

@@ -76,7 +76,7 @@ class ConsistentView:
             module.training = training
         results = self._apply(executable, outputs)
         self._states = states
-        self._world.watch.note(states)
+        self._world.model_changes.record_versions(states)
         if not self._job.trains:
             return CallResult(unflatten_result(executable.captured, results, sizes))
         # First what is minimised, then the script's own results, last what the loss was divided by.
@@ -92,7 +92,7 @@ class ConsistentView:
         self._calls += 1
         job, mesh = self._job, self._world.mesh
         is_first = self._calls == 1
-        changed = not is_first and self._world.watch.changed(self._states)
+        changed = not is_first and self._world.model_changes.have_changed(self._states)
         if mesh.desync_detector is not None:
             arguments = call.arguments
             program = 0 if call.known is None else call.known.number

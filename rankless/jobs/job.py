@@ -144,7 +144,7 @@ class Job(Generic[Parameters, Result]):
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
         loss = outcome.loss
         if world.meter is not None and loss is not None:
-            world.meter.trained(job=job.name, loss=lambda: float(loss))
+            world.meter.record_step(job=job.name, loss=lambda: float(loss))
         if self._stepped and self._stepper is not None:
             self._stepper.report_step()
         result: Result = outcome.result

@@ -30,7 +30,7 @@ class OptimizerStepper:
         self._pass: weakref.ref[LoaderPass] | None = None
         self._calls_in_pass = 0
         if job.step_options.accumulate > 1:
-            world.passes.watch(self)
+            world.passes.subscribe(self)
 
     def add_call(self, loss: Tensor, weights: Sequence[LossWeight]) -> bool:
         """Take in the call whose gradients the parameters hold; True if it made a step."""
@@ -51,7 +51,7 @@ class OptimizerStepper:
             self._step()
             return True
         current = None if self._pass is None else self._pass()
-        is_last = current is not None and current.is_at_last and self._calls_in_pass == current.batch
+        is_last = current is not None and current.is_last_batch and self._calls_in_pass == current.batch
         return self.flush() if is_last or self._accumulator.calls == wanted else False
 
     def flush(self) -> bool:
@@ -61,7 +61,7 @@ class OptimizerStepper:
         self._step()
         return True
 
-    def pass_ended(self, ended: LoaderPass) -> None:
+    def on_pass_end(self, ended: LoaderPass) -> None:
         """Make the step of a last group."""
         if self._pass is not None and self._pass() is ended:
             self._pass = None
@@ -73,9 +73,9 @@ class OptimizerStepper:
         if self._world.recorder is not None:
             self._world.recorder.record_step(job=self._job.name, model=self._job.modules)
         if self._world.limit is not None:
-            self._world.limit.step_made()
+            self._world.limit.count_step()
 
-    def waiting(self) -> str | None:
+    def unfinished_calls(self) -> str | None:
         """What has been gathered and not stepped, in words."""
         if not self._accumulator.calls:
             return None
@@ -87,7 +87,7 @@ class OptimizerStepper:
 
     def _enter_pass(self) -> None:
         """Note the pass that this call belongs to; say so if the last one was left with calls in hand."""
-        current = self._world.passes.outermost()
+        current = self._world.passes.current_pass()
         before = None if self._pass is None else self._pass()
         if current is not None and current is before:
             self._calls_in_pass += 1
@@ -115,7 +115,7 @@ class OptimizerStepper:
             clip_grad_value_(parameters, step_options.clip_value)
         for optimizer in self._job.optimizers:
             optimizer.step()
-        self._world.watch.note(self._job.optimized_parameters())
+        self._world.model_changes.record_versions(self._job.optimized_parameters())
         self.steps += 1
 
     def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:

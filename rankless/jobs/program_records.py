@@ -12,13 +12,13 @@ from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.jobs.definition import JobDefinition
 from rankless.parallel.placement import Placement, Shard
 from rankless.records.job_programs import (
-    AnyFact,
-    GatheredOperator,
     JobProgram,
     KnownJob,
-    PlannedInput,
-    PlannedMove,
-    encode_fact,
+    ProgramCommunication,
+    ProgramInputRecord,
+    ProgramRecord,
+    ReplicatedOperator,
+    encode_program_record,
     programs_file,
 )
 
@@ -41,9 +41,9 @@ class ProgramRecorder:
                 self._write(job)
             self._stream.close()
 
-    def _write(self, fact: AnyFact) -> None:
+    def _write(self, fact: ProgramRecord) -> None:
         if not self._stream.closed:
-            self._stream.write(encode_fact(fact))
+            self._stream.write(encode_program_record(fact))
             self._stream.flush()
 
 
@@ -59,7 +59,7 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
         operators=count_operators(logical),
         inputs=tuple(describe_input(node, given, sharded.placements[node]) for node, given in logical.inputs.items()),
         moves=tuple(
-            PlannedMove(
+            ProgramCommunication(
                 kind=move.kind,
                 value=move.value,
                 bytes=move.bytes,
@@ -71,7 +71,7 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
             for move in local.collectives
         ),
         gathered=tuple(
-            GatheredOperator(operator=str(node.target), line=str(node.meta.get("line", "")))
+            ReplicatedOperator(operator=str(node.target), line=str(node.meta.get("line", "")))
             for node in sharded.nodes_without_rule
         ),
     )
@@ -82,11 +82,11 @@ def count_operators(logical: LogicalProgram) -> int:
     return sum(node.op == "call_function" and "getitem" not in str(node.target) for node in logical.graph.nodes)
 
 
-def describe_input(node: fx.Node, given: ProgramInput, placement: Placement) -> PlannedInput:
+def describe_input(node: fx.Node, given: ProgramInput, placement: Placement) -> ProgramInputRecord:
     """An input of a program as plain facts."""
     value = node.meta["val"]
     assert isinstance(value, LogicalValue)
-    return PlannedInput(
+    return ProgramInputRecord(
         kind=given.kind,
         name=given.name,
         shape=tuple(int(size_hint(size)) for size in value.shape),

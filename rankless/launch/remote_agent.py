@@ -14,10 +14,10 @@ from rankless.config.validation import make_run_config
 from rankless.errors import RanklessError
 from rankless.launch import agent
 from rankless.launch.rendezvous.ssh import RemoteTask
-from rankless.runtime.fast_exit import Ending
+from rankless.runtime.fast_exit import FastExit
 
 
-def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
     """Read the task, and return what runs it."""
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RemoteTask)
     environment.apply(task.environment)

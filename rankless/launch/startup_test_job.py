@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
-from rankless.runtime.fast_exit import Ending
+from rankless.runtime.fast_exit import FastExit
 
 WORKERS = 2
 _SCRIPT = """
@@ -24,7 +24,7 @@ dist.destroy_process_group()
 """
 
 
-def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
     """Return what runs the job: its figure follows the mark of the second argument."""
     mark = sys.argv[2]
 

@@ -16,7 +16,7 @@ from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.job_setup import Assembled
 from rankless.launch.log_files import log_files
-from rankless.runtime.hooks.horovod_imports import AT_START
+from rankless.runtime.hooks.import_aliases import AT_START
 
 
 def make_worker_configs(

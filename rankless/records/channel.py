@@ -25,10 +25,10 @@ def open_channel() -> tuple[socket.socket, socket.socket]:
     return reader, writer
 
 
-def send_record(record: AnyRecord, *, descriptor: int, patient: bool = True) -> None:
+def send_record(record: AnyRecord, *, descriptor: int, blocking: bool = True) -> None:
     """Send one record up. An impatient one is dropped when the reader lags, any when it is gone."""
     data = msgspec.msgpack.encode(record)
-    flags = 0 if patient else socket.MSG_DONTWAIT
+    flags = 0 if blocking else socket.MSG_DONTWAIT
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as writer:
         try:
             writer.send(data, flags)

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 
-class PlannedInput(msgspec.Struct, frozen=True, kw_only=True):
+class ProgramInputRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that a program takes, and how it lies on the workers."""
 
     kind: str
@@ -20,7 +20,7 @@ class PlannedInput(msgspec.Struct, frozen=True, kw_only=True):
     """"whole on every worker", or "dim 0 split 5+5"."""
 
 
-class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
+class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
     """A value that moves between workers at every call."""
 
     kind: str
@@ -35,7 +35,7 @@ class PlannedMove(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it travels while the program goes on."""
 
 
-class GatheredOperator(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicatedOperator(msgspec.Struct, frozen=True, kw_only=True):
     """An operator that no rule can split: its inputs are gathered and every worker computes it whole."""
 
     operator: str
@@ -51,9 +51,9 @@ class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     workers: int
     operators: int
     """How many operators the whole program has, forward and backward."""
-    inputs: tuple[PlannedInput, ...]
-    moves: tuple[PlannedMove, ...]
-    gathered: tuple[GatheredOperator, ...]
+    inputs: tuple[ProgramInputRecord, ...]
+    moves: tuple[ProgramCommunication, ...]
+    gathered: tuple[ReplicatedOperator, ...]
 
 
 class KnownJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
@@ -64,7 +64,7 @@ class KnownJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
     called: bool
 
 
-AnyFact = JobProgram | KnownJob
+ProgramRecord = JobProgram | KnownJob
 
 
 def programs_file(folder: str) -> Path:
@@ -72,15 +72,15 @@ def programs_file(folder: str) -> Path:
     return Path(folder) / "jobs.programs"
 
 
-def encode_fact(fact: AnyFact) -> bytes:
+def encode_program_record(fact: ProgramRecord) -> bytes:
     """A fact as a line of the file."""
     return msgspec.json.encode(fact) + b"\n"
 
 
-def read_facts(folder: str) -> Iterator[AnyFact]:
+def read_program_records(folder: str) -> Iterator[ProgramRecord]:
     """The facts of a run; none if it has written none."""
     file = programs_file(folder)
     if file.exists():
-        decoder = msgspec.json.Decoder(AnyFact)
+        decoder = msgspec.json.Decoder(ProgramRecord)
         for line in file.read_bytes().splitlines():
             yield decoder.decode(line)

@@ -37,7 +37,7 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-class Summary(msgspec.Struct, frozen=True, array_like=True):
+class TensorSummary(msgspec.Struct, frozen=True, array_like=True):
     """A tensor in a few numbers, of which the differences tell how far two tensors are apart.
 
     `sketch` holds signed sums of its elements (`verify.recording.recorder` says which); `norm` is its Euclidean norm.
@@ -53,18 +53,18 @@ class TensorState(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     size: int
-    value: Summary
-    gradient: Summary | None
+    value: TensorSummary
+    gradient: TensorSummary | None
 
 
-class Registered(msgspec.Struct, frozen=True, tag="registered"):
+class ModelRegistered(msgspec.Struct, frozen=True, tag="registered"):
     """A model became known, before its first step."""
 
     model: str
     tensors: list[TensorState]
 
 
-class Called(msgspec.Struct, frozen=True, tag="called"):
+class JobCalled(msgspec.Struct, frozen=True, tag="called"):
     """A job was called: its `call`-th call, from 1, when `steps` training steps were done before it."""
 
     job: str
@@ -74,7 +74,7 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
     leaves: list[Leaf]
 
 
-class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+class StepRecorded(msgspec.Struct, frozen=True, tag="stepped"):
     """The training step of the job call written just before; `step` counts all jobs' steps, from 1."""
 
     job: str
@@ -97,7 +97,7 @@ class Survey(msgspec.Struct, frozen=True, array_like=True):
     outside: tuple[str, ...] = ()
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
+class RecordingFinished(msgspec.Struct, frozen=True, tag="finished"):
     """The run is over and the tensor file is whole. `stopped` if the script was ended before its own end."""
 
     steps: int
@@ -106,7 +106,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     survey: Survey = Survey()
 
 
-AnyResult = Registered | Called | Stepped | Finished
+ResultRecord = ModelRegistered | JobCalled | StepRecorded | RecordingFinished
 
 
 def encode_result(result: msgspec.Struct) -> bytes:
@@ -114,8 +114,8 @@ def encode_result(result: msgspec.Struct) -> bytes:
     return FRAME_FORMAT.encode(msgspec.msgpack.encode(result))
 
 
-def read_results(path: Path) -> Iterator[AnyResult]:
+def read_results(path: Path) -> Iterator[ResultRecord]:
     """Yield the results of a file, up to the last whole one: a worker may have died while it wrote."""
-    decoder = msgspec.msgpack.Decoder(AnyResult)
+    decoder = msgspec.msgpack.Decoder(ResultRecord)
     for message in read_messages(path, FRAME_FORMAT):
         yield decoder.decode(message)

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from rankless.records.framing import read_messages
-from rankless.records.job_results import FRAME_FORMAT, Summary
+from rankless.records.job_results import FRAME_FORMAT, TensorSummary
 
 Role = Literal["input", "value", "output", "plain"]
 """What goes into the program, what it computes, what comes out of it, and (on one worker) what the function itself
@@ -15,7 +15,7 @@ gave when it ran as plain PyTorch.
 """
 
 
-class Computed(msgspec.Struct, frozen=True, array_like=True):
+class ComputedValue(msgspec.Struct, frozen=True, array_like=True):
     """One value, whole; `inputs` names the values that it was computed from."""
 
     role: Role
@@ -24,7 +24,7 @@ class Computed(msgspec.Struct, frozen=True, array_like=True):
     line: str
     dtype: str
     shape: tuple[int, ...]
-    value: Summary
+    value: TensorSummary
     inputs: tuple[str, ...] = ()
 
 
@@ -33,10 +33,10 @@ def values_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.values"
 
 
-def read_values(folder: str, rank: int) -> Iterator[Computed]:
+def read_values(folder: str, rank: int) -> Iterator[ComputedValue]:
     """The values that a rank has written; none if the call was never made."""
     file = values_file(folder, rank)
     if file.exists():
-        decoder = msgspec.msgpack.Decoder(Computed)
+        decoder = msgspec.msgpack.Decoder(ComputedValue)
         for message in read_messages(file, FRAME_FORMAT):
             yield decoder.decode(message)

@@ -6,17 +6,17 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _BITS_PER_SECOND = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
 
 
-def sized(byte_count: float) -> str:
+def format_bytes(byte_count: float) -> str:
     """As "3.5 GiB"."""
     return _scaled(byte_count, _BYTES, 1024)
 
 
-def bit_rate(bytes_per_second: float) -> str:
+def format_bit_rate(bytes_per_second: float) -> str:
     """As "9.41 Gbit/s"."""
     return _scaled(bytes_per_second * 8, _BITS_PER_SECOND, 1000)
 
 
-def timed(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """As "340 µs", "3.5 ms", "2.5 s" and "3,600 s"."""
     if seconds >= 9.95:
         return f"{seconds:,.0f} s"

@@ -20,7 +20,7 @@ _WORDS = struct.Struct("=4Q")
 NAME = "rankless-whereabouts"
 
 
-class Steps(msgspec.Struct, frozen=True):
+class WorkerStatus(msgspec.Struct, frozen=True):
     """What a worker's page says."""
 
     main_thread: int
@@ -43,13 +43,13 @@ def open_page() -> int:
     return descriptor
 
 
-def read_page(descriptor: int) -> Steps:
+def read_page(descriptor: int) -> WorkerStatus:
     """What the worker has written so far."""
     main_thread, count, last, own = _WORDS.unpack(os.pread(descriptor, _WORDS.size, 0))
-    return Steps(main_thread, count, last / 1e9 if count else None, own)
+    return WorkerStatus(main_thread, count, last / 1e9 if count else None, own)
 
 
-def asking_signal() -> int | None:
+def stack_dump_signal() -> int | None:
     """The signal on which a worker writes its stacks: one that hardly any program uses. None where there are none."""
     # Not SIGUSR1 or SIGUSR2: cluster managers send them before they end a job, and scripts heed that.
     return signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else None

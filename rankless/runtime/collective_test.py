@@ -24,13 +24,13 @@ from rankless.config.collective_test import (
     TrialResult,
     TrialTask,
 )
-from rankless.runtime.fast_exit import Ending
+from rankless.runtime.fast_exit import FastExit
 
 SIZES_AND_TIMES = ((4 << 10, 20), (16 << 20, 3))
 """Bytes, and how often."""
 
 
-def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
     """Torch is imported: return what does as standard input says, until it ends."""
     return _serve
 

@@ -7,35 +7,35 @@ import os
 from collections.abc import Callable
 
 from rankless.errors import JoinError
-from rankless.runtime.process_context import Observer, Runtime, join
-from rankless.runtime.rendezvous.address import Invitation
-from rankless.runtime.rendezvous.job_store import Place, find_place
+from rankless.runtime.process_context import Observer, ProcessContext, join
+from rankless.runtime.rendezvous.address import RendezvousParameters
+from rankless.runtime.rendezvous.job_store import RendezvousInfo, find_rendezvous_info
 
-_joined: Runtime | None = None
+_joined: ProcessContext | None = None
 _left = False
-_place: Place | None = None
+_rendezvous: RendezvousInfo | None = None
 
 
-def place() -> Place:
+def current_rendezvous() -> RendezvousInfo:
     """This process's place in its job, found once: who asks again meets at the same store. Raises JoinError."""
-    global _place  # one of the pieces of state that the design allows a module
-    if _place is None:
-        _place = find_place()
-    return _place
+    global _rendezvous  # one of the pieces of state that the design allows a module
+    if _rendezvous is None:
+        _rendezvous = find_rendezvous_info()
+    return _rendezvous
 
 
-def current(*, observer: Callable[[], Observer]) -> Runtime:
+def current_context(*, observer: Callable[[], Observer]) -> ProcessContext:
     """The runtime of this process, which joins its world at the first call.
 
     `observer` makes what takes the records of a process that was started without `rankless run`.
     """
     global _joined  # one of the pieces of state that the design allows a module
     if _joined is None or _joined.process_id != os.getpid():
-        _joined = join(observer=observer, place=place, again=_left)
+        _joined = join(observer=observer, find_info=current_rendezvous, again=_left)
     return _joined
 
 
-def join_by(invitation: Invitation, *, observer: Callable[[], Observer]) -> None:
+def join_rendezvous(parameters: RendezvousParameters, *, observer: Callable[[], Observer]) -> None:
     """Join where the script says. Raises JoinError if this process has joined already."""
     global _joined  # as above
     if _joined is not None and _joined.process_id == os.getpid():
@@ -44,10 +44,10 @@ def join_by(invitation: Invitation, *, observer: Callable[[], Observer]) -> None
             found="a process that has joined its job",
             fix="call it first in the script; or rankless.shutdown() before it, to join another job",
         )
-    _joined = join(observer=observer, place=place, invitation=invitation, again=_left)
+    _joined = join(observer=observer, find_info=current_rendezvous, parameters=parameters, again=_left)
 
 
-def joined_at() -> str | None:
+def join_line() -> str | None:
     """The line of the script at which this process has joined, or None if it has not."""
     return None if _joined is None or _joined.process_id != os.getpid() else _joined.line
 

@@ -31,7 +31,7 @@ from rankless.records.elastic_messages import (
     receive_driver_message,
     send_message,
 )
-from rankless.runtime.rendezvous.job_store import Place
+from rankless.runtime.rendezvous.job_store import RendezvousInfo
 
 STORE_TIMEOUT = timedelta(seconds=300)
 MOST_FAILED_MEETINGS = 20
@@ -68,9 +68,9 @@ class Round:
         return self._over.is_set()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RendezvousInfo:
         """This process's place in it."""
-        return Place(
+        return RendezvousInfo(
             rank=self.assignment.rank,
             size=self.assignment.size,
             store=self.store,

@@ -16,7 +16,7 @@ import weakref
 from types import ModuleType
 
 
-class Ending:
+class FastExit:
     """Made before anything else is imported; does nothing until a forked worker arms it."""
 
     def __init__(self) -> None:

@@ -24,13 +24,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.config.script_source import names_horovod, names_rankless
+from rankless.config.run_config import Program
+from rankless.config.script_source import names_rankless, names_word
 from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import Exited, Notice, Started
 from rankless.runtime.connections import cut_connections
-from rankless.runtime.fast_exit import Ending
-from rankless.runtime.hooks.horovod_imports import are_ours_so_far
+from rankless.runtime.fast_exit import FastExit
+from rankless.runtime.hooks.import_aliases import ALIASES, is_alias_active
 from rankless.runtime.process_tree import (
     adopt_orphans,
     end_descendants,
@@ -39,7 +40,7 @@ from rankless.runtime.process_tree import (
     thread_count,
 )
 from rankless.runtime.python_command import python_command
-from rankless.runtime.spawn_protocol import CUT, KILL, receive_worker_launch, signals_in
+from rankless.runtime.spawn_protocol import CUT, KILL, decode_signals, receive_worker_launch
 from rankless.runtime.worker import WorkerProcess, enter_forked
 
 TORCH_MODULES = (
@@ -57,21 +58,18 @@ JOB_MODULES = (
     "rankless.data.loader",
 )
 """What the first job call needs besides; imported only for programs that use Rankless."""
-HOROVOD_MODULES = ("rankless.compat.horovod.torch",)
-"""For programs that name Horovod: a second and more of each worker, also of one that replaces another."""
 
 Cores = set[int] | None
 
 
-def main(ending: Ending) -> Callable[[], None] | None:
+def main(fast_exit: FastExit) -> Callable[[], None] | None:
     """Serve until no worker is left; in a forked worker, return at once with what the worker is to run."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
     cores = withdraw()
-    with_horovod = names_horovod(config.program) and are_ours_so_far()
-    warm = config.warm and import_torch(with_jobs=names_rankless(config.program), with_horovod=with_horovod)
+    warm = config.warm and import_torch(with_jobs=names_rankless(config.program), more=_alias_modules(config.program))
     if config.warm and not warm:
         _notify(config, "the workers start as plain processes, because torch is not there or has started threads")
-    return lead(config, ending=ending, warm=warm, cores=cores)
+    return lead(config, fast_exit=fast_exit, warm=warm, cores=cores)
 
 
 def withdraw() -> Cores:
@@ -84,9 +82,9 @@ def withdraw() -> Cores:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
-def import_torch(*, with_jobs: bool, with_horovod: bool = False) -> bool:
+def import_torch(*, with_jobs: bool, more: tuple[str, ...] = ()) -> bool:
     """Import what the workers will need; False if they cannot be forked from here afterwards."""
-    for name in TORCH_MODULES + JOB_MODULES * with_jobs + HOROVOD_MODULES * with_horovod:
+    for name in TORCH_MODULES + JOB_MODULES * with_jobs + more:
         try:
             importlib.import_module(name)
         except ImportError:
@@ -95,7 +93,13 @@ def import_torch(*, with_jobs: bool, with_horovod: bool = False) -> bool:
     return thread_count() == 1
 
 
-def lead(config: HostConfig, *, ending: Ending, warm: bool, cores: Cores) -> Callable[[], None] | None:
+def _alias_modules(program: Program) -> tuple[str, ...]:
+    """Return what to preload for the aliased packages that the program names: a second and more of each worker."""
+    named = [name for name in ALIASES if names_word(program, name) and is_alias_active(name)]
+    return tuple(module for name in named for module in ALIASES[name].preload)
+
+
+def lead(config: HostConfig, *, fast_exit: FastExit, warm: bool, cores: Cores) -> Callable[[], None] | None:
     """Be the parent of a run's workers, to its end; in a forked worker, return at once with what it is to run."""
     adopt_orphans()
     guard = Guard(config)
@@ -104,13 +108,13 @@ def lead(config: HostConfig, *, ending: Ending, warm: bool, cores: Cores) -> Cal
     set_parent_death_signal(signal.SIGCONT)
     gc.freeze()
     gc.enable()
-    started = (guard.start(launch, ending=ending if warm else None) for launch in config.workers)
-    worker = next(filter(None, started), None) or guard.serve(ending=ending if warm else None)
+    started = (guard.start(launch, fast_exit=fast_exit if warm else None) for launch in config.workers)
+    worker = next(filter(None, started), None) or guard.serve(fast_exit=fast_exit if warm else None)
     if worker is not None:
         if cores is not None:
             os.sched_setaffinity(0, cores)  # OpenMP's runtime may have bound the importing thread to one core
         return worker.run
-    ending.arm()  # taking torch apart would cost the parent too a quarter of a second, while the agent waits
+    fast_exit.arm()  # taking torch apart would cost the parent too a quarter of a second, while the agent waits
     return None
 
 
@@ -120,41 +124,41 @@ class Guard:
     def __init__(self, config: HostConfig) -> None:
         self._config = config
         self._workers: dict[int, int] = {}
-        self._lifeline = socket.socket(fileno=config.lifeline_descriptor)
-        self._lifeline.setblocking(False)
+        self._control = socket.socket(fileno=config.control_descriptor)
+        self._control.setblocking(False)
         self._wakeup, self._wakeup_end = socket.socketpair()
-        self._orders = None if config.orders_descriptor is None else socket.socket(fileno=config.orders_descriptor)
+        self._orders = None if config.launches_descriptor is None else socket.socket(fileno=config.launches_descriptor)
         for end in (self._wakeup, self._wakeup_end, self._orders):
             if end is not None:
                 end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
 
-    def start(self, launch: WorkerLaunch, *, ending: Ending | None) -> WorkerProcess | None:
+    def start(self, launch: WorkerLaunch, *, fast_exit: FastExit | None) -> WorkerProcess | None:
         """Fork one worker, or without an `ending` start a plain one; returns something only in a forked worker."""
-        if ending is None:
+        if fast_exit is None:
             process_id = self._start_plain(launch)
         else:
             process_id = os.fork()
             if process_id == 0:
                 signal.set_wakeup_fd(-1)
-                for end in (self._lifeline, self._wakeup, self._wakeup_end, self._orders):
+                for end in (self._control, self._wakeup, self._wakeup_end, self._orders):
                     if end is not None:
                         end.close()
-                return enter_forked(launch, self._config, ending)
+                return enter_forked(launch, self._config, fast_exit)
         rank = launch.config.rank
         self._workers[process_id] = rank
         self._report(Started(rank=rank, time_ns=time.monotonic_ns(), pid=process_id, log_file=launch.config.log_file))
         return None
 
-    def serve(self, *, ending: Ending | None) -> WorkerProcess | None:
+    def serve(self, *, fast_exit: FastExit | None) -> WorkerProcess | None:
         """Report how workers end, do what the agent says, and return once no descendant is left; in a worker that was
         ordered meanwhile, return what it is.
         """
         if self._config.store_descriptor is not None:
             os.close(self._config.store_descriptor)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._lifeline, selectors.EVENT_READ)
+            selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
             if self._orders is not None:
                 selector.register(self._orders, selectors.EVENT_READ)
@@ -164,14 +168,14 @@ class Guard:
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup.recv(4096)
                 self._obey()
-                worker = self._take_order(ending, selector)
+                worker = self._take_order(fast_exit, selector)
                 if worker is not None:
                     return worker
                 self._reap()
         self._end_all()
         return None
 
-    def _take_order(self, ending: Ending | None, selector: selectors.BaseSelector) -> WorkerProcess | None:
+    def _take_order(self, fast_exit: FastExit | None, selector: selectors.BaseSelector) -> WorkerProcess | None:
         """Start the next worker that was ordered, if any; returns something only in a forked worker."""
         if self._orders is None:
             return None
@@ -184,7 +188,7 @@ class Guard:
             self._orders.close()
             self._orders = None
             return None
-        worker = self.start(order, ending=ending)
+        worker = self.start(order, fast_exit=fast_exit)
         if worker is None:
             for descriptor in (order.config.rounds_descriptor, order.config.status_descriptor):
                 if descriptor is not None:
@@ -194,7 +198,7 @@ class Guard:
     def agent_is_gone(self) -> bool:
         """Whether the lifeline has ended."""
         try:
-            return self._lifeline.recv(1, socket.MSG_PEEK) == b""
+            return self._control.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
             return False
         except OSError:
@@ -202,7 +206,7 @@ class Guard:
 
     def _obey(self) -> None:
         try:
-            words = self._lifeline.recv(64)
+            words = self._control.recv(64)
         except BlockingIOError:
             return
         except OSError:
@@ -212,7 +216,7 @@ class Guard:
             return
         if CUT in words:
             cut_connections(self._workers, hosts=self._config.other_hosts)
-        for number in signals_in(words):
+        for number in decode_signals(words):
             for process_id in list(self._workers):
                 send_signal(process_id, number)
 

@@ -16,22 +16,22 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.config.worker_config import ForkServerConfig, HostConfig
-from rankless.runtime.fast_exit import Ending
+from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
+from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server import import_torch, lead, withdraw
 from rankless.runtime.spawn_protocol import READY, receive_host_config, send_process_id
 
 
-def main(ending: Ending) -> Callable[[], None] | None:
+def main(fast_exit: FastExit) -> Callable[[], None] | None:
     """Fork warm parents for as long as the agent asks; in a worker of one, return with what it is to run."""
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ForkServerConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ForkServerPoolConfig)
     cores = withdraw()
     agent = socket.socket(fileno=config.connection_descriptor)
     if not import_torch(with_jobs=config.with_jobs):
         return None
     gc.freeze()
     host_plan = _serve(agent)
-    return None if host_plan is None else lead(host_plan, ending=ending, warm=True, cores=cores)
+    return None if host_plan is None else lead(host_plan, fast_exit=fast_exit, warm=True, cores=cores)
 
 
 def _serve(agent: socket.socket) -> HostConfig | None:

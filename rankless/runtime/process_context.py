@@ -26,10 +26,16 @@ from rankless.jobs.program_records import ProgramRecorder
 from rankless.parallel.mesh import Mesh
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, Notice
-from rankless.runtime.rendezvous.address import Invitation
-from rankless.runtime.rendezvous.file import meet_at_file
-from rankless.runtime.rendezvous.job_store import JOINING_SECONDS, STORE_TIMEOUT, Place, invitation_from, say_alone
-from rankless.runtime.rendezvous.tcp import TELL_AFTER_SECONDS, meet
+from rankless.runtime.rendezvous.address import RendezvousParameters
+from rankless.runtime.rendezvous.file import join_file_rendezvous
+from rankless.runtime.rendezvous.job_store import (
+    JOINING_SECONDS,
+    STORE_TIMEOUT,
+    RendezvousInfo,
+    parameters_from_torchrun,
+    print_notice,
+)
+from rankless.runtime.rendezvous.tcp import TELL_AFTER_SECONDS, join_tcp_rendezvous
 from rankless.user_code import caller_line
 from rankless.verify.recording.recorder import RunRecorder
 from rankless.verify.recording.script_survey import survey_script
@@ -44,7 +50,7 @@ TOLD = "rankless/told"
 Observer = Callable[[AnyRecord], None]
 
 
-class Runtime:
+class ProcessContext:
     """What one process is in its job, from joining to leaving."""
 
     def __init__(
@@ -115,8 +121,8 @@ class Runtime:
         """
         self.saver.join()
         if self._desync_detector is not None:
-            meeting, self._desync_detector = self._desync_detector, None
-            meeting.end()
+            rendezvous, self._desync_detector = self._desync_detector, None
+            rendezvous.end()
 
     def leave(self) -> None:
         """Finish what is being recorded, tell of a save that failed, and destroy the group that joining made."""
@@ -124,7 +130,7 @@ class Runtime:
             return
         self._left = True
         atexit.unregister(self.leave)  # or the interpreter would keep all this, and the store with it, to its end
-        self.world.passes.leave(self.notify)
+        self.world.passes.warn_unfinished(self.notify)
         if not self._has_agent and not hasattr(sys, "last_value"):
             self._finish_or_fail()
         if (failure := self.saver.close()) is not None:
@@ -153,24 +159,24 @@ class Runtime:
 def join(
     *,
     observer: Callable[[], Observer],
-    place: Callable[[], Place],
-    invitation: Invitation | None = None,
+    find_info: Callable[[], RendezvousInfo],
+    parameters: RendezvousParameters | None = None,
     again: bool = False,
-) -> Runtime:
+) -> ProcessContext:
     """Join the world that this process was started for or is invited to, or one of its own if it was started alone.
 
-    `observer` makes what takes the records of a process that has no agent above it; `place` finds where the workers
+    `observer` makes what takes the records of a process that has no agent above it; `find_info` finds where the workers
     meet. `again`: it has joined before, and left. Raises JoinError if the ranks do not come together.
     """
     config = environment.read_worker_config()
     if config is not None:
-        _require_as_planned(config, invitation)
-        return _join_as_worker(config, place, again)
-    if invitation is not None:
-        return _join_invited(invitation, observer)
+        _require_as_planned(config, parameters)
+        return _join_as_worker(config, find_info, again)
+    if parameters is not None:
+        return _join_invited(parameters, observer)
     horovod = environment.read_horovod_worker()
     if horovod is not None and horovod.world_size > 1 and not dist.is_initialized():
-        return _join_at_place(place(), observer)
+        return _join_by_info(find_info(), observer)
     torchrun = environment.read_torchrun()
     # A worker's forked child has inherited a group that is the worker's own, and must not touch it.
     may_join = not environment.is_child_of_worker()
@@ -178,19 +184,19 @@ def join(
         return _join_existing(torchrun, observer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     up = observer()
-    return Runtime(mesh=Mesh.solo(device), local_rank=0, up=up, config=None, progress=True, end_group=None)
+    return ProcessContext(mesh=Mesh.solo(device), local_rank=0, up=up, config=None, progress=True, end_group=None)
 
 
-def _require_as_planned(config: WorkerConfig, invitation: Invitation | None) -> None:
-    if invitation is not None and (invitation.rank, invitation.world_size) != (config.rank, config.world_size):
+def _require_as_planned(config: WorkerConfig, parameters: RendezvousParameters | None) -> None:
+    if parameters is not None and (parameters.rank, parameters.world_size) != (config.rank, config.world_size):
         raise JoinError(
             expected=f"rank={config.rank} and world_size={config.world_size}, as `rankless run` started this process",
-            found=f"rank={invitation.rank} and world_size={invitation.world_size} in rankless.init",
+            found=f"rank={parameters.rank} and world_size={parameters.world_size} in rankless.init",
             fix="call rankless.init() without arguments under a launcher",
         )
 
 
-def _join_as_worker(config: WorkerConfig, place: Callable[[], Place], again: bool) -> Runtime:
+def _join_as_worker(config: WorkerConfig, find_info: Callable[[], RendezvousInfo], again: bool) -> ProcessContext:
     if config.observation.is_reference:
         raise ConfigError(
             expected="a twin in plain PyTorch, so that it says what the script should do without Rankless",
@@ -200,16 +206,16 @@ def _join_as_worker(config: WorkerConfig, place: Callable[[], Place], again: boo
     device = _use_device(config.device)
     end_group = None
     if config.world_size > 1 and not dist.is_initialized():
-        store = meet(_invitation_of(config), say_alone).store if again else place().store
+        store = join_tcp_rendezvous(_invitation_of(config), print_notice).store if again else find_info().store
         end_group = _make_group(config.backend, device, store=store, rank=config.rank, world_size=config.world_size)
     descriptor = config.records_descriptor
 
     def up(record: AnyRecord) -> None:
         if descriptor is not None:
-            send_record(record, descriptor=descriptor, patient=isinstance(record, Notice))
+            send_record(record, descriptor=descriptor, blocking=isinstance(record, Notice))
 
     mesh = _mesh_of_world(device)
-    runtime = Runtime(
+    context = ProcessContext(
         mesh=mesh,
         local_rank=config.local_rank,
         up=up,
@@ -218,29 +224,33 @@ def _join_as_worker(config: WorkerConfig, place: Callable[[], Place], again: boo
         end_group=end_group,
     )
     if config.seed is None:
-        _begin_alike(mesh, runtime)
-    return runtime
+        _begin_alike(mesh, context)
+    return context
 
 
-def _join_invited(invitation: Invitation, observer: Callable[[], Observer]) -> Runtime:
-    meeting = meet(invitation, say_alone) if invitation.kind == "tcp" else meet_at_file(invitation, say_alone)
-    local_rank = meeting.local_rank(invitation.rank)
+def _join_invited(parameters: RendezvousParameters, observer: Callable[[], Observer]) -> ProcessContext:
+    rendezvous = (
+        join_tcp_rendezvous(parameters, print_notice)
+        if parameters.kind == "tcp"
+        else join_file_rendezvous(parameters, print_notice)
+    )
+    local_rank = rendezvous.local_rank(parameters.rank)
     device, backend = _device_of(local_rank)
-    if meeting.is_on_one_host:
+    if rendezvous.is_on_one_host:
         environment.prefer_loopback()
     end_group = _make_group(
-        backend, device, store=meeting.store, rank=invitation.rank, world_size=invitation.world_size
+        backend, device, store=rendezvous.store, rank=parameters.rank, world_size=parameters.world_size
     )
     return _runtime_without_agent(device, local_rank, observer, end_group)
 
 
-def _join_at_place(place: Place, observer: Callable[[], Observer]) -> Runtime:
+def _join_by_info(info: RendezvousInfo, observer: Callable[[], Observer]) -> ProcessContext:
     """Join the ranks of a place that Horovod's own launcher has told, any number of times."""
-    local_rank = place.assignment.local_rank if place.assignment is not None else 0
+    local_rank = info.assignment.local_rank if info.assignment is not None else 0
     device, backend = _device_of(local_rank)
-    time_joined = place.store.add(f"rankless/times/{place.rank}", 1)
-    store = dist.PrefixStore(f"rankless/group/{time_joined}", place.store)  # type: ignore[attr-defined]  # not in the stubs
-    end_group = _make_group(backend, device, store=store, rank=place.rank, world_size=place.size)
+    time_joined = info.store.add(f"rankless/times/{info.rank}", 1)
+    store = dist.PrefixStore(f"rankless/group/{time_joined}", info.store)  # type: ignore[attr-defined]  # not in the stubs
+    end_group = _make_group(backend, device, store=store, rank=info.rank, world_size=info.size)
     return _runtime_without_agent(device, local_rank, observer, end_group)
 
 
@@ -281,16 +291,16 @@ def _await_all(store: Any, name: str, world_size: int) -> int:
             break
         if now - told > TELL_AFTER_SECONDS:
             told = now
-            say_alone(f"{come} of {world_size} ranks have come through joining; waiting for the others")
+            print_notice(f"{come} of {world_size} ranks have come through joining; waiting for the others")
         time.sleep(nap)
         nap = min(2 * nap, 0.02)
     return come
 
 
-def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[], Observer]) -> Runtime:
+def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[], Observer]) -> ProcessContext:
     """Join as torchrun, or a launcher like it, has told; or take over the group that the script has made."""
     if torchrun is not None and torchrun.world_size > 1 and not dist.is_initialized():
-        return _join_invited(invitation_from(torchrun), observer)
+        return _join_invited(parameters_from_torchrun(torchrun), observer)
     local_rank = torchrun.local_rank if torchrun is not None else 0
     device, _ = _device_of(local_rank)
     return _runtime_without_agent(device, local_rank, observer, None)
@@ -298,12 +308,12 @@ def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[],
 
 def _runtime_without_agent(
     device: torch.device, local_rank: int, observer: Callable[[], Observer], end_group: Callable[[], None] | None
-) -> Runtime:
+) -> ProcessContext:
     mesh = _mesh_of_world(device)
     up = observer() if mesh.rank == 0 else _drop
-    runtime = Runtime(mesh=mesh, local_rank=local_rank, up=up, config=None, progress=True, end_group=end_group)
-    _begin_alike(mesh, runtime)
-    return runtime
+    context = ProcessContext(mesh=mesh, local_rank=local_rank, up=up, config=None, progress=True, end_group=end_group)
+    _begin_alike(mesh, context)
+    return context
 
 
 def _device_of(local_rank: int) -> tuple[torch.device, str]:
@@ -312,9 +322,9 @@ def _device_of(local_rank: int) -> tuple[torch.device, str]:
     return _use_device(f"cuda:{local_rank}" if own_gpu else "cpu"), "nccl" if own_gpu else "gloo"
 
 
-def _invitation_of(config: WorkerConfig) -> Invitation:
+def _invitation_of(config: WorkerConfig) -> RendezvousParameters:
     """Where a worker joins that has left: rank 0's first store may still be closing."""
-    return Invitation(
+    return RendezvousParameters(
         kind="tcp",
         host=config.master_address,
         port=config.master_port,
@@ -324,10 +334,10 @@ def _invitation_of(config: WorkerConfig) -> Invitation:
     )
 
 
-def _begin_alike(mesh: Mesh, runtime: Runtime) -> None:
+def _begin_alike(mesh: Mesh, context: ProcessContext) -> None:
     """Have all generators go on from rank 0's seed, and say so, if they have begun apart."""
     if not _seeded_alike(mesh):
-        runtime.notify(
+        context.notify(
             "the ranks' random generators started from different seeds; from here on all go on from rank 0's "
             "(models made before get rank 0's values at a job's first call)"
         )

@@ -60,12 +60,12 @@ def receive_process_id(server: socket.socket) -> int | None:
     return None
 
 
-def signalling(number: int) -> bytes:
+def encode_signal(number: int) -> bytes:
     """Send the workers signal `number`."""
     return bytes([_SIGNAL | number])
 
 
-def signals_in(words: bytes) -> Iterator[int]:
+def decode_signals(words: bytes) -> Iterator[int]:
     """The numbers of the signals that the workers are to be sent."""
     return (word & ~_SIGNAL for word in words if word & _SIGNAL)
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
 from rankless.records.framing import FrameFormat, receive_message
-from rankless.runtime.fast_exit import Ending
-from rankless.runtime.hooks import horovod_imports
+from rankless.runtime.fast_exit import FastExit
+from rankless.runtime.hooks import import_aliases
 from rankless.runtime.process_tree import set_parent_death_signal
 
 _FRAME_FORMAT = FrameFormat("<Q")
 
 
-def main(_ending: Ending) -> Callable[[], None]:
+def main(_ending: FastExit) -> Callable[[], None]:
     """What runs the function that comes in through the inherited socket."""
     descriptor, rank, parent = map(int, sys.argv[2:5])
     set_parent_death_signal(signal.SIGKILL)
@@ -25,7 +25,7 @@ def main(_ending: Ending) -> Callable[[], None]:
         os._exit(1)  # it ended before the line above
     channel = socket.socket(fileno=descriptor)
     sys.argv = ["-c"]
-    horovod_imports.install()
+    import_aliases.install()
     return lambda: _serve(channel, rank)
 
 

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rankless.records.worker_status import DESCRIPTOR, LAST_STEP, MAIN_THREAD, PAGE_BYTES, STEPS, asking_signal
+from rankless.records.worker_status import DESCRIPTOR, LAST_STEP, MAIN_THREAD, PAGE_BYTES, STEPS, stack_dump_signal
 
 
-def be_found(descriptor: int, *, main_thread: int) -> Callable[..., None]:
+def publish_status(descriptor: int, *, main_thread: int) -> Callable[..., None]:
     """Write into the page at `descriptor` from now on; returns what is to be called after each training step.
 
     A DataLoader's workers, forked from this process, can be asked for their stacks as it can.
@@ -24,7 +24,7 @@ def be_found(descriptor: int, *, main_thread: int) -> Callable[..., None]:
     os.set_inheritable(descriptor, False)
     words = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
     words[MAIN_THREAD], words[DESCRIPTOR] = main_thread, descriptor
-    number, clock = asking_signal(), time.monotonic_ns
+    number, clock = stack_dump_signal(), time.monotonic_ns
     if number is not None:
         faulthandler.register(number, file=descriptor, all_threads=True)
 

@@ -34,7 +34,7 @@ def for_local_rank(program: Program, local_rank: int) -> Program:
     return msgspec.structs.replace(program, arguments=tuple(arguments))
 
 
-def become_command(program: Program) -> NoReturn:
+def exec_command(program: Program) -> NoReturn:
     """Replace this process by the command. Raises OSError if it cannot be."""
     for name in _IGNORED_BY_PYTHON:
         number = getattr(signal, name, None)

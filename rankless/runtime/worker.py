@@ -15,37 +15,36 @@ from typing import NoReturn
 import msgspec
 
 from rankless.config import environment
-from rankless.config.horovod_variables import ADDRESS
 from rankless.config.run_config import Program
 from rankless.config.worker_config import HostConfig, WorkerConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished
-from rankless.runtime.fast_exit import Ending
-from rankless.runtime.hooks import horovod_imports
-from rankless.runtime.hooks.file_writes import FileWatch
-from rankless.runtime.hooks.import_hook import Arrival
+from rankless.runtime.fast_exit import FastExit
+from rankless.runtime.hooks import import_aliases
+from rankless.runtime.hooks.file_writes import FileWriteMonitor
+from rankless.runtime.hooks.import_hook import FirstImportHook
 from rankless.runtime.hooks.nested_spawns import watch_spawning
 from rankless.runtime.log_output import redirect_output
 from rankless.runtime.process_tree import set_parent_death_signal
-from rankless.runtime.stack_dump import be_found
-from rankless.runtime.user_program import become_command, for_local_rank, prepare_main
+from rankless.runtime.stack_dump import publish_status
+from rankless.runtime.user_program import exec_command, for_local_rank, prepare_main
 
 _LONGEST_TEXT = 16_000
 
 
-def enter_forked(launch: WorkerLaunch, host: HostConfig, ending: Ending) -> "WorkerProcess":
+def enter_forked(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit) -> "WorkerProcess":
     """Turn a fresh fork of the warm parent into a worker."""
     if host.store_descriptor is not None and launch.config.store_descriptor is None:
         os.close(host.store_descriptor)
     for other in host.workers:
         if other is not launch and other.config.status_descriptor is not None:
             os.close(other.config.status_descriptor)
-    worker = enter(launch, host, ending, hide_torch=True)
-    ending.arm()
+    worker = enter(launch, host, fast_exit, hide_torch=True)
+    fast_exit.arm()
     return worker
 
 
-def enter(launch: WorkerLaunch, host: HostConfig, ending: Ending, *, hide_torch: bool) -> "WorkerProcess":
+def enter(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit, *, hide_torch: bool) -> "WorkerProcess":
     """Make this process the worker that `launch` describes: descriptors, environment, output, seeds."""
     set_parent_death_signal(signal.SIGKILL)
     # The parent ignores most of these, and a plain process inherits that.
@@ -55,36 +54,36 @@ def enter(launch: WorkerLaunch, host: HostConfig, ending: Ending, *, hide_torch:
     environment.apply(launch.environment)
     config = msgspec.structs.replace(launch.config, process_id=os.getpid(), records_descriptor=host.records_descriptor)
     environment.write_worker_config(config)
-    worker = WorkerProcess(config, for_local_rank(host.program, config.local_rank), ending)
+    worker = WorkerProcess(config, for_local_rank(host.program, config.local_rank), fast_exit)
     redirect_output(config.log_file, config.error_log_file, on_loss=worker.tell_loss)
     random.seed(config.seed)
-    worker.await_arrivals(hide_torch=hide_torch)
+    worker.hook_first_imports(hide_torch=hide_torch)
     return worker
 
 
 class WorkerProcess:
     """A worker that is ready to run its program."""
 
-    def __init__(self, config: WorkerConfig, program: Program, ending: Ending) -> None:
-        self._ending = ending
+    def __init__(self, config: WorkerConfig, program: Program, fast_exit: FastExit) -> None:
+        self._ending = fast_exit
         self._config = config
         self._program = program
         self._environment_at_start = environment.snapshot()
-        self._files = FileWatch(config, send=self._send) if config.world_size > 1 else None
+        self._files = FileWriteMonitor(config, send=self._send) if config.world_size > 1 else None
         self._step_made: Callable[..., None] | None = None
         if config.status_descriptor is not None:
-            self._step_made = be_found(config.status_descriptor, main_thread=threading.get_ident())
+            self._step_made = publish_status(config.status_descriptor, main_thread=threading.get_ident())
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
 
-    def await_arrivals(self, *, hide_torch: bool) -> None:
+    def hook_first_imports(self, *, hide_torch: bool) -> None:
         """Seed torch and numpy as soon as the script has them, or now."""
-        arrival = Arrival({"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy})
+        hook = FirstImportHook({"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy})
         if hide_torch:
-            arrival.hide("torch")
+            hook.hide("torch")
         if "numpy" in sys.modules:
-            arrival.hide("numpy")
-        sys.meta_path.insert(0, arrival)
-        horovod_imports.install(self._tell_of_real_horovod)
+            hook.hide("numpy")
+        sys.meta_path.insert(0, hook)
+        import_aliases.install(self._warn_of_installed)
 
     def run(self) -> None:
         """Run the user's program; returns, or raises SystemExit, so that threads and atexit have their turn."""
@@ -104,7 +103,7 @@ class WorkerProcess:
         """Go on as the command that is to be run; its end is told by who has started this process."""
         environment.forget_worker_config()
         try:
-            become_command(self._program)
+            exec_command(self._program)
         except OSError as error:
             self._report(_without_our_frames(error))
             raise SystemExit(f"{self._program.target}: {error.strerror}") from None
@@ -165,18 +164,12 @@ class WorkerProcess:
             multiprocessing = importlib.import_module("torch.multiprocessing")
             watch_spawning(multiprocessing, self._notify, world_size=self._config.world_size)
 
-    def _tell_of_real_horovod(self, file: str) -> None:
-        # horovodrun serves such a one, and says itself that it does not in an elastic job.
-        if (
-            self._config.rank == 0
-            and self._config.world_size > 1
-            and environment.horovod_variables().keys().isdisjoint({ADDRESS, "ELASTIC"})
-        ):
-            self._notify(
-                f"`import horovod.torch` is the one installed, {file}: here it is alone in each of the "
-                f"{self._config.world_size} processes, and they train apart; RANKLESS_HOROVOD=1 takes Rankless's, and "
-                "under `rankless horovodrun` with RANKLESS_HOROVOD=0 the ranks of the installed one meet"
-            )
+    def _warn_of_installed(self, alias: import_aliases.ImportAlias, file: str) -> None:
+        # Its own launcher's variables bring it together with the other ranks, or that launcher warns itself.
+        size = self._config.world_size
+        is_served = not environment.snapshot().keys().isdisjoint(alias.launcher_variables)
+        if self._config.rank == 0 and size > 1 and not is_served:
+            self._notify(alias.warning.format(file=file, world_size=size))
 
     def _set_up_numpy(self) -> None:
         importlib.import_module("rankless.runtime.hooks.numpy_settings").seed(self._config.seed)

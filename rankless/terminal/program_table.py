@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from rankless.records.job_programs import AnyFact, JobProgram, KnownJob, PlannedInput, PlannedMove
+from rankless.records.job_programs import JobProgram, KnownJob, ProgramCommunication, ProgramInputRecord, ProgramRecord
 
 WIDTH = 100
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -34,7 +34,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs that the script had defined, and not called by then."""
 
 
-def make_plan_report(facts: Iterable[AnyFact], *, workers: int, steps: int) -> PlanReport:
+def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int) -> PlanReport:
     """The report on what a run has written down of its jobs."""
     known = list(facts)
     return PlanReport(
@@ -91,9 +91,9 @@ def _render_job(job: PlannedJob) -> Iterator[str]:
     yield from (f"    {text}" for text in gathered)
 
 
-def _render_inputs(kind: str, items: Sequence[PlannedInput]) -> Iterator[str]:
+def _render_inputs(kind: str, items: Sequence[ProgramInputRecord]) -> Iterator[str]:
     """Inputs of one kind, a line for each way in which they lie."""
-    groups: dict[str, list[PlannedInput]] = {}
+    groups: dict[str, list[ProgramInputRecord]] = {}
     for item in items:
         groups.setdefault(item.placement, []).append(item)
     for placement, members in groups.items():
@@ -101,9 +101,9 @@ def _render_inputs(kind: str, items: Sequence[PlannedInput]) -> Iterator[str]:
         yield f"  {count} {kind}{'s' if count != 1 else ''}, {size}: {placement}"
 
 
-def _render_moves(moves: Sequence[PlannedMove]) -> Iterator[str]:
+def _render_moves(moves: Sequence[ProgramCommunication]) -> Iterator[str]:
     """Moves of the same kind and size at the same line, as repeated layers have them, are one line."""
-    groups: dict[tuple[object, ...], list[PlannedMove]] = {}
+    groups: dict[tuple[object, ...], list[ProgramCommunication]] = {}
     width = min(24, max(len(_shorten_line(move.line)) for move in moves))
     yield f"          {'kind':14} {'value':>7} {'sent':>7}  {'line':{width}}  why"
     for move in moves:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rankless.config.run_config import InspectedCall
-from rankless.records.job_results import Called, Leaf, Stepped
+from rankless.records.job_results import JobCalled, Leaf, StepRecorded
 from rankless.verify.differences import RESOLUTION, Difference, Mismatch, RunPosition, measure
 from rankless.verify.recordings import Recording, to_array
 from rankless.verify.tolerance import NoiseFloor, rounding_limit
@@ -124,7 +124,7 @@ def compare(
     losses_one, losses_many = extract_losses(one), extract_losses(many[0]) if many else ()
     return Comparison(
         steps=one.steps,
-        calls=sum(isinstance(result, Called) for result in one.results),
+        calls=sum(isinstance(result, JobCalled) for result in one.results),
         rows=(
             *_make_rows(flat, noise_floor),
             _make_agreement_row([item for differences in among for item in differences]),
@@ -167,7 +167,9 @@ def _find_call(finding: Divergence, one: Recording) -> InspectedCall | None:
     """The job call in which, or after which, numbers part."""
     if finding.cause not in ("values", "ranks") or finding.location.position >= len(one.results):
         return None
-    before = (result for result in reversed(one.results[: finding.location.position + 1]) if isinstance(result, Called))
+    before = (
+        result for result in reversed(one.results[: finding.location.position + 1]) if isinstance(result, JobCalled)
+    )
     called = next(before, None)
     return None if called is None else InspectedCall(job=called.job, call=called.call)
 
@@ -176,7 +178,7 @@ def extract_losses(recording: Recording) -> tuple[float, ...]:
     """The loss of every training call: its result, its "loss", or its first float; the mean if it has many."""
     found = []
     for call, step in zip(recording.results, recording.results[1:], strict=False):
-        if isinstance(call, Called) and isinstance(step, Stepped):
+        if isinstance(call, JobCalled) and isinstance(step, StepRecorded):
             leaf = find_loss_leaf(call)
             if leaf is not None:
                 values = to_array(leaf)
@@ -184,7 +186,7 @@ def extract_losses(recording: Recording) -> tuple[float, ...]:
     return tuple(found)
 
 
-def find_loss_leaf(call: Called) -> Leaf | None:
+def find_loss_leaf(call: JobCalled) -> Leaf | None:
     """The loss among a training call's results; None if it has no floats."""
     floats = [leaf for leaf in call.leaves if not leaf.is_integer]
     named = [leaf for leaf in floats if leaf.path in ("", "['loss']")]

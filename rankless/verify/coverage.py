@@ -4,15 +4,15 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from rankless.records.job_programs import AnyFact, JobProgram
-from rankless.records.job_results import TEXT, Called, Registered, Stepped, TensorState
+from rankless.records.job_programs import JobProgram, ProgramRecord
+from rankless.records.job_results import TEXT, JobCalled, ModelRegistered, StepRecorded, TensorState
 from rankless.verify.comparison import Comparison
 from rankless.verify.recordings import Recording
 
 NAMES_SHOWN = 4
 
 
-def list_not_covered(comparison: Comparison, one: Recording, facts: Iterable[AnyFact]) -> tuple[str, ...]:
+def list_not_covered(comparison: Comparison, one: Recording, facts: Iterable[ProgramRecord]) -> tuple[str, ...]:
     """What the runs leave unsaid: in the script's recording on one worker, in its programs on several."""
     return (
         *_list_unreached(comparison),
@@ -29,7 +29,7 @@ def _list_unreached(comparison: Comparison) -> Iterator[str]:
 
 
 def _list_job_gaps(one: Recording) -> Iterator[str]:
-    calls = Counter(result.job for result in one.results if isinstance(result, Called))
+    calls = Counter(result.job for result in one.results if isinstance(result, JobCalled))
     for job in one.survey.jobs:
         if not job.called:
             yield f"job {job.job} ({_shorten(job.line)}): it was never called"
@@ -39,7 +39,7 @@ def _list_job_gaps(one: Recording) -> Iterator[str]:
     texts = {
         f"{leaf.path or 'result'} of {result.job}"
         for result in one.results
-        if isinstance(result, Called)
+        if isinstance(result, JobCalled)
         for leaf in result.leaves
         if leaf.dtype == TEXT
     }
@@ -52,9 +52,9 @@ def _list_tensor_gaps(one: Recording) -> Iterator[str]:
     changed: set[str] = set()
     stepped: set[str] = set()
     for result in one.results:
-        if isinstance(result, Registered):
+        if isinstance(result, ModelRegistered):
             first.update({state.name: state for state in result.tensors})
-        if isinstance(result, Stepped):
+        if isinstance(result, StepRecorded):
             for state in result.tensors:
                 stepped.add(state.name)
                 with_gradient |= {state.name} if state.gradient is not None else set()

@@ -7,7 +7,15 @@ from typing import Literal
 
 import numpy as np
 
-from rankless.records.job_results import AnyResult, Called, Leaf, Registered, Stepped, Summary, TensorState
+from rankless.records.job_results import (
+    JobCalled,
+    Leaf,
+    ModelRegistered,
+    ResultRecord,
+    StepRecorded,
+    TensorState,
+    TensorSummary,
+)
 from rankless.verify.recordings import Array, Recording, to_array
 
 Kind = Literal["result", "gradient", "parameter", "final"]
@@ -65,7 +73,7 @@ class Mismatch:
 def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatch | None]:
     """All differences up to the first mismatch, and that mismatch."""
     differences: list[Difference] = []
-    initial: dict[str, Summary] = {}
+    initial: dict[str, TensorSummary] = {}
     for position in range(max(len(one.results), len(other.results))):
         ours = one.results[position] if position < len(one.results) else None
         theirs = other.results[position] if position < len(other.results) else None
@@ -73,10 +81,10 @@ def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatc
         mismatch = _find_structure_mismatch(ours, theirs, location)
         if mismatch is not None:
             return differences, mismatch
-        if isinstance(ours, Called) and isinstance(theirs, Called):
+        if isinstance(ours, JobCalled) and isinstance(theirs, JobCalled):
             differences += _compare_results(ours, theirs, location)
-        elif isinstance(ours, Registered | Stepped) and isinstance(theirs, Registered | Stepped):
-            if isinstance(ours, Registered):
+        elif isinstance(ours, ModelRegistered | StepRecorded) and isinstance(theirs, ModelRegistered | StepRecorded):
+            if isinstance(ours, ModelRegistered):
                 initial.update({state.name: state.value for state in ours.tensors})
                 if other.rank != 0:
                     continue  # other ranks take over rank 0's model at the first call, after this was written
@@ -93,28 +101,28 @@ def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatc
 def locate(recording: Recording, position: int) -> RunPosition:
     """The place of a result: a call that trained belongs to the step that follows it."""
     result = recording.results[position]
-    if isinstance(result, Stepped):
+    if isinstance(result, StepRecorded):
         before = recording.results[position - 1]
-        line = before.line if isinstance(before, Called) else ""
+        line = before.line if isinstance(before, JobCalled) else ""
         return RunPosition(position=position, step=result.step, line=line)
-    if isinstance(result, Called):
+    if isinstance(result, JobCalled):
         following = recording.results[position + 1 : position + 3]
-        trained = next((item for item in following if not isinstance(item, Registered)), None)
-        step = trained.step if isinstance(trained, Stepped) and trained.job == result.job else result.steps
+        trained = next((item for item in following if not isinstance(item, ModelRegistered)), None)
+        step = trained.step if isinstance(trained, StepRecorded) and trained.job == result.job else result.steps
         return RunPosition(position=position, step=step, line=result.line)
     return RunPosition(position=position, step=0, line="")
 
 
 def _find_structure_mismatch(
-    ours: AnyResult | None, theirs: AnyResult | None, location: RunPosition
+    ours: ResultRecord | None, theirs: ResultRecord | None, location: RunPosition
 ) -> Mismatch | None:
     if _name(ours) != _name(theirs):
         return Mismatch(location=location, tensor="the calls", expected=_name(ours), found=_name(theirs))
-    if isinstance(ours, Called) and isinstance(theirs, Called):
+    if isinstance(ours, JobCalled) and isinstance(theirs, JobCalled):
         expected = {leaf.path: f"{leaf.dtype} {list(leaf.shape)}" for leaf in ours.leaves}
         found = {leaf.path: f"{leaf.dtype} {list(leaf.shape)}" for leaf in theirs.leaves}
         names = {path: format_result_name(ours.job, path) for path in expected | found}
-    elif isinstance(ours, Registered | Stepped) and isinstance(theirs, Registered | Stepped):
+    elif isinstance(ours, ModelRegistered | StepRecorded) and isinstance(theirs, ModelRegistered | StepRecorded):
         expected = {state.name: _describe_state(state) for state in ours.tensors}
         found = {state.name: _describe_state(state) for state in theirs.tensors}
         names = {name: name for name in expected | found}
@@ -142,13 +150,13 @@ def _find_tensor_mismatch(
     return None
 
 
-def _name(result: AnyResult | None) -> str:
+def _name(result: ResultRecord | None) -> str:
     match result:
-        case Called():
+        case JobCalled():
             return f"call {result.call} of {result.job}"
-        case Stepped():
+        case StepRecorded():
             return f"step {result.step}, by {result.job}"
-        case Registered():
+        case ModelRegistered():
             return f"the model {result.model}"
     return "the end of the script"
 
@@ -162,7 +170,7 @@ def _describe_state(state: TensorState) -> str:
     return f"{state.dtype} of {state.size} elements, {'with' if state.gradient else 'without'} gradient"
 
 
-def _compare_results(ours: Called, theirs: Called, location: RunPosition) -> Iterator[Difference]:
+def _compare_results(ours: JobCalled, theirs: JobCalled, location: RunPosition) -> Iterator[Difference]:
     for expected, found in zip(ours.leaves, theirs.leaves, strict=True):
         first, second = to_array(expected), to_array(found)
         yield Difference(
@@ -182,7 +190,7 @@ def compare_states(
     ours: Sequence[TensorState],
     theirs: Sequence[TensorState],
     location: RunPosition,
-    initial: Mapping[str, Summary],
+    initial: Mapping[str, TensorSummary],
 ) -> Iterator[Difference]:
     """Gradients first: they are the cause where both differ."""
     for kind in ("gradient", "parameter"):
@@ -209,10 +217,13 @@ def compare_states(
 
 
 def _compare_final_tensors(
-    one: Recording, other: Recording, location: RunPosition, initial: Mapping[str, Summary]
+    one: Recording, other: Recording, location: RunPosition, initial: Mapping[str, TensorSummary]
 ) -> Iterator[Difference]:
     last = {
-        state.name: state.value for result in one.results if isinstance(result, Stepped) for state in result.tensors
+        state.name: state.value
+        for result in one.results
+        if isinstance(result, StepRecorded)
+        for state in result.tensors
     }
     largest = max((find_largest(tensor) for tensor in one.tensors.values()), default=0.0)
     for final in one.described:
@@ -231,7 +242,7 @@ def _compare_final_tensors(
         )
 
 
-def _get_summary(state: TensorState, kind: str) -> Summary | None:
+def _get_summary(state: TensorState, kind: str) -> TensorSummary | None:
     return state.gradient if kind == "gradient" else state.value
 
 
@@ -251,7 +262,7 @@ def _compute_leaf_distance(leaf: Leaf, first: Array, second: Array) -> float:
     return compute_distance(first, second)
 
 
-def compute_sketch_distance(first: Summary, second: Summary) -> float:
+def compute_sketch_distance(first: TensorSummary, second: TensorSummary) -> float:
     """About the Euclidean distance of two tensors, from their sketches."""
     if first == second or (math.isnan(first.norm) and math.isnan(second.norm)):
         return 0.0

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from rankless.config.run_config import InspectedCall
-from rankless.records.job_values import Computed
+from rankless.records.job_values import ComputedValue
 from rankless.verify.differences import RESOLUTION, compute_sketch_distance
 from rankless.verify.tolerance import GRADIENT_ROUNDING_ERRORS, NOISE_FACTOR, ROUNDING_BOUND
 
@@ -48,9 +48,9 @@ Key = tuple[str, str]
 
 
 def find_first_value(
-    one: Sequence[Computed],
-    many: Sequence[Sequence[Computed]],
-    noise: Sequence[Computed],
+    one: Sequence[ComputedValue],
+    many: Sequence[Sequence[ComputedValue]],
+    noise: Sequence[ComputedValue],
     *,
     call: InspectedCall,
     tolerance: float | None = None,
@@ -87,7 +87,7 @@ def find_first_value(
 class ValueLimits:
     """How far each value may be apart."""
 
-    def __init__(self, one: Sequence[Computed], noise: Sequence[Computed], tolerance: float | None) -> None:
+    def __init__(self, one: Sequence[ComputedValue], noise: Sequence[ComputedValue], tolerance: float | None) -> None:
         self._tolerance = tolerance
         self._norms = {value.name: value.value.norm for value in one if value.role != "plain"}
         ours = {(value.role, value.name): value for value in one}
@@ -97,7 +97,7 @@ class ValueLimits:
             if known is not None:
                 self._noise[value.role, value.name] = compute_sketch_distance(known.value, value.value)
 
-    def hold(self, value: Computed, other: Computed) -> bool:
+    def hold(self, value: ComputedValue, other: ComputedValue) -> bool:
         """Whether two runs' values are as near as right ones are."""
         if value.dtype not in ROUNDING_BOUND and value.role != "input":
             return True
@@ -105,7 +105,7 @@ class ValueLimits:
             return False
         return compute_sketch_distance(value.value, other.value) <= self.of(value)
 
-    def of(self, value: Computed) -> float:
+    def of(self, value: ComputedValue) -> float:
         """The largest distance that rounding explains."""
         norms = [value.value.norm, *(self._norms.get(name, 0.0) for name in value.inputs)]
         largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
@@ -118,7 +118,7 @@ class ValueLimits:
 
 
 def _make_first_value(
-    fault: Fault, value: Computed, other: Computed, allowed: ValueLimits, *, rank: int, call: InspectedCall
+    fault: Fault, value: ComputedValue, other: ComputedValue, allowed: ValueLimits, *, rank: int, call: InspectedCall
 ) -> FirstValue:
     return FirstValue(
         fault=fault,

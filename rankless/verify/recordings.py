@@ -8,10 +8,10 @@ import numpy as np
 import safetensors.numpy
 
 from rankless.records.job_results import (
-    AnyResult,
     FinalTensor,
-    Finished,
     Leaf,
+    RecordingFinished,
+    ResultRecord,
     Survey,
     read_results,
     results_file,
@@ -26,7 +26,7 @@ class Recording:
     """What one rank wrote down. `finished` is False if the rank ended before its script did."""
 
     rank: int
-    results: tuple[AnyResult, ...]
+    results: tuple[ResultRecord, ...]
     finished: bool
     steps: int
     described: tuple[FinalTensor, ...]
@@ -52,7 +52,7 @@ def _read(folder: str, rank: int) -> Recording | None:
         return None
     results = tuple(read_results(file))
     last = results[-1] if results else None
-    ended = last if isinstance(last, Finished) else None
+    ended = last if isinstance(last, RecordingFinished) else None
     return Recording(
         rank=rank,
         results=results[:-1] if ended else results,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from rankless.records.job_results import Called, Registered, Stepped, TensorState
+from rankless.records.job_results import JobCalled, ModelRegistered, StepRecorded, TensorState
 from rankless.verify.comparison import Comparison, Divergence, find_loss_leaf, make_row
 from rankless.verify.differences import (
     RESOLUTION,
@@ -34,9 +34,9 @@ from rankless.verify.tolerance import ROUNDING_BOUND, NoiseFloor
 class TrainingStep:
     """One step of a recording: the calls that led to it, and where each stands among the results."""
 
-    calls: tuple[tuple[int, Called], ...]
+    calls: tuple[tuple[int, JobCalled], ...]
     position: int
-    stepped: Stepped
+    stepped: StepRecorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +134,11 @@ def measure_reference(reference: Recording, script: Recording) -> tuple[list[Dif
 def list_training_steps(recording: Recording) -> list[TrainingStep]:
     """The steps of a recording, in order."""
     steps: list[TrainingStep] = []
-    calls: list[tuple[int, Called]] = []
+    calls: list[tuple[int, JobCalled]] = []
     for position, result in enumerate(recording.results):
-        if isinstance(result, Called):
+        if isinstance(result, JobCalled):
             calls.append((position, result))
-        elif isinstance(result, Stepped):
+        elif isinstance(result, StepRecorded):
             own = tuple((position, call) for position, call in calls if call.job == result.job)
             steps.append(TrainingStep(calls=own, position=position, stepped=result))
             calls = [(position, call) for position, call in calls if call.job != result.job]
@@ -147,7 +147,7 @@ def list_training_steps(recording: Recording) -> list[TrainingStep]:
 
 def get_first_states(recording: Recording) -> dict[str, TensorState]:
     """Every tensor as it was when it became known."""
-    registered = [result for result in recording.results if isinstance(result, Registered)]
+    registered = [result for result in recording.results if isinstance(result, ModelRegistered)]
     return {state.name: state for result in registered for state in result.tensors}
 
 
@@ -184,7 +184,7 @@ def drop_gradient(state: TensorState, name: str) -> TensorState:
 
 
 def pair_states(
-    ours: Stepped, theirs: Stepped, names: Mapping[str, str]
+    ours: StepRecorded, theirs: StepRecorded, names: Mapping[str, str]
 ) -> list[tuple[TensorState, TensorState]] | str:
     """The states of a step in pairs, under the script's names; or the name of a tensor that has no partner."""
     known = {state.name: state for state in theirs.tensors}

@@ -12,8 +12,8 @@ from typing import Literal, TextIO
 
 from rankless.config.run_config import Cluster, InspectedCall, Precision, Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
-from rankless.records.job_programs import AnyFact, read_facts
-from rankless.records.job_values import Computed, read_values
+from rankless.records.job_programs import ProgramRecord, read_program_records
+from rankless.records.job_values import ComputedValue, read_values
 from rankless.verify.first_difference import FirstValue, find_first_value
 from rankless.verify.recordings import Recording, read_recordings
 from rankless.verify.reference_run import ReferenceRun
@@ -79,9 +79,9 @@ class VerifyRuns:
             raise RunFailed(f"{self.against} made no optimizer step: there is nothing to compare", 1)
         return ReferenceRun(name=os.path.basename(self.against), recording=recording)
 
-    def read_programs(self) -> list[AnyFact]:
+    def read_programs(self) -> list[ProgramRecord]:
         """What the jobs became in the run on several workers."""
-        return list(read_facts(self._folder("many")))
+        return list(read_program_records(self._folder("many")))
 
     def find_first_value(
         self, wanted: InspectedCall, *, workers: int, step: int, tolerance: float | None = None
@@ -101,7 +101,9 @@ class VerifyRuns:
         )
         return find_first_value(one, many, noise, call=wanted, tolerance=tolerance)
 
-    def read_inspected_values(self, run: Literal["one", "many", "noise0"], workers: int = 1) -> list[list[Computed]]:
+    def read_inspected_values(
+        self, run: Literal["one", "many", "noise0"], workers: int = 1
+    ) -> list[list[ComputedValue]]:
         """What each rank of a run has written down of the inspected call."""
         return [list(read_values(self._folder(run), rank)) for rank in range(workers)]
 

@@ -8,11 +8,11 @@ import pytest
 from support.warm_runs import rankless
 
 from rankless.records.job_programs import (
-    GatheredOperator,
     JobProgram,
     KnownJob,
-    PlannedInput,
-    PlannedMove,
+    ProgramCommunication,
+    ProgramInputRecord,
+    ReplicatedOperator,
 )
 from rankless.terminal.program_table import format_bytes, make_plan_report, render_plan
 
@@ -106,8 +106,8 @@ def test_a_script_without_jobs_and_one_that_fails_are_told_apart(tmp_path: Path)
 
 
 def test_the_table_is_readable_at_a_glance() -> None:
-    def move(kind: str, value: str, size: int, *, overlapped: bool = False) -> PlannedMove:
-        return PlannedMove(
+    def move(kind: str, value: str, size: int, *, overlapped: bool = False) -> ProgramCommunication:
+        return ProgramCommunication(
             kind=kind,
             value=value,
             bytes=size,
@@ -117,7 +117,7 @@ def test_the_table_is_readable_at_a_glance() -> None:
             overlapped=overlapped,
         )
 
-    weight = PlannedInput(
+    weight = ProgramInputRecord(
         kind="parameter", name="w", shape=(2,), dtype="float32", bytes=8, placement="whole on every worker"
     )
     program = JobProgram(
@@ -131,7 +131,7 @@ def test_the_table_is_readable_at_a_glance() -> None:
             *[move("all_gather", f"v{layer}", 1_500) for layer in range(12)],
             move("all_reduce", "w", 8, overlapped=True),
         ),
-        gathered=(GatheredOperator(operator="aten.odd.default", line="/somewhere/train.py:5"),),
+        gathered=(ReplicatedOperator(operator="aten.odd.default", line="/somewhere/train.py:5"),),
     )
     known = KnownJob(job="predict", line="/somewhere/train.py:9", called=False)
     report = make_plan_report([program, known], workers=2, steps=1)

@@ -13,7 +13,7 @@ from rankless.compat.horovod.runner.function_job import options_of
 from rankless.compat.horovod.runner.keywords import flags_of
 from rankless.config.environment import python_path_from
 from rankless.launchers.horovodrun.options import HorovodrunFlags
-from rankless.runtime.hooks.horovod_imports import AT_START
+from rankless.runtime.hooks.import_aliases import AT_START
 
 SCRIPT = """
 import sys

@@ -9,7 +9,7 @@ import pytest
 from support.jobs import rankless
 
 from rankless.config.environment import python_path_from
-from rankless.runtime.hooks.horovod_imports import AT_START
+from rankless.runtime.hooks.import_aliases import AT_START
 
 pytestmark = pytest.mark.slow
 

@@ -30,7 +30,7 @@ class Script:
 
     def train(self, seconds: float, job: str = "train") -> None:
         self.nanoseconds += round(seconds * 1e9)
-        self.meter.trained(job=job, loss=self.read_loss)
+        self.meter.record_step(job=job, loss=self.read_loss)
 
     def read_loss(self) -> float:
         self.losses_read += 1

@@ -341,11 +341,11 @@ def test_calls_left_without_a_step_are_said_at_the_next_loop_and_at_the_end():
         break
     assert len(said) == 1
     assert "left with 1 of 4 calls of job '<lambda>' gathered" in said[0]
-    job._world().passes.leave(said.append)
+    job._world().passes.warn_unfinished(said.append)
     assert "2 of 4 calls" in said[1]
     assert ".flush()" in said[1]
     assert job.flush()
-    job._world().passes.leave(said.append)
+    job._world().passes.warn_unfinished(said.append)
     assert len(said) == 2
 
 

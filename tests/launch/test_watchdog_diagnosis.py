@@ -12,7 +12,7 @@ from rankless.launch.watchdog.stack_classifier import classify_stack, locate_dat
 from rankless.launch.watchdog.stacks import parse_main_stack
 from rankless.launch.watchdog.step_rate import MIN_STALL_SECONDS, STARTUP_STALL_SECONDS, StepRate
 from rankless.records.events import RankStatus
-from rankless.records.worker_status import Steps
+from rankless.records.worker_status import WorkerStatus
 from rankless.user_code import PACKAGE_FOLDER
 
 NEVER = float("inf")
@@ -110,10 +110,10 @@ def test_the_report_on_many_ranks_stays_short():
 
 def make_step_rate(*gaps):
     step_rate, now = StepRate(), 1000.0
-    step_rate.update([Steps(0, 1, now)])
+    step_rate.update([WorkerStatus(0, 1, now)])
     for count, gap in enumerate(gaps, 2):
         now += gap
-        step_rate.update([Steps(0, count, now)])
+        step_rate.update([WorkerStatus(0, count, now)])
     return step_rate
 
 
@@ -129,8 +129,8 @@ def test_the_stall_limit_grows_with_steps_and_finished_pauses():
 
 def test_a_step_of_any_rank_is_progress():
     step_rate = StepRate()
-    step_rate.update([Steps(0, 10, 100.0), Steps(0, 9, 99.9)])
-    step_rate.update([Steps(0, 10, 100.0), Steps(0, 20, 101.0)])
+    step_rate.update([WorkerStatus(0, 10, 100.0), WorkerStatus(0, 9, 99.9)])
+    step_rate.update([WorkerStatus(0, 10, 100.0), WorkerStatus(0, 20, 101.0)])
     assert step_rate.step_seconds == 0.1
     assert step_rate.seconds_since_step(103.0) == 2.0
     assert step_rate.steps == 20

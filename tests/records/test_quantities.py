@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rankless.records.quantities import bit_rate, sized, timed
+from rankless.records.quantities import format_bit_rate, format_bytes, format_seconds
 
 KIB, MIB, GIB, TIB = (1024**power for power in range(1, 5))
 
@@ -23,7 +23,7 @@ KIB, MIB, GIB, TIB = (1024**power for power in range(1, 5))
     ],
 )
 def test_sizes_are_written_in_the_unit_that_keeps_them_short(byte_count: float, text: str):
-    assert sized(byte_count) == text
+    assert format_bytes(byte_count) == text
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_sizes_are_written_in_the_unit_that_keeps_them_short(byte_count: float, 
     ],
 )
 def test_speeds_are_written_in_bits(bytes_per_second: float, text: str):
-    assert bit_rate(bytes_per_second) == text
+    assert format_bit_rate(bytes_per_second) == text
 
 
 @pytest.mark.parametrize(
@@ -56,20 +56,20 @@ def test_speeds_are_written_in_bits(bytes_per_second: float, text: str):
     ],
 )
 def test_seconds_are_written_with_the_digits_that_are_of_use(seconds: float, text: str):
-    assert timed(seconds) == text
+    assert format_seconds(seconds) == text
 
 
-@pytest.mark.parametrize("write", [sized, bit_rate, timed])
+@pytest.mark.parametrize("write", [format_bytes, format_bit_rate, format_seconds])
 def test_no_number_has_an_exponent_and_none_is_further_off_than_its_last_digit_says(write):
     """A thousand of each order of magnitude; what is shown, read back with its unit, is the number."""
     chance = random.Random(6)
-    scale = {sized: 1, bit_rate: 1 / 8, timed: 1}[write]
+    scale = {format_bytes: 1, format_bit_rate: 1 / 8, format_seconds: 1}[write]
     units = {
         "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB,
         "bit/s": 1, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "Tbit/s": 1e12,
         "µs": 1e-6, "ms": 1e-3, "s": 1,
     }  # fmt: skip
-    for power in range(-3, 6) if write is timed else range(2, 16):
+    for power in range(-3, 6) if write is format_seconds else range(2, 16):
         for _ in range(1000):
             value = 10 ** (power + chance.random())
             number, unit = write(value).split(" ")

@@ -9,7 +9,7 @@ from support.warm_runs import run_script
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.records.events import FileOpened
-from rankless.runtime.hooks.file_writes import FileWatch
+from rankless.runtime.hooks.file_writes import FileWriteMonitor
 
 WRITES = """
 import os, pathlib, shutil, numpy, torch, rankless
@@ -99,14 +99,14 @@ def test_at_most_three_files_are_named() -> None:
     assert "further files are not named" in told[2]
 
 
-def watch(folder: Path) -> tuple[FileWatch, list[FileOpened]]:
+def watch(folder: Path) -> tuple[FileWriteMonitor, list[FileOpened]]:
     sent: list[FileOpened] = []
     config = WorkerConfig(
         rank=1, world_size=2, local_rank=1, local_world_size=2, device="cpu", threads=1, backend="gloo",
         master_address="", master_port=0, run_id="", seed=0, log_file=str(folder / "log/rank1.log"),
         process_id=os.getpid(),
     )  # fmt: skip
-    return FileWatch(config, send=sent.append), sent
+    return FileWriteMonitor(config, send=sent.append), sent
 
 
 def test_a_file_is_sent_once_and_odd_paths_are_let_be(tmp_path: Path) -> None:

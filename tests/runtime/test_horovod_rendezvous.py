@@ -15,9 +15,9 @@ from rankless.config.environment import python_path_from
 from rankless.config.horovod_variables import HorovodWorker
 from rankless.errors import JoinError
 from rankless.launchers.horovodrun.rendezvous_server import rendezvous_server
-from rankless.runtime.hooks.horovod_imports import AT_START
+from rankless.runtime.hooks.import_aliases import AT_START
 from rankless.runtime.rendezvous import horovod, tcp
-from rankless.runtime.rendezvous.horovod import KeyValueServer, meet_by_horovod
+from rankless.runtime.rendezvous.horovod import KeyValueServer, join_horovod_rendezvous
 
 TRAIN = """
 import torch
@@ -88,7 +88,7 @@ def worker(port: int, rank: int, size: int = 2, seconds: float = 20.0) -> Horovo
 
 def refused(told: HorovodWorker) -> JoinError:
     with pytest.raises(JoinError) as caught:
-        meet_by_horovod(told, lambda _text: None)
+        join_horovod_rendezvous(told, lambda _text: None)
     return caught.value
 
 
@@ -128,7 +128,7 @@ def test_one_process_needs_no_server_and_an_elastic_worker_is_sent_to_us(tmp_pat
 def test_ranks_meet_any_number_of_times_and_nothing_is_left():
     with rendezvous_server("127.0.0.1") as port, ThreadPoolExecutor(3) as threads:
         for _ in range(3):
-            met = list(threads.map(lambda rank: meet_by_horovod(worker(port, rank, 3), print), range(3)))
+            met = list(threads.map(lambda rank: join_horovod_rendezvous(worker(port, rank, 3), print), range(3)))
             assert len({served for _, served in met}) == 1
             assert [each.world_size for each in met[0][0].arrived] == [3, 3, 3]
             assert KeyValueServer(worker(port, 1), print).get() == b""
@@ -138,7 +138,7 @@ def test_rank_0_that_never_comes_is_named_and_told_of_meanwhile(monkeypatch: pyt
     monkeypatch.setattr(tcp, "TELL_AFTER_SECONDS", 0.05)
     said: list[str] = []
     with rendezvous_server("127.0.0.1") as port, pytest.raises(JoinError) as caught:
-        meet_by_horovod(worker(port, 1, seconds=0.3), said.append)
+        join_horovod_rendezvous(worker(port, 1, seconds=0.3), said.append)
     assert "waiting for rank 0, which is to say there where it serves" in str(caught.value.found)
     assert "HOROVOD_START_TIMEOUT" in caught.value.fix
     assert len(said) > 1

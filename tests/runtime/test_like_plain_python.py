@@ -165,3 +165,22 @@ print(torch.ones(2).sum())
 """
     job = run_script(script, "-n", "1", folder=tmp_path)
     assert (job.stdout, job.returncode) == ("mine mine too\ntensor(2.)\n", 0)
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "plain"])
+def test_a_script_may_look_for_torch_before_it_imports_it(warm: bool, tmp_path: Path) -> None:
+    """Libraries do so, to see whether torch is installed; the second import of one torch ends in a SystemError."""
+    (tmp_path / "script.py").write_text(
+        "import importlib.util\n"
+        "found = [importlib.util.find_spec(name) for name in ('torch', 'torch', 'numpy')]\n"
+        "print([(spec.origin, list(spec.submodule_search_locations)) for spec in found])\n"
+        "import sys\nprint('torch' in sys.modules)\n"
+        "import torch, torch.nn\nprint(torch.__spec__.origin, torch.ones(2).sum().item(), torch.initial_seed())\n"
+    )
+    expected = plain("script.py", folder=tmp_path).stdout.splitlines()
+    found = rankless(
+        "run", "-n", "1", "--seed", "5", *([] if warm else ["--no-warm"]), "script.py", folder=tmp_path
+    ).stdout.splitlines()
+    assert found[:2] == expected[:2]
+    assert found[2].split()[:2] == expected[2].split()[:2]
+    assert found[2].endswith(" 5")

@@ -10,7 +10,7 @@ from support.warm_runs import run_script
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from rankless.runtime.hooks.sampler_epochs import SamplerWatch, watch_samplers
+from rankless.runtime.hooks.sampler_epochs import SamplerEpochMonitor, watch_samplers
 
 FORGOTTEN = """
 import torch.distributed as dist, torch
@@ -110,6 +110,6 @@ def test_a_watched_sampler_gives_the_same_iterator_and_a_subclass_may_be_anythin
 
 
 def test_a_sampler_that_is_gone_is_forgotten():
-    watch = SamplerWatch(lambda _text: None)
+    watch = SamplerEpochMonitor(lambda _text: None)
     watch.begins(sampler(), iter([1]))
     assert len(watch._last) == 0

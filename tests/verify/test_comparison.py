@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
-from rankless.records.job_results import Called
+from rankless.records.job_results import JobCalled
 from rankless.verify.comparison import compare
 from rankless.verify.recording.recorder import RunRecorder
 from rankless.verify.recordings import read_recordings
@@ -287,7 +287,7 @@ def test_a_tolerance_below_the_noise_is_out_of_reach_also_where_repeated_losses_
     many = train(tmp_path / "many", 3)
     noise = train(tmp_path / "noise", 1, noise_seed=5)[0]
     lucky = [
-        mine if isinstance(mine, Called) else theirs for mine, theirs in zip(one.results, noise.results, strict=True)
+        mine if isinstance(mine, JobCalled) else theirs for mine, theirs in zip(one.results, noise.results, strict=True)
     ]
     repeated = [replace(noise, results=tuple(lucky))]
     tight, widen = (compare(one, many, repeated, tolerance=bound) for bound in (1e-12, 1e-3))

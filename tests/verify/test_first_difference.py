@@ -6,16 +6,18 @@ import msgspec
 import pytest
 
 from rankless.config.run_config import InspectedCall
-from rankless.records.job_results import Summary
-from rankless.records.job_values import Computed, Role
+from rankless.records.job_results import TensorSummary
+from rankless.records.job_values import ComputedValue, Role
 from rankless.verify.first_difference import FirstValue, find_first_value, render_first_value
 
 CALL = InspectedCall(job="train", call=3)
 
 
-def value(role: Role, name: str, number: float, *, dtype: str = "float64", inputs: tuple[str, ...] = ()) -> Computed:
-    return Computed(
-        role, name, f"operator of {name}", "/a/train.py:7", dtype, (2,), Summary(abs(number), (number,)), inputs
+def value(
+    role: Role, name: str, number: float, *, dtype: str = "float64", inputs: tuple[str, ...] = ()
+) -> ComputedValue:
+    return ComputedValue(
+        role, name, f"operator of {name}", "/a/train.py:7", dtype, (2,), TensorSummary(abs(number), (number,)), inputs
     )
 
 
@@ -31,16 +33,16 @@ RIGHT = [
 MANY = [item for item in RIGHT if item.role != "plain"]
 
 
-def with_number(values: list[Computed], name: str, number: float, role: Role | None = None) -> list[Computed]:
+def with_number(values: list[ComputedValue], name: str, number: float, role: Role | None = None) -> list[ComputedValue]:
     return [
-        msgspec.structs.replace(item, value=Summary(abs(number), (number,)))
+        msgspec.structs.replace(item, value=TensorSummary(abs(number), (number,)))
         if item.name == name and role in (None, item.role)
         else item
         for item in values
     ]
 
 
-def found(one: list[Computed], *many: list[Computed], noise: list[Computed] | None = None) -> FirstValue:
+def found(one: list[ComputedValue], *many: list[ComputedValue], noise: list[ComputedValue] | None = None) -> FirstValue:
     first = find_first_value(one, many, one if noise is None else noise, call=CALL)
     assert first is not None
     return first

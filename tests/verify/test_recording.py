@@ -8,10 +8,10 @@ from torch import nn
 
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 from rankless.records.job_results import (
-    Called,
-    Finished,
-    Registered,
-    Stepped,
+    JobCalled,
+    ModelRegistered,
+    RecordingFinished,
+    StepRecorded,
     read_results,
     results_file,
     tensors_file,
@@ -45,11 +45,11 @@ def test_calls_steps_and_final_tensors_are_written_in_order(tmp_path):
     recorder.finish()
     recorder.finish()
     registered, train, step, predict, finished = frames(tmp_path, 1)
-    assert isinstance(registered, Registered)
-    assert isinstance(train, Called)
+    assert isinstance(registered, ModelRegistered)
+    assert isinstance(train, JobCalled)
     assert [(leaf.path, leaf.dtype) for leaf in train.leaves] == [("['loss']", "float32"), ("['hits']", "int64")]
     assert to_array(train.leaves[0]) == 0.5
-    assert isinstance(step, Stepped)
+    assert isinstance(step, StepRecorded)
     assert (step.step, step.job) == (1, "train")
     by_name = {state.name: state for state in step.tensors}
     assert set(by_name) == {
@@ -58,10 +58,10 @@ def test_calls_steps_and_final_tensors_are_written_in_order(tmp_path):
     }
     assert by_name["model.0.weight"].gradient.norm == pytest.approx(math.sqrt(6))
     assert by_name["model.0.bias"].gradient is None
-    assert isinstance(predict, Called)
+    assert isinstance(predict, JobCalled)
     assert (predict.call, predict.steps, predict.line) == (1, 1, "t.py:9")
     assert to_array(predict.leaves[0]).tolist() == [1, 0]
-    assert isinstance(finished, Finished)
+    assert isinstance(finished, RecordingFinished)
     tensors = safetensors.numpy.load_file(tensors_file(str(tmp_path), 1))
     expected = model[0].weight.detach().double().numpy()
     np.testing.assert_array_equal(tensors["model.0.weight"], expected)

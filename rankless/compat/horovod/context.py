@@ -18,7 +18,7 @@ from rankless.config.rank_layout import assign_ranks
 from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime import current_process as runtime
 from rankless.runtime.elastic_round import membership
-from rankless.runtime.rendezvous.job_store import Place
+from rankless.runtime.rendezvous.job_store import RendezvousInfo
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -61,11 +61,11 @@ def init(comm: Any = None) -> None:
         member.when_over(_context.negotiator.give_up)
     else:
         _times += 1
-        _context = _made(runtime.place(), comm, str(_times), settings)
+        _context = _made(runtime.current_rendezvous(), comm, str(_times), settings)
     atexit.register(shutdown)
 
 
-def _made(whole: Place, comm: Any, times: str, settings: Settings) -> Context:
+def _made(whole: RendezvousInfo, comm: Any, times: str, settings: Settings) -> Context:
     place, name = _among(whole, comm)
     store = dist.PrefixStore(f"horovod/{times}/{name}", place.store)  # type: ignore[attr-defined]  # not in the stubs
     met = meet(
@@ -103,7 +103,7 @@ def current() -> Context:
     return _context
 
 
-def _among(place: Place, comm: Any) -> tuple[Place, str]:
+def _among(place: RendezvousInfo, comm: Any) -> tuple[RendezvousInfo, str]:
     """The place in the world of the ranks named, and a name for that world."""
     if comm is None:
         return place, "all"
@@ -116,18 +116,18 @@ def _among(place: Place, comm: Any) -> tuple[Place, str]:
     if list(comm) == list(range(place.size)) or not ranks:
         return place, "all"
     if place.rank not in ranks:
-        return Place(rank=0, size=1, store=place.store), f"alone-{place.rank}"
+        return RendezvousInfo(rank=0, size=1, store=place.store), f"alone-{place.rank}"
     name = "-".join(map(str, ranks))
-    return Place(rank=ranks.index(place.rank), size=len(ranks), store=place.store, address=place.address), name
+    return RendezvousInfo(rank=ranks.index(place.rank), size=len(ranks), store=place.store, address=place.address), name
 
 
-def _world(place: Place, met: Met) -> World:
+def _world(place: RendezvousInfo, met: Met) -> World:
     assignment = _told(place) or place.assignment or assign_ranks(met.hosts)[place.rank]
     sizes = {met.hosts.count(host) for host in met.hosts}
     return World(**msgspec.structs.asdict(assignment), is_homogeneous=len(sizes) == 1)
 
 
-def _told(place: Place) -> RankAssignment | None:
+def _told(place: RendezvousInfo) -> RankAssignment | None:
     """Where this process is by Horovod's variables, if a launcher has set them for this place: two names of hosts may
     mean one machine.
     """

@@ -8,7 +8,7 @@ from rankless.config.collective_test import AreYouThere, Here, OpenStore, Reduce
 from rankless.launch.doctor.probe_protocol import ProbeFailed, ProbeResponse, RelayTask, StartCollectiveProcess
 from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.records.check_results import CheckResult, make_failure, make_pass, with_place
-from rankless.records.quantities import sized, timed
+from rankless.records.quantities import format_bytes, format_seconds
 
 JOIN_TIMEOUT_SECONDS = 10.0
 IMPORT_TIMEOUT_SECONDS = 30.0
@@ -53,11 +53,11 @@ def run_collective_test(
         return _results(incomplete, names)
     reduced = [found for found in sums.values() if isinstance(found, Reduced)]
     slowest = {size: max(each.seconds[size] for each in reduced) for size in reduced[0].seconds}
-    times = ", ".join(f"{sized(size)} in {timed(seconds)}" for size, seconds in slowest.items())
+    times = ", ".join(f"{format_bytes(size)} in {format_seconds(seconds)}" for size, seconds in slowest.items())
     cards = ", ".join(dict.fromkeys(interfaces[host_index] for host_index in sorted(probes.ready)))
     join_seconds = max(each.join_seconds for each in reduced)
     return with_place(
-        [make_pass(CHECK_NAME, f"{times} by Gloo over {cards}; met in {timed(join_seconds)}")], "all hosts"
+        [make_pass(CHECK_NAME, f"{times} by Gloo over {cards}; met in {format_seconds(join_seconds)}")], "all hosts"
     )
 
 

@@ -13,7 +13,7 @@ from rankless.launch.doctor.startup_test import StartupTest
 from rankless.launch.rendezvous.host_facts import MOST_SKEW_SECONDS, find_differences
 from rankless.launch.rendezvous.host_probe import describe_reachability
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning, with_place
-from rankless.records.quantities import timed
+from rankless.records.quantities import format_seconds
 
 WARNING_SKEW_SECONDS = 1.0
 
@@ -112,7 +112,7 @@ class _Diagnosis:
         for host_index, probe in self._probes.ready.items():
             if host_index != self._own_index:
                 self._results += with_place(
-                    [make_pass("ssh", f"in {timed(probe.connect_seconds)}, without a password")],
+                    [make_pass("ssh", f"in {format_seconds(probe.connect_seconds)}, without a password")],
                     self._names[host_index],
                 )
         if self._config.without_ssh:
@@ -237,7 +237,7 @@ def _check_from_outside(name: str) -> CheckResult:
 
 
 def _make_clock_result(*, skew: float, doubt: float) -> CheckResult:
-    seen = f"{timed(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this host's (± {timed(doubt)})"
+    seen = f"{format_seconds(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this host's (± {format_seconds(doubt)})"
     fix = "set the clocks: timedatectl set-ntp true, or chrony"
     if abs(skew) - doubt > MOST_SKEW_SECONDS:
         return make_failure("clock", seen, fix)

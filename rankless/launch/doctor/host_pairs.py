@@ -21,7 +21,7 @@ from rankless.launch.doctor.probe_protocol import (
 )
 from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning, with_place
-from rankless.records.quantities import bit_rate, sized, timed
+from rankless.records.quantities import format_bit_rate, format_bytes, format_seconds
 
 SLOW_ROUND_TRIP_SECONDS = 0.01
 SLOW_BYTES_PER_SECOND = 50e6
@@ -216,11 +216,11 @@ def _make_speed_result(found: LinkSpeed | ProbeFailed) -> CheckResult:
     if isinstance(found, ProbeFailed) or not found.round_trip_seconds:
         text = found.text if isinstance(found, ProbeFailed) else found.error
         return make_warning(_SPEED, f"could not be measured: {text}", "run rankless doctor again")
-    trip = f"{timed(found.round_trip_seconds)} there and back"
+    trip = f"{format_seconds(found.round_trip_seconds)} there and back"
     if found.error:
         fix = "the largest packet differs on the way: set the same MTU on both cards, and on tunnels between them"
         return make_failure(_SPEED, f"{trip}; {found.error}", fix)
-    seen = f"{trip}, {bit_rate(found.bytes_per_second)} ({sized(found.bytes_per_second)}/s)"
+    seen = f"{trip}, {format_bit_rate(found.bytes_per_second)} ({format_bytes(found.bytes_per_second)}/s)"
     if found.round_trip_seconds > SLOW_ROUND_TRIP_SECONDS or found.bytes_per_second < SLOW_BYTES_PER_SECOND:
         fix = "gradients would wait for it: see which card leads there, its speed (ethtool), and who else uses it"
         return make_warning(_SPEED, seen, fix)

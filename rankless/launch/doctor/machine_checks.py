@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 from rankless.config.validation import core_count
 from rankless.launch.doctor.probe_protocol import CheckHost
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning
-from rankless.records.quantities import sized
+from rankless.records.quantities import format_bytes
 
 MIB = 1 << 20
 SHARED_MEMORY = "/dev/shm"
@@ -33,7 +33,7 @@ def check_shared_memory() -> CheckResult:
     except OSError:
         return make_pass(check_name, "not there: this system has shared memory elsewhere")
     whole, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
-    seen = f"{sized(free)} free of {sized(whole)}"
+    seen = f"{format_bytes(free)} free of {format_bytes(whole)}"
     fix = f"as root: mount -o remount,size=8G {SHARED_MEMORY}"
     if detect_container() is not None:
         fix = "start the container with --shm-size=8g, or --ipc=host"
@@ -65,7 +65,7 @@ def check_locked_memory() -> CheckResult:
     check_name = "locked memory"
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards = sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else []
-    seen = _format_limit(soft) if soft == resource.RLIM_INFINITY else sized(soft)
+    seen = _format_limit(soft) if soft == resource.RLIM_INFINITY else format_bytes(soft)
     if not cards:
         return make_pass(check_name, f"{seen}; only InfiniBand needs it, and there is none")
     if soft == resource.RLIM_INFINITY:
@@ -106,9 +106,9 @@ def check_memory(request: CheckHost) -> CheckResult:
         used = _read_number(group / "memory.current") or _read_number(group / "memory.usage_in_bytes") or 0
         if limit is not None and limit < whole:
             free, whole, where = max(0, min(free, limit - used)), limit, ", which the control group allows"
-    seen = f"{sized(free)} free of {sized(whole)}{where}"
+    seen = f"{format_bytes(free)} free of {format_bytes(whole)}{where}"
     if free < request.workers * WORKER_MEMORY_BYTES:
-        wanted = sized(request.workers * WORKER_MEMORY_BYTES)
+        wanted = format_bytes(request.workers * WORKER_MEMORY_BYTES)
         return make_warning(
             check_name, f"{seen}; {request.workers} workers want {wanted} before any model", "start fewer workers"
         )
@@ -142,7 +142,7 @@ def check_disk(request: CheckHost) -> CheckResult:
     if not os.access(there, os.W_OK | os.X_OK):
         return make_failure(check_name, f"{there} may not be written to", "give --log-dir a folder of your own")
     free = shutil.disk_usage(there).free
-    seen, fix = f"{sized(free)} free at {there}", "make room, or give --log-dir another folder"
+    seen, fix = f"{format_bytes(free)} free at {there}", "make room, or give --log-dir another folder"
     if free < MIN_DISK_BYTES:
         return make_failure(check_name, seen, fix)
     return make_warning(check_name, seen, fix) if free < RECOMMENDED_DISK_BYTES else make_pass(check_name, seen)

@@ -36,11 +36,11 @@ from rankless.launch.doctor.probe_protocol import (
     RelayTask,
     StartCollectiveProcess,
 )
-from rankless.runtime.fast_exit import Ending
+from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.python_command import python_command
 
 
-def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
     """Return what answers until nobody asks any more."""
     return _serve
 

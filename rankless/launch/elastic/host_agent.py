@@ -39,10 +39,10 @@ from rankless.launch.log_files import shown_streams
 from rankless.launch.rendezvous.host_facts import installed_versions
 from rankless.launch.supervisor.supervisor import POLL_SECONDS
 from rankless.launch.worker_output import SOURCES, Terminal
-from rankless.runtime.fast_exit import Ending
+from rankless.runtime.fast_exit import FastExit
 
 
-def main(ending: Ending) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
+def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
     """Return what serves the driver."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

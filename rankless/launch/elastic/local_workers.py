@@ -20,7 +20,7 @@ from rankless.records.elastic_messages import (
     send_message,
 )
 from rankless.records.events import AnyRecord, Exited
-from rankless.runtime.spawn_protocol import KILL, send_worker_launch, signalling
+from rankless.runtime.spawn_protocol import KILL, encode_signal, send_worker_launch
 
 
 class LocalWorkers:
@@ -73,7 +73,7 @@ class LocalWorkers:
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and start no others."""
         self._orders.close()
-        self._parent.tell(signalling(number))
+        self._parent.tell(encode_signal(number))
 
     def kill(self) -> None:
         """End all workers at once."""

@@ -17,7 +17,7 @@ from rankless.launch.watchdog.report import describe_status, describe_waiting, f
 from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.records.elastic_messages import RankAssignment
 from rankless.records.events import RankStatus
-from rankless.records.quantities import timed
+from rankless.records.quantities import format_seconds
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class RoundWatchdog:
         ends = still >= diagnosis.abort_after(timeout=timeout, stall_limit=STARTUP_STALL_SECONDS)
         culprits = {}
         if ends and ended:
-            why = f"did not come to its end for {timed(still)}, and others have"
+            why = f"did not come to its end for {format_seconds(still)}, and others have"
             culprits = {names[where.rank][0]: why for where in living}
         elif ends and diagnosis.waiting:  # were all to blame, nobody would be left who has the state
-            why = f"did not come while {describe_waiting(diagnosis)} for {timed(still)}"
+            why = f"did not come while {describe_waiting(diagnosis)} for {format_seconds(still)}"
             culprits = {names[where.rank][0]: why for where in diagnosis.missing}
         return Report(_text(round, diagnosis, names, ended), culprits)
 
@@ -102,7 +102,7 @@ class RoundWatchdog:
 def _text(round: int, diagnosis: HangDiagnosis, names: Mapping[int, tuple[int, str]], ended: Sequence[int]) -> str:
     waiting = [describe_waiting(diagnosis)] if diagnosis.waiting or not ended else []
     how = "; ".join([*waiting, *([f"{format_ranks(ended)} ended"] if ended else [])])
-    lines = [f"round {round} has stood still for {timed(diagnosis.seconds)}: {how}"]
+    lines = [f"round {round} has stood still for {format_seconds(diagnosis.seconds)}: {how}"]
     for where in diagnosis.missing:
         if where.state != "ended":
             number, host = names[where.rank]

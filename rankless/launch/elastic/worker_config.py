@@ -8,7 +8,7 @@ from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.log_files import log_files, make_pair
-from rankless.runtime.hooks.horovod_imports import AT_START
+from rankless.runtime.hooks.import_aliases import AT_START
 
 
 def launch_of(

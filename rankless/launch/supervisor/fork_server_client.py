@@ -48,7 +48,7 @@ class ForkServerClient:
         fork_server: ForkServerPoolClient | None = None,
     ) -> None:
         self._spared = descendants()
-        self._lifeline, lifeline_end = socket.socketpair()
+        self._control, control_end = socket.socketpair()
         self.records, records_end = open_channel()
         self.records.setblocking(False)
         host_plan = HostConfig(
@@ -56,13 +56,13 @@ class ForkServerClient:
             warm=config.warm,
             workers=tuple(workers),
             other_hosts=tuple(other_hosts),
-            lifeline_descriptor=lifeline_end.fileno(),
+            control_descriptor=control_end.fileno(),
             records_descriptor=records_end.fileno(),
             store_descriptor=None if handed.store is None else handed.store.fileno(),
-            orders_descriptor=None if handed.orders is None else handed.orders.fileno(),
+            launches_descriptor=None if handed.orders is None else handed.orders.fileno(),
         )
         adopt_orphans()  # if the parent itself is killed, its workers' children come to the agent
-        with open(log_path, "wb") as log, lifeline_end, records_end:
+        with open(log_path, "wb") as log, control_end, records_end:
             forked = None if fork_server is None else fork_server.fork(host_plan, log)
             self._process = forked or _started(config, host_plan, log)
 
@@ -74,7 +74,7 @@ class ForkServerClient:
     def tell(self, word: bytes) -> None:
         """Say one of the lifeline's words."""
         with contextlib.suppress(OSError):
-            self._lifeline.send(word)
+            self._control.send(word)
 
     def poll(self) -> int | None:
         """The parent's exit code, or None while it lives."""
@@ -87,7 +87,7 @@ class ForkServerClient:
 
     def close(self, *, patience_seconds: float) -> None:
         """See to it that nothing is left: the parent ends its workers, the agent what is left then."""
-        self._lifeline.close()
+        self._control.close()
         deadline = time.monotonic() + patience_seconds
         while self._process.poll() is None and time.monotonic() < deadline:
             self.wake()

@@ -14,7 +14,7 @@ import msgspec
 from rankless.config.environment import parent_environment
 from rankless.config.run_config import RunConfig
 from rankless.config.script_source import names_rankless
-from rankless.config.worker_config import ForkServerConfig, HostConfig
+from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
 from rankless.runtime.python_command import python_command
 from rankless.runtime.spawn_protocol import MOST_DESCRIPTORS, READY, receive_process_id, send_host_config
 
@@ -140,7 +140,7 @@ class ForkServerPoolClient:
 
     def _start(self, environment: dict[str, str], *, with_jobs: bool) -> None:
         self._connection, end = socket.socketpair()
-        config = ForkServerConfig(connection_descriptor=end.fileno(), with_jobs=with_jobs)
+        config = ForkServerPoolConfig(connection_descriptor=end.fileno(), with_jobs=with_jobs)
         with end:
             self._process = subprocess.Popen(
                 python_command("rankless.runtime.fork_server_pool"),

@@ -25,7 +25,7 @@ from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, V
 from rankless.launch.supervisor.fork_server_client import ForkServerClient
 from rankless.records.channel import receive_records
 from rankless.records.events import AnyRecord
-from rankless.runtime.spawn_protocol import CUT, KILL, signalling
+from rankless.runtime.spawn_protocol import CUT, KILL, encode_signal
 
 POLL_SECONDS = 0.05
 STOP_GRACE_SECONDS = 1.0
@@ -196,10 +196,10 @@ class Supervisor:
             grace = self._foreign.shutdown_seconds
         elif number != signal.SIGINT:
             number = signal.SIGTERM
-        words = (signalling(number), CUT)
+        words = (encode_signal(number), CUT)
         self._second_word_at = now + grace / 2
         if is_lost:
-            words = (CUT, signalling(number))
+            words = (CUT, encode_signal(number))
             self._second_word_at = now + min(grace, STOP_GRACE_SECONDS) / 2
         self._second_word = words[1]
         self._enter(Phase.STOPPING, words[0], now + grace)

@@ -6,7 +6,7 @@ from rankless.launch.watchdog.diagnosis import HangDiagnosis
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.records.events import RankStatus
-from rankless.records.quantities import timed
+from rankless.records.quantities import format_seconds
 
 MAX_LISTED = 3
 HostName = Callable[[int], str]
@@ -17,8 +17,8 @@ def format_report(diagnosis: HangDiagnosis, step_rate: StepRate, *, host_name: H
     """Say which ranks wait where, where the missing ranks are, and which file has all stacks."""
     steps = f"{step_rate.steps} steps made" if step_rate.steps else "no step yet"
     if step_rate.step_seconds is not None:
-        steps += f", a step took {timed(step_rate.step_seconds)}"
-    lines = [f"no progress for {timed(diagnosis.seconds)} ({steps}): {describe_waiting(diagnosis)}"]
+        steps += f", a step took {format_seconds(step_rate.step_seconds)}"
+    lines = [f"no progress for {format_seconds(diagnosis.seconds)} ({steps}): {describe_waiting(diagnosis)}"]
     for missing_rank in diagnosis.missing[:MAX_LISTED]:
         lines.append(f"  {format_rank(missing_rank, host_name)} {describe_missing(diagnosis, missing_rank)}")
         frames = truncate_stack(missing_rank.stack)
@@ -39,12 +39,13 @@ def format_headline(diagnosis: HangDiagnosis, *, host_name: HostName) -> str:
     """Return the cause for which the job ends, to follow "rank 1" of the first missing rank."""
     who = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
     rest = [missing_rank for missing_rank in diagnosis.missing if missing_rank is not who]
+    seconds = format_seconds(diagnosis.seconds)
     more = "; also missing: " + ", ".join(format_rank(missing_rank, host_name) for missing_rank in rest) if rest else ""
     if not diagnosis.missing:
-        return f"waits in {who.doing}{_format_location(who)}, like every other rank, for {timed(diagnosis.seconds)}"
+        return f"waits in {who.doing}{_format_location(who)}, like every other rank, for {seconds}"
     if not diagnosis.waiting:
-        return f"made no progress for {timed(diagnosis.seconds)}: {describe_status(who)}{more}"
-    return f"{describe_missing(diagnosis, who)}; {describe_waiting(diagnosis)} for {timed(diagnosis.seconds)}{more}"
+        return f"made no progress for {seconds}: {describe_status(who)}{more}"
+    return f"{describe_missing(diagnosis, who)}; {describe_waiting(diagnosis)} for {seconds}{more}"
 
 
 def describe_waiting(diagnosis: HangDiagnosis) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rankless.launch.watchdog.process_stats import read_process_stats
-from rankless.records.worker_status import NAME, PAGE_BYTES, asking_signal, read_page
+from rankless.records.worker_status import NAME, PAGE_BYTES, read_page, stack_dump_signal
 
 RESPONSE_TIMEOUT_SECONDS = 1.0
 """For the stacks of one process."""
@@ -78,13 +78,13 @@ class StackRequest:
             os.lseek(self._descriptor, PAGE_BYTES, os.SEEK_SET)
             if _can_respond(process_id, read_page(self._descriptor).descriptor):
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process_id, asking_signal() or 0)
+                    os.kill(process_id, stack_dump_signal() or 0)
                     self._current, self._requested_at = process_id, now
 
 
 def _can_respond(process_id: int, descriptor: int) -> bool:
     """Return whether a process has Rankless's signal handler and shared memory: the signal would kill any other."""
-    number, stats = asking_signal(), read_process_stats(process_id)
+    number, stats = stack_dump_signal(), read_process_stats(process_id)
     if number is None or stats is None or stats.state in "tTZX" or not stats.caught_signals >> (number - 1) & 1:
         return False
     try:

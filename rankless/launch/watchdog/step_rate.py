@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from rankless.records.worker_status import Steps
+from rankless.records.worker_status import WorkerStatus
 
 MIN_STALL_SECONDS = 10.0
 """The watchdog never reports shorter pauses."""
@@ -25,7 +25,7 @@ class StepRate:
         self._count = 0
         self._last: float | None = None
 
-    def update(self, pages: Sequence[Steps]) -> None:
+    def update(self, pages: Sequence[WorkerStatus]) -> None:
         """Read the workers' counters. A step of any worker is progress."""
         latest = max((page for page in pages if page.last is not None), key=lambda page: page.last or 0.0, default=None)
         if latest is None or latest.last is None or (self._last is not None and latest.last <= self._last):

@@ -18,7 +18,7 @@ from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.launch.watchdog.worker_monitor import WorkerMonitor, write_stacks
 from rankless.records.events import AnyRecord, Exited, HangDetected, Notice, Raised, RankStatus, ScriptFinished, Started
-from rankless.records.quantities import timed
+from rankless.records.quantities import format_seconds
 from rankless.records.worker_status import open_page
 
 LONGEST_INTERVAL_SECONDS = 1.0
@@ -156,7 +156,7 @@ class Watchdog:
         if self._reported_seconds:
             self._step_rate.record_pause(self._reported_seconds)
             if self._config.others.attributes_failures:
-                yield _make_notice(f"the job continues after a pause of {timed(self._reported_seconds)}")
+                yield _make_notice(f"the job continues after a pause of {format_seconds(self._reported_seconds)}")
             else:
                 for rank in self._worker_configs:
                     yield RankStatus(rank=rank, time_ns=time.monotonic_ns(), state="moves")

@@ -16,7 +16,7 @@ from rankless.launch.watchdog.process_stats import (
 from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack, locate_data_loader_worker
 from rankless.launch.watchdog.stacks import StackRequest, parse_main_stack
 from rankless.records.events import RankState, RankStatus
-from rankless.records.worker_status import Steps, read_page
+from rankless.records.worker_status import WorkerStatus, read_page
 
 MAX_DATA_LOADER_WORKERS = 8
 SHORT_IDLE_SECONDS = 1.5
@@ -37,7 +37,7 @@ class WorkerMonitor:
         self._written_at = now
 
     @property
-    def page(self) -> Steps:
+    def page(self) -> WorkerStatus:
         """The counters in the worker's shared memory."""
         return read_page(self._descriptor)
 

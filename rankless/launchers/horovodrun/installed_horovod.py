@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rankless.config import environment
 from rankless.config.run_config import Program, RunConfig
 from rankless.launchers.horovodrun.run_config import is_this_python
-from rankless.runtime.hooks.horovod_imports import install
+from rankless.runtime.hooks.import_aliases import install
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def may_be_imported(program: Program) -> bool:
     """Whether `import horovod` may be a real one: there is one here, or the program is another Python's, whose packages
     nobody has looked at.
     """
-    if install().is_to_yield():
+    if install().is_real_package("horovod"):
         return True
     is_python = program.kind == "command" and os.path.basename(program.target).startswith("python")
     return is_python and environment.horovod_choice() == "missing" and not is_this_python(program.target)

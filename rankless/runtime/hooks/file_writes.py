@@ -26,7 +26,7 @@ _MOST_FILES = 1000
 _DEVICES = ("/dev/", "/proc/", "/sys/")
 
 
-class FileWatch:
+class FileWriteMonitor:
     """Sends a record for each file that this worker's script opens for writing, appending or replacing: once each."""
 
     def __init__(self, config: WorkerConfig, *, send: Callable[[FileOpened], None]) -> None:

@@ -20,7 +20,7 @@ from rankless.user_code import script_line
 
 def watch_samplers(notify: Callable[[str], None]) -> None:
     """Watch every DistributedSampler of this process from now on; `say` is called once, if at all."""
-    watch = SamplerWatch(notify)
+    watch = SamplerEpochMonitor(notify)
     begin, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
 
     @functools.wraps(begin)
@@ -38,7 +38,7 @@ def watch_samplers(notify: Callable[[str], None]) -> None:
     DistributedSampler.set_epoch = watched_set_epoch  # type: ignore[method-assign]
 
 
-class SamplerWatch:
+class SamplerEpochMonitor:
     """Each sampler's last pass, and which samplers have been told an epoch."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ FORMS = "tcp://HOST:PORT or file:///SHARED/PATH"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Invitation:
+class RendezvousParameters:
     """A place to meet, this process's rank, and how many ranks there are to be."""
 
     kind: Literal["tcp", "file"]
@@ -28,7 +28,9 @@ class Invitation:
         return f"tcp://{host}:{self.port}" if self.kind == "tcp" else f"file://{self.path}"
 
 
-def read_invitation(address: str, *, rank: int | None, world_size: int | None, timeout_seconds: float) -> Invitation:
+def parse_rendezvous_address(
+    address: str, *, rank: int | None, world_size: int | None, timeout_seconds: float
+) -> RendezvousParameters:
     """What the arguments of `rankless.init` mean. Raises ConfigError for what cannot be meant."""
     if rank is None or world_size is None:
         raise ConfigError(
@@ -44,7 +46,7 @@ def read_invitation(address: str, *, rank: int | None, world_size: int | None, t
         )
     parts = urlsplit(address)
     if parts.scheme == "tcp" and parts.hostname and _port_of(address):
-        return Invitation(
+        return RendezvousParameters(
             kind="tcp",
             host=parts.hostname,
             port=_port_of(address),
@@ -53,7 +55,7 @@ def read_invitation(address: str, *, rank: int | None, world_size: int | None, t
             timeout_seconds=timeout_seconds,
         )
     if parts.scheme == "file" and not parts.netloc and len(parts.path) > 1:
-        return Invitation(
+        return RendezvousParameters(
             kind="file", path=parts.path, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds
         )
     raise ConfigError(

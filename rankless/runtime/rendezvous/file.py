@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from rankless.collectives.shared_memory import host_identity
 from rankless.errors import JoinError
-from rankless.runtime.rendezvous.address import Invitation
-from rankless.runtime.rendezvous.tcp import Arrived, Meeting, Patience, Say, waiting_text
+from rankless.runtime.rendezvous.address import RendezvousParameters
+from rankless.runtime.rendezvous.tcp import JoinDeadline, Notify, Participant, Rendezvous, waiting_text
 
 CONFIRM_SECONDS = 1.0
 STALE_SECONDS = 10.0
@@ -31,7 +31,7 @@ class Signed(msgspec.Struct):
 
     name: str
     world_size: int
-    arrived: dict[int, Arrived]
+    arrived: dict[int, Participant]
     confirmed: float
     """When a waiting rank was last here, by the clock of its host."""
 
@@ -41,28 +41,28 @@ class Signed(msgspec.Struct):
         return len(self.arrived) == self.world_size
 
 
-def meet_at_file(invitation: Invitation, notify: Say) -> Meeting:
+def join_file_rendezvous(parameters: RendezvousParameters, notify: Notify) -> Rendezvous:
     """Meet at a file:// address. Raises JoinError."""
-    rank, size = invitation.rank, invitation.world_size
-    patience = Patience(invitation, notify)
-    own = Arrived(host_identity(), os.getpid(), size)
-    with _locked(invitation.path) as file:
+    rank, size = parameters.rank, parameters.world_size
+    deadline = JoinDeadline(parameters, notify)
+    own = Participant(host_identity(), os.getpid(), size)
+    with _locked(parameters.path) as file:
         signed = _read(file)
         if signed is None or signed.is_full or time.time() - signed.confirmed > STALE_SECONDS:
             signed = Signed(name=secrets.token_hex(8), world_size=size, arrived={}, confirmed=0.0)
-        _require_room(signed, invitation)
+        _require_room(signed, parameters)
         signed.arrived[rank] = own
         _write(file, signed)
     name = signed.name
 
     while not signed.is_full:
-        waiting_for = partial(waiting_text, invitation, signed.arrived)
-        patience.wait(waiting_for, "start the others, with the same file and world_size")
-        with _locked(invitation.path) as file:
+        waiting_for = partial(waiting_text, parameters, signed.arrived)
+        deadline.wait(waiting_for, "start the others, with the same file and world_size")
+        with _locked(parameters.path) as file:
             found = _read(file)
             if found is None or found.name != name:
                 raise JoinError(
-                    expected=f"the list of this meeting in {invitation.path}",
+                    expected=f"the list of this meeting in {parameters.path}",
                     found="another, or none",
                     fix="let one job at a time meet at a file, and let nobody remove it meanwhile",
                 )
@@ -70,21 +70,21 @@ def meet_at_file(invitation: Invitation, notify: Say) -> Meeting:
             if not signed.is_full and time.time() - signed.confirmed > CONFIRM_SECONDS:
                 _write(file, signed)
     # A store of this meeting's own, which no other has ever written to.
-    store = dist.FileStore(f"{invitation.path}.{name}", size)  # type: ignore[attr-defined]  # missing in the stubs
-    return Meeting(store, [signed.arrived[other] for other in range(size)])
+    store = dist.FileStore(f"{parameters.path}.{name}", size)  # type: ignore[attr-defined]  # missing in the stubs
+    return Rendezvous(store, [signed.arrived[other] for other in range(size)])
 
 
-def _require_room(signed: Signed, invitation: Invitation) -> None:
-    if signed.world_size != invitation.world_size:
+def _require_room(signed: Signed, parameters: RendezvousParameters) -> None:
+    if signed.world_size != parameters.world_size:
         raise JoinError(
             expected=f"all ranks with world_size={signed.world_size}, as those who came before",
-            found=f"world_size={invitation.world_size} on rank {invitation.rank}",
+            found=f"world_size={parameters.world_size} on rank {parameters.rank}",
             fix="start all processes with the same number",
         )
-    if invitation.rank in signed.arrived:
+    if parameters.rank in signed.arrived:
         raise JoinError(
-            expected=f"one process as rank {invitation.rank} at {invitation}",
-            found=f"another, process {signed.arrived[invitation.rank].process_id}, that came before",
+            expected=f"one process as rank {parameters.rank} at {parameters}",
+            found=f"another, process {signed.arrived[parameters.rank].process_id}, that came before",
             fix="give every process a rank of its own, or wait 10 s for what is left of an earlier run to be forgotten",
         )
 

@@ -20,8 +20,8 @@ import msgspec
 from rankless.config.horovod_variables import HorovodWorker
 from rankless.config.hosts import interface_towards
 from rankless.errors import JoinError
-from rankless.runtime.rendezvous.address import Invitation
-from rankless.runtime.rendezvous.tcp import Meeting, Patience, Say, meet
+from rankless.runtime.rendezvous.address import RendezvousParameters
+from rankless.runtime.rendezvous.tcp import JoinDeadline, Notify, Rendezvous, join_tcp_rendezvous
 
 PATH = "/rankless/meeting"
 TAKEN_BACK = "rankless/taken-back"
@@ -38,30 +38,30 @@ class Served(msgspec.Struct, frozen=True):
     port: int
 
 
-def meet_by_horovod(told: HorovodWorker, notify: Say) -> tuple[Meeting, Served]:
+def join_horovod_rendezvous(told: HorovodWorker, notify: Notify) -> tuple[Rendezvous, Served]:
     """Meet, told by Horovod's launcher: the meeting, and where. Raises JoinError."""
     server = KeyValueServer(told, notify)
     if told.rank != 0:
         served = _told_by_rank_0(server)
-        meeting = meet(_invitation(told, served), notify)
-        meeting.store.wait([TAKEN_BACK], timedelta(seconds=told.timeout_seconds))
-        return meeting, served
+        rendezvous = join_tcp_rendezvous(_invitation(told, served), notify)
+        rendezvous.store.wait([TAKEN_BACK], timedelta(seconds=told.timeout_seconds))
+        return rendezvous, served
     with _reserved(server.own_address()) as served:
         server.put(msgspec.json.encode(served))
-        meeting = meet(_invitation(told, served), notify)
+        rendezvous = join_tcp_rendezvous(_invitation(told, served), notify)
     server.put(b"")
-    meeting.store.set(TAKEN_BACK, "")
-    return meeting, served
+    rendezvous.store.set(TAKEN_BACK, "")
+    return rendezvous, served
 
 
 class KeyValueServer:
     """The launcher's server, as one of its workers sees it: a place for one value."""
 
-    def __init__(self, told: HorovodWorker, notify: Say) -> None:
+    def __init__(self, told: HorovodWorker, notify: Notify) -> None:
         self._told = told
         host = f"[{told.address}]" if ":" in told.address else told.address
         self._name = f"http://{host}:{told.port}"
-        self._patience = Patience(_invitation(told, Served(told.address, told.port)), notify)
+        self._patience = JoinDeadline(_invitation(told, Served(told.address, told.port)), notify)
         self._nap = 0.0
 
     def own_address(self) -> str:
@@ -149,8 +149,8 @@ def _reserved(host: str) -> Iterator[Served]:
         yield Served(host, reserved.getsockname()[1])
 
 
-def _invitation(told: HorovodWorker, served: Served) -> Invitation:
-    return Invitation(
+def _invitation(told: HorovodWorker, served: Served) -> RendezvousParameters:
+    return RendezvousParameters(
         kind="tcp",
         host=served.host,
         port=served.port,

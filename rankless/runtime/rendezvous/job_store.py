@@ -16,9 +16,9 @@ from rankless.config.rank_layout import assign_ranks
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
-from rankless.runtime.rendezvous.address import Invitation
-from rankless.runtime.rendezvous.horovod import meet_by_horovod
-from rankless.runtime.rendezvous.tcp import meet
+from rankless.runtime.rendezvous.address import RendezvousParameters
+from rankless.runtime.rendezvous.horovod import join_horovod_rendezvous
+from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 
 STORE_TIMEOUT = timedelta(minutes=5)
 JOINING_SECONDS = 1800.0
@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RendezvousInfo:
     """One process's place in its job."""
 
     rank: int
@@ -39,7 +39,7 @@ class Place:
     """Also on its host, and its host among the others; None where the launcher has not told."""
 
 
-def find_place() -> Place:
+def find_rendezvous_info() -> RendezvousInfo:
     """The place that a launcher has told: Rankless, Horovod's own, torchrun or mpirun; or that torch.distributed's
     default group has; a place alone if there is none. Raises JoinError if the ranks do not come together.
     """
@@ -56,11 +56,11 @@ def find_place() -> Place:
         return _place_by_torchrun(torchrun)
     if has_group:
         store = dist.distributed_c10d._get_default_store()
-        return Place(rank=dist.get_rank(), size=dist.get_world_size(), store=store)
-    return Place(rank=0, size=1, store=dist.HashStore())  # type: ignore[attr-defined]  # missing in the stubs
+        return RendezvousInfo(rank=dist.get_rank(), size=dist.get_world_size(), store=store)
+    return RendezvousInfo(rank=0, size=1, store=dist.HashStore())  # type: ignore[attr-defined]  # missing in the stubs
 
 
-def invitation_from(torchrun: environment.Torchrun) -> Invitation:
+def parameters_from_torchrun(torchrun: environment.Torchrun) -> RendezvousParameters:
     """Where torchrun, or a launcher like it, has its processes meet. Raises JoinError where it has not said."""
     if torchrun.master_address is None or torchrun.master_port == 0:
         missing = "MASTER_ADDR" if torchrun.master_address is None else "MASTER_PORT"
@@ -71,7 +71,7 @@ def invitation_from(torchrun: environment.Torchrun) -> Invitation:
             "set MASTER_ADDR to an address of rank 0's host, and MASTER_PORT to a free port there; "
             "RANK=0 WORLD_SIZE=1 let a process train alone",
         )
-    return Invitation(
+    return RendezvousParameters(
         kind="tcp",
         host=torchrun.master_address,
         port=torchrun.master_port,
@@ -82,8 +82,8 @@ def invitation_from(torchrun: environment.Torchrun) -> Invitation:
     )
 
 
-def _place_of_worker(config: WorkerConfig) -> Place:
-    return Place(
+def _place_of_worker(config: WorkerConfig) -> RendezvousInfo:
+    return RendezvousInfo(
         rank=config.rank,
         size=config.world_size,
         store=_store_of(config) if config.world_size > 1 else dist.HashStore(),  # type: ignore[attr-defined]  # as above
@@ -99,30 +99,30 @@ def _place_of_worker(config: WorkerConfig) -> Place:
     )
 
 
-def _place_by_torchrun(torchrun: environment.Torchrun) -> Place:
-    invitation = invitation_from(torchrun)
-    meeting = meet(invitation, say_alone)
-    if meeting.is_on_one_host:
+def _place_by_torchrun(torchrun: environment.Torchrun) -> RendezvousInfo:
+    parameters = parameters_from_torchrun(torchrun)
+    rendezvous = join_tcp_rendezvous(parameters, print_notice)
+    if rendezvous.is_on_one_host:
         environment.prefer_loopback()
-    return Place(
+    return RendezvousInfo(
         rank=torchrun.rank,
         size=torchrun.world_size,
-        store=meeting.store,
-        address=LOOPBACK if meeting.is_on_one_host else invitation.host,
+        store=rendezvous.store,
+        address=LOOPBACK if rendezvous.is_on_one_host else parameters.host,
     )
 
 
-def _place_by_horovod(told: HorovodWorker) -> Place:
+def _place_by_horovod(told: HorovodWorker) -> RendezvousInfo:
     if told.world_size == 1:
-        return Place(rank=0, size=1, store=dist.HashStore(), assignment=told.assignment)  # type: ignore[attr-defined]  # as above
-    meeting, served = meet_by_horovod(told, say_alone)
+        return RendezvousInfo(rank=0, size=1, store=dist.HashStore(), assignment=told.assignment)  # type: ignore[attr-defined]  # as above
+    rendezvous, served = join_horovod_rendezvous(told, print_notice)
     environment.prefer_interface(told.interface or interface_towards(told.address)[0])
-    return Place(
+    return RendezvousInfo(
         rank=told.rank,
         size=told.world_size,
-        store=meeting.store,
+        store=rendezvous.store,
         address=served.host,
-        assignment=told.assignment or assign_ranks([one.host for one in meeting.arrived])[told.rank],
+        assignment=told.assignment or assign_ranks([one.host for one in rendezvous.arrived])[told.rank],
     )
 
 
@@ -145,6 +145,6 @@ def _store_of(config: WorkerConfig) -> Any:
     )
 
 
-def say_alone(text: str) -> None:
+def print_notice(text: str) -> None:
     """Tell the user something in a process that has nobody to tell it for it."""
     print(f"rankless: {text}", file=sys.stderr, flush=True)

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.shared_memory import host_identity
 from rankless.errors import JoinError
-from rankless.runtime.rendezvous.address import Invitation
+from rankless.runtime.rendezvous.address import RendezvousParameters
 
 TELL_AFTER_SECONDS = 5.0
 NAP_SECONDS = 0.02
 TRIES_TO_LISTEN = 50
 CONNECT_SECONDS = 5.0
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-class Arrived(msgspec.Struct, frozen=True):
+class Participant(msgspec.Struct, frozen=True):
     """What a rank leaves at the meeting."""
 
     host: str
@@ -36,10 +36,10 @@ class Arrived(msgspec.Struct, frozen=True):
     world_size: int
 
 
-class Meeting:
+class Rendezvous:
     """The store at which all ranks have met, and what each has told of itself."""
 
-    def __init__(self, store: Any, arrived: Sequence[Arrived]) -> None:
+    def __init__(self, store: Any, arrived: Sequence[Participant]) -> None:
         self.store = store
         self.arrived = tuple(arrived)
 
@@ -53,11 +53,11 @@ class Meeting:
         return sum(one.host == self.arrived[rank].host for one in self.arrived[:rank])
 
 
-class Patience:
+class JoinDeadline:
     """Waiting with a limit that tells, every few seconds, what for."""
 
-    def __init__(self, invitation: Invitation, notify: Say) -> None:
-        self._limit = invitation.timeout_seconds
+    def __init__(self, parameters: RendezvousParameters, notify: Notify) -> None:
+        self._limit = parameters.timeout_seconds
         self._notify = notify
         self._start = self._told = time.monotonic()
 
@@ -74,74 +74,74 @@ class Patience:
         time.sleep(NAP_SECONDS)
 
 
-def meet(invitation: Invitation, notify: Say) -> Meeting:
+def join_tcp_rendezvous(parameters: RendezvousParameters, notify: Notify) -> Rendezvous:
     """Meet at a tcp:// address. Raises JoinError."""
-    patience = Patience(invitation, notify)
+    deadline = JoinDeadline(parameters, notify)
     while True:
         # A process may join, shut down, and join again: at a launcher's store under another number each time, and
         # at rank 0's it may come upon the store of the time before, which is about to go.
         with contextlib.suppress(dist.DistError):
-            store = _store_at(invitation, patience)
-            time_joined = store.add(f"rankless/times/{invitation.rank}", 1)
-            if invitation.served or time_joined == 1:
-                store.set_timeout(timedelta(seconds=invitation.timeout_seconds))
-                return _all_arrived(store, f"rankless/meeting/{time_joined}", invitation, patience)
+            store = _store_at(parameters, deadline)
+            time_joined = store.add(f"rankless/times/{parameters.rank}", 1)
+            if parameters.served or time_joined == 1:
+                store.set_timeout(timedelta(seconds=parameters.timeout_seconds))
+                return _all_arrived(store, f"rankless/meeting/{time_joined}", parameters, deadline)
             if not store.check(["rankless/complete"]):
                 raise JoinError(
-                    expected=f"one process as rank {invitation.rank} at {invitation}",
+                    expected=f"one process as rank {parameters.rank} at {parameters}",
                     found="another that came before",
                     fix="give every process a rank of its own, or end what is left of an earlier run",
                 )
         store = None
-        patience.wait(lambda: f"{invitation}: waiting for an earlier store to close", "call shutdown on every rank")
+        deadline.wait(lambda: f"{parameters}: waiting for an earlier store to close", "call shutdown on every rank")
 
 
-def _all_arrived(store: Any, prefix: str, invitation: Invitation, patience: Patience) -> Meeting:
-    rank, size = invitation.rank, invitation.world_size
-    own = Arrived(host_identity(), os.getpid(), size)
+def _all_arrived(store: Any, prefix: str, parameters: RendezvousParameters, deadline: JoinDeadline) -> Rendezvous:
+    rank, size = parameters.rank, parameters.world_size
+    own = Participant(host_identity(), os.getpid(), size)
     store.set(f"{prefix}/{rank}", msgspec.json.encode(own))
-    arrived: dict[int, Arrived] = {}
+    arrived: dict[int, Participant] = {}
 
     while len(arrived) < size:
         for other in range(size):
             if other not in arrived and store.check([f"{prefix}/{other}"]):
-                arrived[other] = msgspec.json.decode(store.get(f"{prefix}/{other}"), type=Arrived)
-                _require_one_size(arrived[other], other, invitation)
+                arrived[other] = msgspec.json.decode(store.get(f"{prefix}/{other}"), type=Participant)
+                _require_one_size(arrived[other], other, parameters)
         if len(arrived) < size:
-            patience.wait(
-                lambda: waiting_text(invitation, arrived), "start the others, with the same address and world_size"
+            deadline.wait(
+                lambda: waiting_text(parameters, arrived), "start the others, with the same address and world_size"
             )
     store.set("rankless/complete", "")
     # At a launcher's store the keys of an earlier group are still there.
     own_store = dist.PrefixStore(f"{prefix}/group", store)  # type: ignore[attr-defined]  # missing in the stubs
-    return Meeting(own_store, [arrived[other] for other in range(size)])
+    return Rendezvous(own_store, [arrived[other] for other in range(size)])
 
 
-def waiting_text(invitation: Invitation, arrived: Collection[int]) -> str:
+def waiting_text(parameters: RendezvousParameters, arrived: Collection[int]) -> str:
     """For which ranks a meeting waits, in words."""
-    missing = [rank for rank in range(invitation.world_size) if rank not in arrived]
-    return f"{invitation}: waiting for {format_ranks(missing)} of {invitation.world_size}"
+    missing = [rank for rank in range(parameters.world_size) if rank not in arrived]
+    return f"{parameters}: waiting for {format_ranks(missing)} of {parameters.world_size}"
 
 
-def _require_one_size(other: Arrived, rank: int, invitation: Invitation) -> None:
-    if other.world_size != invitation.world_size:
+def _require_one_size(other: Participant, rank: int, parameters: RendezvousParameters) -> None:
+    if other.world_size != parameters.world_size:
         raise JoinError(
-            expected=f"all ranks with world_size={invitation.world_size}, as here on rank {invitation.rank}",
+            expected=f"all ranks with world_size={parameters.world_size}, as here on rank {parameters.rank}",
             found=f"world_size={other.world_size} on rank {rank}",
             fix="start all processes with the same number",
         )
 
 
-def _store_at(invitation: Invitation, patience: Patience) -> Any:
+def _store_at(parameters: RendezvousParameters, deadline: JoinDeadline) -> Any:
     """The store at the address: served by rank 0, of which the others wait until it is there."""
-    serves = invitation.rank == 0 and not invitation.served
-    listening = _listening(invitation) if serves else None
+    serves = parameters.rank == 0 and not parameters.served
+    listening = _listening(parameters) if serves else None
     if not serves:
-        _until_reachable(invitation, patience)
+        _until_reachable(parameters, deadline)
     return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
-        invitation.host,
-        invitation.port,
-        invitation.world_size,
+        parameters.host,
+        parameters.port,
+        parameters.world_size,
         serves,
         timeout=timedelta(seconds=CONNECT_SECONDS),
         wait_for_workers=False,
@@ -149,16 +149,16 @@ def _store_at(invitation: Invitation, patience: Patience) -> Any:
     )
 
 
-def _listening(invitation: Invitation) -> int:
-    family = socket.AF_INET6 if ":" in invitation.host else socket.AF_INET
+def _listening(parameters: RendezvousParameters) -> int:
+    family = socket.AF_INET6 if ":" in parameters.host else socket.AF_INET
     for attempt in range(TRIES_TO_LISTEN):
         try:
-            return socket.create_server((invitation.host, invitation.port), family=family, backlog=1024).detach()
+            return socket.create_server((parameters.host, parameters.port), family=family, backlog=1024).detach()
         except OSError as error:
             # The store of an earlier meeting of this process may need a moment to close.
             if attempt + 1 == TRIES_TO_LISTEN or "in use" not in str(error):
                 raise JoinError(
-                    expected=f"rank 0 to listen on {invitation.host}, port {invitation.port}",
+                    expected=f"rank 0 to listen on {parameters.host}, port {parameters.port}",
                     found=str(error),
                     fix="name an address of rank 0's own host, and a port that is free: `ss -ltnp` shows who has it",
                 ) from None
@@ -166,19 +166,19 @@ def _listening(invitation: Invitation) -> int:
     raise AssertionError("the loop returns or raises")
 
 
-def _until_reachable(invitation: Invitation, patience: Patience) -> None:
+def _until_reachable(parameters: RendezvousParameters, deadline: JoinDeadline) -> None:
     why = ""
 
     def waiting_for() -> str:
-        return f"{invitation}: waiting for rank 0, which serves there ({why})"
+        return f"{parameters}: waiting for rank 0, which serves there ({why})"
 
     while True:
         try:
-            socket.create_connection((invitation.host, invitation.port), timeout=2.0).close()
+            socket.create_connection((parameters.host, parameters.port), timeout=2.0).close()
             return
         except socket.gaierror as error:
             raise JoinError(
-                expected=f"a host name that can be looked up: {invitation.host}",
+                expected=f"a host name that can be looked up: {parameters.host}",
                 found=str(error),
                 fix="name an IP address, or add the name to /etc/hosts",
             ) from None
@@ -186,4 +186,4 @@ def _until_reachable(invitation: Invitation, patience: Patience) -> None:
             why = "no answer: a firewall, or another network?"
         except OSError as error:
             why = error.strerror or str(error)
-        patience.wait(waiting_for, "start rank 0 on that host first; is the port open, and the address rank 0's?")
+        deadline.wait(waiting_for, "start rank 0 on that host first; is the port open, and the address rank 0's?")

@@ -11,13 +11,13 @@ from torch.utils import _pytree as pytree
 
 from rankless.records.job_results import (
     TEXT,
-    AnyResult,
-    Called,
     FinalTensor,
-    Finished,
+    JobCalled,
     Leaf,
-    Registered,
-    Stepped,
+    ModelRegistered,
+    RecordingFinished,
+    ResultRecord,
+    StepRecorded,
     Survey,
     TensorState,
     encode_result,
@@ -55,14 +55,14 @@ class RunRecorder:
             number += 1
             unique = f"{name}#{number}"
         self._models[unique] = module
-        self._write(Registered(unique, self._states(_format_names({unique: module}))))
+        self._write(ModelRegistered(unique, self._states(_format_names({unique: module}))))
         return unique
 
     def record_call(self, *, job: str, line: str, results: Any) -> None:
         """Write down a job call and its (whole) results; `line` is where the job stands, as "train.py:14"."""
         call = self._calls[job] = self._calls.get(job, 0) + 1
         leaves = [_leaf(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(results)[0]]
-        self._write(Called(job, call, self._steps, line, leaves))
+        self._write(JobCalled(job, call, self._steps, line, leaves))
 
     def record_step(self, *, job: str, model: Mapping[str, nn.Module]) -> None:
         """Write down the training step of the call just recorded: its models' tensors and their gradients."""
@@ -75,7 +75,7 @@ class RunRecorder:
     def record_tensors(self, *, job: str, tensors: Mapping[str, Tensor]) -> None:
         """Write down a training step that has used and made these parameters and buffers, by their full names."""
         self._steps += 1
-        self._write(Stepped(job, self._steps, self._states(tensors)))
+        self._write(StepRecorded(job, self._steps, self._states(tensors)))
 
     def finish(self, *, stopped: bool = False) -> None:
         """Write all models' parameters and buffers whole, and close; after that nothing is recorded any more.
@@ -93,10 +93,10 @@ class RunRecorder:
                 described.append(FinalTensor(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
         safetensors.torch.save_file(tensors, self._tensors_file)
         survey = Survey() if self._survey is None else self._survey(self._models.values())
-        self._write(Finished(self._steps, described, stopped, survey))
+        self._write(RecordingFinished(self._steps, described, stopped, survey))
         self._stream.close()
 
-    def _write(self, result: AnyResult) -> None:
+    def _write(self, result: ResultRecord) -> None:
         if self._stream.closed:
             return  # the script has caught the end that `--steps` set it, and goes on
         self._stream.write(encode_result(result))

@@ -10,7 +10,7 @@
 import torch
 from torch import Tensor
 
-from rankless.records.job_results import Summary
+from rankless.records.job_results import TensorSummary
 
 BUCKETS = 16
 
@@ -21,7 +21,7 @@ class Sketcher:
     def __init__(self) -> None:
         self._signs: dict[int, Tensor] = {}
 
-    def of(self, tensor: Tensor) -> Summary:
+    def of(self, tensor: Tensor) -> TensorSummary:
         """The norm and the sketch of a tensor."""
         flat = widen(tensor).reshape(-1).double()
         signs = self._signs.get(flat.numel())
@@ -29,7 +29,7 @@ class Sketcher:
             signs = self._signs[flat.numel()] = draw_signs(flat.numel()).to(flat.device)
         padded = torch.nn.functional.pad(flat * signs, (0, -flat.numel() % BUCKETS))
         sums = padded.reshape(-1, BUCKETS).sum(dim=0)
-        return Summary(float(flat.norm()), tuple(sums.tolist()))
+        return TensorSummary(float(flat.norm()), tuple(sums.tolist()))
 
 
 def widen(tensor: Tensor) -> Tensor:

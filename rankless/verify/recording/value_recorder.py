@@ -10,7 +10,7 @@ from rankless.config.run_config import InspectedCall
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Placement, Replicate
 from rankless.records.job_results import encode_result
-from rankless.records.job_values import Computed, Role, values_file
+from rankless.records.job_values import ComputedValue, Role, values_file
 from rankless.verify.recording.tensor_sketch import Sketcher
 
 
@@ -34,7 +34,7 @@ class ValueRecorder:
     ) -> None:
         """Write down a whole value."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        value = Computed(role, name, operator, line, dtype, tuple(tensor.shape), self._sketches.of(tensor), inputs)
+        value = ComputedValue(role, name, operator, line, dtype, tuple(tensor.shape), self._sketches.of(tensor), inputs)
         self._stream.write(encode_result(value))
         self._stream.flush()
 

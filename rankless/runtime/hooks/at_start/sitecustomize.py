@@ -1,7 +1,7 @@
-"""What every Python below a worker does at its start: the import names are there, and all else is as without it.
+"""Installs the import aliases at the start of every Python below a worker, and changes nothing else.
 
-It takes itself off the path, makes room for the `sitecustomize` that would have been found without it, and imports
-nothing of Rankless before a script asks for one of the names.
+This module takes its folder off the path. It runs the `sitecustomize` that Python would have found otherwise. It
+imports nothing of Rankless before a script asks for one of the aliases.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+ALIASES = ("horovod",)
+"""The names in `import_aliases.ALIASES`."""
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER))))
 
 
 class _OnDemand:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        """As `ImportNames` does, which takes this one's place."""
-        if name != "horovod" and not name.startswith("horovod."):
+        """Do what `AliasFinder` does; that finder replaces this one at the first such import."""
+        if name.partition(".")[0] not in ALIASES:
             return None
         sys.meta_path.remove(_OnDemand)
-        is_added = _ROOT not in sys.path
+        is_added = ROOT not in sys.path
         if is_added:
-            sys.path.append(_ROOT)
+            sys.path.append(ROOT)
         try:
-            names = importlib.import_module("rankless.runtime.hooks.horovod_imports")
-            importlib.import_module("rankless.config.environment")  # which that one asks
+            aliases = importlib.import_module("rankless.runtime.hooks.import_aliases")
+            importlib.import_module("rankless.config.environment")  # which `AliasFinder` asks
         except (ImportError, SyntaxError, TypeError):  # another Python: an older one, or without what Rankless needs
             if is_added:
-                sys.path.remove(_ROOT)
+                sys.path.remove(ROOT)
             return None
-        return names.install().find_spec(name, path, target)
+        return aliases.install().find_spec(name, path, target)
 
 
-def _run_the_next() -> None:
-    """Run the `sitecustomize` that stands behind this one."""
+def _run_next_sitecustomize() -> None:
+    """Run the `sitecustomize` that this one hides."""
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _FOLDER]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
@@ -52,4 +54,4 @@ def _run_the_next() -> None:
 
 if __name__ == "sitecustomize":  # and not where it is imported as a part of Rankless
     sys.meta_path.insert(0, _OnDemand)
-    _run_the_next()
+    _run_next_sitecustomize()

@@ -11,8 +11,10 @@ from support.jobs import rankless
 from support.warm_runs import rankless as rankless_here
 from support.warm_runs import run_script
 
+import rankless as package
 from rankless.config.environment import python_path_from
-from rankless.runtime.hooks.horovod_imports import AT_START, ImportNames
+from rankless.runtime.hooks.at_start import sitecustomize
+from rankless.runtime.hooks.import_aliases import ALIASES, AT_START, AliasFinder
 
 pytestmark = pytest.mark.slow
 
@@ -213,6 +215,11 @@ def test_a_worker_imports_nothing_of_it_for_a_script_that_does_not_name_it(tmp_p
 
 
 def test_the_finder_answers_no_other_name():
-    finder = ImportNames()
+    finder = AliasFinder()
     for name in ("horovodx", "torch", "rankless.compat.horovod", "mine.horovod"):
         assert finder.find_spec(name) is None
+
+
+def test_an_interpreter_without_our_path_finds_the_same_names_and_this_package():
+    assert tuple(ALIASES) == sitecustomize.ALIASES
+    assert Path(sitecustomize.ROOT) == Path(package.__file__).parents[1]
