@@ -10,10 +10,10 @@ _START = (
     "import sys; root = sys.argv[1]\n"
     "if not sys.flags.safe_path: del sys.path[0]\n"
     "if root not in sys.path: sys.path.append(root)\n"
-    "from rankless.runtime.fast_exit import Ending\n"
-    "ending = Ending()\n"
+    "from rankless.runtime.fast_exit import FastExit\n"
+    "fast_exit = FastExit()\n"
     "from {module} import main\n"
-    "work = main(ending)\n"
+    "work = main(fast_exit)\n"
     "if work is not None: work()\n"
 )
 _COMMAND_LINE = (
