@@ -1,5 +1,6 @@
-"""What a user watches while a job runs.
+"""What a user sees in the terminal: the progress of a job, the table of `rankless plan` and the results of `rankless
+doctor`.
 
-Enters: records, and nothing else. Leaves: lines on a terminal or in a file. Called by `cli` and `script`;
-needs no torch.
+The input is records and nothing else; the output is lines on a terminal or in a file. `rankless.cli` and `rankless.api`
+call it. It needs no torch.
 """

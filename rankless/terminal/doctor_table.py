@@ -1,4 +1,4 @@
-"""The doctor's rows as a user sees them: a table by host, what is wrong first, and a verdict of one line."""
+"""Print the doctor's results: a table per host, failures first, and a one-line verdict."""
 
 import sys
 from collections.abc import Sequence
@@ -12,14 +12,15 @@ from rich.text import Text
 from rankless.records.check_results import CheckResult
 
 PLAIN_WIDTH = 120
-"""Where output is no terminal."""
+"""Width of the table if the output is not a terminal."""
 MAX_PAIR_ROWS = 24
+"""With more pairs, the table combines the checks that passed."""
 _ORDER = {"fail": 0, "warn": 1, "pass": 2}
 _STYLES = {"fail": "bold red", "warn": "yellow", "pass": "green"}
 
 
 class FailureCause(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to mend, which may have failed several checks."""
+    """One problem to fix, which may have failed several checks."""
 
     seen: str
     places: tuple[str, ...]
@@ -27,7 +28,7 @@ class FailureCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `rankless doctor` has found; with `--json`, what it prints."""
+    """The findings of `rankless doctor`; `--json` prints this as JSON."""
 
     verdict: str
     causes: tuple[FailureCause, ...]
@@ -35,13 +36,13 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     checks: int
     not_looked_at: tuple[str, ...]
     rows: tuple[CheckResult, ...]
-    """By place, what is wrong first."""
+    """By place; within a place, failures come first."""
 
 
 def make_doctor_report(
     rows: Sequence[CheckResult], *, places: Sequence[str], not_looked_at: Sequence[str]
 ) -> DoctorReport:
-    """What the rows say together; `places` are the hosts in their order, pairs come after them."""
+    """Combine check results; `places` lists the hosts in their order, and pairs of hosts follow them."""
     known = [*places, *dict.fromkeys(row.place for row in rows if row.place not in places)]
     ordered = sorted(rows, key=lambda row: (known.index(row.place), _ORDER[row.status]))
     by_fix: dict[str, list[CheckResult]] = {}
@@ -68,14 +69,14 @@ def make_doctor_report(
 
 
 def render_doctor_report(report: DoctorReport, file: TextIO | None = None) -> None:
-    """Print a table for each place, those with something wrong first, then the verdict."""
+    """Print a table for each place, those with failures first, then the verdict."""
     file = sys.stdout if file is None else file
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=PLAIN_WIDTH)
     with console.capture() as captured:
         _print_report(report, console)
-    # Rich fills lines up to the table's width.
+    # Rich pads lines to the table's width.
     file.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
 
 
@@ -89,7 +90,7 @@ def _print_report(report: DoctorReport, console: Console) -> None:
         shown = _fold_passing_pairs(rows) if place == _PAIR_SECTION and len(rows) > MAX_PAIR_ROWS else rows
         console.print(_make_table(shown, name_width, shows_place=place == _PAIR_SECTION))
     for text in report.not_looked_at:
-        console.print(f"not looked at: {text}", soft_wrap=True, markup=False)
+        console.print(f"not checked: {text}", soft_wrap=True, markup=False)
     console.print(Text(report.verdict, style="bold red" if report.causes else "bold green"), soft_wrap=True)
     for number, cause in enumerate(report.causes, start=1):
         console.print(f"  {number}. {', '.join(cause.places)}: {cause.seen}", soft_wrap=True, markup=False)
@@ -97,13 +98,15 @@ def _print_report(report: DoctorReport, console: Console) -> None:
 
 
 def _fold_passing_pairs(rows: Sequence[CheckResult]) -> list[CheckResult]:
-    """The rows of many pairs, those that passed one a check: `--json` has them all."""
+    """Combine the passed checks of many pairs into one row per check; `--json` prints all rows."""
     passed: dict[str, list[CheckResult]] = {}
     for row in rows:
         if row.status == "pass" and row.place != "all hosts":
             passed.setdefault(row.name, []).append(row)
     folded = [
-        msgspec.structs.replace(found[0], place=f"{len(found)} pairs", seen=f"as {found[0].place}: {found[0].seen}")
+        msgspec.structs.replace(
+            found[0], place=f"{len(found)} pairs", seen=f"for example {found[0].place}: {found[0].seen}"
+        )
         for found in passed.values()
     ]
     return [*(row for row in rows if row.status != "pass" or row.place == "all hosts"), *folded]

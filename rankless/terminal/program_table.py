@@ -1,4 +1,4 @@
-"""What `rankless plan` shows: jobs after lowering, as a table that fits a terminal and as JSON."""
+"""Format the parallel plan that `rankless plan` shows, as a table that fits a terminal and as JSON."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,9 +12,10 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job for one kind of call, and the sums of what moves at each call, in bytes.
+    """A job's program for one kind of call, and the totals of the data that it moves per call, in bytes.
 
-    `moved_bytes` adds up the whole values; `sent_bytes` what each worker sends, when collectives go round a ring.
+    `moved_bytes` adds up the sizes of the whole values. `sent_bytes` adds up what each worker sends in ring
+    collectives.
     """
 
     program: JobProgram
@@ -27,15 +28,15 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: int
     steps: int
-    """After how many training steps the script was ended."""
+    """The training steps after which `rankless plan` ended the script."""
     jobs: tuple[PlannedJob, ...]
-    """In the order in which they were captured; a job that was called in several ways stands there several times."""
+    """In order of capture; a job with several kinds of calls appears once for each."""
     not_reached: tuple[KnownJob, ...]
-    """Jobs that the script had defined, and not called by then."""
+    """Jobs that the script defined but did not call."""
 
 
 def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int) -> PlanReport:
-    """The report on what a run has written down of its jobs."""
+    """Make the report from the facts that a run recorded about its jobs."""
     known = list(facts)
     return PlanReport(
         workers=workers,
@@ -54,18 +55,18 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
 
 
 def encode_plan_report(report: PlanReport) -> bytes:
-    """The report as indented JSON."""
+    """Encode the report as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
 def render_plan(report: PlanReport) -> str:
-    """All jobs, one below the other; no line is wider than 100 characters."""
+    """Format all jobs, one below the other, in lines of at most 100 characters."""
     lines = [line for job in report.jobs for line in ("", *_render_job(job))]
     steps = f"{report.steps} training step{'s' if report.steps != 1 else ''}"
     for job in report.not_reached:
         lines += [
             "",
-            f"job {job.job} ({_shorten_line(job.line)}) was not called within {steps}; --steps K goes further",
+            f"job {job.job} ({_shorten_line(job.line)}) was not called within {steps}; increase --steps",
         ]
     return "\n".join(_truncate(line, WIDTH) for line in lines)
 
@@ -77,32 +78,32 @@ def _render_job(job: PlannedJob) -> Iterator[str]:
     for kind in ("argument", "parameter", "buffer", "constant"):
         yield from _render_inputs(kind, [item for item in program.inputs if item.kind == kind])
     if program.moves:
-        yield "  moves at every call, in the order in which they start (~ travels while the program goes on):"
+        yield "  data moved per call, in order of start (~ overlaps with computation):"
         yield from _render_moves(program.moves)
         count = len(program.moves)
         yield (
-            f"  total: {count} move{'s' if count != 1 else ''}, {format_bytes(job.moved_bytes)} of values; "
-            f"each worker sends {format_bytes(job.sent_bytes)} (round a ring)"
+            f"  total: {count} move{'s' if count != 1 else ''}, {format_decimal_bytes(job.moved_bytes)} of values; "
+            f"each worker sends {format_decimal_bytes(job.sent_bytes)} (ring collectives)"
         )
     else:
         yield "  total: nothing moves"
     gathered = [f"{item.operator} ({_shorten_line(item.line)})" for item in program.gathered]
-    yield f"  gathered and computed whole for lack of a rule: {len(gathered) or 'none'}"
+    yield f"  operators without a sharding rule, computed replicated: {len(gathered) or 'none'}"
     yield from (f"    {text}" for text in gathered)
 
 
 def _render_inputs(kind: str, items: Sequence[ProgramInputRecord]) -> Iterator[str]:
-    """Inputs of one kind, a line for each way in which they lie."""
+    """Yield one line for each placement of the inputs of one kind."""
     groups: dict[str, list[ProgramInputRecord]] = {}
     for item in items:
         groups.setdefault(item.placement, []).append(item)
     for placement, members in groups.items():
-        count, size = len(members), format_bytes(sum(item.bytes for item in members))
+        count, size = len(members), format_decimal_bytes(sum(item.bytes for item in members))
         yield f"  {count} {kind}{'s' if count != 1 else ''}, {size}: {placement}"
 
 
 def _render_moves(moves: Sequence[ProgramCommunication]) -> Iterator[str]:
-    """Moves of the same kind and size at the same line, as repeated layers have them, are one line."""
+    """Yield the moves; equal moves on one line, such as those of repeated layers, share a row."""
     groups: dict[tuple[object, ...], list[ProgramCommunication]] = {}
     width = min(24, max(len(_shorten_line(move.line)) for move in moves))
     yield f"          {'kind':14} {'value':>7} {'sent':>7}  {'line':{width}}  why"
@@ -114,13 +115,13 @@ def _render_moves(moves: Sequence[ProgramCommunication]) -> Iterator[str]:
         line = _truncate(_shorten_line(move.line), width)
         yield (
             f"  {f'{count} x' if count > 1 else '':>5} {'~' if move.overlapped else '':1} {move.kind:14} "
-            f"{format_bytes(move.bytes):>7} {format_bytes(move.sent_bytes):>7}  {line:{width}}  "
+            f"{format_decimal_bytes(move.bytes):>7} {format_decimal_bytes(move.sent_bytes):>7}  {line:{width}}  "
             f"{move.reason} ({move.value})"
         )
 
 
-def format_bytes(size: int) -> str:
-    """A number of bytes in the unit that keeps it short, as "1.2 MB"."""
+def format_decimal_bytes(size: int) -> str:
+    """Format a number of bytes in its shortest unit, as "1.2 MB"."""
     number, unit = float(size), 0
     while number >= 999.5 and unit < len(UNITS) - 1:
         number, unit = number / 1000, unit + 1

@@ -1,4 +1,4 @@
-"""The progress line: drawn in place on a terminal, a plain line now and then where output is piped."""
+"""The progress line: redrawn in place on a terminal, printed as plain lines at intervals if the output is piped."""
 
 import sys
 import time
@@ -19,11 +19,10 @@ BAR_WIDTH = 24
 
 
 class ProgressDisplay:
-    """Shows one job's progress on `file`, standard error unless told otherwise.
+    """Shows the progress of one job on `file`, by default standard error.
 
-    On a terminal the line stays at the bottom: text that is written while `hidden()` is entered stands above
-    it, and so do this process's own prints. Elsewhere a plain line is written at most every 5 s, and at each
-    epoch's end.
+    On a terminal, the line stays at the bottom. Text written inside `hidden()`, and prints of this process, appear
+    above it. Elsewhere the display writes a plain line at most every 5 s and at the end of each epoch.
     """
 
     def __init__(self, file: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +34,7 @@ class ProgressDisplay:
         self._console = console if console.is_terminal and not console.is_dumb_terminal else None
 
     def show(self, progress: Progress) -> None:
-        """Bring the line up to date; the end of an epoch leaves its line standing."""
+        """Update the line; the line of an epoch's last step stays on the terminal."""
         if self._console is None:
             self._write_plain(progress)
             return
@@ -49,17 +48,17 @@ class ProgressDisplay:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """While entered, the terminal is free for whole lines of text; `show` brings the line back."""
+        """Return a context in which the terminal is free for whole lines of text; the next `show` redraws the line."""
         self._stop_live()
         yield
 
     def close(self) -> None:
-        """Take the line off the terminal."""
+        """Remove the line from the terminal."""
         self._stop_live()
 
     def _start_live(self, console: Console) -> Live:
-        # No refresh thread (it would be alive when a script forks), and standard output is redirected only
-        # where it is a terminal: what is piped must stay byte for byte what the script wrote.
+        # No refresh thread, because it would be alive when a script forks. Redirect standard output only if it is a
+        # terminal: piped output must stay byte for byte what the script wrote.
         live = Live(
             console=console,
             auto_refresh=False,
@@ -68,7 +67,7 @@ class ProgressDisplay:
             redirect_stderr=sys.stderr.isatty(),
         )
         live.start()
-        # Live hides the cursor until it is stopped, which a killed process never does.
+        # Live hides the cursor until it stops, and a killed process never stops it.
         console.show_cursor(True)
         return live
 
@@ -87,7 +86,7 @@ class ProgressDisplay:
 
 
 def format_progress(progress: Progress) -> str:
-    """The progress as one line of text: `epoch 1  step 15/15  loss 0.5230  8,140 samples/s  0:00 left`."""
+    """Format the progress as one line of text: `epoch 1  step 15/15  loss 0.5230  8,140 samples/s  0:00 left`."""
     return "  ".join(_format_fields(progress))
 
 
@@ -115,7 +114,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def _make_row(progress: Progress) -> Table:
-    """The same fields on one row, with a bar where the epoch's length is known."""
+    """Put the same fields into one table row, with a bar if the length of the epoch is known."""
     row: list[Text | ProgressBar] = [Text(field) for field in _format_fields(progress)]
     if progress.steps_per_epoch is not None:
         row.insert(1, ProgressBar(total=progress.steps_per_epoch, completed=progress.step, width=BAR_WIDTH))

@@ -1,4 +1,4 @@
-"""The progress line below a job's output."""
+"""Show the progress line below a job's output."""
 
 import importlib
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ProgressObserver:
-    """An observer that draws progress records, if there ever are any: rich is not imported for other jobs."""
+    """Observes a job's records and shows its progress; imports rich only once a job reports progress."""
 
     def __init__(self) -> None:
         self._display: ProgressDisplay | None = None
@@ -27,12 +27,12 @@ class ProgressObserver:
             self._display.close()
 
     def receive(self, record: AnyRecord) -> None:
-        """Show a progress record; others are not for this observer."""
+        """Show a progress record; ignore all others."""
         if isinstance(record, Progress):
             if self._display is None:
                 self._display = importlib.import_module("rankless.terminal.progress_display").ProgressDisplay()
             self._display.show(record)
 
     def hidden(self) -> AbstractContextManager[None]:
-        """A context in which the terminal is free for other text."""
+        """Return a context in which the terminal is free for other text."""
         return nullcontext() if self._display is None else self._display.hidden()

@@ -14,7 +14,7 @@ from rankless.records.job_programs import (
     ProgramInputRecord,
     ReplicatedOperator,
 )
-from rankless.terminal.program_table import format_bytes, make_plan_report, render_plan
+from rankless.terminal.program_table import format_decimal_bytes, make_plan_report, render_plan
 
 SCRIPT = """
 import pathlib
@@ -142,7 +142,7 @@ def test_the_table_is_readable_at_a_glance() -> None:
     assert sum("all_gather" in line for line in lines) == 1
     assert next(line for line in lines if "all_gather" in line).startswith("   12 x   all_gather      1.5 kB  1.5 kB")
     assert next(line for line in lines if "all_reduce" in line).startswith("        ~ all_reduce")
-    assert "  total: 13 moves, 18.0 kB of values; each worker sends 18.0 kB (round a ring)" in lines
+    assert "  total: 13 moves, 18.0 kB of values; each worker sends 18.0 kB (ring collectives)" in lines
     assert lines[-1].startswith("job predict (train.py:9) was not called within 1 training step")
 
 
@@ -150,4 +150,4 @@ def test_the_table_is_readable_at_a_glance() -> None:
     ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_960, "100 kB"), (26_214_400, "26.2 MB")]
 )
 def test_bytes_are_written_in_the_unit_that_keeps_them_short(size: int, text: str) -> None:
-    assert format_bytes(size) == text
+    assert format_decimal_bytes(size) == text

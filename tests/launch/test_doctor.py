@@ -1,4 +1,4 @@
-"""The doctor on one host: what it says of devices, limits, cards and proxies; its table, JSON and exit codes."""
+"""The doctor on one host: its checks of devices, limits, cards and proxies, its table, JSON and exit codes."""
 
 import io
 import itertools
@@ -36,11 +36,11 @@ H200 = "NVIDIA H200"
     [
         (GpuFacts(), [("pass", "no NVIDIA GPU: workers compute on the CPU")]),
         (GpuFacts(cuda="13.0"), [("pass", "no NVIDIA GPU: workers compute on the CPU (torch has CUDA 13.0)")]),
-        (GpuFacts(visible=["0"]), [("warn", "no NVIDIA GPU, yet CUDA_VISIBLE_DEVICES=0")]),
+        (GpuFacts(visible=["0"]), [("warn", "no NVIDIA GPU, but CUDA_VISIBLE_DEVICES=0")]),
         (GpuFacts(names=(), error="no devices"), [("pass", "no NVIDIA GPU: workers compute on the CPU")]),
-        (GpuFacts(files=8), [("warn", "8 device files, but no nvidia-smi to ask")]),
+        (GpuFacts(files=8), [("warn", "8 device files, but no nvidia-smi")]),
         (GpuFacts(files=8, names=(), error="mismatch"), [("fail", "nvidia-smi fails: mismatch")]),
-        (GpuFacts(names=[H200]), [("fail", "the driver has 1 x NVIDIA H200, but no /dev/nvidia0 is here")]),
+        (GpuFacts(names=[H200]), [("fail", "the driver has 1 x NVIDIA H200, but /dev/nvidia0 does not exist")]),
         (
             GpuFacts(files=2, names=[H200] * 2, driver="580.65", cuda="13.0"),
             [("pass", "2 x NVIDIA H200"), ("pass", "580.65, for torch's CUDA 13.0")],
@@ -48,34 +48,37 @@ H200 = "NVIDIA H200"
         (
             GpuFacts(files=2, names=[H200] * 2, driver="550.1", cuda="13.0", visible=["0", "2"]),
             [
-                ("fail", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=0,2: 2 is not there"),
+                ("fail", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=0,2: device 2 does not exist"),
                 ("fail", "550.1, too old for torch's CUDA 13.0"),
             ],
         ),
         (
             GpuFacts(files=2, names=[H200] * 2, driver="550.1", visible=["1", "1"]),
             [
-                ("fail", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=1,1: 1 is named twice"),
-                ("warn", "550.1, but torch is not there or built without CUDA"),
+                ("fail", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=1,1: device 1 is listed twice"),
+                ("warn", "550.1, but torch is missing or built without CUDA"),
             ],
         ),
         (
             GpuFacts(files=2, names=[H200] * 2, driver="550.1", cuda="12.8", visible=["1"]),
             [
-                ("warn", "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=1: 2 workers would share 1, and talk through Gloo"),
+                (
+                    "warn",
+                    "2 x NVIDIA H200; CUDA_VISIBLE_DEVICES=1: 2 workers would share 1, and communicate through Gloo",
+                ),
                 ("pass", "550.1, for torch's CUDA 12.8"),
             ],
         ),
         (
             GpuFacts(files=1, names=[H200], driver="550.1", cuda="12.8", visible=[]),
             [
-                ("warn", "1 x NVIDIA H200; CUDA_VISIBLE_DEVICES=none: all are hidden"),
+                ("warn", "1 x NVIDIA H200; CUDA_VISIBLE_DEVICES=none: all GPUs are hidden"),
                 ("pass", "550.1, for torch's CUDA 12.8"),
             ],
         ),
     ],
 )
-def test_gpus_drivers_and_what_is_visible_are_judged_together(found: GpuFacts, rows: list[tuple[str, str]]):
+def test_gpus_drivers_and_visible_devices_are_checked_together(found: GpuFacts, rows: list[tuple[str, str]]):
     results = evaluate_gpus(found, workers=2)
     assert [(row.status, row.seen) for row in results] == rows
     assert all(bool(row.fix) == (row.status != "pass") for row in results)
@@ -85,7 +88,7 @@ def make_request(**changes: object) -> CheckHost:
     return CheckHost(**{"workers": 1, "port": 9988, "log_folder": "log", **changes})  # type: ignore[arg-type]
 
 
-def test_the_tools_that_a_host_has_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_installed_tools_of_a_host_are_queried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, text in (("mpirun", "mpirun (Open MPI) 4.1.4\nand more"), ("nvidia-smi", f"{H200}, 580.65.06")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
         (tmp_path / name).chmod(0o755)
@@ -95,45 +98,45 @@ def test_the_tools_that_a_host_has_are_asked(tmp_path: Path, monkeypatch: pytest
     assert H200 in rows["GPUs"].seen
 
 
-def test_a_proxy_is_no_trouble_where_no_proxy_excepts_the_hosts(monkeypatch: pytest.MonkeyPatch):
+def test_a_proxy_is_fine_if_no_proxy_lists_the_hosts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("all_proxy", "socks5://proxy.example")
     request = make_request(others=("10.0.0.2", "b.cluster"), has_several=True)
-    for excepted, status in (("10.0.0.2,.cluster", "pass"), ("*", "pass"), ("10.0.0.2", "warn"), ("", "warn")):
-        monkeypatch.setenv("no_proxy", excepted)
+    for no_proxy, status in (("10.0.0.2,.cluster", "pass"), ("*", "pass"), ("10.0.0.2", "warn"), ("", "warn")):
+        monkeypatch.setenv("no_proxy", no_proxy)
         (row,) = (row for row in check_host_quickly(request) if row.name == "proxies")
-        assert row.status == status, excepted
+        assert row.status == status, no_proxy
 
 
-def test_a_job_on_several_hosts_is_told_what_may_trouble_it_and_refused_what_it_cannot_survive(
+def test_preflight_warns_about_risks_and_raises_for_failures(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("http_proxy", "http://proxy.example")
     monkeypatch.delenv("no_proxy", raising=False)
-    results: list[str] = []
+    warnings: list[str] = []
     cluster = Cluster(hosts=parse_hosts("127.0.0.1,no.such.name.invalid", workers_per_host=1), host_index=0)
     config = make_run_config(Program(kind="code", target=""), RunRequest(worker_count=1, cluster=cluster))
-    run_preflight(config, results.append)
-    (text,) = results
+    run_preflight(config, warnings.append)
+    (text,) = warnings
     assert "proxies: http_proxy=http://proxy.example" in text
     assert "network card: the name no.such.name.invalid does not resolve here" in text
-    # The others need host 0's name.
+    # The other hosts must resolve host 0's name.
     cluster = Cluster(hosts=tuple(reversed(cluster.hosts)), host_index=1)
     config = make_run_config(Program(kind="code", target=""), RunRequest(worker_count=1, cluster=cluster))
     with pytest.raises(JoinError) as refused:
-        run_preflight(config, results.append)
+        run_preflight(config, warnings.append)
     assert refused.value.found == "network card: the name no.such.name.invalid does not resolve here"
-    assert "127.0.0.1 to be fit for a job" in str(refused.value.expected)
+    assert "127.0.0.1 to pass the checks for a job" in str(refused.value.expected)
 
 
-def test_listeners_answer_only_to_who_knows_the_secret_and_say_who_they_are():
+def test_listeners_serve_only_clients_with_the_secret():
     listening = start_listener(3, SECRET)
     assert listening is not None
     with listening:
         port = listening.getsockname()[1]
         assert start_listener(4, SECRET, port) is None
         right, another = (ConnectionTarget(host_index=place, address="127.0.0.1", port=port) for place in (3, 4))
-        nobody = ConnectionTarget(host_index=3, address="no.such.name.invalid", port=port)
-        outcomes = [each.outcome for each in connect_all([right, another, nobody], SECRET)]
+        unknown = ConnectionTarget(host_index=3, address="no.such.name.invalid", port=port)
+        outcomes = [each.outcome for each in connect_all([right, another, unknown], SECRET)]
         assert outcomes == ["reached", "another", "no name"]
         (intruder,) = connect_all([right], b"x" * SECRET_BYTES)
         assert intruder.outcome == "another"
@@ -150,16 +153,16 @@ def test_listeners_answer_only_to_who_knows_the_secret_and_say_who_they_are():
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
-def test_every_ordered_pair_is_measured_once_and_no_host_twice_at_a_time(count: int):
+def test_each_pair_is_measured_once_and_no_host_twice_in_a_round(count: int):
     rounds = schedule_rounds(range(count))
     for pairs in rounds:
-        taking_part = list(itertools.chain(*pairs))
-        assert len(taking_part) == len(set(taking_part))
+        measured = list(itertools.chain(*pairs))
+        assert len(measured) == len(set(measured))
     assert sorted(itertools.chain(*rounds)) == sorted(itertools.permutations(range(count), 2))
 
 
 @pytest.mark.parametrize(
-    ("said", "seen"),
+    ("message", "seen"),
     [
         ("root@b: Permission denied (publickey,password).", "ssh asks for a password"),
         ("Host key verification failed.", "the host's key is not known here"),
@@ -170,14 +173,14 @@ def test_every_ordered_pair_is_measured_once_and_no_host_twice_at_a_time(count: 
         ("ModuleNotFoundError: No module named 'rankless'", "Rankless is not installed there"),
     ],
 )
-def test_what_ssh_says_is_told_apart(said: str, seen: str):
-    cause = find_ssh_cause(said, "b")
+def test_messages_of_ssh_are_distinguished(message: str, seen: str):
+    cause = find_ssh_cause(message, "b")
     assert cause is not None
     assert cause.seen.startswith(seen)
     assert "{" not in cause.fix
 
 
-def test_the_table_shows_what_is_wrong_first_and_the_verdict_joins_what_has_one_fix():
+def test_the_table_shows_failures_first_and_groups_them_by_fix():
     rows = [
         *with_place([make_pass("memory", "enough"), make_warning("proxies", "set", "unset it")], "a"),
         *with_place([make_pass("memory", "enough"), make_failure("/dev/shm", "[small]", "make it large")], "b"),
@@ -201,7 +204,7 @@ def test_the_table_shows_what_is_wrong_first_and_the_verdict_joins_what_has_one_
         "  WARN  proxies     set\n"
         "                    fix: unset it\n"
         "  PASS  memory      enough\n"
-        "not looked at: a collective\n"
+        "not checked: a collective\n"
         "2 causes found:\n"
         "  1. b: /dev/shm: [small]\n"
         "     fix: make it large\n"
@@ -212,7 +215,7 @@ def test_the_table_shows_what_is_wrong_first_and_the_verdict_joins_what_has_one_
     assert healthy.verdict == "healthy: 2 checks, 1 warning"
 
 
-def test_many_pairs_that_are_well_are_one_line_of_the_table_and_all_in_the_rows():
+def test_many_passing_pairs_share_a_line_of_the_table():
     names = [f"h{number}" for number in range(6)]
     rows: list[CheckResult] = []
     for one, other in itertools.permutations(names, 2):
@@ -223,11 +226,11 @@ def test_many_pairs_that_are_well_are_one_line_of_the_table_and_all_in_the_rows(
     render_doctor_report(report, shown)
     assert len(report.rows) == 31
     assert "  FAIL  h0 → h5   speed       stalls\n" in shown.getvalue()
-    assert "  PASS  30 pairs  connection  as h0 → h1: reached\n" in shown.getvalue()
+    assert "  PASS  30 pairs  connection  for example h0 → h1: reached\n" in shown.getvalue()
 
 
 @pytest.mark.slow
-def test_one_host_is_looked_at_as_a_table_or_as_json_with_an_exit_code(tmp_path: Path):
+def test_one_host_gives_a_table_or_json_and_an_exit_code(tmp_path: Path):
     table = rankless("doctor", folder=tmp_path)
     assert table.returncode == 0, table.stdout + table.stderr
     lines = table.stdout.splitlines()
@@ -239,11 +242,11 @@ def test_one_host_is_looked_at_as_a_table_or_as_json_with_an_exit_code(tmp_path:
         port = str(taken.getsockname()[1])
         words = shlex.join([sys.executable, "-m", "rankless", "doctor", "--quick", "--json", "--port", port])
         limited = ["bash", "-c", f"ulimit -n 100; exec {words}"]
-        sick = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    results = json.loads(sick.stdout)
-    assert sick.returncode == 1
+        limited_run = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    results = json.loads(limited_run.stdout)
+    assert limited_run.returncode == 1
     (cause,) = results["causes"]
-    assert (cause["places"], cause["seen"]) == (["this host"], "open files: 100 for each process, 100 if asked for")
+    assert (cause["places"], cause["seen"]) == (["this host"], "open files: 100 per process (hard limit 100)")
     (taken_row,) = (row for row in results["rows"] if row["name"] == f"port {port}")
     assert taken_row["status"] == "warn"
     assert f"taken by process {os.getpid()}: " in taken_row["seen"]
@@ -252,7 +255,7 @@ def test_one_host_is_looked_at_as_a_table_or_as_json_with_an_exit_code(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--hosts", "a,a"], "a 2 times"),
         (["--hosts", "a:x"], "a number of workers from 1 up"),
@@ -263,7 +266,7 @@ def test_one_host_is_looked_at_as_a_table_or_as_json_with_an_exit_code(tmp_path:
         (["--jsn"], "did you mean --json?"),
     ],
 )
-def test_a_command_line_that_cannot_be_read_is_told_with_2(options: list[str], said: str, tmp_path: Path):
+def test_an_invalid_command_line_exits_with_2(options: list[str], message: str, tmp_path: Path):
     done = rankless("doctor", *options, folder=tmp_path)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr

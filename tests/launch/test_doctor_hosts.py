@@ -1,4 +1,4 @@
-"""The doctor finds each planted cause between two hosts that are really apart, and calls healthy ones healthy."""
+"""The doctor between two hosts in network namespaces: it finds each injected fault and calls healthy hosts healthy."""
 
 import os
 import re
@@ -26,7 +26,7 @@ SKEWED = "import time\n_real = time.time\ntime.time = lambda: _real() + {seconds
 def doctor(
     hosts: Hosts, *options: str, listed: str = PAIR, cwd: Path | None = None, **env: str
 ) -> tuple[DoctorReport, dict[str, str]]:
-    """What `rankless doctor` tells on host a, and the rows that did not pass, as "place name" to "seen; fix"."""
+    """Return the report on host a, and the rows that did not pass, from "place name" to "seen; fix"."""
     words = [sys.executable, "-m", "rankless", "doctor", "--json", *options]
     done = hosts.run("a", [*words, *(("--hosts", listed) if listed else ())], cwd=cwd or hosts.folder, env=env)
     assert done.returncode in (0, 1), done.stdout + done.stderr
@@ -36,30 +36,30 @@ def doctor(
     for row in report.rows:
         assert row.seen, row
         assert (row.status == "pass") == (not row.fix), row
-    troubles = {f"{row.place} {row.name}": f"{row.seen}; {row.fix}" for row in report.rows if row.status != "pass"}
-    return report, troubles
+    problems = {f"{row.place} {row.name}": f"{row.seen}; {row.fix}" for row in report.rows if row.status != "pass"}
+    return report, problems
 
 
 def add_version(folder: Path, package: str, version: str) -> Path:
-    """A folder which, first on the path, makes a package look like another version."""
+    """Return a folder which, first on the path, makes a package look like another version."""
     place = folder / "versions" / f"{package}-{version}.dist-info"
     place.mkdir(parents=True)
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     return place.parent
 
 
-def test_two_healthy_hosts_are_called_healthy_and_nothing_is_left_on_them(tmp_path: Path):
+def test_two_healthy_hosts_are_healthy_and_no_process_remains(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
-        report, troubles = doctor(hosts)
-        assert (report.verdict, troubles) == (f"healthy: {len(report.rows)} checks, 0 warnings", {})
+        report, problems = doctor(hosts)
+        assert (report.verdict, problems) == (f"healthy: {len(report.rows)} checks, 0 warnings", {})
         assert report.not_looked_at == ()
         seen = {(row.place, row.name): row.seen for row in report.rows}
         there, back = "10.77.0.1 → 10.77.0.2", "10.77.0.2 → 10.77.0.1"
         assert seen[there, "connection"].startswith("reached at 10.77.0.2, port ")
-        assert seen[back, "port 9988"] == "reached, where the agents meet"
+        assert seen[back, "port 9988"] == "reached, for the rendezvous of the agents"
         for pair in (there, back):
             assert re.fullmatch(
-                r"[\d.]+ (µs|ms) there and back, [\d.]+ [MG]bit/s \([\d.,]+ [MG]iB/s\)", seen[pair, "speed"]
+                r"[\d.]+ (µs|ms) round trip, [\d.]+ [MG]bit/s \([\d.,]+ [MG]iB/s\)", seen[pair, "speed"]
             )
         assert re.match(
             r"4 KiB in [\d.]+ .s, 16 MiB in [\d.]+ .?s by Gloo over eth0; ", seen["all hosts", "all_reduce"]
@@ -68,11 +68,11 @@ def test_two_healthy_hosts_are_called_healthy_and_nothing_is_left_on_them(tmp_pa
         for place in ("10.77.0.1", "10.77.0.2"):
             assert "torch 2.13" in seen[place, "versions"]
             assert seen[place, "network card"].startswith("eth0 (10.77.0.")
-        assert left_on(hosts, "a") == left_on(hosts, "b") == []
+        assert remaining_processes(hosts, "a") == remaining_processes(hosts, "b") == []
 
 
-def left_on(hosts: Hosts, name: str) -> list[str]:
-    """What runs on a host besides its sshd."""
+def remaining_processes(hosts: Hosts, name: str) -> list[str]:
+    """Return the processes on a host other than its sshd."""
     numbers = hosts.run(name, ["ip", "netns", "pids", hosts.namespace(name)]).stdout.split()
     found = []
     for number in numbers:
@@ -83,7 +83,7 @@ def left_on(hosts: Hosts, name: str) -> list[str]:
     return found
 
 
-def test_causes_that_come_together_are_all_told_each_with_its_fix(tmp_path: Path):
+def test_simultaneous_faults_are_all_reported_with_their_fixes(tmp_path: Path):
     (tmp_path / "ahead").mkdir()
     (tmp_path / "ahead" / "sitecustomize.py").write_text(SKEWED.format(seconds=100))
     other = add_version(tmp_path, "torch", "2.12.0")
@@ -96,22 +96,22 @@ def test_causes_that_come_together_are_all_told_each_with_its_fix(tmp_path: Path
         owner = hosts.start("a", [sys.executable, "-c", LISTENING, "9988"])
         assert owner.stdout is not None
         assert owner.stdout.readline() == "listening\n"
-        report, troubles = doctor(hosts, "--quick", http_proxy="http://me:secret@proxy.example:3128")
+        report, problems = doctor(hosts, "--quick", http_proxy="http://me:secret@proxy.example:3128")
     a, b = "10.77.0.1", "10.77.0.2"
-    assert f"process {owner.pid}: " in troubles[f"{a} port 9988"]
-    assert "--port 9989" in troubles[f"{a} port 9988"]
-    assert "1 MiB free of 1 MiB" in troubles[f"{b} /dev/shm"]
-    assert "--shm-size" in troubles[f"{b} /dev/shm"] or "mount -o remount" in troubles[f"{b} /dev/shm"]
-    assert "100 for each process" in troubles[f"{b} open files"]
-    assert "ulimit -n 65536" in troubles[f"{b} open files"]
-    assert troubles[f"{b} version of torch"].startswith("2.12.0, but 10.77.0.1 has 2.13")
-    assert re.match(r"(99|100) s ahead of this host's", troubles[f"{b} clock"])
-    assert "127.0.1.1" in troubles[f"{b} own name"]
-    assert "10.77.0.2 b" in troubles[f"{b} own name"]
-    assert "http_proxy=http://…@proxy.example:3128" in troubles[f"{a} proxies"]
-    assert "no_proxy=10.77.0.2" in troubles[f"{a} proxies"]
+    assert f"process {owner.pid}: " in problems[f"{a} port 9988"]
+    assert "--port 9989" in problems[f"{a} port 9988"]
+    assert "1 MiB free of 1 MiB" in problems[f"{b} /dev/shm"]
+    assert "--shm-size" in problems[f"{b} /dev/shm"] or "mount -o remount" in problems[f"{b} /dev/shm"]
+    assert "100 per process" in problems[f"{b} open files"]
+    assert "ulimit -n 65536" in problems[f"{b} open files"]
+    assert problems[f"{b} version of torch"].startswith("2.12.0, but 10.77.0.1 has 2.13")
+    assert re.match(r"(99|100) s ahead of this host's", problems[f"{b} clock"])
+    assert "127.0.1.1" in problems[f"{b} own name"]
+    assert "10.77.0.2 b" in problems[f"{b} own name"]
+    assert "http_proxy=http://…@proxy.example:3128" in problems[f"{a} proxies"]
+    assert "no_proxy=10.77.0.2" in problems[f"{a} proxies"]
     assert "secret" not in str(report)
-    assert len(troubles) == 7
+    assert len(problems) == 7
     assert (len(report.causes), report.warnings) == (5, 2)
     assert report.verdict == "5 causes found:"
 
@@ -125,14 +125,14 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("options", "missed"),
+    ("options", "skipped"),
     [
         (("--quick",), ()),
-        pytest.param((), ("a collective of all hosts, until the above is mended",), marks=pytest.mark.exhaustive),
+        pytest.param((), ("a collective of all hosts: fix the failures above first",), marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_firewall_that_lets_only_ssh_in_is_one_cause_with_every_pair_named(
-    options: tuple[str, ...], missed: tuple[str, ...], tmp_path: Path
+def test_a_firewall_that_allows_only_ssh_is_one_cause_for_all_pairs(
+    options: tuple[str, ...], skipped: tuple[str, ...], tmp_path: Path
 ):
     with two_hosts(tmp_path) as hosts:
         hosts.firewall("b")
@@ -140,51 +140,50 @@ def test_a_firewall_that_lets_only_ssh_in_is_one_cause_with_every_pair_named(
     (cause,) = report.causes
     assert "no answer from 10.77.0.2:" in cause.seen
     assert cause.places == ("10.77.0.1 → 10.77.0.2", "10.77.0.2 → 10.77.0.1")
-    assert cause.fix.startswith("let all TCP ports through between 10.77.0.1 and 10.77.0.2")
-    assert report.not_looked_at == missed
+    assert cause.fix.startswith("open all TCP ports between 10.77.0.1 and 10.77.0.2")
+    assert report.not_looked_at == skipped
 
 
 @pytest.mark.exhaustive
-def test_a_doctor_that_is_killed_leaves_nothing_on_the_hosts(tmp_path: Path):
+def test_a_killed_doctor_leaves_no_process_on_the_hosts(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
         words = [sys.executable, "-m", "rankless", "doctor", "--hosts", PAIR]
         killed = hosts.start("a", words, cwd=tmp_path)
-        wait_until(lambda: any("probe_server" in each for each in left_on(hosts, "b")))
+        wait_until(lambda: any("probe_server" in each for each in remaining_processes(hosts, "b")))
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
-        wait_until(lambda: not left_on(hosts, "b") and not left_on(hosts, "a"))
+        wait_until(lambda: not remaining_processes(hosts, "b") and not remaining_processes(hosts, "a"))
         interrupted = hosts.start("a", words, cwd=tmp_path)
-        wait_until(lambda: any("probe_server" in each for each in left_on(hosts, "b")))
+        wait_until(lambda: any("probe_server" in each for each in remaining_processes(hosts, "b")))
         os.kill(interrupted.pid, signal.SIGINT)
         _, errors = interrupted.communicate(timeout=20)
         assert (interrupted.returncode, errors) == (130, "")
-        wait_until(lambda: not left_on(hosts, "b") and not left_on(hosts, "a"))
+        wait_until(lambda: not remaining_processes(hosts, "b") and not remaining_processes(hosts, "a"))
 
 
 @dataclass
-class Planted:
-    """One cause: how it comes about, and what the doctor is to say of it."""
+class InjectedFault:
+    """A fault to inject, and what the doctor must report."""
 
     row: str
-    """Where it must be told, as "place name"."""
-    says: str
-    """A pattern of what is seen and the fix."""
-    plant: Callable[[Hosts], object] = lambda _: None
+    """The row that must report it, as "place name"."""
+    pattern: str
+    """A regular expression for what is seen and the fix."""
+    inject: Callable[[Hosts], object] = lambda _: None
     listed: str = PAIR
-    made: Mapping[str, Any] = field(default_factory=dict)
-    """For `two_hosts`."""
+    host_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `two_hosts`."""
     env: Mapping[str, str] = field(default_factory=dict)
     options: Sequence[str] = ("--quick",)
     fails: bool = True
-    alone: bool = True
-    """Whether nothing else is wrong."""
+    is_only_problem: bool = True
 
 
-def forget_keys(hosts: Hosts) -> None:
+def remove_authorized_keys(hosts: Hosts) -> None:
     (hosts.folder / "authorized").write_text("")
 
 
-def forget_hosts(hosts: Hosts) -> None:
+def remove_known_hosts(hosts: Hosts) -> None:
     (hosts.folder / "known").write_text("")
 
 
@@ -193,18 +192,18 @@ def change_host_key(hosts: Hosts) -> None:
     (hosts.folder / "known").write_text(f"{known} {(hosts.folder / 'user.pub').read_text()}")
 
 
-def name_b(*lines: str) -> Callable[[Hosts], None]:
+def set_names_on_b(*lines: str) -> Callable[[Hosts], None]:
     return lambda hosts: hosts.names("b", "\n".join(["127.0.0.1 localhost", *lines, ""]))
 
 
-def give_a_two_families(hosts: Hosts) -> None:
+def give_a_two_address_families(hosts: Hosts) -> None:
     hosts.names("b", "127.0.0.1 localhost\n10.77.0.1 a\nfd77::1 a\n10.77.0.2 b\n")
     hosts.ip("b", "address", "add", "fd77::2/64", "dev", "eth0", "nodad")
     hosts.ip("b", "route", "replace", "unreachable", "fd77::1/128")
 
 
-def swallow_large_packets(hosts: Hosts) -> None:
-    # Sent one by one, packets longer than the card at the cable's other end takes are dropped there, in silence.
+def drop_large_packets(hosts: Hosts) -> None:
+    # The card at the other end silently drops packets longer than its MTU if they arrive without segmentation offload.
     hosts.ip("a", "link", "set", "eth0", "gso_max_segs", "1")
     hosts.ip("a", "link", "set", "eth0", "mtu", "9000")
     hosts.ip("b", "link", "set", "eth0", "mtu", "9000")
@@ -217,101 +216,111 @@ def add_docker(hosts: Hosts) -> None:
         hosts.ip(name, "link", "add", "docker0", "type", "bridge")
 
 
-CAUSES = {
-    "no key": Planted("10.77.0.2 ssh", "asks for a password.*ssh-copy-id 10.77.0.2", forget_keys),
-    "unknown host key": Planted("10.77.0.2 ssh", "key is not known here.*ssh-keyscan 10.77.0.2", forget_hosts),
-    "changed host key": Planted("10.77.0.2 ssh", "another key.*ssh-keygen -R 10.77.0.2", change_host_key),
-    "no sshd": Planted("10.77.0.2 ssh", "no sshd listens.*start sshd there", made={"sshd": ("a",)}),
-    "no such name": Planted("nowhere ssh", "does not resolve here.*/etc/hosts", listed="10.77.0.1,nowhere"),
-    "cable": Planted("10.77.0.2 ssh", "(no way leads to it|no answer: it is down)", lambda h: h.link("b", up=False)),
-    "no route": Planted("10.99.0.9 ssh", "network is down, or knows no route.*ip route", listed="10.77.0.1,10.99.0.9"),
-    "firewall": Planted("10.77.0.2 ssh", "firewall drops.*port 22", lambda h: h.firewall("b", open_ports=())),
-    "control port": Planted(
+FAULTS = {
+    "no key": InjectedFault("10.77.0.2 ssh", "asks for a password.*ssh-copy-id 10.77.0.2", remove_authorized_keys),
+    "unknown host key": InjectedFault(
+        "10.77.0.2 ssh", "key is not known here.*ssh-keyscan 10.77.0.2", remove_known_hosts
+    ),
+    "changed host key": InjectedFault("10.77.0.2 ssh", "another key.*ssh-keygen -R 10.77.0.2", change_host_key),
+    "no sshd": InjectedFault("10.77.0.2 ssh", "no sshd listens.*start sshd there", host_options={"sshd": ("a",)}),
+    "no such name": InjectedFault("nowhere ssh", "does not resolve here.*/etc/hosts", listed="10.77.0.1,nowhere"),
+    "cable": InjectedFault(
+        "10.77.0.2 ssh", "(no way leads to it|no answer: it is down)", lambda h: h.link("b", up=False)
+    ),
+    "no route": InjectedFault(
+        "10.99.0.9 ssh", "network is down, or knows no route.*ip route", listed="10.77.0.1,10.99.0.9"
+    ),
+    "firewall": InjectedFault("10.77.0.2 ssh", "firewall drops.*port 22", lambda h: h.firewall("b", open_ports=())),
+    "control port": InjectedFault(
         "10.77.0.2 → 10.77.0.1 port 9988",
-        "no answer from 10.77.0.1:9988.*let TCP port 9988 through to 10.77.0.1, or choose another",
+        "no answer from 10.77.0.1:9988.*open TCP port 9988 on 10.77.0.1, or choose another",
         lambda h: h.firewall("a", closed_port=9988),
     ),
-    "one host twice": Planted("a hosts", "a and 10.77.0.1 are one host.*a:3", listed="a:2,10.77.0.1:1,b:1"),
-    "another host twice": Planted("b hosts", "b and 10.77.0.2 are one host.*b:3", listed="a,b:2,10.77.0.2"),
-    "name there unknown": Planted(
+    "one host twice": InjectedFault("a hosts", "a and 10.77.0.1 are the same host.*a:3", listed="a:2,10.77.0.1:1,b:1"),
+    "another host twice": InjectedFault("b hosts", "b and 10.77.0.2 are the same host.*b:3", listed="a,b:2,10.77.0.2"),
+    "name there unknown": InjectedFault(
         "b network card",
         "the name a does not resolve here.*/etc/hosts",
-        name_b("10.77.0.2 b"),
+        set_names_on_b("10.77.0.2 b"),
         listed="a,b",
-        alone=False,
+        is_only_problem=False,
     ),
-    "name there wrong": Planted(
-        "b network card", "a means this host itself here", name_b("10.77.0.2 a b"), listed="a,b", alone=False
+    "name there wrong": InjectedFault(
+        "b network card",
+        "a resolves to this host itself here",
+        set_names_on_b("10.77.0.2 a b"),
+        listed="a,b",
+        is_only_problem=False,
     ),
-    "two families": Planted(
+    "two families": InjectedFault(
         "b → a port 9988",
-        r"reached, but a also means fd77::1 \(No route to host\) there.*take fd77::1 out of the name a there",
-        give_a_two_families,
+        r"reached, but a also resolves to fd77::1 \(No route to host\) there.*remove fd77::1 from the addresses of a",
+        give_a_two_address_families,
         listed="a,b",
         fails=False,
     ),
-    "large packets": Planted("10.77.0.1 → 10.77.0.2 speed", "large ones do not.*MTU", swallow_large_packets),
-    "card named that is not there": Planted(
+    "large packets": InjectedFault("10.77.0.1 → 10.77.0.2 speed", "large ones do not.*MTU", drop_large_packets),
+    "card named that is not there": InjectedFault(
         "10.77.0.1 network card",
-        "GLOO_SOCKET_IFNAME=eth7 names no card here.*unset GLOO_SOCKET_IFNAME",
+        "GLOO_SOCKET_IFNAME=eth7 matches no card here.*unset GLOO_SOCKET_IFNAME",
         env={"GLOO_SOCKET_IFNAME": "eth7"},
-        alone=False,
+        is_only_problem=False,
     ),
-    "virtual card named": Planted(
+    "virtual card named": InjectedFault(
         "10.77.0.1 network card",
-        "NCCL_SOCKET_IFNAME=docker means docker0, but eth0 .* leads to 10.77.0.2; virtual and passed over: docker0",
+        "NCCL_SOCKET_IFNAME=docker selects docker0, but eth0 .* reaches 10.77.0.2; virtual cards skipped: docker0",
         add_docker,
         env={"NCCL_SOCKET_IFNAME": "docker"},
         fails=False,
-        alone=False,
+        is_only_problem=False,
     ),
-    "not on the list": Planted("this host hosts", "is none of 10.77.0.2", listed="10.77.0.2", fails=False),
-    "loopback down": Planted(
+    "not on the list": InjectedFault("this host hosts", "is not one of 10.77.0.2", listed="10.77.0.2", fails=False),
+    "loopback down": InjectedFault(
         "this host network card", "lo is down", lambda h: h.ip("a", "link", "set", "lo", "down"), listed=""
     ),
-    "by hand": Planted(
+    "by hand": InjectedFault(
         "10.77.0.2 from here",
         "(no way leads to it|no answer: it is down)",
         lambda h: h.link("b", up=False),
         options=("--no-ssh", "--quick"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "no key" else pytest.mark.exhaustive) for name in CAUSES]
+    "name", [pytest.param(name, marks=[] if name == "no key" else pytest.mark.exhaustive) for name in FAULTS]
 )
-def test_a_planted_cause_is_found(name: str, tmp_path: Path):
-    planted = CAUSES[name]
-    with two_hosts(tmp_path, **planted.made) as hosts:
-        planted.plant(hosts)
-        report, troubles = doctor(hosts, *planted.options, listed=planted.listed, **planted.env)
-    assert re.search(planted.says, troubles[planted.row]), troubles
-    assert bool(report.causes) == planted.fails
-    assert len(troubles) == 1 or not planted.alone, troubles
+def test_an_injected_fault_is_found(name: str, tmp_path: Path):
+    fault = FAULTS[name]
+    with two_hosts(tmp_path, **fault.host_options) as hosts:
+        fault.inject(hosts)
+        report, problems = doctor(hosts, *fault.options, listed=fault.listed, **fault.env)
+    assert re.search(fault.pattern, problems[fault.row]), problems
+    assert bool(report.causes) == fault.fails
+    assert len(problems) == 1 or not fault.is_only_problem, problems
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("missing", ["folder", "interpreter"])
-def test_what_is_missing_on_the_other_host_is_named(missing: str, tmp_path: Path):
+def test_a_missing_folder_or_interpreter_is_named(missing: str, tmp_path: Path):
     shared = tmp_path / "shared"
     (shared / "work").mkdir(parents=True)
-    gone = shared if missing == "folder" else Path(sys.executable).parent
+    hidden = shared if missing == "folder" else Path(sys.executable).parent
     with ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts(tmp_path, before={"b": f"mount -t tmpfs tmpfs {gone}"}))
-        _, troubles = doctor(hosts, "--quick", cwd=shared / "work")
+        hosts = stack.enter_context(two_hosts(tmp_path, before={"b": f"mount -t tmpfs tmpfs {hidden}"}))
+        _, problems = doctor(hosts, "--quick", cwd=shared / "work")
     path = shared / "work" if missing == "folder" else sys.executable
-    assert troubles["10.77.0.2 ssh"].startswith(f"the {missing} {path} is not there"), troubles
+    assert problems["10.77.0.2 ssh"].startswith(f"the {missing} {path} does not exist there"), problems
 
 
 @pytest.mark.exhaustive
-def test_hosts_that_have_ipv6_alone_are_healthy_too(tmp_path: Path):
+def test_hosts_with_only_ipv6_are_healthy(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
         known = (hosts.folder / "known").read_text()
         (hosts.folder / "known").write_text(f"fd77::1,fd77::2,{known}")
         for name, address in (("a", "fd77::1/64"), ("b", "fd77::2/64")):
             hosts.ip(name, "address", "flush", "dev", "eth0")
             hosts.ip(name, "address", "add", address, "dev", "eth0", "nodad")
-        report, troubles = doctor(hosts, listed="[fd77::1]:1,[fd77::2]:1")
-    assert not report.causes, troubles
+        report, problems = doctor(hosts, listed="[fd77::1]:1,[fd77::2]:1")
+    assert not report.causes, problems
     assert {row.place for row in report.rows if row.name == "all_reduce"} == {"all hosts"}

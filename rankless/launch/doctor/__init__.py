@@ -1,5 +1,6 @@
-"""What would make a job hang or fail, found before it starts: each finding a row, with what was seen and the fix.
+"""Check, before a job starts, for anything that would make it hang or fail on its hosts.
 
-Enters: the hosts of a job. Leaves: rows. `rankless doctor` calls `examination`, and each job on several hosts calls
-`quick`; a program of its own (`on_host`) looks at each host, this one too, and is asked through its standard input.
+The input is a `DoctorConfig`, the output a list of `CheckResult`, each with what the check saw and the fix. `rankless
+doctor` calls `diagnosis.run_diagnosis`. Every job on several hosts calls `preflight.run_preflight`. `remote_probes`
+starts one `probe_server` on each host, by ssh or directly on this host, and sends it requests over its standard input.
 """

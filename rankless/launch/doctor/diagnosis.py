@@ -1,4 +1,4 @@
-"""The whole examination of one host or several: who is looked at, in which order, and what comes of it."""
+"""Run all checks, on one host or between several, in the order in which later checks depend on earlier ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,34 +16,35 @@ from rankless.records.check_results import CheckResult, make_failure, make_pass,
 from rankless.records.quantities import format_seconds
 
 WARNING_SKEW_SECONDS = 1.0
+"""A clock that differs by more is a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """What is to be looked at."""
+    """What to check."""
 
     hosts: tuple[Host, ...]
-    """Empty: this host alone."""
+    """The hosts of the job; empty to check this host only."""
     workers: int = 1
-    """On this host alone."""
+    """Workers on this host, if `hosts` is empty."""
     port: int
     log_folder: str
     without_ssh: bool = False
-    """Do not use ssh: of the other hosts only what can be seen from here."""
+    """Do not use ssh; check the other hosts only from outside."""
     quick: bool = False
-    """Leave out what imports torch."""
+    """Skip the checks that import torch."""
 
 
 @dataclass
 class DoctorFindings:
-    """The rows so far, and what could not be looked at, with the reason."""
+    """The results so far, and the checks that were skipped, with the reason."""
 
     results: list[CheckResult] = field(default_factory=list)
     skipped_checks: list[str] = field(default_factory=list)
 
 
 def run_diagnosis(config: DoctorConfig, report_progress: Callable[[str], None]) -> DoctorFindings:
-    """All rows. `tell` is given what is being done."""
+    """Run all checks and return their results; call `report_progress` with the name of each phase."""
     findings = DoctorFindings()
     hosts = config.hosts or (Host(address="this host", workers=config.workers),)
     own_indices = [0]
@@ -54,14 +55,14 @@ def run_diagnosis(config: DoctorConfig, report_progress: Callable[[str], None]) 
     skipped_indices = (
         [index for index in range(len(hosts)) if index != own_index] if config.without_ssh else own_indices[1:]
     )
-    report_progress("reaching the hosts" if len(hosts) > 1 else "looking at this host")
+    report_progress("connecting to the hosts" if len(hosts) > 1 else "checking this host")
     with HostProbes(hosts, own_index=own_index, skipped=skipped_indices) as probes:
         _Diagnosis(config, hosts, own_indices, probes, findings).run(report_progress)
     return findings
 
 
 class _Diagnosis:
-    """One examination, while its programs are on the hosts."""
+    """One run of all checks, while the probe servers run on the hosts."""
 
     def __init__(
         self,
@@ -75,7 +76,9 @@ class _Diagnosis:
         self._hosts = hosts
         self._names = [host.address for host in hosts]
         self._own_indices = own_indices
-        """The places of this host: one, unless it is not on the list or is named twice."""
+        """The indices of this host in the list: normally one, several if the list names it repeatedly, none if not at
+        all.
+        """
         self._own_index = own_indices[0] if own_indices else None
         self._probes = probes
         self._results = findings.results
@@ -87,90 +90,86 @@ class _Diagnosis:
             self._connect()
             if not self._config.quick and len(self._hosts) > 1:
                 start_collective_processes(self._probes)
-            report_progress("looking at each host")
+            report_progress("checking each host")
             self._check_hosts()
             pairs = None
             if len(self._hosts) > 1:
                 self._compare_versions()
                 self._compare_clocks()
-                report_progress("trying the ways between the hosts")
+                report_progress("testing the connections between the hosts")
                 pairs = HostPairs(self._probes, HostNetwork(self._names, self._config.port, self._reports))
                 self._results += pairs.check_connections()
             if self._own_index is not None and not self._config.quick:
-                report_progress("starting a small job")
+                report_progress("starting a test job")
                 self._results += with_place([startup_test.result()], self._names[self._own_index])
         if pairs is not None:
-            report_progress("measuring the ways between the hosts")
+            report_progress("measuring the links between the hosts")
             self._run_collective(pairs)
             self._results += pairs.measure_speeds()
 
     def _connect(self) -> None:
-        for host_index, result in self._probes.wait_until_ready().items():
-            self._results += with_place([result], self._names[host_index])
-            self._skipped_checks.append(f"{self._names[host_index]} itself, for want of {result.name}")
+        for index, result in self._probes.wait_until_ready().items():
+            self._results += with_place([result], self._names[index])
+            self._skipped_checks.append(f"{self._names[index]} itself, because its {result.name} check failed")
         self._drop_duplicate_hosts()
-        for host_index, probe in self._probes.ready.items():
-            if host_index != self._own_index:
+        for index, probe in self._probes.ready.items():
+            if index != self._own_index:
                 self._results += with_place(
                     [make_pass("ssh", f"in {format_seconds(probe.connect_seconds)}, without a password")],
-                    self._names[host_index],
+                    self._names[index],
                 )
         if self._config.without_ssh:
-            for host_index, name in enumerate(self._names):
-                if host_index not in self._own_indices:
+            for index, name in enumerate(self._names):
+                if index not in self._own_indices:
                     self._results += with_place([_check_from_outside(name)], name)
-                    self._skipped_checks.append(f"{name} itself (--no-ssh): type the line there too")
+                    self._skipped_checks.append(f"{name} itself (--no-ssh): run the same command there too")
 
     def _drop_duplicate_hosts(self) -> None:
-        """Of two names for one host, the first is looked at."""
+        """If two names mean one host, check the first only."""
         first: dict[str, int] = {}
-        for host_index, probe in list(self._probes.ready.items()):
-            original = first.setdefault(probe.identity, host_index)
-            if original != host_index:
+        for index, probe in list(self._probes.ready.items()):
+            original = first.setdefault(probe.identity, index)
+            if original != index:
                 self._results += with_place(
-                    [_make_duplicate_host_result([self._hosts[original], self._hosts[host_index]])],
+                    [_make_duplicate_host_result([self._hosts[original], self._hosts[index]])],
                     self._names[original],
                 )
-                self._probes.ready.pop(host_index)
+                self._probes.ready.pop(index)
 
     def _check_hosts(self) -> None:
         variables = carried_variables()
         self._probes.request(
-            {
-                host_index: ApplyEnvironment(environment=variables)
-                for host_index in self._probes.ready
-                if host_index != self._own_index
-            }
+            {index: ApplyEnvironment(environment=variables) for index in self._probes.ready if index != self._own_index}
         )
         requests: dict[int, ProbeRequest] = {
-            host_index: CheckHost(
-                name=self._names[host_index],
-                others=tuple(self._names[other] for other in self._probes.ready if other != host_index),
-                is_first=host_index == 0,
+            index: CheckHost(
+                name=self._names[index],
+                others=tuple(self._names[other] for other in self._probes.ready if other != index),
+                is_first=index == 0,
                 has_several=len(self._hosts) > 1,
-                workers=self._hosts[host_index].workers,
+                workers=self._hosts[index].workers,
                 port=self._config.port,
                 log_folder=self._config.log_folder,
             )
-            for host_index in self._probes.ready
+            for index in self._probes.ready
         }
-        for host_index, response in self._probes.request(requests).items():
+        for index, response in self._probes.request(requests).items():
             if isinstance(response, HostReport):
-                self._reports[host_index] = response
-                self._results += with_place(response.results, self._names[host_index])
+                self._reports[index] = response
+                self._results += with_place(response.results, self._names[index])
             else:
-                text = response.text if isinstance(response, ProbeFailed) else "another answer than was asked for"
-                result = make_failure("program", f"it broke off: {text}", "run rankless doctor there, alone")
-                self._results += with_place([result], self._names[host_index])
-                self._probes.ready.pop(host_index)
+                text = response.text if isinstance(response, ProbeFailed) else "unexpected response"
+                result = make_failure("program", f"the probe failed: {text}", "run rankless doctor on that host alone")
+                self._results += with_place([result], self._names[index])
+                self._probes.ready.pop(index)
 
     def _compare_versions(self) -> None:
-        """Versions."""
+        """Compare every host's versions with the first host's."""
         if not self._reports:
             return
         first = min(self._reports)
         reference = self._reports[first].facts
-        for host_index, report in self._reports.items():
+        for index, report in self._reports.items():
             mismatches = find_differences(reference, report.facts, received_seconds=report.facts.time_seconds)
             results = [
                 make_failure(
@@ -179,66 +178,62 @@ class _Diagnosis:
                 for item in mismatches
             ]
             versions = ", ".join(f"{name} {version}" for name, version in report.facts.versions.items())
-            self._results += with_place(results or [make_pass("versions", versions)], self._names[host_index])
+            self._results += with_place(results or [make_pass("versions", versions)], self._names[index])
 
     def _compare_clocks(self) -> None:
-        others = [host_index for host_index in self._probes.ready if host_index != self._own_index]
-        for host_index, found in self._probes.measure_clocks(others).items():
+        others = [index for index in self._probes.ready if index != self._own_index]
+        for index, found in self._probes.measure_clocks(others).items():
             if found is not None:
-                self._results += with_place(
-                    [_make_clock_result(skew=found[0], doubt=found[1])], self._names[host_index]
-                )
+                self._results += with_place([_make_clock_result(skew=found[0], doubt=found[1])], self._names[index])
 
     def _run_collective(self, pairs: HostPairs) -> None:
         if self._config.quick:
             return
-        interfaces = {
-            host_index: found.interface for host_index, found in self._reports.items() if found.interface is not None
-        }
+        interfaces = {index: found.interface for index, found in self._reports.items() if found.interface is not None}
         if pairs.all_reached and pairs.address_of_first is not None and len(interfaces) == len(self._hosts):
             self._results += run_collective_test(
                 self._probes, self._names, address=pairs.address_of_first, interfaces=interfaces
             )
         else:
-            self._skipped_checks.append("a collective of all hosts, until the above is mended")
+            self._skipped_checks.append("a collective of all hosts: fix the failures above first")
 
 
 def _find_own_indices(hosts: Sequence[Host]) -> list[int]:
     own = own_addresses()
-    return [host_index for host_index, host in enumerate(hosts) if addresses_of(host.address) & own]
+    return [index for index, host in enumerate(hosts) if addresses_of(host.address) & own]
 
 
 def _check_host_list(hosts: Sequence[Host], own_indices: Sequence[int]) -> list[CheckResult]:
-    """Whether this host is one of the list, and one only."""
+    """Check that the list names this host exactly once."""
     listed = ", ".join(map(str, hosts))
     if not own_indices:
         result = make_warning(
-            "hosts", f"this host is none of {listed}", "start jobs on a host of the list: it is host 0"
+            "hosts", f"this host is not one of {listed}", "start jobs on a host of the list, which becomes host 0"
         )
         return with_place([result], "this host")
     if len(own_indices) > 1:
         return with_place(
-            [_make_duplicate_host_result([hosts[host_index] for host_index in own_indices])], str(hosts[own_indices[0]])
+            [_make_duplicate_host_result([hosts[index] for index in own_indices])], str(hosts[own_indices[0]])
         )
     return []
 
 
 def _make_duplicate_host_result(hosts: Sequence[Host]) -> CheckResult:
-    fix = f"name it once, with all its workers: {hosts[0]}:{sum(host.workers for host in hosts)}"
-    return make_failure("hosts", f"{' and '.join(map(str, hosts))} are one host", fix)
+    fix = f"list it once, with all its workers: {hosts[0]}:{sum(host.workers for host in hosts)}"
+    return make_failure("hosts", f"{' and '.join(map(str, hosts))} are the same host", fix)
 
 
 def _check_from_outside(name: str) -> CheckResult:
-    """What can be seen of a host without ssh."""
+    """Check without ssh what is visible of a host from here."""
     seen = describe_reachability(name)
     if seen.startswith("it is up"):
         return make_pass("from here", "it is up")
-    return make_failure("from here", seen, "see that the name is right, the host is up, and no firewall stands between")
+    return make_failure("from here", seen, "check the name, whether the host is up, and whether a firewall blocks it")
 
 
 def _make_clock_result(*, skew: float, doubt: float) -> CheckResult:
     seen = f"{format_seconds(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this host's (± {format_seconds(doubt)})"
-    fix = "set the clocks: timedatectl set-ntp true, or chrony"
+    fix = "synchronize the clocks with timedatectl set-ntp true, or with chrony"
     if abs(skew) - doubt > MOST_SKEW_SECONDS:
         return make_failure("clock", seen, fix)
     return make_warning("clock", seen, fix) if abs(skew) - doubt > WARNING_SKEW_SECONDS else make_pass("clock", seen)

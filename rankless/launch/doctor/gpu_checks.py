@@ -1,4 +1,4 @@
-"""Looking at a host's GPUs without CUDA: device files, the driver, and what torch was built for."""
+"""Check a host's GPUs without CUDA: device files, the driver, and the CUDA version of torch."""
 
 import glob
 import importlib.util
@@ -15,49 +15,51 @@ from rankless.records.check_results import CheckResult, make_failure, make_pass,
 
 NVIDIA_SMI_TIMEOUT_SECONDS = 5.0
 MIN_DRIVER_VERSIONS = {11: 450, 12: 525, 13: 580}
-"""By CUDA's first number: the driver's, from NVIDIA's table of minor version compatibility (Linux)."""
+"""Oldest driver by CUDA major version, from NVIDIA's table of minor version compatibility (Linux)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """What this host says of its GPUs."""
+    """What this host reports about its GPUs."""
 
     files: int = 0
-    """How many device files there are."""
+    """Number of device files."""
     names: Sequence[str] | None = None
-    """As the driver's tool lists them; None where there is no such tool."""
+    """As `nvidia-smi` lists them; None if it is not installed."""
     driver: str = ""
     error: str = ""
-    """Of the tool, where it fails."""
+    """What `nvidia-smi` printed when it failed."""
     visible: Sequence[str] | None = None
-    """What CUDA_VISIBLE_DEVICES leaves; None where it is not set."""
+    """The devices in CUDA_VISIBLE_DEVICES; None if it is not set."""
     cuda: str | None = None
-    """Torch's, if it is built for any."""
+    """The CUDA version that torch was built for; None for a build without CUDA."""
 
 
 def check_gpus(request: CheckHost) -> list[CheckResult]:
-    """Whether there are GPUs, the driver serves them, torch can use them, and enough are visible."""
+    """Check that the driver serves the GPUs, that torch can use them, and that enough are visible."""
     return evaluate_gpus(_collect_gpu_facts(), workers=request.workers)
 
 
 def evaluate_gpus(facts: GpuFacts, *, workers: int) -> list[CheckResult]:
-    """The rows that tell of these GPUs, for so many workers on this host."""
+    """Return the results for these GPUs and this number of workers."""
     if not facts.files and (not facts.names or facts.error):
         return [_no_gpu_result(facts)]
     if facts.names is None:
-        fix = "install the driver's tools, to see more"
-        return [make_warning("GPUs", f"{facts.files} device files, but no nvidia-smi to ask", fix)]
+        fix = "install the driver's tools to check the driver too"
+        return [make_warning("GPUs", f"{facts.files} device files, but no nvidia-smi", fix)]
     if facts.error:
-        fix = "load the driver (modprobe nvidia), or restart this host: it may have been updated"
+        fix = "load the driver (modprobe nvidia), or reboot this host if the driver was updated"
         return [make_failure("GPUs", f"nvidia-smi fails: {facts.error}", fix)]
     if not facts.files:
         fix = "start the container with --gpus all"
-        return [make_failure("GPUs", f"the driver has {_count_names(facts.names)}, but no /dev/nvidia0 is here", fix)]
+        return [
+            make_failure("GPUs", f"the driver has {_count_names(facts.names)}, but /dev/nvidia0 does not exist", fix)
+        ]
     return [_visible_devices_result(facts, facts.names, workers), _driver_result(facts)]
 
 
 def read_torch_cuda_version() -> str | None:
-    """The version of CUDA that torch was built for, read from its files; None for a build without."""
+    """Return the CUDA version that torch was built for, from its files; None for a build without CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -87,8 +89,8 @@ def _collect_gpu_facts() -> GpuFacts:
 
 def _no_gpu_result(facts: GpuFacts) -> CheckResult:
     if facts.visible:
-        fix = "unset CUDA_VISIBLE_DEVICES; in a container: --gpus all"
-        return make_warning("GPUs", f"no NVIDIA GPU, yet CUDA_VISIBLE_DEVICES={','.join(facts.visible)}", fix)
+        fix = "unset CUDA_VISIBLE_DEVICES, or start the container with --gpus all"
+        return make_warning("GPUs", f"no NVIDIA GPU, but CUDA_VISIBLE_DEVICES={','.join(facts.visible)}", fix)
     built = f" (torch has CUDA {facts.cuda})" if facts.cuda else ""
     return make_pass("GPUs", f"no NVIDIA GPU: workers compute on the CPU{built}")
 
@@ -101,25 +103,27 @@ def _visible_devices_result(facts: GpuFacts, names: Sequence[str], workers: int)
         absent = [name for name in visible if name.isdigit() and int(name) >= len(names)]
         twice = [name for name in visible if visible.count(name) > 1]
         if absent or twice:
-            wrong = f"{absent[0]} is not there" if absent else f"{twice[0]} is named twice"
+            wrong = f"device {absent[0]} does not exist" if absent else f"device {twice[0]} is listed twice"
             fix = f"set it to different numbers below {len(names)}, or unset it"
             return make_failure("GPUs", f"{kinds}: {wrong}", fix)
     if not usable:
-        return make_warning("GPUs", f"{kinds}: all are hidden", "unset CUDA_VISIBLE_DEVICES to compute on them")
+        return make_warning("GPUs", f"{kinds}: all GPUs are hidden", "unset CUDA_VISIBLE_DEVICES to compute on them")
     if workers > usable:
-        fix = "start one worker for each GPU; or compute on the CPU: --devices cpu"
-        return make_warning("GPUs", f"{kinds}: {workers} workers would share {usable}, and talk through Gloo", fix)
+        fix = "start one worker per GPU, or compute on the CPU with --devices cpu"
+        return make_warning(
+            "GPUs", f"{kinds}: {workers} workers would share {usable}, and communicate through Gloo", fix
+        )
     return make_pass("GPUs", kinds)
 
 
 def _driver_result(facts: GpuFacts) -> CheckResult:
     if facts.cuda is None:
-        fix = "install torch's build for CUDA, or give --devices cpu"
-        return make_warning("driver", f"{facts.driver}, but torch is not there or built without CUDA", fix)
+        fix = "install a build of torch with CUDA, or set --devices cpu"
+        return make_warning("driver", f"{facts.driver}, but torch is missing or built without CUDA", fix)
     oldest = MIN_DRIVER_VERSIONS.get(int(facts.cuda.partition(".")[0]))
     first = facts.driver.partition(".")[0]
     if oldest is not None and first.isdigit() and int(first) < oldest:
-        fix = f"install driver {oldest} or newer, or a torch that was built for an older CUDA"
+        fix = f"install driver {oldest} or newer, or a build of torch for an older CUDA"
         return make_failure("driver", f"{facts.driver}, too old for torch's CUDA {facts.cuda}", fix)
     return make_pass("driver", f"{facts.driver}, for torch's CUDA {facts.cuda}")
 

@@ -1,4 +1,4 @@
-"""All that the doctor sees from inside one host."""
+"""Run all checks of one host, from inside."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ NO_PROGRAM = Program(kind="code", target="")
 
 
 def check_host(request: CheckHost) -> HostReport:
-    """Every check of this host."""
+    """Run every check of this host."""
     card = network_checks.find_own_card(request)
     return HostReport(
         results=tuple(
@@ -36,8 +36,8 @@ def check_host(request: CheckHost) -> HostReport:
 
 
 def check_host_quickly(request: CheckHost) -> list[CheckResult]:
-    """What can be seen in a fraction of a second, before a job on several hosts."""
-    # Not the port: the agent that is to listen finds it taken itself, and says by whom.
+    """Run the checks that take a fraction of a second, before a job on several hosts."""
+    # Not the port: the agent that listens on it reports itself which process holds it.
     checks: list[Check] = [
         *_network_checks(request),
         machine_checks.check_shared_memory,
@@ -48,14 +48,14 @@ def check_host_quickly(request: CheckHost) -> list[CheckResult]:
 
 
 def run_checks(checks: Sequence[Check]) -> list[CheckResult]:
-    """The rows of all checks; one that the system does not let look is a warning."""
+    """Run all checks; one that the system does not allow becomes a warning."""
     results: list[CheckResult] = []
     for check in checks:
         try:
             found = check()
         except (OSError, psutil.Error) as error:
-            name = getattr(check, "func", check).__name__.replace("_", " ")
-            found = make_warning(name, f"could not be looked at: {error}", "see whether this user may look there")
+            name = getattr(check, "func", check).__name__.removeprefix("check_").replace("_", " ")
+            found = make_warning(name, f"could not be checked: {error}", "check the permissions of this user")
         results += found if isinstance(found, list) else [found]
     return results
 
@@ -90,7 +90,7 @@ def _gpu_checks(request: CheckHost) -> list[Check]:
 
 
 def read_host_identity() -> str:
-    """The same for two names of one host only: the running kernel, and the network that it gives us."""
+    """Return an identity that is equal for two names of one host: the kernel's boot ID and the network namespace."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     return f"{socket.gethostname()} {sorted(own_addresses())}"

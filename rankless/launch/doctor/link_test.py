@@ -1,7 +1,7 @@
-"""Between two hosts: listening, connecting, and measuring the way. Both sides are the doctor's own.
+"""Listen, connect and measure between two hosts. Both sides are probe servers.
 
-Note [who may talk]: a listener answers only to who sends the doctor's secret, which travels by ssh's standard input;
-it reads no more than it counts, and ends with the program.
+Note [probe secret]: a listener serves only clients that send the doctor's secret, which travels over ssh's standard
+input. It reads no more bytes than announced, and ends with the probe server.
 """
 
 import errno
@@ -19,6 +19,7 @@ from rankless.launch.doctor.probe_protocol import ConnectionAttempt, ConnectionO
 CONNECT_TIMEOUT_SECONDS = 2.0
 SECRET_BYTES = 16
 PING, FLOOD = b"P", b"F"
+"""The first byte of a message: what kind of measurement it starts."""
 PING_BYTES = 64
 PINGS = 40
 FLOOD_SECONDS = 0.3
@@ -29,7 +30,9 @@ _HOST_INDEX_BYTES = 4
 
 
 def start_listener(host_index: int, secret: bytes, port: int = 0, address: str = "") -> socket.socket | None:
-    """A socket on one address of this host, or on all, served in the background; None where it cannot be had."""
+    """Serve a socket in the background, on one address of this host or on all; return None if the port is not
+    available.
+    """
     both = not address and socket.has_dualstack_ipv6()
     try:
         family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
@@ -43,15 +46,17 @@ def start_listener(host_index: int, secret: bytes, port: int = 0, address: str =
 
 
 def connect_all(targets: Sequence[ConnectionTarget], secret: bytes) -> tuple[ConnectionAttempt, ...]:
-    """Whether each target is reached, by each of its addresses; all at once."""
+    """Connect to every address of every target at once, and return the outcomes."""
     with ThreadPoolExecutor(max(1, len(targets))) as pool:
         return tuple(
-            attempt for found in pool.map(lambda target: _attempts(target, secret), targets) for attempt in found
+            attempt
+            for found in pool.map(lambda target: _connect_to_addresses(target, secret), targets)
+            for attempt in found
         )
 
 
 def measure_link(target: ConnectionTarget, secret: bytes) -> LinkSpeed:
-    """The median round trip of small messages, and the speed of a flood."""
+    """Measure the median round trip of small messages and the throughput of large ones."""
     try:
         with socket.create_connection((target.address, target.port), timeout=CONNECT_TIMEOUT_SECONDS) as connection:
             connection.settimeout(STALL_TIMEOUT_SECONDS)
@@ -59,51 +64,53 @@ def measure_link(target: ConnectionTarget, secret: bytes) -> LinkSpeed:
             connection.sendall(secret)
             _receive_exactly(connection, _HOST_INDEX_BYTES)
             round_trips = [_ping(connection) for _ in range(PINGS)]
-            # The first are slower: caches, and neighbours to be found.
+            # The first round trips are slower: caches are cold and ARP must resolve the neighbour.
             round_trip = statistics.median(round_trips[PINGS // 4 :])
             try:
-                return LinkSpeed(round_trip_seconds=round_trip, bytes_per_second=_flood(connection))
+                return LinkSpeed(round_trip_seconds=round_trip, bytes_per_second=_send_flood(connection))
             except TimeoutError:
                 return LinkSpeed(round_trip_seconds=round_trip, error="small messages arrive, large ones do not")
     except OSError as error:
         return LinkSpeed(error=error.strerror or str(error) or type(error).__name__)
 
 
-def _attempts(target: ConnectionTarget, secret: bytes) -> list[ConnectionAttempt]:
+def _connect_to_addresses(target: ConnectionTarget, secret: bytes) -> list[ConnectionAttempt]:
     try:
         found = socket.getaddrinfo(target.address, target.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         return [ConnectionAttempt(target=target, address="", outcome="no name", text=str(error))]
-    host_indices = list(dict.fromkeys((family, host_index) for family, _, _, _, host_index in found))[:4]
-    with ThreadPoolExecutor(len(host_indices)) as pool:
-        return list(pool.map(lambda each: _attempt(target, secret, *each), host_indices))
+    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))[:4]
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        return list(pool.map(lambda each: _connect_to_address(target, secret, *each), addresses))
 
 
-def _attempt(target: ConnectionTarget, secret: bytes, family: int, host_index: tuple[object, ...]) -> ConnectionAttempt:
+def _connect_to_address(
+    target: ConnectionTarget, secret: bytes, family: int, address: tuple[object, ...]
+) -> ConnectionAttempt:
     outcome: ConnectionOutcome
     text = ""
     with socket.socket(family, socket.SOCK_STREAM) as connection:
         connection.settimeout(CONNECT_TIMEOUT_SECONDS)
         try:
-            connection.connect(host_index)
+            connection.connect(address)
             connection.sendall(secret)
             answered = int.from_bytes(_receive_exactly(connection, _HOST_INDEX_BYTES), "big")
             outcome = "reached" if answered == target.host_index else "another"
         except TimeoutError:
             outcome = "dropped"
         except OSError as error:
-            outcome, text = _outcome(error), error.strerror or str(error)
-    return ConnectionAttempt(target=target, address=str(host_index[0]), outcome=outcome, text=text)
+            outcome, text = _classify_error(error), error.strerror or str(error)
+    return ConnectionAttempt(target=target, address=str(address[0]), outcome=outcome, text=text)
 
 
-def _outcome(error: OSError) -> ConnectionOutcome:
+def _classify_error(error: OSError) -> ConnectionOutcome:
     if error.errno == errno.ECONNREFUSED:
         return "refused"
     if error.errno == errno.ETIMEDOUT:
         return "dropped"
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL):
-        return "no way"
-    # Somebody was there, and closed: he does not know the secret.
+        return "no route"
+    # Some program accepted and closed the connection: it does not know the secret.
     return "another" if error.errno in (errno.ECONNRESET, errno.EPIPE, None) else "failed"
 
 
@@ -138,8 +145,12 @@ def _ping(connection: socket.socket) -> float:
     return time.perf_counter() - start
 
 
-def _flood(connection: socket.socket) -> float:
-    """Bytes a second, until the other side has said that it has them all. Raises TimeoutError if they stall."""
+def _send_flood(connection: socket.socket) -> float:
+    """Return the throughput in bytes per second until the other side confirms all data.
+
+    Raises:
+        TimeoutError: If the data stalls.
+    """
     start = time.perf_counter()
     connection.sendall(FLOOD)
     sent = 0

@@ -1,4 +1,4 @@
-"""Looking at a host: its shared memory, limits, memory, cores, disk, container, MPI."""
+"""Check a host's shared memory, limits, memory, cores, disk, container and MPI."""
 
 import os
 import resource
@@ -26,62 +26,62 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def check_shared_memory() -> CheckResult:
-    """Where workers compare their calls, and loaders' readers hand over batches."""
+    """Check the shared memory, in which workers compare their calls and loader workers pass batches."""
     check_name = SHARED_MEMORY
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError:
-        return make_pass(check_name, "not there: this system has shared memory elsewhere")
+        return make_pass(check_name, "does not exist: this system has shared memory elsewhere")
     whole, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
     seen = f"{format_bytes(free)} free of {format_bytes(whole)}"
     fix = f"as root: mount -o remount,size=8G {SHARED_MEMORY}"
     if detect_container() is not None:
         fix = "start the container with --shm-size=8g, or --ipc=host"
     if free < MIN_SHARED_BYTES:
-        return make_failure(check_name, f"{seen}: batches that readers hand over do not fit", fix)
+        return make_failure(check_name, f"{seen}: batches from loader workers do not fit", fix)
     return (
-        make_warning(check_name, f"{seen}: little for loaders with readers", fix)
+        make_warning(check_name, f"{seen}: little for loaders with worker processes", fix)
         if whole < RECOMMENDED_SHARED_BYTES
         else make_pass(check_name, seen)
     )
 
 
 def check_open_files() -> CheckResult:
-    """How many files and connections a process may have."""
+    """Check how many files and connections a process may open."""
     check_name = "open files"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= RECOMMENDED_OPEN_FILES:
-        return make_pass(check_name, f"{_format_limit(soft)} for each process")
-    seen = f"{soft} for each process, {_format_limit(hard)} if asked for"
+        return make_pass(check_name, f"{_format_limit(soft)} per process")
+    seen = f"{soft} per process (hard limit {_format_limit(hard)})"
     higher = 65536 if hard == resource.RLIM_INFINITY else hard
-    fix = f"ulimit -n {higher}, before the start; for logins by ssh: nofile in /etc/security/limits.conf"
+    fix = f"run ulimit -n {higher} before the start; for ssh logins set nofile in /etc/security/limits.conf"
     if hard != resource.RLIM_INFINITY and hard < RECOMMENDED_OPEN_FILES:
-        fix = "as root: ulimit -n 65536; for logins by ssh: nofile in /etc/security/limits.conf"
+        fix = "as root: ulimit -n 65536; for ssh logins set nofile in /etc/security/limits.conf"
     return make_failure(check_name, seen, fix) if soft < MIN_OPEN_FILES else make_warning(check_name, seen, fix)
 
 
 def check_locked_memory() -> CheckResult:
-    """How much memory may be pinned, which InfiniBand needs."""
+    """Check how much memory may be pinned, which InfiniBand needs."""
     check_name = "locked memory"
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards = sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else []
     seen = _format_limit(soft) if soft == resource.RLIM_INFINITY else format_bytes(soft)
     if not cards:
-        return make_pass(check_name, f"{seen}; only InfiniBand needs it, and there is none")
+        return make_pass(check_name, f"{seen}; only InfiniBand needs it, and this host has none")
     if soft == resource.RLIM_INFINITY:
         return make_pass(check_name, f"{seen}, as {', '.join(cards)} needs")
     return make_warning(
         check_name,
         f"{seen}, but {', '.join(cards)} needs more",
-        "ulimit -l unlimited; for logins by ssh: memlock in /etc/security/limits.conf; containers: --ulimit memlock=-1",
+        "ulimit -l unlimited; for ssh logins set memlock in /etc/security/limits.conf; container: --ulimit memlock=-1",
     )
 
 
 def check_processes() -> CheckResult:
-    """How many processes and threads may be started."""
+    """Check how many processes and threads may be started."""
     check_name = "processes"
     limits = [_read_number(group / "pids.max") for group in _list_cgroup_folders("pids")]
-    if os.geteuid() != 0:  # root has no limit of its own
+    if os.geteuid() != 0:  # root has no per-user limit
         limits.append(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     finite = [limit for limit in limits if limit is not None and limit != resource.RLIM_INFINITY]
     if not finite:
@@ -89,15 +89,17 @@ def check_processes() -> CheckResult:
     room = min(finite)
     with suppress(OSError, psutil.Error):
         room -= sum(each.info["num_threads"] or 1 for each in _list_own_processes())
-    seen = f"room for {max(0, room)} more of {min(finite)}, threads among them"
-    fix = "end what is not needed; ulimit -u, nproc in /etc/security/limits.conf, or --pids-limit of the container"
+    seen = f"{max(0, room)} more of {min(finite)}, including threads"
+    fix = (
+        "end unneeded processes, or raise ulimit -u, nproc in /etc/security/limits.conf or the container's --pids-limit"
+    )
     if room < MIN_PROCESSES:
         return make_failure(check_name, seen, fix)
     return make_warning(check_name, seen, fix) if room < RECOMMENDED_PROCESSES else make_pass(check_name, seen)
 
 
 def check_memory(request: CheckHost) -> CheckResult:
-    """Whether the workers' processes fit, models and data apart."""
+    """Check that the workers' processes fit in memory, without models and data."""
     check_name = "memory"
     machine = psutil.virtual_memory()
     free, whole, where = machine.available, machine.total, ""
@@ -105,51 +107,49 @@ def check_memory(request: CheckHost) -> CheckResult:
         limit = _read_number(group / "memory.max") or _read_number(group / "memory.limit_in_bytes")
         used = _read_number(group / "memory.current") or _read_number(group / "memory.usage_in_bytes") or 0
         if limit is not None and limit < whole:
-            free, whole, where = max(0, min(free, limit - used)), limit, ", which the control group allows"
+            free, whole, where = max(0, min(free, limit - used)), limit, " (the control group's limit)"
     seen = f"{format_bytes(free)} free of {format_bytes(whole)}{where}"
     if free < request.workers * WORKER_MEMORY_BYTES:
         wanted = format_bytes(request.workers * WORKER_MEMORY_BYTES)
         return make_warning(
-            check_name, f"{seen}; {request.workers} workers want {wanted} before any model", "start fewer workers"
+            check_name, f"{seen}; {request.workers} workers need {wanted} before any model", "start fewer workers"
         )
     return make_pass(check_name, seen)
 
 
 def check_cores(request: CheckHost) -> CheckResult:
-    """Whether every worker has a core."""
+    """Check that every worker has a core."""
     check_name = "cores"
     allowed, there = core_count(), os.cpu_count() or 1
-    seen = f"{allowed} of {there} may be used" if allowed != there else f"{there}, all may be used"
+    seen = f"{allowed} of {there} usable" if allowed != there else f"{there}, all usable"
     quota = _read_cpu_quota()
     if quota is not None and quota < allowed:
-        seen += f", for {quota:.3g} cores' time: the control group allows no more"
+        seen += f", but the control group limits them to {quota:.3g} cores' time"
         if quota < allowed / 2:
             threads = max(1, int(quota / request.workers))
-            fix = f"give --threads {threads}, for more are held up; or allow more time (--cpus of the container)"
+            fix = f"set --threads {threads}: more are throttled; or raise the limit (--cpus of the container)"
             return make_warning(check_name, seen, fix)
     if request.workers > allowed:
-        return make_warning(
-            check_name, f"{seen}, for {request.workers} workers", "start as many workers as there are cores, or fewer"
-        )
+        return make_warning(check_name, f"{seen}, but {request.workers} workers", "start at most one worker per core")
     return make_pass(check_name, seen)
 
 
 def check_disk(request: CheckHost) -> CheckResult:
-    """Whether logs can be written."""
+    """Check that logs can be written."""
     check_name = "disk for logs"
     folder = Path(request.log_folder).absolute()
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if not os.access(there, os.W_OK | os.X_OK):
-        return make_failure(check_name, f"{there} may not be written to", "give --log-dir a folder of your own")
+        return make_failure(check_name, f"{there} is not writable", "set --log-dir to a writable folder")
     free = shutil.disk_usage(there).free
-    seen, fix = f"{format_bytes(free)} free at {there}", "make room, or give --log-dir another folder"
+    seen, fix = f"{format_bytes(free)} free at {there}", "free disk space, or set --log-dir to another folder"
     if free < MIN_DISK_BYTES:
         return make_failure(check_name, seen, fix)
     return make_warning(check_name, seen, fix) if free < RECOMMENDED_DISK_BYTES else make_pass(check_name, seen)
 
 
 def check_mpi() -> CheckResult:
-    """Which MPI there is: Rankless needs none."""
+    """Report which MPI is installed; Rankless needs none."""
     check_name = "MPI"
     path = shutil.which("mpirun")
     if path is None:
@@ -162,13 +162,13 @@ def check_mpi() -> CheckResult:
 
 
 def check_container() -> CheckResult:
-    """Whether this is a container, which has a network of its own unless it is told not to."""
+    """Report whether this host is a container, which by default has its own network."""
     found = detect_container()
     return make_pass("container", "none" if found is None else f"yes, {found}")
 
 
 def detect_container() -> str | None:
-    """What kind of container this host is, if it is one."""
+    """Return the kind of container that this host is; None if it is none."""
     if os.path.exists("/.dockerenv"):
         return "Docker"
     if os.path.exists("/run/.containerenv"):
@@ -187,7 +187,7 @@ def _list_own_processes() -> list[psutil.Process]:
 
 
 def _read_cpu_quota() -> float | None:
-    """How many cores' time the control group allows."""
+    """Return how many cores' time the control group allows; None without a limit."""
     found = []
     for group in _list_cgroup_folders("cpu"):
         with suppress(OSError, ValueError):
@@ -199,7 +199,7 @@ def _read_cpu_quota() -> float | None:
 
 
 def _list_cgroup_folders(controller: str) -> list[Path]:
-    """The folders of this process's control group and those around it, in both versions of Linux's control groups."""
+    """Return the folders of this process's control group and its ancestors, for cgroup versions 1 and 2."""
     folders = []
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""The part of the doctor that runs before every job on several hosts, on each of them: a fraction of a second."""
+"""The quick checks that run on every host before each job on several hosts, in a fraction of a second."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,18 @@ from rankless.launch.doctor.probe_protocol import CheckHost
 
 
 def run_preflight(config: RunConfig, warn: Callable[[str], None]) -> None:
-    """Tell what may trouble a job on several hosts on this one; raise JoinError for what it would not survive."""
+    """Check this host before a job on several hosts.
+
+    Args:
+        config: The job's configuration; its `cluster` is set.
+        warn: Receives one line with all warnings.
+
+    Raises:
+        JoinError: If a check finds something that would make the job fail.
+    """
     cluster = config.cluster
     assert cluster is not None
-    # Of hosts that are only counted, host 0's address is known, and to the others alone.
+    # If the hosts are only counted, the address of host 0 is known, and only to the other hosts.
     known = cluster.hosts if cluster.is_listed else cluster.hosts[:1]
     results = check_host_quickly(
         CheckHost(
@@ -27,11 +35,11 @@ def run_preflight(config: RunConfig, warn: Callable[[str], None]) -> None:
     )
     warnings = [f"{result.name}: {result.seen}" for result in results if result.status == "warn"]
     if warnings:
-        warn(f"{'; '.join(warnings)} (rankless doctor tells the fix)")
+        warn(f"{'; '.join(warnings)} (rankless doctor shows the fix)")
     failures = [result for result in results if result.status == "fail"]
     if failures:
         raise JoinError(
-            expected=f"{cluster.hosts[cluster.host_index]} to be fit for a job on several hosts",
+            expected=f"{cluster.hosts[cluster.host_index]} to pass the checks for a job on several hosts",
             found="; ".join(f"{result.name}: {result.seen}" for result in failures),
-            fix="; ".join(result.fix for result in failures) + " (rankless doctor looks further)",
+            fix="; ".join(result.fix for result in failures) + " (rankless doctor checks more)",
         )

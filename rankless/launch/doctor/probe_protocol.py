@@ -1,4 +1,4 @@
-"""What the doctor asks its program on a host, and what that answers: typed lines of JSON."""
+"""Requests to a probe server and its responses: typed lines of JSON."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -9,65 +9,65 @@ from rankless.config.collective_test import Here, Reduced, StoreOpened
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.records.check_results import CheckResult
 
-ConnectionOutcome = Literal["reached", "another", "refused", "dropped", "no way", "no name", "failed"]
-"""Of a connection to another host; "another" is a machine that is not the one that was meant."""
+ConnectionOutcome = Literal["reached", "another", "refused", "dropped", "no route", "no name", "failed"]
+"""Outcome of a connection to another host. "another" is a machine that is not the target."""
 
 
 class CheckHost(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
-    """Look at this host itself."""
+    """Request: run the checks of this host."""
 
     name: str = ""
-    """By which the others know this host."""
+    """The name by which the others know this host."""
     others: tuple[str, ...] = ()
-    """The job's other hosts, as far as they can be known here, host 0 first."""
+    """The job's other hosts that are known here, host 0 first."""
     is_first: bool = True
-    """Whether it is host 0."""
+    """Whether this is host 0."""
     has_several: bool = False
     """Whether the job has several hosts."""
     workers: int
-    """On this host."""
+    """Workers on this host."""
     port: int
     log_folder: str
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
-    """What this host tells of itself."""
+    """Response: the results of a host's checks, and facts for comparison with other hosts."""
 
     results: tuple[CheckResult, ...]
     facts: HostFacts
     container: str | None
-    """What kind of container it is, if it is one."""
+    """The kind of container that the host is, if any."""
     interface: str | None
     """The network card that a job would use."""
     address: str | None
-    """This host's on it."""
+    """This host's address on that card."""
 
 
 class ProbeReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """What the program says first."""
+    """The first message of a probe server."""
 
     identity: str
-    """Of its host: the same for two names of one only."""
+    """Equal for two names of one host."""
 
 
 class ApplyEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag="apply"):
-    """Take over environment variables, as an agent that ssh starts does."""
+    """Request: set environment variables, as an agent does that ssh starts."""
 
     environment: Mapping[str, str]
 
 
 class ReadClock(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
-    """What is the time?"""
+    """Request: read the host's clock."""
 
 
 class ClockTime(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
-    """The host's clock."""
+    """Response: the host's clock, in seconds since the epoch."""
 
     seconds: float
 
 
 class OpenListeners(msgspec.Struct, frozen=True, kw_only=True, tag="listen"):
-    """Listen on a free port, for those who know the secret; and on `port` of `address` too, if one is given."""
+    """Request: listen on a free port for clients that know the secret, and on `port` of `address` if it is given."""
 
     host_index: int
     secret: bytes
@@ -76,11 +76,11 @@ class OpenListeners(msgspec.Struct, frozen=True, kw_only=True, tag="listen"):
 
 
 class ListenersOpened(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
-    """Where this host listens."""
+    """Response: where this host listens."""
 
     high_port: int
     has_port: bool
-    """Whether the port that was asked for could be had."""
+    """Whether the requested port was available."""
 
 
 class ConnectionTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ class ConnectionTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectToTargets(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
-    """Try to reach each of these, at once."""
+    """Request: connect to all of these at once."""
 
     targets: tuple[ConnectionTarget, ...]
     secret: bytes
@@ -103,26 +103,26 @@ class ConnectionAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     target: ConnectionTarget
     address: str
-    """As the name was looked up here."""
+    """The address to which the target's name resolved on the connecting host."""
     outcome: ConnectionOutcome
     text: str = ""
 
 
 class ConnectionAttempts(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
-    """How that went."""
+    """Response: the outcomes of all connections."""
 
     attempts: tuple[ConnectionAttempt, ...]
 
 
 class MeasureLink(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
-    """How fast is the way to `target`?"""
+    """Request: measure the link to `target`."""
 
     target: ConnectionTarget
     secret: bytes
 
 
 class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True, tag="speed"):
-    """That way's speed; `error` says where it could not be measured."""
+    """Response: the link's latency and throughput; `error` says why it could not be measured."""
 
     round_trip_seconds: float = 0.0
     bytes_per_second: float = 0.0
@@ -130,22 +130,22 @@ class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True, tag="speed"):
 
 
 class StartCollectiveProcess(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
-    """Start the process for a trial collective: it imports torch meanwhile."""
+    """Request: start the process for the collective test, which imports torch meanwhile."""
 
 
 class RelayTask(msgspec.Struct, frozen=True, kw_only=True, tag="relay"):
-    """Hand this line to that process, and answer with its own, or with `Failed`."""
+    """Request: pass this line to that process, and respond with its answer or with `ProbeFailed`."""
 
     line: bytes
     timeout_seconds: float
 
 
 class ProbeDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """It is done."""
+    """Response: the request was carried out."""
 
 
 class ProbeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """It could not be done, and why."""
+    """Response: the request failed, and why."""
 
     text: str
 

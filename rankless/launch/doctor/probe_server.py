@@ -1,5 +1,6 @@
-"""The doctor's program on one host: asked through standard input, it answers through standard output, and ends with
-either.
+"""The doctor's program on one host: it reads requests from standard input and writes responses to standard output.
+
+It ends when either is closed.
 """
 
 import contextlib
@@ -40,21 +41,21 @@ from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.python_command import python_command
 
 
-def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
-    """Return what answers until nobody asks any more."""
+def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # every process of Rankless starts with this signature
+    """Return the function that serves requests until standard input ends."""
     return _serve
 
 
 class ProbeServer:
-    """What this host keeps between questions: its listeners and the trial's process."""
+    """Holds what lives between requests: the listeners and the process of the collective test."""
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
         self._collective_process: subprocess.Popen[bytes] | None = None
-        self._stderr_file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the program
+        self._stderr_file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the program runs
 
     def respond(self, request: ProbeRequest) -> ProbeResponse:
-        """What is true here."""
+        """Carry out a request and return the response."""
         if isinstance(request, CheckHost):
             return check_host(request)
         if isinstance(request, ApplyEnvironment):
@@ -74,7 +75,7 @@ class ProbeServer:
         return self._relay(request)
 
     def close(self) -> None:
-        """End what was started."""
+        """Close the listeners and end the collective test's process."""
         for listener in self._listeners:
             listener.close()
         if self._collective_process is not None:
@@ -133,7 +134,7 @@ def _serve() -> None:
         for line in sys.stdin.buffer:
             _send(server.respond(msgspec.json.decode(line, type=ProbeRequest)))
     except BrokenPipeError:
-        pass  # who asked is gone
+        pass  # the doctor has ended
     finally:
         server.close()
 

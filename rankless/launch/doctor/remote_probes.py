@@ -1,4 +1,4 @@
-"""The doctor's programs on the hosts: started by ssh, here directly, and asked all at once."""
+"""Start a probe server on every host, by ssh or directly on this host, and send requests to all of them at once."""
 
 import contextlib
 import os
@@ -35,14 +35,14 @@ READY_TIMEOUT_SECONDS = 8.0
 RESPONSE_TIMEOUT_SECONDS = 12.0
 CLOCK_SAMPLES = 3
 _PROGRAM = "rankless.launch.doctor.probe_server"
-_NO_RESPONSE = "no word from its program"
+_NO_RESPONSE = "no response from its probe"
 _NO_FOLDER, _NO_PYTHON = 90, 91
 
 Result = TypeVar("Result")
 
 
 class HostProbe:
-    """The program on one host."""
+    """The probe server on one host."""
 
     def __init__(self, host: Host, *, is_local: bool) -> None:
         self.host = host
@@ -52,7 +52,7 @@ class HostProbe:
         self._failure: ProbeFailed | None = None
         self.connect_seconds = 0.0
         self.identity = ""
-        self._stderr_file = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the visit
+        self._stderr_file = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the probe
         command = python_command(_PROGRAM)
         if not is_local:
             ssh = ["ssh", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_SECONDS}", *SSH_OPTIONS]
@@ -64,10 +64,10 @@ class HostProbe:
             )
 
     def wait_until_ready(self) -> CheckResult | None:
-        """None once the program answers; else why it does not."""
+        """Wait for the probe server; return None once it is ready, else a failed result."""
         if self._process is None:
             return make_failure(
-                "ssh", "there is no ssh here", "install OpenSSH's client; or start the job by hand, --no-ssh"
+                "ssh", "no ssh client is installed here", "install the OpenSSH client, or start the job with --no-ssh"
             )
         start = time.monotonic()
         first = self._read_response(READY_TIMEOUT_SECONDS)
@@ -79,13 +79,13 @@ class HostProbe:
             return make_failure(
                 "ssh",
                 f"no answer within {READY_TIMEOUT_SECONDS:.0f} s",
-                f"see what holds it up: ssh {self._target} true; a slow login script, or names looked up slowly",
+                f"run ssh {self._target} true to see the cause, such as a slow login script or name resolution",
             )
         cause = self._find_cause()
         return make_failure("program" if self._is_local else "ssh", cause.seen, cause.fix)
 
     def request(self, request: ProbeRequest, timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS) -> ProbeResponse:
-        """The program's answer; `Failed` where there is none, and after that to all it is asked."""
+        """Send a request and return the response; after a timeout, return the same failure for all later requests."""
         if self._failure is not None:
             return self._failure
         assert self._process is not None
@@ -94,15 +94,16 @@ class HostProbe:
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
             self._process.stdin.flush()
         response = self._read_response(timeout_seconds)
-        # A late answer would be taken for the next question's.
+        # A late response would be mistaken for the next request's.
         self._failure = (
             response if isinstance(response, ProbeFailed) and response.text.startswith(_NO_RESPONSE) else None
         )
         return response
 
     def measure_clock(self) -> tuple[float, float] | None:
-        """How many seconds its clock is ahead of this host's, and how far that may be wrong: by the middle of the
-        shortest of a few questions.
+        """Return how many seconds the host's clock is ahead of this one's, and the uncertainty in seconds.
+
+        Takes the middle of the shortest of a few round trips, as NTP does.
         """
         best: tuple[float, float] | None = None
         for _ in range(CLOCK_SAMPLES):
@@ -114,7 +115,7 @@ class HostProbe:
         return best
 
     def close(self) -> None:
-        """End the program: it ends when its standard input does."""
+        """End the probe server by closing its standard input."""
         if self._process is None:
             return
         with contextlib.suppress(OSError):
@@ -128,7 +129,7 @@ class HostProbe:
         self._stderr_file.close()
 
     def _read_response(self, timeout_seconds: float) -> ProbeResponse:
-        """The next line that is ours: a login may greet before it."""
+        """Read the next line with our mark; a login script may print other lines."""
         assert self._process is not None
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_seconds
@@ -162,29 +163,27 @@ class HostProbe:
         self._has_ended()
         code = self._process.poll()
         if code == _NO_FOLDER:
-            return SshCause(f"the folder {os.getcwd()} is not there", "bring it there, or share it")
+            return SshCause(f"the folder {os.getcwd()} does not exist there", "copy or mount it there")
         if code == _NO_PYTHON:
             return SshCause(
-                f"the interpreter {sys.executable} is not there", "bring it there, or share it, at the same place"
+                f"the interpreter {sys.executable} does not exist there", "copy or mount it there under the same path"
             )
         self._stderr_file.seek(0)
         lines = self._stderr_file.read().decode(errors="replace").strip().splitlines()
         cause = find_ssh_cause(" / ".join(lines), self._target)
         if cause is not None:
             return SshCause(f"{cause.seen} ({lines[-1].strip()})", cause.fix)
-        ended = f"it ended with exit code {code}" if code is not None else "it went silent"
+        ended = f"it ended with exit code {code}" if code is not None else "it stopped responding"
         seen = f"{ended}: {' / '.join(line.strip() for line in lines[-4:])}" if lines else ended
-        return SshCause(seen, f"try it by hand: ssh {self._target} true")
+        return SshCause(seen, f"try ssh {self._target} true")
 
 
 class HostProbes:
-    """The programs on all hosts that could be reached, by their places in the list."""
+    """The probe servers on all hosts, by index in the list of hosts."""
 
     def __init__(self, hosts: Sequence[Host], *, own_index: int | None, skipped: Sequence[int] = ()) -> None:
-        host_indices = [host_index for host_index in range(len(hosts)) if host_index not in skipped]
-        self._all = {
-            host_index: HostProbe(hosts[host_index], is_local=host_index == own_index) for host_index in host_indices
-        }
+        indices = [index for index in range(len(hosts)) if index not in skipped]
+        self._all = {index: HostProbe(hosts[index], is_local=index == own_index) for index in indices}
         self.ready: dict[int, HostProbe] = {}
 
     def __enter__(self) -> "HostProbes":
@@ -196,23 +195,23 @@ class HostProbes:
         _run_concurrently(self._all, lambda _, probe: probe.close())
 
     def wait_until_ready(self) -> dict[int, CheckResult]:
-        """Why those that do not answer do not; the others are `open` from now on."""
+        """Wait for all probe servers; return the failed results by index, and keep the others in `ready`."""
         found = _run_concurrently(self._all, lambda _, probe: probe.wait_until_ready())
-        self.ready = {host_index: self._all[host_index] for host_index, result in found.items() if result is None}
-        return {host_index: result for host_index, result in found.items() if result is not None}
+        self.ready = {index: self._all[index] for index, result in found.items() if result is None}
+        return {index: result for index, result in found.items() if result is not None}
 
-    def measure_clocks(self, host_indices: Sequence[int]) -> dict[int, tuple[float, float] | None]:
-        """How far these hosts' clocks are from this one's; see `Visit.clock`."""
+    def measure_clocks(self, indices: Sequence[int]) -> dict[int, tuple[float, float] | None]:
+        """Return the clock offsets of these hosts; see `HostProbe.measure_clock`."""
         return _run_concurrently(
-            {host_index: self.ready[host_index] for host_index in host_indices}, lambda _, probe: probe.measure_clock()
+            {index: self.ready[index] for index in indices}, lambda _, probe: probe.measure_clock()
         )
 
     def request(
         self, requests: Mapping[int, ProbeRequest], timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS
     ) -> dict[int, ProbeResponse]:
-        """Each host's answer to its question, asked all at once."""
-        probes = {host_index: self.ready[host_index] for host_index in requests if host_index in self.ready}
-        return _run_concurrently(probes, lambda host_index, probe: probe.request(requests[host_index], timeout_seconds))
+        """Send each host its request, all at once, and return the responses."""
+        probes = {index: self.ready[index] for index in requests if index in self.ready}
+        return _run_concurrently(probes, lambda index, probe: probe.request(requests[index], timeout_seconds))
 
 
 def _run_concurrently(probes: Mapping[int, HostProbe], call: Callable[[int, HostProbe], Result]) -> dict[int, Result]:
@@ -221,7 +220,7 @@ def _run_concurrently(probes: Mapping[int, HostProbe], call: Callable[[int, Host
 
 
 def _make_remote_command(command: Sequence[str]) -> str:
-    """What the login's shell is to do; exit codes of ours tell what is missing there."""
+    """Return the shell command for the remote login; its exit code tells which path is missing there."""
     folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
     enter = f"cd {folder} || exit {_NO_FOLDER}; test -x {python} || exit {_NO_PYTHON}"
     return f"{enter}; exec {shlex.join(command)}"

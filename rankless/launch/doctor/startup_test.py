@@ -1,4 +1,4 @@
-"""Whether Rankless itself starts here: a job of two workers in the background, timed to its first collective."""
+"""Check that a job starts here: run one with two workers in the background, and time it to its first collective."""
 
 import contextlib
 import secrets
@@ -16,7 +16,7 @@ CHECK_NAME = "start of a job"
 
 
 class StartupTest:
-    """The job, from when it is entered; nothing of it is left afterwards."""
+    """The test job; leaving the context ends it and removes its files."""
 
     def __init__(self, *, is_enabled: bool) -> None:
         self._is_enabled = is_enabled
@@ -35,7 +35,7 @@ class StartupTest:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._stderr_file,
-            start_new_session=True,  # Ctrl-C is the doctor's
+            start_new_session=True,  # Ctrl-C must reach the doctor only
         )
         return self
 
@@ -48,18 +48,18 @@ class StartupTest:
         self._files.close()
 
     def result(self) -> CheckResult:
-        """How long it took, once it is over."""
+        """Wait for the job and return how long it took."""
         assert self._process is not None
         try:
             code = self._process.wait(max(0.0, self._start + TIMEOUT_SECONDS - time.time()))
         except subprocess.TimeoutExpired:
-            return _failure(f"not done within {TIMEOUT_SECONDS:g} s")
+            return _failure(f"not finished within {TIMEOUT_SECONDS:g} s")
         self._output.seek(0)
         for line in self._output.read().decode(errors="replace").splitlines():
             if line.startswith(self._marker) and code == 0:
                 seconds = float(line.removeprefix(self._marker)) - self._start
                 seen = f"2 workers, {seconds:.1f} s to their first collective"
-                fix = "a slow disk, or a host with much else to do; a second start is faster"
+                fix = "check for a slow disk or a busy host; a second start is faster"
                 return (
                     make_warning(CHECK_NAME, seen, fix) if seconds > SLOW_START_SECONDS else make_pass(CHECK_NAME, seen)
                 )
@@ -69,6 +69,4 @@ class StartupTest:
 
 
 def _failure(text: str) -> CheckResult:
-    return make_failure(
-        CHECK_NAME, f"2 workers: {text}", "try it by hand: rankless run -n 2 -c 'import torch; print(1)'"
-    )
+    return make_failure(CHECK_NAME, f"2 workers: {text}", "run rankless run -n 2 -c 'import torch; print(1)'")
