@@ -26,4 +26,4 @@ def test_every_block_of_the_page_runs(tmp_path: Path, workers: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "runs/a/step-" in done.stdout
     assert sorted(os.listdir(tmp_path / "digits")) == ["manifest.json", "tensors.safetensors"]
-    assert len(os.listdir(tmp_path / "parted")) == 1 + max(1, workers)
+    assert len(os.listdir(tmp_path / "sharded")) == 1 + max(1, workers)
