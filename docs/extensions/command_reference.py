@@ -1,7 +1,6 @@
 """The directive `command-reference`: every command and option of `rankless`, read from the parsers themselves."""
 
 import argparse
-import importlib
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -18,7 +17,7 @@ class CommandReference(SphinxDirective):
         return [self._section(name) for name in cli.COMMANDS]
 
     def _section(self, name: str) -> nodes.section:
-        parser = parser_of(name)
+        parser = cli.make_parser(name)
         section = nodes.section(ids=[f"rankless-{name}"])
         section += nodes.title(text=f"rankless {name}")
         section += nodes.paragraph(text=sentence(cli.COMMANDS[name]))
@@ -26,14 +25,6 @@ class CommandReference(SphinxDirective):
         section += nodes.literal_block(usage, usage, language="text")
         section += options_table(parser)
         return section
-
-
-def parser_of(name: str) -> argparse.ArgumentParser:
-    """Return the parser that the command line uses for one command."""
-    command = importlib.import_module(f"rankless.cli.{name}")
-    parser = cli.Parser(prog=f"rankless {name}", description=command.HELP)
-    command.add_arguments(parser)
-    return parser
 
 
 def sentence(text: str) -> str:

@@ -29,7 +29,9 @@ class ErrorCatalogue(SphinxDirective):
 
 def error_names() -> list[str]:
     """Return the names of the error classes, in the order of their definition."""
-    found = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, BaseException)]
+    found = [
+        name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, BaseException)
+    ]
     return [name for name in found if getattr(errors, name).__module__ == errors.__name__]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```([\w{}-]*).*?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 # Commands that a test must not run, and where each is run instead.
 RUN_ELSEWHERE = {
@@ -62,10 +62,16 @@ CASES = [
 ]
 
 
-# A block that begins with a file's name is a script that commands of the same page may run.
-SCRIPTS = [
-    (found[1], body) for page in PAGES for body in blocks(page, "python") if (found := re.match(r"# (\w+\.py)\n", body))
-]
+def changed_script(diff: str) -> str:
+    """The script after a diff: its lines without those that the diff removes."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
+
+
+# A block that begins with a file's name is a script that commands of the pages may run. A diff stands for its result.
+TEXTS = [body for page in PAGES for body in blocks(page, "python")]
+TEXTS += [changed_script(body) for body in blocks(ROOT / "README.md", "diff")]
+SCRIPTS = [(found[1], body) for body in TEXTS if (found := re.match(r"# (\w+\.py)\n", body))]
+DIRECTIVES = {"{toctree}", "{eval-rst}", "{command-reference}", "{error-catalogue}"}
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -108,7 +114,8 @@ def test_the_pages_have_commands_and_only_known_kinds_of_blocks():
     assert len(HERE) >= 5
     for page in PAGES:
         kinds = {kind for kind, _ in BLOCK.findall(page.read_text())}
-        assert kinds <= {"sh", "python", "text"}, f"{page.name}: a block of kind {kinds} would run in no test"
+        known = {"sh", "python", "text", "diff"} | DIRECTIVES
+        assert kinds <= known, f"{page.name}: a block of kind {kinds} would run in no test"
 
 
 def test_no_two_scripts_of_the_pages_have_one_name():

@@ -1,0 +1,70 @@
+"""The README is short, and its example prints the same numbers everywhere."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+CHINESE = ROOT / "README.zh-CN.md"
+
+
+def diff_of(page: Path) -> str:
+    found = re.search(r"^```diff\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def without(diff: str, removed: str) -> str:
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith(removed))
+
+
+def losses(folder: Path, *command: str) -> list[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
+    return [line for line in found if re.fullmatch(r"epoch \d: loss \d\.\d{4}", line)]
+
+
+def test_the_readme_has_at_most_700_words_and_two_pictures():
+    text = README.read_text()
+    assert len(text.split()) <= 700
+    pictures = re.findall(r"!\[.+?\]\((.+?)\)", text)
+    assert len(pictures) == 2
+    assert all((ROOT / picture).is_file() for picture in pictures)
+
+
+def test_the_chinese_readme_has_the_same_example_commands_and_pictures():
+    blocks = re.compile(r"^```(?:diff|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    assert blocks.findall(README.read_text()) == blocks.findall(CHINESE.read_text())
+    commands = re.compile(r"^((?:rankless|python|make) .*?)  +#", re.MULTILINE)
+    assert commands.findall(README.read_text()) == commands.findall(CHINESE.read_text())
+    pictures = re.compile(r"!\[.+?\]\((.+?)\)")
+    assert pictures.findall(README.read_text()) == pictures.findall(CHINESE.read_text())
+
+
+@pytest.mark.parametrize("page", ["from-oneflow", "from-fleetrun"])
+def test_a_chinese_guide_has_the_code_and_the_options_of_the_english_one(page: str):
+    english = (ROOT / f"docs/guides/{page}.md").read_text()
+    chinese = (ROOT / f"docs/zh/{page}.md").read_text()
+    blocks = re.compile(r"^```(\w+)\n(?:# \w+\.py\n)?(.*?)^```$", re.DOTALL | re.MULTILINE)
+    assert blocks.findall(english) == blocks.findall(chinese)
+    assert set(re.findall(r"`(--\w+)", english)) == set(re.findall(r"`(--\w+)", chinese))
+
+
+@pytest.mark.slow
+def test_the_readme_example_prints_the_same_numbers_on_every_run_and_with_every_n(tmp_path: Path):
+    (tmp_path / "plain.py").write_text(without(diff_of(README), "+"))
+    (tmp_path / "train.py").write_text(without(diff_of(README), "-"))
+    plain = losses(tmp_path, sys.executable, "plain.py")
+    assert len(plain) == 3
+    assert losses(tmp_path, sys.executable, "train.py") == plain
+    for workers in ("1", "2", "3"):
+        assert losses(tmp_path, "rankless", "run", "--no-progress", "-n", workers, "train.py") == plain
