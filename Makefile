@@ -7,13 +7,14 @@ SOURCES := rankless tests examples bench
 # Each run is several interpreters: without compiled files each of them would compile Rankless anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check lint bench soak clean
+.PHONY: help demo test check lint docs bench soak clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    set up, train LeNet on 4 workers, verify its first 2 epochs against one worker"
 	@echo "make test    set up, run every test [PYTEST=arguments]"
-	@echo "make check   set up, then format, lint, types, imports and tests: what CI runs"
+	@echo "make check   set up, then format, lint, types, imports, documentation and tests: what CI runs"
+	@echo "make docs    set up, then build the documentation site into build/docs; warnings are errors"
 	@echo "make soak    set up, run every test there is, also those that CI leaves out; resumable, hours; writes docs/soak.md"
 	@echo "make bench   set up, then measure against torchrun and DistributedDataParallel [BENCH=name] [JSON=file]"
 
@@ -43,7 +44,10 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint test
+docs: $(READY)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env docs build/docs
+
+check: lint docs test
 
 bench: $(READY)
 	$(BIN)/python -m bench $(BENCH) $(if $(JSON),--json $(JSON))

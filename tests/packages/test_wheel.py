@@ -1,4 +1,4 @@
-"""The wheel of `pip wheel .` works outside the repository: in a clean environment, without root, with a read-only home."""
+"""The wheel of `pip wheel .` works outside the repository, without root, with a read-only home."""
 
 import os
 import shutil
