@@ -1,7 +1,7 @@
 """Capture: a job's function becomes a logical program.
 
 The road is PyTorch's AOTAutograd: the function is traced on fake tensors of logical shapes into one functional ATen
-graph, forward and backward (docs/decisions/0002-road-of-capture.md says why this road).
+graph, forward and backward (docs/decisions/0002-capture.md says why this road).
 """
 
 import contextlib

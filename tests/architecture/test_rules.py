@@ -1,0 +1,167 @@
+"""The rules that STYLE and CONTRIBUTING state, tested as they are stated. Exceptions are listed with their reasons."""
+
+import ast
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from architecture.sources import PACKAGE, ROOT, parsed, python_files, short
+
+MOST_MODULES = 20
+"""In one folder, beside its `__init__.py`."""
+CROWDED_FOLDERS: dict[str, str] = {}
+
+# Modules imported late on purpose, by a call of importlib.import_module.
+IMPORTED_LATE: dict[str, str] = {}
+
+# Where `except Exception` or `except BaseException` stands.
+BROAD_EXCEPTS: dict[str, str] = {}
+
+# Files beside config/environment.py that mention the process's environment.
+ENVIRONMENT_READERS: dict[str, str] = {}
+
+# Class names that exist more than once.
+SAME_CLASS_NAMES: dict[str, str] = {}
+
+OLD_WORDS = (
+    "assembled assembly bedside company crew crews culprit deltas desk desks elsewhere examination handing invitation "
+    "jury lane lifeline lockstep lookout negotiated negotiator pace patience planes preloaded relaunching riding "
+    "sabotage sabotages said seating solitude standstill ticket tickets told trap traps victim visits vitals warm "
+    "whereabouts"
+).split()
+"""Words of the private vocabulary that the code once spoke (decision 0018)."""
+WORDS_ALLOWED: dict[str, str] = {}
+
+
+def modules() -> dict[str, Path]:
+    return {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in python_files("rankless")
+    }
+
+
+def imports(file: Path, known: dict[str, Path]) -> Iterator[str]:
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rankless"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+
+
+def sibling_graph(package: str, edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Which direct members of a package import which others of them."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    prefix = f"{package}."
+    for source, targets in edges.items():
+        if source.startswith(prefix):
+            member = source.removeprefix(prefix).partition(".")[0]
+            graph[member] |= {
+                target.removeprefix(prefix).partition(".")[0] for target in targets if target.startswith(prefix)
+            }
+            graph[member].discard(member)
+    return graph
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle of a graph, or nothing."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return path[path.index(node) :]
+        if node in done:
+            return []
+        for follower in sorted(graph.get(node, ())):
+            if found := visit(follower, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(graph) if (found := visit(node, []))), [])
+
+
+def test_no_import_cycle_at_any_level():
+    known = modules()
+    edges = {name: set(imports(file, known)) for name, file in known.items()}
+    packages = {name for name, file in known.items() if file.name == "__init__.py"}
+    cycles = {package: cycle for package in sorted(packages) if (cycle := cycle_in(sibling_graph(package, edges)))}
+    assert not cycles
+
+
+def test_the_search_for_cycles_finds_one():
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_folder_has_more_modules_than_a_reader_can_survey():
+    counts = {
+        short(folder.parent): len(list(folder.parent.glob("*.py"))) - 1 for folder in PACKAGE.rglob("__init__.py")
+    }
+    assert {folder for folder, count in counts.items() if count > MOST_MODULES} == set(CROWDED_FOLDERS)
+
+
+def test_modules_are_imported_late_only_where_a_reason_is_listed():
+    late = {
+        short(file)
+        for file in python_files("rankless")
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__")
+    }
+    assert late == set(IMPORTED_LATE)
+
+
+def test_broad_excepts_stand_only_where_a_reason_is_listed():
+    broad = {
+        short(file)
+        for file in python_files("rankless")
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
+    }
+    assert broad == set(BROAD_EXCEPTS)
+
+
+def test_the_environment_is_read_and_written_in_one_file():
+    readers = {
+        short(file)
+        for file in python_files("rankless")
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
+    }
+    assert readers == {"rankless/config/environment.py", *ENVIRONMENT_READERS}
+
+
+def test_a_class_name_exists_once():
+    places: dict[str, list[str]] = defaultdict(list)
+    for file in python_files("rankless"):
+        for node in parsed(file).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(short(file))
+    assert {name for name, files in places.items() if len(files) > 1} == set(SAME_CLASS_NAMES)
+
+
+def words_of(identifier: str) -> list[str]:
+    """The words of an identifier, as "warm_parent" or "WarmParent"."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)]
+
+
+def test_no_name_is_made_of_the_old_private_words():
+    found = set()
+    for file in python_files("rankless", "tests", "bench"):
+        names = [*file.relative_to(ROOT).with_suffix("").parts]
+        with tokenize.open(file) as source:
+            names += [
+                token.string for token in tokenize.generate_tokens(source.readline) if token.type == tokenize.NAME
+            ]
+        found |= {f"{short(file)}: {name}" for name in names if set(words_of(name)) & set(OLD_WORDS)}
+    assert {name for name in found if name not in WORDS_ALLOWED} == set()
+
+
+def test_no_reference_leads_out_of_the_repository():
+    for file in python_files("rankless", "tests", "examples", "bench"):
+        if file != Path(__file__):
+            assert not re.search(r"DESIGN\.md|HOUSE\.md|\bfacts/", file.read_text()), short(file)
