@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from rankless.compat.horovod import __version__ as horovod_version
+from rankless.config.launcher import decode_settings
 from rankless.config.run_config import RunConfig
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
@@ -12,6 +13,7 @@ from rankless.launchers.horovodrun.config_file import completed, read_config, un
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.launchers.horovodrun.parser import add_flags, take_flags
 from rankless.launchers.horovodrun.run_config import horovodrun_program, horovodrun_request, notes
+from rankless.launchers.horovodrun.settings import HorovodrunSettings
 from rankless.runtime.hooks.import_aliases import installed_package
 from rankless.terminal.progress_observer import ProgressObserver
 
@@ -65,8 +67,9 @@ def apply_config_file(flags: HorovodrunFlags) -> tuple[HorovodrunFlags, list[str
 
 def describe_run(config: RunConfig) -> list[str]:
     """What `--verbose` tells."""
-    assert config.horovod is not None
+    assert config.launcher is not None
+    settings = decode_settings(config.launcher.settings, HorovodrunSettings)
     program = config.program
-    hosts = ", ".join(f"{host.name}:{host.slots}" for host in config.horovod.hosts)
+    hosts = ", ".join(f"{host.name}:{host.slots}" for host in settings.hosts)
     lines = [f"slots: {hosts}", f"program: {program.kind} {program.target} {' '.join(program.arguments)}".rstrip()]
-    return lines + [f"variable: {name}={value}" for name, value in config.horovod.variables]
+    return lines + [f"variable: {name}={value}" for name, value in settings.variables]

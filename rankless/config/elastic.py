@@ -26,6 +26,10 @@ class Elastic(msgspec.Struct, frozen=True, kw_only=True):
     """None leaves both to ssh."""
     cooldown_range_seconds: tuple[float, float] | None = None
     """How long a host whose workers fail again and again gets no new ones, at first and at most; None: for ever."""
+    stall_timeout_seconds: float | None = None
+    """After how many seconds a round without progress loses the workers that hold it up; None learns it."""
+    has_chosen_interface: bool = False
+    """Whether the user's options name the network interface for Gloo, so that rounds do not choose one."""
 
 
 def check_elastic(elastic: Elastic, worker_count: int) -> None:

@@ -4,23 +4,26 @@ Workers get torchrun's variables, so that any script written for torchrun runs, 
 `WorkerConfig`.
 """
 
+import importlib
 import os
-import signal
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rankless.config.horovod_variables import ADDRESS, HorovodWorker, horovod_worker
-from rankless.config.mpi_variables import mpi_worker
 from rankless.config.run_config import RunConfig
-from rankless.config.torchrun import Foreign
 from rankless.config.worker_config import WorkerConfig
+
+if TYPE_CHECKING:
+    from rankless.config.horovod_variables import HorovodWorker
+    from rankless.config.mpi_variables import MpiWorker
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
 HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
 HOROVOD = "RANKLESS_HOROVOD"
+HOROVOD_SERVER = "GLOO_RENDEZVOUS_ADDR"
+"""Horovod's launcher names its server by this variable, with `HOROVOD_` before it."""
 FUNCTION_KEY = "RANKLESS_FUNCTION_KEY"
 _CARRIED = (
     "RANKLESS_",
@@ -39,6 +42,7 @@ _CARRIED = (
 _A_HOSTS_OWN = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME", "TMPDIR", "DISPLAY", "_")
 _A_LOGINS_OWN = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_MPI = ("OMPI_COMM_WORLD_", "PMI_")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # Read by torch, or by what it loads, once, when it is imported. A worker forked after the import cannot
 # honour a change.
@@ -62,33 +66,6 @@ _HONOURED = (
     "TORCH_FR_",
     "TORCH_GLOO_",
 )
-_FLEETRUN_OPTIONS = {
-    "PADDLE_DEVICES": "devices",
-    "PADDLE_NPROC_PER_NODE": "nproc_per_node",
-    "PADDLE_IPS": "ips",
-    "PADDLE_NNODES": "nnodes",
-    "PADDLE_MASTER": "master",
-    "PADDLE_RANK": "rank",
-    "PADDLE_START_PORT": "start_port",
-    "PADDLE_LOG_DIR": "log_dir",
-    "PADDLE_LOG_LEVEL": "log_level",
-    "PADDLE_LOG_OVERWRITE": "log_overwrite",
-    "PADDLE_JOB_ID": "job_id",
-    "PADDLE_RUN_MODE": "run_mode",
-    "PADDLE_MAX_RESTART": "max_restart",
-    "PADDLE_ELASTIC_LEVEL": "elastic_level",
-    "PADDLE_ELASTIC_TIMEOUT": "elastic_timeout",
-    "PADDLE_SORT_IP": "sort_ip",
-    "PADDLE_WITH_GLOO": "with_gloo",
-    "PADDLE_SERVER_NUM": "server_num",
-    "PADDLE_SERVERS_ENDPOINTS": "servers",
-    "PADDLE_TRAINER_NUM": "worker_num",
-    "PADDLE_TRAINERS_ENDPOINTS": "workers",
-    "PADDLE_GLOO_PORT": "gloo_port",
-    "PADDLE_AUTO_PARALLEL_CONFIG": "auto_parallel_config",
-    "PADDLE_AUTO_CLUSTER": "auto_cluster_config",
-}
-"""As Paddle's launcher reads them."""
 
 
 class Torchrun(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,39 +122,6 @@ def worker_environment(config: WorkerConfig, *, cuda_devices: str | None) -> dic
     if cuda_devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = cuda_devices
     return variables
-
-
-def foreign_environment(foreign: Foreign, local_rank: int, *, folder: str) -> dict[str, str | None]:
-    """What torchrun sets besides; `folder` is the worker's own for log files."""
-    variables: dict[str, str | None] = {
-        "ROLE_NAME": foreign.role,
-        "TORCHELASTIC_ERROR_FILE": os.path.join(folder, "error.json"),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in foreign.signals),
-        # Rank 0 serves the store at MASTER_PORT: the agent has no torch.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
-    if foreign.virtual_local_rank:
-        visible = user_visible_devices()
-        device = str(local_rank) if visible is None else visible[local_rank]
-        variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
-    return variables
-
-
-def launcher_defaults() -> dict[str, str]:
-    """What PET_ variables say in the place of torchrun's options: by option, as `nproc_per_node`."""
-    prefix = "PET_"
-    return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
-
-
-def fleetrun_defaults() -> dict[str, str]:
-    """What PADDLE_ variables say in the place of fleetrun's options: by option, as `nproc_per_node`."""
-    return {option: os.environ[name] for name, option in _FLEETRUN_OPTIONS.items() if os.environ.get(name)}
-
-
-def user_first_port() -> int | None:
-    """The first port of Paddle's endpoints, if FLAGS_START_PORT names it."""
-    return _whole_number("FLAGS_START_PORT")
 
 
 def user_token_file() -> str | None:
@@ -253,21 +197,6 @@ def ssh_addresses() -> tuple[str, str]:
     return (words[2], words[0]) if len(words) == 4 else ("127.0.0.1", "127.0.0.1")
 
 
-def user_python() -> str | None:
-    """The interpreter that PYTHON_EXEC names for the workers, if it does."""
-    return os.environ.get("PYTHON_EXEC") or None
-
-
-def user_shutdown_seconds() -> int | None:
-    """How long workers may take to end, if TORCH_ELASTIC_SHUTDOWN_TIMEOUT says so."""
-    return _whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-
-
-def user_line_prefix() -> str | None:
-    """What TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE puts before lines that are shown and kept."""
-    return os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-
-
 def horovod_variables() -> dict[str, str]:
     """Horovod's variables, without `HOROVOD_` before their names."""
     return {name.removeprefix("HOROVOD_"): value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
@@ -296,7 +225,7 @@ def loopback_name() -> str:
 
 def user_threads() -> int | None:
     """How many threads the user has asked for through OMP_NUM_THREADS, if they have."""
-    return _whole_number("OMP_NUM_THREADS")
+    return whole_number("OMP_NUM_THREADS")
 
 
 def user_visible_devices() -> list[str] | None:
@@ -340,22 +269,28 @@ def is_child_of_worker() -> bool:
 
 def is_launched() -> bool:
     """Whether a launcher has started this process: ours, torchrun, Horovod's, MPI's, or one that does as they do."""
-    return WORKER_PLAN in os.environ or read_torchrun() is not None or ADDRESS in horovod_variables()
+    return WORKER_PLAN in os.environ or read_torchrun() is not None or HOROVOD_SERVER in horovod_variables()
 
 
-def read_horovod_worker() -> HorovodWorker | None:
+def read_horovod_worker() -> "HorovodWorker | None":
     """What Horovod's own launcher told this process, or None when another, or none, started it. Raises JoinError."""
-    return None if WORKER_PLAN in os.environ else horovod_worker(horovod_variables())
+    variables = horovod_variables()
+    if WORKER_PLAN in os.environ or HOROVOD_SERVER not in variables:
+        return None
+    # Imported here: most processes are not started by Horovod's launcher.
+    reader = importlib.import_module("rankless.config.horovod_variables")
+    worker: HorovodWorker | None = reader.horovod_worker(variables)
+    return worker
 
 
 def read_torchrun() -> Torchrun | None:
     """What torchrun, or MPI's launcher, told this process; None when another launcher, or none, started it."""
     if WORKER_PLAN in os.environ:
         return None
-    rank, size, local_rank = (_whole_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, size, local_rank = (whole_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     address = os.environ.get("MASTER_ADDR")
     if rank is None or size is None:
-        told = mpi_worker(os.environ)
+        told = _read_mpi_worker()
         if told is None:
             return None
         rank, size, local_rank = told.rank, told.world_size, told.local_rank
@@ -367,9 +302,18 @@ def read_torchrun() -> Torchrun | None:
         local_rank=local_rank or 0,
         threads=user_threads(),
         master_address=address,
-        master_port=_whole_number("MASTER_PORT") or 0,
+        master_port=whole_number("MASTER_PORT") or 0,
         has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _read_mpi_worker() -> "MpiWorker | None":
+    if not any(name.startswith(_MPI) for name in os.environ):
+        return None
+    # Imported here: most processes are not started by MPI's launcher.
+    reader = importlib.import_module("rankless.config.mpi_variables")
+    worker: MpiWorker | None = reader.mpi_worker(os.environ)
+    return worker
 
 
 def prefer_loopback() -> None:
@@ -394,6 +338,7 @@ def changes_too_late(before: Mapping[str, str]) -> list[str]:
     return sorted(name for name in changed if name.startswith(_READ_AT_IMPORT) and not name.startswith(_HONOURED))
 
 
-def _whole_number(name: str) -> int | None:
+def whole_number(name: str) -> int | None:
+    """Return a variable's value as a number; None if it is not set or is no whole number."""
     value = os.environ.get(name, "")
     return int(value) if value.isdigit() else None

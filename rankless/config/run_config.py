@@ -6,10 +6,8 @@ from typing import Literal
 import msgspec
 
 from rankless.config.elastic import Elastic
-from rankless.config.fleetrun import Fleet
-from rankless.config.horovodrun import Horovod
 from rankless.config.hosts import DEFAULT_PORT, Host
-from rankless.config.torchrun import Foreign, Hosts
+from rankless.config.launcher import LauncherChoice
 
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
@@ -88,10 +86,8 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int
     addresses: tuple[str, ...] = ()
     """Of each host, the numeric one by which its way to host 0 leads; none if there is only one host."""
-    rendezvous_port: int | None = None
-    """Where, at `store_address`, the ranks of a real Horovod find each other; None where none is expected."""
-    endpoints: tuple[str, ...] = ()
-    """HOST:PORT of every rank, for a program that was written for Paddle's launcher."""
+    launcher_variables: Mapping[str, str | None] = {}
+    """Environment variables of every worker, from the services of the launcher's profile; None removes one."""
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
@@ -121,6 +117,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Per worker; without it the cores are shared out evenly."""
     seed: int | None = None
     """Without it one is drawn."""
+    separate_seeds: bool = False
+    """Without `seed`, let each process seed its generators itself, even if the program names Rankless."""
     log_folder: str = "log"
     show: ShowChoice = "first"
     warm: bool = True
@@ -129,10 +127,12 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     perturbation_seed: int | None = None
     dtype: Precision | None = None
     observation: RunObservation = RunObservation()
-    hosts: Hosts = Hosts()
-    foreign: Foreign | None = None
-    fleet: Fleet | None = None
-    horovod: Horovod | None = None
+    launcher: LauncherChoice | None = None
+    """The launcher whose conventions the run follows; None for a plain `rankless run`."""
+    master_address: str = "127.0.0.1"
+    """MASTER_ADDR of a job on one host."""
+    master_port: int | None = None
+    """MASTER_PORT of a job on one host; None takes a free one."""
     cluster: Cluster | None = None
     """None: this host alone."""
     elastic: Elastic | None = None
@@ -166,10 +166,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What jobs compute in, whatever the script says; None leaves it to the script."""
     observation: RunObservation = RunObservation()
     progress: bool = True
-    hosts: Hosts = Hosts()
-    foreign: Foreign | None = None
-    fleet: Fleet | None = None
-    horovod: Horovod | None = None
+    launcher: LauncherChoice | None = None
+    """The launcher whose conventions the run follows; None for a plain `rankless run`."""
+    master_address: str = "127.0.0.1"
+    """MASTER_ADDR of a job on one host."""
+    master_port: int | None = None
+    """MASTER_PORT of a job on one host; None takes a free one."""
     cluster: Cluster | None = None
     """None: this host alone."""
     elastic: Elastic | None = None

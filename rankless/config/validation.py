@@ -35,7 +35,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
     check_program(program)
     # Somebody else's program draws its own random numbers in each process; one that names Rankless wants ours.
-    is_apart = request.recording is None and (request.horovod is not None or not names_rankless(program))
+    is_apart = request.recording is None and (request.separate_seeds or not names_rankless(program))
     return RunConfig(
         program=program,
         worker_count=count,
@@ -50,10 +50,9 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         dtype=request.dtype,
         observation=request.observation,
         progress=request.progress,
-        hosts=request.hosts,
-        foreign=request.foreign,
-        fleet=request.fleet,
-        horovod=request.horovod,
+        launcher=request.launcher,
+        master_address=request.master_address,
+        master_port=request.master_port,
         cluster=cluster,
         elastic=request.elastic,
         hang_timeout_seconds=hang_timeout(request),

@@ -11,8 +11,9 @@ from typing import TextIO
 from rankless.config.run_config import RunConfig
 from rankless.launch.elastic.driver import DriverContext, run_elastic
 from rankless.launch.job_setup import Assembled, assembled
-from rankless.launch.log_files import make_run_folder, shown_streams
+from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
+from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.report import Account, conclude
@@ -55,15 +56,15 @@ def run(
     started is alive afterwards.
     """
     if config.cluster is None:
-        require_own_address(config.hosts.master_address)
-    signals = config.foreign.signals if config.foreign is not None else ()
+        require_own_address(config.master_address)
+    forwarding = load_profile(config.launcher).signal_forwarding
     outside = outside or Outside()
 
     def tell(text: str) -> None:
         with making_room():
             _tell(err, f"rankless: {text}\n")
 
-    with Interrupts(signals) as interrupts:
+    with Interrupts(forwarding.numbers if forwarding is not None else ()) as interrupts:
         if config.elastic is not None:
             around = DriverContext(
                 interrupts=interrupts,
@@ -107,9 +108,10 @@ class Run:
         making_room: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._config = config
+        self._profile = load_profile(config.launcher)
         self._job = job
         self._interrupts = interrupts
-        folder = make_run_folder(config, job.start, job.place)
+        folder = make_run_folder(config, job.start, job.host_index)
         pages = open_status_pages(config.worker_count, timeout_seconds=config.hang_timeout_seconds)
         self._workers = make_worker_configs(config, job, folder=folder, pages=pages)
         self.account = Account(config, job, folder)
@@ -119,17 +121,16 @@ class Run:
                 pages=pages,
                 timeout_seconds=config.hang_timeout_seconds,
                 others=job.others,
-                stacks_file=os.path.join(folder, f"stacks{job.place or ''}.txt"),
+                stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.account.host_name,
             )
         )
         _tell(err, self.account.opening(self._workers[0]))
-        # Of several hosts only host 0 shows what ranks write; under torchrun each its own; under horovodrun host 0
-        # shows all, and what is written elsewhere is sent to it.
-        shows = job.place == 0 or config.foreign is not None or config.horovod is not None
-        streams = shown_streams(config, folder, [worker.config for worker in self._workers]) if shows else []
+        shows = job.host_index == 0 or self._profile.output_hosts != "first"
+        configs = [worker.config for worker in self._workers]
+        streams = self._profile.shown_streams(config, folder, configs) if shows else []
         writes: dict[Source, Write] = {"out": writer_to(out, making_room), "err": writer_to(err, making_room)}
-        if isinstance(job.others, LeaderPeer) and config.horovod is not None:
+        if isinstance(job.others, LeaderPeer) and self._profile.output_hosts == "gathered":
             writes = {source: functools.partial(job.others.show, source) for source in SOURCES}
         self._terminal = Terminal(streams, writes=writes)
         if isinstance(job.others, FollowerPeers):
@@ -143,20 +144,20 @@ class Run:
         fork_server: ForkServerPoolClient | None = None,
     ) -> RunOutcome:
         """Start the workers, watch them, and end what is left of them."""
-        config, job = self._config, self._job
+        job = self._job
         parent = self._start(fork_server)
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: when it is gone, ranks that still come are refused at once
         said: set[str] = set()
-        files = SharedFiles(foreign=config.foreign is not None or config.horovod is not None)
+        files = SharedFiles(foreign=not self._profile.uses_rankless_api)
 
         def take(record: AnyRecord) -> None:
             text = None
-            if isinstance(record, FileOpened) and job.start.host_of(record.rank) == job.place:
+            if isinstance(record, FileOpened) and job.start.host_of(record.rank) == job.host_index:
                 text = files.notice(record)
             elif isinstance(record, Notice):
                 text = record.text
-            if text is not None and text not in said and job.place == 0:
+            if text is not None and text not in said and job.host_index == 0:
                 said.add(text)
                 tell(text)
             self._watchdog.receive(record)
@@ -176,7 +177,7 @@ class Run:
                 interrupts=self._interrupts,
                 on_record=take,
                 on_turn=look,
-                foreign=config.foreign,
+                forwarding=self._profile.signal_forwarding,
             )
             return watch.run_to_end()
         finally:
@@ -193,7 +194,7 @@ class Run:
             self._workers,
             log_path=self.account.parent_log,
             handed=InheritedSockets(store=job.store),
-            other_hosts=[each for place, each in enumerate(job.start.addresses) if place != job.place],
+            other_hosts=[each for host, each in enumerate(job.start.addresses) if host != job.host_index],
             fork_server=fork_server,
         )
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import msgspec
@@ -14,8 +15,9 @@ from rankless.config.run_config import Cluster, JobStart, RunConfig
 from rankless.config.validation import choose_backend
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.preflight import run_preflight
-from rankless.launch.log_files import run_name
+from rankless.launch.log_files import make_run_id
 from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
+from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.follower import join_leader
 from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
@@ -24,8 +26,6 @@ from rankless.launch.rendezvous.leader import start_hosts, wait_for_hosts
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
 from rankless.launch.signals import Interrupts
-from rankless.launchers.fleetrun.endpoints import endpoints_of, free_endpoints
-from rankless.launchers.horovodrun.installed_horovod import rendezvous_port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Assembled:
 
     others: NoPeers | FollowerPeers | LeaderPeer
     start: JobStart
-    place: int = 0
+    host_index: int = 0
     names: Sequence[str] = ("",)
     """Of the hosts."""
     devices: Sequence[Sequence[str]]
@@ -52,11 +52,10 @@ def assembled(
     if config.cluster is None:
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(open_store_socket())
-            reserved = stack.enter_context(reserve_master_port(config.hosts.master_port))
-            endpoints = stack.enter_context(free_endpoints(config))
-            start = _start(config, [config.devices], endpoints, store=store, reserved=reserved)
-            rendezvous = stack.enter_context(rendezvous_port(config, start.store_address))
-            start = msgspec.structs.replace(start, rendezvous_port=rendezvous)
+            reserved = stack.enter_context(reserve_master_port(config.master_port))
+            start = _start(config, [config.devices], store=store, reserved=reserved)
+            variables = stack.enter_context(_services(config, start, [config.master_address]))
+            start = msgspec.structs.replace(start, launcher_variables=variables)
             yield Assembled(others=NoPeers(), start=start, devices=(config.devices,), store=store)
         return
     run_preflight(config, tell)
@@ -92,12 +91,11 @@ def _as_host_0(
         facts = wait_for_hosts(hub, cluster, own=own, starters=starters, interrupts=interrupts, tell=tell)
         devices = [config.devices, *(facts[place].devices for place in sorted(facts))]
         addresses = [_address(cluster, place, facts, own=address) for place in range(len(cluster.hosts))]
-        endpoints = endpoints_of(config, addresses, [len(some) for some in devices])
-        start = _start(config, devices, endpoints, store=store, reserved=reserved)
+        start = _start(config, devices, store=store, reserved=reserved)
         start = msgspec.structs.replace(
             start,
             addresses=(address, *(facts[place].address for place in sorted(facts))),
-            rendezvous_port=stack.enter_context(rendezvous_port(config, address)),
+            launcher_variables=stack.enter_context(_services(config, start, addresses)),
         )
         start_hosts(hub, start)
         names = [cluster.hosts[0].address, *(_name(cluster, place, facts) for place in sorted(facts))]
@@ -123,7 +121,7 @@ def _as_another(
         yield Assembled(
             others=LeaderPeer(uplink, told.start, told.host_index, name),
             start=told.start,
-            place=told.host_index,
+            host_index=told.host_index,
             names=names,
             devices=(config.devices,),
             interface=interface,
@@ -180,7 +178,8 @@ def _started(config: RunConfig, cluster: Cluster, place: int, token: bytes, tell
     if cluster.copies and config.program.kind == "script":
         with open(config.program.target, "rb") as file:
             script = file.read()
-    carried = environment.carried_variables() if config.horovod is None else environment.exported_variables()
+    exports = load_profile(config.launcher).exports_environment
+    carried = environment.exported_variables() if exports else environment.carried_variables()
     task = RemoteTask(
         program=config.program,
         request=msgspec.structs.replace(config.request, cluster=there, seed=config.seed),
@@ -207,10 +206,17 @@ def _address(cluster: Cluster, place: int, facts: Mapping[int, HostFacts], *, ow
     return own if place == 0 else facts[place].address
 
 
+def _services(
+    config: RunConfig, start: JobStart, addresses: Sequence[str]
+) -> AbstractContextManager[Mapping[str, str | None]]:
+    return load_profile(config.launcher).open_services(
+        config, addresses=addresses, worker_counts=start.workers, store_address=start.store_address
+    )
+
+
 def _start(
     config: RunConfig,
     devices: Sequence[Sequence[str]],
-    endpoints: tuple[str, ...],
     *,
     store: socket.socket,
     reserved: socket.socket,
@@ -218,15 +224,14 @@ def _start(
     address = str(store.getsockname()[0])
     apart = [choose_backend(tuple(some)) for some in devices]
     return JobStart(
-        run_id=run_name(config),
+        run_id=make_run_id(config),
         seed=config.seed,
         workers=tuple(map(len, devices)),
         backend="nccl" if set(apart) == {"nccl"} else "gloo",
-        master_address=config.hosts.master_address if config.cluster is None else address,
+        master_address=config.master_address if config.cluster is None else address,
         master_port=reserved.getsockname()[1],
         store_address=address,
         store_port=store.getsockname()[1],
-        endpoints=endpoints,
         recording=config.recording,
         perturbation_seed=config.perturbation_seed,
         dtype=config.dtype,

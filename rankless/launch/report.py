@@ -8,18 +8,17 @@ from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import LaunchError
 from rankless.launch.job_setup import Assembled
-from rankless.launch.log_files import log_files, run_folder
+from rankless.launch.log_files import run_folder
+from rankless.launch.profile import LogFiles, load_profile
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
 from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.terminal_text import (
     format_count,
     format_failure,
-    format_horovod_failure,
     format_hosts_table,
     format_start_table,
 )
-from rankless.launchers.fleetrun.tables import environment_table, fleet_line
 
 
 class Account:
@@ -28,25 +27,28 @@ class Account:
     def __init__(self, config: RunConfig, job: Assembled, folder: str) -> None:
         self.config = config
         self.job = job
+        self._profile = load_profile(config.launcher)
         self._folder = folder
-        self.parent_log = os.path.join(folder, "parent.log" if job.place == 0 else f"parent{job.place}.log")
+        self.parent_log = os.path.join(folder, "parent.log" if job.host_index == 0 else f"parent{job.host_index}.log")
 
     def opening(self, lead: WorkerLaunch) -> str:
         """The table of all workers; on other hosts than host 0 one line; under fleetrun what it shows of its first."""
         config, job = self.config, self.job
         count = len(job.start.workers)
-        if config.fleet is not None:
-            return environment_table(lead.environment, local_count=config.worker_count) + fleet_line(config, job)
-        if job.place > 0:
-            first, own = job.start.first_rank(job.place), job.start.workers[job.place]
+        text = self._profile.opening_text(config, lead, self._folder, job.names[0])
+        if text is not None:
+            return text
+        if job.host_index > 0:
+            first, own = job.start.first_rank(job.host_index), job.start.workers[job.host_index]
             ranks = f"rank {first}" if own == 1 else f"ranks {first} to {first + own - 1}"
             return (
-                f"rankless: host {job.place + 1} of {count}, {ranks}, logs in {self._folder}; "
+                f"rankless: host {job.host_index + 1} of {count}, {ranks}, logs in {self._folder}; "
                 f"{job.names[0]} shows the training\n"
             )
         paths = [self.log_file(rank) for rank in range(job.start.world_size)]
         if count == 1:
-            return format_start_table(config, folder=self._folder, log_files=paths)
+            has_error_files = self._log_files(0).error is not None
+            return format_start_table(config, folder=self._folder, log_files=paths, has_error_files=has_error_files)
         rows = [(job.names[host], device) for host, devices in enumerate(job.devices) for device in devices]
         return format_hosts_table(config, folder=self._folder, rows=rows, log_files=paths)
 
@@ -56,11 +58,8 @@ class Account:
 
     def log_file(self, rank: int) -> str:
         """Where a worker's last words are."""
-        start = self.job.start
-        host = start.host_of(rank)
-        folder = run_folder(self.config, start.run_id, host)
-        out, error = log_files(self.config, folder, rank, rank - start.first_rank(host))
-        return os.path.relpath(error or out)
+        files = self._log_files(rank)
+        return os.path.relpath(files.error or files.output)
 
     def failure(self, verdict: Verdict) -> str:
         """Who failed, in at most 15 lines; under horovodrun its own sentence after them."""
@@ -72,7 +71,9 @@ class Account:
             report=self.report_file(host) if host > 0 else "",
         )
         has_ended_itself = verdict.cause not in ("host", "interrupted", "hang")
-        return text + format_horovod_failure(verdict) if self.config.horovod is not None and has_ended_itself else text
+        if has_ended_itself:
+            text += self._profile.failure_note(verdict.root_cause_rank, verdict.exit_code)
+        return text
 
     def report_file(self, host: int) -> str:
         """Where another host than host 0 keeps what is said at the end: started by ssh, it has no terminal."""
@@ -80,8 +81,14 @@ class Account:
 
     def keep(self, text: str) -> None:
         """Write what is said at the end on this host, which is not host 0, to its file."""
-        with suppress(OSError), open(self.report_file(self.job.place), "w", encoding="utf-8") as file:
+        with suppress(OSError), open(self.report_file(self.job.host_index), "w", encoding="utf-8") as file:
             file.write(text)
+
+    def _log_files(self, rank: int) -> LogFiles:
+        start = self.job.start
+        host = start.host_of(rank)
+        folder = run_folder(self.config, start.run_id, host)
+        return self._profile.log_files(folder, rank, rank - start.first_rank(host))
 
     def parents_last_words(self) -> str:
         """What the workers' parent has written; the file goes if that is nothing."""
@@ -151,5 +158,5 @@ def _verdict_led(outcome: RunOutcome, account: Account, leading: LeaderPeer) -> 
     if outcome.interrupted_by is not None:
         return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
     text = f"rankless: the process that starts the workers wrote: {words}\n" if words else ""
-    ended = format_count(account.job.start.workers[account.job.place], "worker")
+    ended = format_count(account.job.start.workers[account.job.host_index], "worker")
     return 1, f"{text}rankless: host 0, {account.job.names[0]}, was lost: {leading.lost}; {ended} here ended\n"

@@ -8,7 +8,6 @@ import pytest
 
 from rankless.cli import CommandParser, fleetrun, main
 from rankless.config import validation
-from rankless.config.fleetrun import share_out
 from rankless.config.run_config import UNKNOWN_HOST, Cluster, JobStart, Program, RunConfig
 from rankless.errors import ConfigError
 from rankless.launch import log_files
@@ -19,8 +18,10 @@ from rankless.launchers.fleetrun import hosts
 from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.fleetrun.parameter_server_options import SERVER_FLAGS
 from rankless.launchers.fleetrun.parser import FLAGS, table_of, take_flags
+from rankless.launchers.fleetrun.profile import ENDPOINTS
 from rankless.launchers.fleetrun.run_config import fleetrun_program, fleetrun_request, notes
-from rankless.launchers.fleetrun.tables import arguments_table, environment_table, fleet_line
+from rankless.launchers.fleetrun.settings import share_out
+from rankless.launchers.fleetrun.tables import arguments_table, environment_table, worker_line
 
 SCRIPT = Program(kind="script", target=__file__)
 
@@ -52,7 +53,7 @@ def job_of(config: RunConfig) -> Assembled:
         master_port=29500,
         store_address="127.0.0.1",
         store_port=1,
-        endpoints=tuple(f"127.0.0.1:{6070 + rank}" for rank in range(count)),
+        launcher_variables={ENDPOINTS: ",".join(f"127.0.0.1:{6070 + rank}" for rank in range(count))},
     )
     return Assembled(others=NoPeers(), start=start, devices=(config.devices,))
 
@@ -265,7 +266,8 @@ def test_the_box_shows_the_first_process_and_is_cut_where_there_are_many(gpus):
 def test_gpus_that_are_shared_are_said(gpus):
     gpus(2)
     config = config_of("--nproc_per_node=3")
-    line = fleet_line(config, job_of(config))
+    lead = make_worker_configs(config, job_of(config), folder="log/run")[0].config
+    line = worker_line(config, lead, "log/run", "")
     assert "on cuda:0, cuda:1, which they share: they talk through Gloo" in line
     assert "log/workerlog.0 to workerlog.2" in line
 

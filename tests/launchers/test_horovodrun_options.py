@@ -11,7 +11,7 @@ from launchers.horovodrun_spellings import SPELLINGS
 from rankless.cli import CommandParser, horovodrun, main
 from rankless.config import environment, hosts
 from rankless.config.elastic import Elastic
-from rankless.config.horovodrun import Horovod, NamedHost, find_rank_assignment, padded_rank, slot_variables
+from rankless.config.launcher import decode_settings
 from rankless.config.run_config import Cluster, Program, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
@@ -19,6 +19,7 @@ from rankless.launchers.horovodrun import hosts as horovodrun_hosts
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.launchers.horovodrun.parser import take_flags
 from rankless.launchers.horovodrun.run_config import horovodrun_program, horovodrun_request, notes, worker_variables
+from rankless.launchers.horovodrun.settings import HorovodrunSettings, NamedHost
 
 HERE = "10.7.0.1"
 """What this machine is called in these tests; 10.7.0.2 and 10.7.0.3 are others."""
@@ -242,8 +243,9 @@ def test_every_name_of_this_machine_means_it_and_others_get_an_address_of_it():
         assert request_of("-np", "2", "-H", f"{name}:2").cluster is None
     request = request_of("-np", "3", "-H", "localhost:2,127.0.0.1:1")
     assert request.cluster is None
-    assert request.horovod is not None
-    assert request.horovod.hosts == (NamedHost(name="localhost", slots=2), NamedHost(name="127.0.0.1", slots=1))
+    assert request.launcher is not None
+    named = decode_settings(request.launcher.settings, HorovodrunSettings).hosts
+    assert named == (NamedHost(name="localhost", slots=2), NamedHost(name="127.0.0.1", slots=1))
     cluster = cluster_of("-np", "3", "-H", "localhost:1,mine:1,other:1", "-p", "2222", "-i", "key")
     assert [(host.address, host.workers) for host in cluster.hosts] == [(HERE, 2), ("other", 1)]
     assert (cluster.ssh_port, cluster.ssh_identity_file, cluster.agent_start) == (2222, "key", "ssh")
@@ -259,27 +261,6 @@ def test_the_start_timeout_is_the_options_or_the_environments_or_30_s(monkeypatc
     assert cluster_of(*words, "--start-timeout", "5").join_timeout_seconds == 5
     with pytest.raises(ConfigError, match="--start-timeout"):
         cluster_of(*words, "--start-timeout", "0")
-
-
-def test_slots_on_hosts_of_different_sizes():
-    job = Horovod(hosts=(NamedHost(name="a", slots=2), NamedHost(name="b", slots=1), NamedHost(name="c", slots=2)))
-    assignments = [find_rank_assignment(job, rank) for rank in range(5)]
-    assert [(host, assignment.local_rank, assignment.local_size) for host, assignment in assignments] == [
-        *(("a", 0, 2), ("a", 1, 2), ("b", 0, 1), ("c", 0, 2), ("c", 1, 2))
-    ]
-    assert [(assignment.cross_rank, assignment.cross_size) for _, assignment in assignments] == [
-        (0, 3),
-        (0, 2),
-        (1, 3),
-        (2, 3),
-        (1, 2),
-    ]
-    found = slot_variables(msgspec.structs.replace(job, variables=(("HOROVOD_CYCLE_TIME", "1"),)), 4, interface="eth0")
-    assert found["HOROVOD_HOSTNAME"] == "c"
-    assert [found[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")] == ["4", "5", "1", "2"]
-    assert [found[f"HOROVOD_{name}"] for name in ("CROSS_RANK", "CROSS_SIZE", "CYCLE_TIME")] == ["1", "2", "1"]
-    assert padded_rank(job, 3) == "3"
-    assert padded_rank(Horovod(hosts=(NamedHost(name="a", slots=11),)), 3) == "03"
 
 
 def test_this_pythons_programs_run_in_the_worker_and_all_else_is_a_command(tmp_path: Path):

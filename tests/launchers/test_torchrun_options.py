@@ -10,12 +10,15 @@ from torch.distributed.run import get_args_parser
 
 from rankless.cli import CommandParser, launch, main, torchrun
 from rankless.config import validation
+from rankless.config.launcher import decode_settings
 from rankless.config.run_config import UNKNOWN_HOST, Program
 from rankless.errors import ConfigError
-from rankless.launchers.torchrun import run_config as plan_torchrun
+from rankless.launchers.torchrun import run_config as torchrun_run_config
+from rankless.launchers.torchrun.hosts import hosts_of
 from rankless.launchers.torchrun.options import TorchrunFlags
 from rankless.launchers.torchrun.parser import FLAGS, take_flags
 from rankless.launchers.torchrun.run_config import notes, torchrun_program, torchrun_request, worker_count
+from rankless.launchers.torchrun.settings import TorchrunSettings
 
 SCRIPT = Program(kind="script", target=__file__)
 
@@ -128,14 +131,14 @@ def test_an_option_like_no_other_is_called_unknown_and_nothing_is_guessed(capsys
     [("3", 0, 3), ("auto", 0, 6), ("auto", 4, 4), ("gpu", 4, 4), ("cpu", 4, 6), ("cpu", 0, 6)],
 )
 def test_the_number_of_workers_is_torchs(text: str, gpus: int, count: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan_torchrun, "count_gpus", lambda: gpus)
-    monkeypatch.setattr(plan_torchrun, "core_count", lambda: 6)
+    monkeypatch.setattr(torchrun_run_config, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(torchrun_run_config, "core_count", lambda: 6)
     assert worker_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "gpu", "xpu", "two", "1.5"])
 def test_a_number_of_workers_that_cannot_be_is_refused(text: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan_torchrun, "count_gpus", lambda: 0)
+    monkeypatch.setattr(torchrun_run_config, "count_gpus", lambda: 0)
     with pytest.raises(ConfigError, match="--nproc-per-node"):
         worker_count(text)
 
@@ -153,8 +156,8 @@ def test_a_number_of_workers_that_cannot_be_is_refused(text: str, monkeypatch: p
     ],
 )
 def test_the_place_of_the_store_is_where_torchrun_would_have_it(words: list[str], address: str, port: int | None):
-    hosts = torchrun_request(parse(*words, "main.py"), SCRIPT).hosts
-    assert (hosts.master_address, hosts.master_port) == (address, port)
+    request = torchrun_request(parse(*words, "main.py"), SCRIPT)
+    assert (request.master_address, request.master_port) == (address, port)
 
 
 def test_several_hosts_meet_where_torchruns_would():
@@ -165,17 +168,17 @@ def test_several_hosts_meet_where_torchruns_would():
     assert [host.workers for host in cluster.hosts] == [2] * 4
     assert cluster.hosts[0].address == "192.0.2.1"
     words = ["--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.0.2.1:1234", "--insecure"]
-    request = torchrun_request(
-        parse(*words, "--rdzv-conf", "join_timeout=5,b=2", "--local-addr", "me", "main.py"), SCRIPT
-    )
+    flags = parse(*words, "--rdzv-conf", "join_timeout=5,b=2", "--local-addr", "me", "main.py")
+    request = torchrun_request(flags, SCRIPT)
     assert request.cluster is not None
     assert (request.cluster.host_index, request.cluster.port, request.cluster.insecure) == (UNKNOWN_HOST, 1234, True)
     assert request.cluster.join_timeout_seconds == 5
-    assert (request.hosts.endpoint, request.hosts.local_address) == ("192.0.2.1:1234", "me")
+    assert (hosts_of(flags).endpoint, hosts_of(flags).local_address) == ("192.0.2.1:1234", "me")
     with pytest.raises(ConfigError, match="a number of hosts that stays"):
         torchrun_request(parse("--nnodes", "2:4", "main.py"), SCRIPT)
-    one = validation.make_run_config(SCRIPT, torchrun_request(parse("--nnodes", "1:1", "main.py"), SCRIPT))
-    assert one.hosts.most == 1
+    flags = parse("--nnodes", "1:1", "main.py")
+    assert validation.make_run_config(SCRIPT, torchrun_request(flags, SCRIPT)).cluster is None
+    assert hosts_of(flags).most == 1
 
 
 @pytest.mark.parametrize(
@@ -218,8 +221,9 @@ def test_threads_are_torchruns(monkeypatch: pytest.MonkeyPatch):
 def test_what_is_shown_follows_redirects_tee_and_filter():
     def shown(*words: str) -> list[tuple[int, str, str]]:
         request = torchrun_request(parse("--nproc-per-node", "2", *words, "main.py"), SCRIPT)
-        assert request.foreign is not None
-        return [(stream.rank, stream.source, stream.prefix) for stream in request.foreign.streams]
+        assert request.launcher is not None
+        settings = decode_settings(request.launcher.settings, TorchrunSettings)
+        return [(stream.rank, stream.source, stream.prefix) for stream in settings.streams]
 
     assert shown() == [(0, "out", ""), (0, "err", ""), (1, "out", ""), (1, "err", "")]
     assert shown("-r", "3") == []

@@ -16,8 +16,8 @@ from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.membership import RoundState
 from rankless.launch.elastic.remote_workers import RemoteWorkers
 from rankless.launch.elastic.ssh_protocol import Task
-from rankless.launch.elastic.worker_config import launch_of
-from rankless.launch.log_files import shown_streams
+from rankless.launch.profile import load_profile
+from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import Source, Terminal, Write
 from rankless.records.elastic_messages import DriverMessage, RoundStarted, WorkerMessage
 from rankless.records.events import AnyRecord
@@ -62,8 +62,10 @@ class AllWorkers:
             return
         orders = self._orders
         self._crew_of[worker.number] = self._here
-        launch = launch_of(worker, orders.config, orders.start, folder=orders.folder, interface=None)
-        for stream in shown_streams(orders.config, orders.folder, [launch.config]):
+        slot = ElasticSlot(number=worker.number, host=worker.host, slot=worker.slot)
+        launch = make_elastic_worker(orders.config, orders.start, slot, folder=orders.folder, interface=None)
+        profile = load_profile(orders.config.launcher)
+        for stream in profile.shown_streams(orders.config, orders.folder, [launch.config]):
             self._terminal.add(stream)
         self._here.start(launch)
 
@@ -154,6 +156,4 @@ class AllWorkers:
         )
 
     def _has_chosen_interface(self) -> bool:
-        horovod = self._orders.config.horovod
-        chosen = dict(horovod.variables) if horovod is not None else {}
-        return "GLOO_SOCKET_IFNAME" in {*user_interfaces(), *chosen}
+        return self._orders.elastic.has_chosen_interface or "GLOO_SOCKET_IFNAME" in user_interfaces()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rankless.config.elastic import Elastic
-from rankless.config.environment import horovod_variables
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.validation import choose_backend
 from rankless.launch.elastic.all_workers import HERE, AllWorkers, LaunchContext
@@ -16,7 +15,8 @@ from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.launch.elastic.member import Action, End, Start
 from rankless.launch.elastic.membership import JobFailure, JobMembership
 from rankless.launch.elastic.round_watchdog import RoundWatchdog
-from rankless.launch.log_files import log_files, make_run_folder, run_name
+from rankless.launch.log_files import make_run_folder, make_run_id
+from rankless.launch.profile import load_profile
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure, is_secondary_failure, name_signal
 from rankless.launch.supervisor.supervisor import (
@@ -25,7 +25,7 @@ from rankless.launch.supervisor.supervisor import (
     POLL_SECONDS,
     STOP_GRACE_SECONDS,
 )
-from rankless.launch.supervisor.terminal_text import format_count, format_failure, format_horovod_failure
+from rankless.launch.supervisor.terminal_text import format_count, format_failure
 from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import RoundStarted, StoreReady, WorkerMessage, WorkerReady
 from rankless.records.events import (
@@ -81,7 +81,7 @@ class Driver:
         self._records: dict[int, list[AnyRecord]] = {}
         self._said: set[str] = set()
         self._told_awaited = 0.0
-        self._standstill = RoundWatchdog(config.hang_timeout_seconds or _stall_seconds(config))
+        self._standstill = RoundWatchdog(config.hang_timeout_seconds or elastic.stall_timeout_seconds)
         self._hosts_of: dict[int, str] = {}
         orders = LaunchContext(
             config=config,
@@ -241,10 +241,11 @@ class Driver:
             self._around.tell(f"the job was ended: {trouble.headline}")
             return 1
         verdict = self._verdict(trouble.culprit)
-        out, error = log_files(self._config, self._folder, trouble.culprit, 0)
+        profile = load_profile(self._config.launcher)
+        files = profile.log_files(self._folder, trouble.culprit, 0)
         self._around.tell(f"the job was ended: {trouble.headline}; worker {trouble.culprit} failed last")
-        text = format_failure(verdict, log_file=os.path.relpath(error or out))
-        text += format_horovod_failure(verdict) if self._config.horovod is not None else ""
+        text = format_failure(verdict, log_file=os.path.relpath(files.error or files.output))
+        text += profile.failure_note(verdict.root_cause_rank, verdict.exit_code)
         self._around.writes["err"](text.encode())
         return verdict.exit_code
 
@@ -284,20 +285,10 @@ def _hosts(config: RunConfig, elastic: Elastic) -> DiscoveredHosts | FixedHosts:
     return FixedHosts(slots)
 
 
-def _stall_seconds(config: RunConfig) -> float | None:
-    """After how many seconds a round that stands still is to lose who holds it up, if the user says so."""
-    chosen = dict(config.horovod.variables) if config.horovod is not None else {}
-    name = "STALL_SHUTDOWN_TIME_SECONDS"
-    try:
-        return float(chosen.get(f"HOROVOD_{name}") or horovod_variables().get(name, "")) or None
-    except ValueError:
-        return None
-
-
 def _job_start(config: RunConfig) -> JobStart:
     # Where the workers meet, each round says anew.
     return JobStart(
-        run_id=run_name(config),
+        run_id=make_run_id(config),
         seed=config.seed,
         workers=(config.worker_count,),
         backend=choose_backend(config.devices),

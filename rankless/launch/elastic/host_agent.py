@@ -15,7 +15,6 @@ from rankless.config.hosts import interface_of
 from rankless.config.validation import make_run_config
 from rankless.errors import RanklessError
 from rankless.launch.elastic.local_workers import LocalWorkers
-from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.ssh_protocol import (
     BEAT_SECONDS,
     SILENT_SECONDS,
@@ -34,10 +33,10 @@ from rankless.launch.elastic.ssh_protocol import (
     Task,
     Unable,
 )
-from rankless.launch.elastic.worker_config import launch_of
-from rankless.launch.log_files import shown_streams
+from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.host_facts import installed_versions
 from rankless.launch.supervisor.supervisor import POLL_SECONDS
+from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import SOURCES, Terminal
 from rankless.runtime.fast_exit import FastExit
 
@@ -100,10 +99,11 @@ class HostAgent:
     def obey(self, frame: FrameDown) -> None:
         """Do what the driver says."""
         if isinstance(frame, Order):
-            worker = ElasticWorker(number=frame.number, host=frame.host, slot=frame.slot)
+            slot = ElasticSlot(number=frame.number, host=frame.host, slot=frame.slot)
             task = self._task
-            launch = launch_of(worker, self._config, task.start, folder=task.folder, interface=self._interface)
-            for stream in shown_streams(self._config, task.folder, [launch.config]):
+            launch = make_elastic_worker(self._config, task.start, slot, folder=task.folder, interface=self._interface)
+            profile = load_profile(self._config.launcher)
+            for stream in profile.shown_streams(self._config, task.folder, [launch.config]):
                 self._terminal.add(stream)
             self._crew.start(launch)
         elif isinstance(frame, Say):

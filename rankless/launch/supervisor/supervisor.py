@@ -17,7 +17,7 @@ from enum import Enum
 
 import msgspec
 
-from rankless.config.torchrun import Foreign
+from rankless.launch.profile import SignalForwarding
 from rankless.launch.rendezvous.messages import HostEnded, StopMode
 from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.signals import Interrupts
@@ -64,14 +64,14 @@ class Supervisor:
         interrupts: Interrupts,
         on_record: Callable[[AnyRecord], None],
         on_turn: Callable[[], Sequence[AnyRecord]],
-        foreign: Foreign | None = None,
+        forwarding: SignalForwarding | None = None,
     ) -> None:
         self._parent = parent
         self._others = others
         self._interrupts = interrupts
         self._on_record = on_record
         self._on_turn = on_turn
-        self._foreign = foreign
+        self._forwarding = forwarding
         self._records: list[AnyRecord] = []
         self._phase = Phase.RUNNING
         self._deadline = float("inf")
@@ -192,8 +192,8 @@ class Supervisor:
         """Ask the workers to end, and cut their connections: see the note at the top."""
         self._others.stop("lost" if is_lost else HOWS.get(number, "stop"))
         grace = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
-        if self._foreign is not None:
-            grace = self._foreign.shutdown_seconds
+        if self._forwarding is not None:
+            grace = self._forwarding.grace_seconds
         elif number != signal.SIGINT:
             number = signal.SIGTERM
         words = (encode_signal(number), CUT)

@@ -10,27 +10,26 @@ _TRACEBACK_LINES = 9
 _MAX_LINE_CHARS = 300
 
 
-def format_start_table(config: RunConfig, *, folder: str, log_files: Sequence[str]) -> str:
+def format_start_table(config: RunConfig, *, folder: str, log_files: Sequence[str], has_error_files: bool) -> str:
     """Return a table with the rank, the device and the log file of every worker of one host.
 
-    Under torchrun, fleetrun and horovodrun a worker has two log files, and the table shows their folder.
+    With `has_error_files` a worker has two log files, and the table shows their folder.
     """
     count, threads = config.worker_count, format_count(config.threads_per_worker, "thread")
     start = "" if config.warm else ", plain processes"
-    has_two = config.foreign is not None or config.horovod is not None
     seed = "" if config.seed is None else f", seed {config.seed}"
     lines = [
         f"rankless: {format_count(count, 'worker')}, {threads} each{seed}{start}, logs in {folder}",
-        f"  {'rank':>4}  {'device':<8}  log file{'s' if has_two else ''}",
+        f"  {'rank':>4}  {'device':<8}  log file{'s' if has_error_files else ''}",
     ]
-    if has_two:
+    if has_error_files:
         log_files = [os.path.join(os.path.dirname(path), "") for path in log_files]
     lines += [
         f"  {rank:>4}  {device:<8}  {path}"
         for rank, (device, path) in enumerate(zip(config.devices, log_files, strict=True))
     ]
     gpus = {device for device in config.devices if device != "cpu"}
-    if gpus and len(gpus) < count and not has_two:
+    if gpus and len(gpus) < count and not has_error_files:
         lines.append(f"  {count} workers share {format_count(len(gpus), 'GPU')}, so they use Gloo instead of NCCL")
     return "\n".join(lines) + "\n"
 
@@ -73,15 +72,6 @@ def format_failure(verdict: Verdict, *, log_file: str, host: str = "", report: s
         f"rankless: its log file is {log_file}{on_host}{there}; the job was ended, exit code {verdict.exit_code}"
     )
     return "\n".join(lines) + "\n"
-
-
-def format_horovod_failure(verdict: Verdict) -> str:
-    """Return the message that horovodrun prints when a process has failed."""
-    return (
-        "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
-        "terminated. "
-        f"The first process to do so was:\nProcess name: {verdict.root_cause_rank}\nExit code: {verdict.exit_code}\n"
-    )
 
 
 def format_count(number: int, noun: str) -> str:

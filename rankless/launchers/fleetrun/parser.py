@@ -4,12 +4,40 @@ import argparse
 
 import msgspec
 
-from rankless.config.environment import fleetrun_defaults
+from rankless.config.environment import snapshot, whole_number
 from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.option_spellings import Flag, declare_script, taken
 
 _SERVERS = "parameter servers: not there yet"
 _ACCEPTED = "accepted and not heeded"
+
+_VARIABLES = {
+    "PADDLE_DEVICES": "devices",
+    "PADDLE_NPROC_PER_NODE": "nproc_per_node",
+    "PADDLE_IPS": "ips",
+    "PADDLE_NNODES": "nnodes",
+    "PADDLE_MASTER": "master",
+    "PADDLE_RANK": "rank",
+    "PADDLE_START_PORT": "start_port",
+    "PADDLE_LOG_DIR": "log_dir",
+    "PADDLE_LOG_LEVEL": "log_level",
+    "PADDLE_LOG_OVERWRITE": "log_overwrite",
+    "PADDLE_JOB_ID": "job_id",
+    "PADDLE_RUN_MODE": "run_mode",
+    "PADDLE_MAX_RESTART": "max_restart",
+    "PADDLE_ELASTIC_LEVEL": "elastic_level",
+    "PADDLE_ELASTIC_TIMEOUT": "elastic_timeout",
+    "PADDLE_SORT_IP": "sort_ip",
+    "PADDLE_WITH_GLOO": "with_gloo",
+    "PADDLE_SERVER_NUM": "server_num",
+    "PADDLE_SERVERS_ENDPOINTS": "servers",
+    "PADDLE_TRAINER_NUM": "worker_num",
+    "PADDLE_TRAINERS_ENDPOINTS": "workers",
+    "PADDLE_GLOO_PORT": "gloo_port",
+    "PADDLE_AUTO_PARALLEL_CONFIG": "auto_parallel_config",
+    "PADDLE_AUTO_CLUSTER": "auto_cluster_config",
+}
+"""The option for which each variable stands, as Paddle's launcher reads them."""
 
 FLAGS = (
     Flag(
@@ -78,7 +106,7 @@ FLAGS = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the options. Defaults come from PADDLE_ variables; what nobody gives is None."""
-    given = fleetrun_defaults()
+    given = _defaults()
     for flag in FLAGS:
         flag.declare(parser, default=given.get(flag.dest))
     parser.add_argument("--insecure", action="store_true", help="ours: several hosts need no token, nor ssh")
@@ -108,3 +136,14 @@ def table_of(flags: FleetrunFlags) -> dict[str, object]:
     others = {name: value for name, value in msgspec.structs.asdict(flags).items() if name not in own}
     given = {name: value for name, value in others.items() if value is not None and value is not False}
     return dict(sorted({**shown, **given}.items()))
+
+
+def user_first_port() -> int | None:
+    """Return the first port of the endpoints that FLAGS_START_PORT names, or None."""
+    return whole_number("FLAGS_START_PORT")
+
+
+def _defaults() -> dict[str, str]:
+    """Return what PADDLE_ variables give for options, by option, as `nproc_per_node`."""
+    given = snapshot()
+    return {option: given[name] for name, option in _VARIABLES.items() if given.get(name)}

@@ -4,14 +4,15 @@ import os
 import shutil
 from collections.abc import Sequence
 
-from rankless.config.environment import user_first_port, user_visible_devices
-from rankless.config.fleetrun import Fleet, share_out
+from rankless.config.environment import user_visible_devices
 from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.launchers.fleetrun.hosts import cluster_of
 from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.fleetrun.parameter_server_options import require_no_servers
+from rankless.launchers.fleetrun.parser import user_first_port
+from rankless.launchers.fleetrun.settings import FleetrunSettings, choose_fleetrun, share_out
 
 _CPU_BACKENDS = ("gloo",)
 _GPU_BACKENDS = ("nccl",)
@@ -51,7 +52,9 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
         devices=",".join(str(share[0]) for share in shares) or "cpu",
         log_folder=flags.log_dir or "log",
         warm=program.kind != "command",
-        fleet=Fleet(job_id=flags.job_id, shares=shares, hides_gpus=_wants_cpu(flags), first_port=first_port),
+        launcher=choose_fleetrun(
+            FleetrunSettings(job_id=flags.job_id, shares=shares, hides_gpus=_wants_cpu(flags), first_port=first_port)
+        ),
         cluster=cluster_of(flags, workers=count),
     )
 

@@ -4,10 +4,11 @@ import os
 from collections.abc import Mapping
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.job_setup import Assembled
-from rankless.launch.log_files import FLEET_LOG, run_folder
+from rankless.config.worker_config import WorkerConfig
 from rankless.launch.supervisor.terminal_text import format_count
 
+LOG_NAME = "workerlog.{}"
+"""Paddle's name for the log file of a rank. Its users look for it directly in the log folder."""
 SHOWN = (
     "PADDLE_CURRENT_ENDPOINT",
     "PADDLE_TRAINERS_NUM",
@@ -46,21 +47,23 @@ def environment_table(environment: Mapping[str, str | None], *, local_count: int
     return "\n".join([said, thick, head, thin, *body, thick]) + "\n"
 
 
-def fleet_line(config: RunConfig, job: Assembled) -> str:
-    """Where this host's workers run, and their log files; on other hosts, too, who shows the training."""
-    first, count = job.start.first_rank(job.place), config.worker_count
+def worker_line(config: RunConfig, lead: WorkerConfig, folder: str, first_host: str) -> str:
+    """Return a line about this host's workers and log files, and on other hosts than host 0 one that names host 0.
+
+    `lead` is this host's first worker.
+    """
+    first, count = lead.rank, config.worker_count
     devices = list(dict.fromkeys(config.devices))
     where = "the CPU" if devices == ["cpu"] else ", ".join(devices)
     shared = (
         "" if devices == ["cpu"] or count <= len(devices) else ", which they share: they talk through Gloo, not NCCL"
     )
-    names = [os.path.join(config.log_folder, FLEET_LOG.format(rank)) for rank in (first, first + count - 1)]
-    logs = names[0] if count == 1 else f"{names[0]} to {FLEET_LOG.format(first + count - 1)}"
-    kept = run_folder(config, job.start.run_id, job.place)
+    names = [os.path.join(config.log_folder, LOG_NAME.format(rank)) for rank in (first, first + count - 1)]
+    logs = names[0] if count == 1 else f"{names[0]} to {LOG_NAME.format(first + count - 1)}"
     lines = [
         f"rankless: on {where}{shared}; {format_count(config.threads_per_worker, 'thread')} each; "
-        f"logs: {logs} (in {kept}, where they stay)"
+        f"logs: {logs} (in {folder}, where they stay)"
     ]
-    if job.place > 0:
-        lines.append(f"rankless: host {job.place + 1} of {len(job.start.workers)}; {job.names[0]} shows the training")
+    if lead.host > 0:
+        lines.append(f"rankless: host {lead.host + 1} of {lead.host_count}; {first_host} shows the training")
     return "\n".join(lines) + "\n"

@@ -1,5 +1,7 @@
 """horovodrun's elastic flags as a plan."""
 
+from collections.abc import Mapping
+
 from rankless.config.elastic import Elastic
 from rankless.config.environment import horovod_variables
 from rankless.launchers.horovodrun.hosts import listed_hosts
@@ -9,7 +11,7 @@ ELASTIC_SECONDS = 600.0
 """horovodrun's own, where neither `--elastic-timeout` nor HOROVOD_ELASTIC_TIMEOUT says otherwise."""
 
 
-def elastic_of(flags: HorovodrunFlags, count: int) -> Elastic:
+def elastic_of(flags: HorovodrunFlags, count: int, variables: Mapping[str, str]) -> Elastic:
     """What the flags say of workers that come and go. `config.validation` looks whether it can be meant. Raises
     ConfigError.
     """
@@ -25,7 +27,17 @@ def elastic_of(flags: HorovodrunFlags, count: int) -> Elastic:
         ssh_port=flags.ssh_port,
         ssh_identity_file=flags.ssh_identity_file,
         cooldown_range_seconds=None if cooldown is None else (float(cooldown[0]), float(cooldown[1])),
+        stall_timeout_seconds=_stall_timeout(variables),
+        has_chosen_interface="GLOO_SOCKET_IFNAME" in variables,
     )
+
+
+def _stall_timeout(variables: Mapping[str, str]) -> float | None:
+    name = "STALL_SHUTDOWN_TIME_SECONDS"
+    try:
+        return float(variables.get(f"HOROVOD_{name}") or horovod_variables().get(name, "")) or None
+    except ValueError:
+        return None
 
 
 def _timeout(flags: HorovodrunFlags) -> float:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import msgspec
 
 from rankless.config.environment import horovod_variables
-from rankless.config.horovodrun import NamedHost
 from rankless.config.hosts import (
     Host,
     addresses_of,
@@ -20,6 +19,7 @@ from rankless.config.hosts import (
 from rankless.config.run_config import Cluster
 from rankless.errors import ConfigError
 from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.settings import NamedHost
 
 START_SECONDS = 30.0
 """horovodrun's own, where neither `--start-timeout` nor HOROVOD_START_TIMEOUT says otherwise."""

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
-from rankless.config.horovodrun import Horovod, NamedHost
 from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.launchers.horovodrun.elastic_options import elastic_of
 from rankless.launchers.horovodrun.hosts import cluster_of, named_hosts, names_of
 from rankless.launchers.horovodrun.options import HorovodrunFlags
+from rankless.launchers.horovodrun.settings import HorovodrunSettings, NamedHost, choose_horovodrun
 
 _MIB = 1 << 20
 _NOT_NEGATIVE = (
@@ -77,20 +77,23 @@ def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
         raise ConfigError(
             expected="-np as a number of processes, from 1 up", found=count, fix="as in `rankless horovodrun -np 2 …`"
         )
-    elastic = elastic_of(flags, count) if flags.is_elastic else None
+    variables = dict(worker_variables(flags))
+    elastic = elastic_of(flags, count, variables) if flags.is_elastic else None
     hosts = named_hosts(flags, count) if elastic is None else ()
     cluster = cluster_of(flags, hosts) if elastic is None else None
-    variables = dict(worker_variables(flags))
     return RunRequest(
         worker_count=count,
         devices=_devices(variables.get("CUDA_VISIBLE_DEVICES")),
         show="all",
         warm=program.kind != "command",
-        horovod=Horovod(
-            hosts=names_of(hosts) or (NamedHost(name="localhost", slots=count),),
-            variables=tuple(variables.items()),
-            output_folder=flags.output_filename,
-            timestamps=flags.prefix_output_with_timestamp,
+        separate_seeds=True,
+        launcher=choose_horovodrun(
+            HorovodrunSettings(
+                hosts=names_of(hosts) or (NamedHost(name="localhost", slots=count),),
+                variables=tuple(variables.items()),
+                output_folder=flags.output_filename,
+                timestamps=flags.prefix_output_with_timestamp,
+            )
         ),
         cluster=cluster,
         elastic=elastic,

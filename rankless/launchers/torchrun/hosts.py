@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+import msgspec
+
 from rankless.config.hosts import addresses_of, numbered_hosts, own_addresses
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
-from rankless.config.torchrun import Hosts
 from rankless.errors import ConfigError
 from rankless.launchers.torchrun.options import TorchrunFlags
 
@@ -13,7 +14,23 @@ RENDEZVOUS_PORT = 29400
 """torchrun's own, where none is given."""
 
 
-def hosts_of(flags: TorchrunFlags) -> Hosts:
+class TorchrunHosts(msgspec.Struct, frozen=True, kw_only=True):
+    """The hosts of a run, and where they and their workers meet."""
+
+    least: int = 1
+    most: int = 1
+    number: int = 0
+    """This host's."""
+    master_address: str = "127.0.0.1"
+    master_port: int | None = None
+    """None: a free one."""
+    local_address: str | None = None
+    rendezvous: str = "static"
+    endpoint: str = ""
+    settings: tuple[tuple[str, str], ...] = ()
+
+
+def hosts_of(flags: TorchrunFlags) -> TorchrunHosts:
     """What the flags say of hosts. Raises ConfigError for what cannot be meant."""
     least, most = _host_counts(flags.nnodes or "1")
     address, port = flags.master_addr or "127.0.0.1", flags.master_port
@@ -30,7 +47,7 @@ def hosts_of(flags: TorchrunFlags) -> Hosts:
         port = None  # torchrun, too, takes a free one then
     if port is not None and not 0 <= port < 2**16:
         raise ConfigError(expected="a port from 1 to 65535", found=port, fix="choose another --master-port")
-    return Hosts(
+    return TorchrunHosts(
         least=least,
         most=most,
         number=flags.node_rank or 0,
@@ -61,7 +78,7 @@ def _settings(text: str) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def cluster_of(hosts: Hosts, *, workers: int, insecure: bool) -> Cluster | None:
+def cluster_of(hosts: TorchrunHosts, *, workers: int, insecure: bool) -> Cluster | None:
     """The hosts as ours come together: each started by its own line. None for one alone.
 
     Agents meet at torchrun's master port; the workers' own is a free one of host 0's. Raises ConfigError for what

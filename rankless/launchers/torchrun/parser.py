@@ -2,7 +2,7 @@
 
 import argparse
 
-from rankless.config.environment import launcher_defaults
+from rankless.config.environment import snapshot
 from rankless.launchers.option_spellings import Flag, declare_script, taken
 from rankless.launchers.torchrun.options import TorchrunFlags
 
@@ -58,7 +58,7 @@ FLAGS = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the options. Defaults come from PET_ variables; what nobody gives is None, or False for a switch."""
-    given = launcher_defaults()
+    given = _defaults()
     for flag in FLAGS:
         value = given.get(flag.dest) if flag.in_environment else None
         if flag.kind is None:
@@ -85,3 +85,9 @@ def _switch(parser: argparse.ArgumentParser, flag: Flag, value: str | None) -> b
         return bool(int(value or "0"))
     except ValueError:
         parser.error(f"PET_{flag.dest.upper()}={value}: expected 0 or 1")
+
+
+def _defaults() -> dict[str, str]:
+    """Return what PET_ variables give for options, by option, as `nproc_per_node`."""
+    prefix = "PET_"
+    return {name.removeprefix(prefix).lower(): value for name, value in snapshot().items() if name.startswith(prefix)}

@@ -5,19 +5,14 @@ import signal
 import string
 from collections.abc import Iterator, Sequence
 
-from rankless.config.environment import (
-    user_line_prefix,
-    user_python,
-    user_shutdown_seconds,
-    user_threads,
-    user_visible_devices,
-)
+from rankless.config.environment import snapshot, user_threads, user_visible_devices, whole_number
 from rankless.config.run_config import Program, ProgramKind, RunRequest
-from rankless.config.torchrun import Foreign, ShownStream, Source
 from rankless.config.validation import core_count, count_gpus
 from rankless.errors import ConfigError
+from rankless.launch.worker_output import Source
 from rankless.launchers.torchrun.hosts import cluster_of, hosts_of
 from rankless.launchers.torchrun.options import TorchrunFlags
+from rankless.launchers.torchrun.settings import ShownStream, TorchrunSettings, choose_torchrun
 
 LOCAL_RANK = "${local_rank}"
 """In an argument of the program: the worker's local rank."""
@@ -48,8 +43,8 @@ def torchrun_program(flags: TorchrunFlags) -> Program:
 
 def under_own_python(program: Program) -> Program:
     """The program as a command of the interpreter that PYTHON_EXEC names, if it names one."""
-    python = user_python()
-    if python is None or program.kind == "command":
+    python = snapshot().get("PYTHON_EXEC")
+    if not python or program.kind == "command":
         return program
     how = ("-u", "-m") if program.kind == "module" else ("-u",)
     return Program(kind="command", target=python, arguments=(*how, program.target, *program.arguments), has_macros=True)
@@ -73,8 +68,9 @@ def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
         threads=1 if user_threads() is None and count > 1 else None,
         log_folder=flags.log_dir or "log",
         warm=program.kind != "command" and flags.start_method in (None, "fork"),
-        hosts=hosts,
-        foreign=_foreign(flags, count),
+        master_address=hosts.master_address,
+        master_port=hosts.master_port,
+        launcher=choose_torchrun(_settings(flags, count)),
         cluster=cluster_of(hosts, workers=count, insecure=flags.insecure),
     )
 
@@ -120,11 +116,13 @@ def notes(flags: TorchrunFlags) -> list[str]:
     return found
 
 
-def _foreign(flags: TorchrunFlags, count: int) -> Foreign:
-    shutdown = flags.shutdown_timeout if flags.shutdown_timeout is not None else user_shutdown_seconds()
+def _settings(flags: TorchrunFlags, count: int) -> TorchrunSettings:
+    shutdown = flags.shutdown_timeout
+    if shutdown is None:
+        shutdown = whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     if shutdown is not None and shutdown < 0:
         raise ConfigError(expected="--shutdown-timeout from 0 up", found=shutdown, fix="give seconds")
-    return Foreign(
+    return TorchrunSettings(
         role=flags.role or "default",
         run_id=None if flags.standalone else flags.rdzv_id,
         signals=_signals(flags.signals_to_handle or "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
@@ -152,7 +150,9 @@ def _streams(flags: TorchrunFlags, count: int) -> Iterator[ShownStream]:
     redirects = _per_rank(flags.redirects or "0", count, option="--redirects")
     tee = _per_rank(flags.tee or "0", count, option="--tee")
     shown = _ranks(flags.local_ranks_filter, count)
-    template = string.Template(user_line_prefix() or "[${role_name}${local_rank}]:")
+    template = string.Template(
+        snapshot().get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or "[${role_name}${local_rank}]:"
+    )
     needles = {"out": flags.duplicate_stdout_filters, "err": flags.duplicate_stderr_filters}
     for rank in range(count):
         prefix = template.safe_substitute(role_name=flags.role or "default", rank=rank, local_rank=rank)

@@ -1,24 +1,26 @@
 """Where the ranks of a job meet, whoever has started them: this process's place among them, and a store they share."""
 
 import contextlib
+import importlib
 import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rankless.config import environment
-from rankless.config.horovod_variables import HorovodWorker
 from rankless.config.hosts import interface_towards
 from rankless.config.rank_layout import assign_ranks
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime.rendezvous.address import RendezvousParameters
-from rankless.runtime.rendezvous.horovod import join_horovod_rendezvous
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
+
+if TYPE_CHECKING:
+    from rankless.config.horovod_variables import HorovodWorker
 
 STORE_TIMEOUT = timedelta(minutes=5)
 JOINING_SECONDS = 1800.0
@@ -112,10 +114,12 @@ def _place_by_torchrun(torchrun: environment.Torchrun) -> RendezvousInfo:
     )
 
 
-def _place_by_horovod(told: HorovodWorker) -> RendezvousInfo:
+def _place_by_horovod(told: "HorovodWorker") -> RendezvousInfo:
     if told.world_size == 1:
         return RendezvousInfo(rank=0, size=1, store=dist.HashStore(), assignment=told.assignment)  # type: ignore[attr-defined]  # as above
-    rendezvous, served = join_horovod_rendezvous(told, print_notice)
+    # Imported here: only processes of Horovod's own launcher need it.
+    horovod = importlib.import_module("rankless.runtime.rendezvous.horovod")
+    rendezvous, served = horovod.join_horovod_rendezvous(told, print_notice)
     environment.prefer_interface(told.interface or interface_towards(told.address)[0])
     return RendezvousInfo(
         rank=told.rank,

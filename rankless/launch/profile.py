@@ -1,0 +1,185 @@
+"""The launcher profile: everything in which a run under another launcher differs from a plain `rankless run`.
+
+A program that was written for torchrun, fleetrun or horovodrun expects that launcher's environment variables, log files
+and output. The package `rankless.launchers.<name>` describes them in its `profile.py`. This module defines what such a
+profile consists of and loads it by name. Nothing else in `launch` knows which launchers exist.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from rankless.config.environment import python_path_from, user_visible_devices
+from rankless.config.launcher import LauncherChoice
+from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.worker_config import WorkerConfig, WorkerLaunch
+from rankless.errors import LaunchError
+from rankless.launch.worker_output import Source, Stream
+from rankless.runtime.hooks.import_aliases import AT_START
+
+OutputHosts = Literal["first", "each", "gathered"]
+
+
+class LogFiles(NamedTuple):
+    """The files that one worker writes."""
+
+    output: str
+    error: str | None = None
+    """The file for standard error; None if it goes to `output` too."""
+
+
+class VisibleDevices(NamedTuple):
+    """The devices of a host's workers."""
+
+    names: list[str]
+    """Each worker's torch device, numbered as the worker sees the GPUs."""
+    cuda_variable: str | None = None
+    """CUDA_VISIBLE_DEVICES of every worker; None leaves it unchanged."""
+
+
+class SignalForwarding(NamedTuple):
+    """The signals that the agent forwards unchanged to the workers before it ends the run."""
+
+    numbers: tuple[int, ...]
+    grace_seconds: float
+    """The time that the workers have to end."""
+
+
+class LauncherProfile(Protocol):
+    """What a launcher's programs and users expect. The defaults are those of a plain `rankless run`."""
+
+    @property
+    def run_name(self) -> str | None:
+        """The first part of the name of the run's log folder; None takes the time of the start."""
+        return None
+
+    @property
+    def signal_forwarding(self) -> SignalForwarding | None:
+        """None: the agent sends SIGINT or SIGTERM, with its own grace periods."""
+        return None
+
+    @property
+    def output_hosts(self) -> OutputHosts:
+        """Where the terminal shows workers: of host 0 on host 0, of each host on itself, or of all hosts on host 0."""
+        return "first"
+
+    @property
+    def exports_environment(self) -> bool:
+        """Whether other hosts get the whole environment, instead of only what torch, its libraries and Python read."""
+        return False
+
+    @property
+    def uses_rankless_api(self) -> bool:
+        """Whether advice to the user may name functions of `rankless`."""
+        return True
+
+    def folder_name(self, run_id: str, host_index: int) -> str:
+        """Return the name of a host's folder of log files."""
+        return run_id
+
+    def log_files(self, folder: str, rank: int, local_rank: int) -> LogFiles:
+        """Return the paths of a worker's log files, with those in the run's folder under `folder`."""
+        return LogFiles(os.path.join(folder, f"rank{rank}.log"))
+
+    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int) -> None:
+        """Link the log files of this host's `ranks` to where the launcher's users look for those of the latest run."""
+        return
+
+    def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[Stream]:
+        """Return the parts of the workers' output that the terminal shows, with their prefixes."""
+        if config.show == "first":
+            return [Stream(path=worker.log_file) for worker in workers[:1]]
+        return [Stream(path=worker.log_file, prefix=f"[{worker.rank}] ") for worker in workers]
+
+    def visible_devices(self, devices: Sequence[str]) -> VisibleDevices:
+        """Return the devices as the workers see them. `devices` has one torch device per worker of this host."""
+        # In the requested order: local rank 0's GPU is the first that a script sees.
+        return show_gpus(devices, list(dict.fromkeys(_gpu(device) for device in devices if device != "cpu")))
+
+    def worker_environment(
+        self,
+        worker: WorkerConfig,
+        start: JobStart,
+        *,
+        elastic_host: str | None = None,
+    ) -> Mapping[str, str | None]:
+        """Return the variables to set (or, where None, to remove) after torchrun's and those of `open_services`.
+
+        In an elastic job `elastic_host` is the name of the worker's host, and the worker's rank is not known yet.
+        """
+        return {"PYTHONPATH": python_path_from(AT_START)}
+
+    @contextlib.contextmanager
+    def open_services(
+        self,
+        config: RunConfig,
+        *,
+        addresses: Sequence[str],
+        worker_counts: Sequence[int],
+        store_address: str,
+    ) -> Iterator[Mapping[str, str | None]]:
+        """Hold ports and run servers on host 0 while the job runs; yield their variables for all workers.
+
+        `addresses` and `worker_counts` have one item per host. `store_address` is an address of host 0 that all reach.
+        """
+        yield {}
+
+    def opening_text(self, config: RunConfig, lead: WorkerLaunch, folder: str, first_host: str) -> str | None:
+        """Return what this host's terminal shows at the start instead of Rankless's table, or None.
+
+        `lead` is this host's first worker, `folder` its folder of log files, `first_host` the name of host 0.
+        """
+        return None
+
+    def failure_note(self, rank: int, exit_code: int) -> str:
+        """Return what follows the report of a failed rank."""
+        return ""
+
+
+class PlainProfile(LauncherProfile):
+    """The profile of a plain `rankless run`."""
+
+
+@functools.cache
+def load_profile(launcher: LauncherChoice | None) -> LauncherProfile:
+    """Return the profile of a run. Raises `LaunchError` for a launcher that this Rankless does not have."""
+    if launcher is None:
+        return PlainProfile()
+    module = f"rankless.launchers.{launcher.name}.profile"
+    # The name may come from another host: it must not reach any module but a launcher's profile.
+    if not launcher.name.isidentifier() or not _exists(module):
+        raise LaunchError(
+            expected="a launcher that this Rankless has",
+            found=repr(launcher.name),
+            fix="install the same version of Rankless on all hosts",
+        )
+    profile: LauncherProfile = importlib.import_module(module).make_profile(launcher.settings)
+    return profile
+
+
+def show_gpus(devices: Sequence[str], gpus: Sequence[int]) -> VisibleDevices:
+    """Let workers see only `gpus`, numbered from 0, so that a script may use LOCAL_RANK as a device number."""
+    visible = user_visible_devices()
+    names = [visible[number] if visible is not None else str(number) for number in gpus]
+    seen = [device if device == "cpu" else f"cuda:{gpus.index(_gpu(device))}" for device in devices]
+    return VisibleDevices(seen, ",".join(names) if names else None)
+
+
+def log_file_of(worker: WorkerConfig, source: Source) -> str:
+    """Return the path of the file that gets one of a worker's two output streams."""
+    return worker.log_file if source == "out" else worker.error_log_file or worker.log_file
+
+
+def _gpu(device: str) -> int:
+    return int(device.removeprefix("cuda:"))
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False

@@ -1,0 +1,117 @@
+"""The profile of Paddle's programs: PADDLE_ variables, endpoints, `workerlog.N` files, and the table of variables."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rankless.config.launcher import decode_settings
+from rankless.config.run_config import JobStart, RunConfig
+from rankless.config.worker_config import WorkerConfig, WorkerLaunch
+from rankless.launch.ports import reserve_master_port
+from rankless.launch.profile import LauncherProfile, LogFiles, VisibleDevices, show_gpus
+from rankless.launchers.fleetrun.settings import FleetrunSettings
+from rankless.launchers.fleetrun.tables import LOG_NAME, environment_table, worker_line
+
+FIRST_PORT = 6070
+"""Paddle's first port of a host's endpoints. Several hosts use it because they do not tell each other of free ones."""
+ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
+
+
+def make_profile(settings: bytes) -> LauncherProfile:
+    """Return the profile for the settings of a `LauncherChoice`."""
+    return FleetrunProfile(decode_settings(settings, FleetrunSettings))
+
+
+@dataclass(frozen=True)
+class FleetrunProfile(LauncherProfile):
+    """How fleetrun runs a program."""
+
+    settings: FleetrunSettings
+
+    @property
+    def run_name(self) -> str | None:
+        """`--job_id`."""
+        return self.settings.job_id
+
+    def log_files(self, folder: str, rank: int, local_rank: int) -> LogFiles:
+        """Return the path of a worker's log file, under Paddle's name."""
+        return LogFiles(os.path.join(folder, LOG_NAME.format(rank)))
+
+    def link_logs(self, folder: str, ranks: Sequence[int], world_size: int) -> None:
+        """Link `workerlog.N` beside the run's folder to this run's, and remove links of an earlier, larger run."""
+        log_folder, run = os.path.split(folder)
+        for rank in ranks:
+            name = LOG_NAME.format(rank)
+            path = os.path.join(log_folder, name)
+            if os.path.isfile(path) and not os.path.islink(path):
+                os.replace(path, path + ".old")  # Paddle has written it: it is the user's
+            link = os.path.join(log_folder, f".{name}-{secrets.token_hex(3)}")
+            os.symlink(os.path.join(run, name), link)
+            os.replace(link, path)
+        for name in os.listdir(log_folder):
+            path, number = os.path.join(log_folder, name), name.removeprefix(LOG_NAME.format(""))
+            if os.path.islink(path) and number.isdigit() and int(number) >= world_size:
+                with contextlib.suppress(FileNotFoundError):  # another host on the same disk was faster
+                    os.unlink(path)
+
+    def visible_devices(self, devices: Sequence[str]) -> VisibleDevices:
+        """Return the devices among the GPUs of all shares; workers see no GPU at all if the user asks for the CPU."""
+        found = show_gpus(devices, self.settings.gpus)
+        return found._replace(cuda_variable="") if self.settings.hides_gpus and not found.cuda_variable else found
+
+    def worker_environment(
+        self, worker: WorkerConfig, start: JobStart, *, elastic_host: str | None = None
+    ) -> Mapping[str, str | None]:
+        """Return Paddle's variables besides those of a plain run. The endpoints come from `open_services`."""
+        rank, size, local_rank = str(worker.rank), str(worker.world_size), str(worker.local_rank)
+        own = (start.launcher_variables[ENDPOINTS] or "").split(",")[worker.rank]
+        address, _, port = own.rpartition(":")
+        return {
+            **super().worker_environment(worker, start),
+            "PADDLE_TRAINER_ID": rank,
+            "PADDLE_TRAINERS_NUM": size,
+            "PADDLE_CURRENT_ENDPOINT": own,
+            "PADDLE_MASTER": endpoint(worker.master_address, worker.master_port),
+            "PADDLE_GLOBAL_RANK": rank,
+            "PADDLE_GLOBAL_SIZE": size,
+            "PADDLE_LOCAL_RANK": local_rank,
+            "PADDLE_LOCAL_SIZE": str(worker.local_world_size),
+            "PADDLE_RANK_IN_NODE": local_rank,
+            "PADDLE_NNODES": str(worker.host_count),
+            "PADDLE_JOB_ID": self.settings.job_id or worker.run_id,
+            "PADDLE_PORT": port,
+            "PADDLE_DISTRI_BACKEND": worker.backend,
+            "POD_IP": address.strip("[]"),
+            "TRAINING_ROLE": "TRAINER",
+            "FLAGS_selected_gpus": self.settings.selected(worker.local_rank),
+        }
+
+    @contextlib.contextmanager
+    def open_services(
+        self, config: RunConfig, *, addresses: Sequence[str], worker_counts: Sequence[int], store_address: str
+    ) -> Iterator[Mapping[str, str | None]]:
+        """Yield every rank's endpoint, at which a script may open its own group. Rankless does not use them.
+
+        On one host each is a free port, held until the run ends. Otherwise ports count up from the first, as in Paddle.
+        """
+        with contextlib.ExitStack() as stack:
+            if len(addresses) == 1 and self.settings.first_port is None:
+                held = [stack.enter_context(reserve_master_port()) for _ in range(worker_counts[0])]
+                found = [endpoint(addresses[0], each.getsockname()[1]) for each in held]
+            else:
+                first = self.settings.first_port or FIRST_PORT
+                hosts = zip(addresses, worker_counts, strict=True)
+                found = [endpoint(address, first + number) for address, count in hosts for number in range(count)]
+            yield {ENDPOINTS: ",".join(found)}
+
+    def opening_text(self, config: RunConfig, lead: WorkerLaunch, folder: str, first_host: str) -> str:
+        """Return Paddle's table of the first worker's variables, and a line about this host's workers."""
+        table = environment_table(lead.environment, local_count=config.worker_count)
+        return table + worker_line(config, lead.config, folder, first_host)
+
+
+def endpoint(address: str, port: int) -> str:
+    """Return HOST:PORT, also for an IPv6 address."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -1,0 +1,37 @@
+"""The settings of a run under torchrun's command line."""
+
+import msgspec
+
+from rankless.config.launcher import LauncherChoice, choose_launcher
+from rankless.launch.worker_output import Source
+
+
+class ShownStream(msgspec.Struct, frozen=True, kw_only=True):
+    """One stream of one worker that the terminal shows. Other streams go to their log files only."""
+
+    rank: int
+    source: Source
+    prefix: str = ""
+    """The text before each of its lines."""
+    needles: tuple[str, ...] = ()
+    """Lines that contain one of these texts are copied to a file."""
+
+
+class TorchrunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How torchrun runs a program."""
+
+    role: str = "default"
+    run_id: str | None = None
+    """None: the name of the log folder."""
+    signals: tuple[int, ...] = ()
+    """The signals that the agent forwards to the workers before it ends the run."""
+    shutdown_seconds: float = 30.0
+    """The time that workers have to end after such a signal."""
+    virtual_local_rank: bool = False
+    """Each worker sees one GPU, and LOCAL_RANK 0."""
+    streams: tuple[ShownStream, ...] = ()
+
+
+def choose_torchrun(settings: TorchrunSettings) -> LauncherChoice:
+    """Return the choice of this launcher for a `RunRequest`."""
+    return choose_launcher("torchrun", settings)
