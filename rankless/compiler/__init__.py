@@ -1,4 +1,4 @@
-"""A job as a program: captured in logical shapes, placed on a mesh, lowered to each rank's part, run.
+"""Compile a job: capture it in logical shapes, propagate shardings over a mesh, lower to each rank's program, run it.
 
-Enters: a function, its modules, example inputs, a mesh. Leaves: a `LocalProgram` to call. Called by `views`.
+Input: a function, its modules, example inputs and a mesh. Output: a `LocalProgram` to call. Caller: `rankless.jobs`.
 """

@@ -55,7 +55,7 @@ class ConsistentView:
                 executable = self._programs.capture_exactly(call)
             else:
                 executable = call.known or self._programs.capture_program(call)
-        self._draws = self._draws or executable.captured.program.draws
+        self._draws = self._draws or executable.captured.program.is_random
         mesh = self._world.mesh
         values, states = [], []
         for input_slot in executable.slots:

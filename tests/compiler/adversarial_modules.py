@@ -235,7 +235,7 @@ CASES = [
     AdversarialCase(build=buffer_changed_in_place),
     AdversarialCase(build=buffer_replaced, refused=r"model\.mean is replaced by another tensor"),
     AdversarialCase(build=scores_kept_in_an_attribute, refused=r"Unexpected fake|model\.last was"),
-    AdversarialCase(build=model_not_given, refused=r"a parameter of shape \[6, 6\] of a module that was not given"),
+    AdversarialCase(build=model_not_given, refused=r"a parameter of shape \[6, 6\] of a module that was not passed"),
     AdversarialCase(build=frozen_model_not_given),
     AdversarialCase(build=mode_of_one_module_that_changes),
     AdversarialCase(build=unused_parameters),

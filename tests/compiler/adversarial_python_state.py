@@ -255,9 +255,9 @@ CASES = [
         build=losses_collected_in_a_list, refused=r"seen was of length \d and is of length \d after the job"
     ),
     AdversarialCase(build=text_collected_in_a_list, refused=r"lines was \['called'\] and is \['called', 'called'\]"),
-    AdversarialCase(build=random_number_of_python, refused=r"asks for random\.random;"),
-    AdversarialCase(build=random_number_of_numpy, refused=r"asks for numpy\.random\.rand;"),
-    AdversarialCase(build=wall_clock, refused=r"asks for time\.time;"),
+    AdversarialCase(build=random_number_of_python, refused=r"calls random\.random;"),
+    AdversarialCase(build=random_number_of_numpy, refused=r"calls numpy\.random\.rand;"),
+    AdversarialCase(build=wall_clock, refused=r"calls time\.time;"),
     AdversarialCase(build=closure_tensor_changed_in_place),
     AdversarialCase(build=closure_tensor_rebound),
     AdversarialCase(build=closure_tensor_written_inside, refused=r"mutating a non-functional tensor"),

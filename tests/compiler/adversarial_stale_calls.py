@@ -305,15 +305,15 @@ def training_without_gradients():
     return Script(function=loss, modules={"model": model}, batches=batches(), before_call=change)
 
 
-MOVED = r"would move on once"
-ASKED = r"the job asks for "
+ADVANCED = r"would advance only once"
+CALLED = r"the job calls "
 
 CASES = [
     AdversarialCase(
-        build=count_that_is_taken_from, refused=r"reads numbers, an iterator \(count\), which would move on once"
+        build=count_that_is_taken_from, refused=r"reads numbers, an iterator \(count\), which would advance only once"
     ),
-    AdversarialCase(build=generator_that_is_taken_from, refused=MOVED),
-    AdversarialCase(build=iterator_of_a_cycle_of_equal_values, refused=MOVED),
+    AdversarialCase(build=generator_that_is_taken_from, refused=ADVANCED),
+    AdversarialCase(build=iterator_of_a_cycle_of_equal_values, refused=ADVANCED),
     AdversarialCase(
         build=queue_that_is_taken_from, refused=r"waiting.queue was of length \d+ and is of length \d+ after the job"
     ),
@@ -323,33 +323,33 @@ CASES = [
     ),
     AdversarialCase(build=global_counter, refused=r"CALLS was \d and is \d after the job"),
     AdversarialCase(build=counter_that_a_hook_keeps, refused=r"calls was \[None\] and is \[None, None\] after the job"),
-    AdversarialCase(build=own_random_numbers, refused=ASKED + r"random\.uniform;"),
-    AdversarialCase(build=random_number_imported_by_name, refused=ASKED + r"random\.random;"),
-    AdversarialCase(build=clock_imported_by_name, refused=ASKED + r"time\.perf_counter;"),
+    AdversarialCase(build=own_random_numbers, refused=CALLED + r"random\.uniform;"),
+    AdversarialCase(build=random_number_imported_by_name, refused=CALLED + r"random\.random;"),
+    AdversarialCase(build=clock_imported_by_name, refused=CALLED + r"time\.perf_counter;"),
     AdversarialCase(build=generator_of_numpy, refused=r"numbers was '\w+' and is '\w+' after the job"),
     AdversarialCase(
         build=generator_of_numpy_behind_a_method, refused=r"draw_number was '\w+' and is '\w+' after the job"
     ),
-    AdversarialCase(build=random_number_of_a_database, refused=r"mul.*, where it was mul.* a moment before"),
-    AdversarialCase(build=generator_of_numpy_made_inside, refused=ASKED),
-    AdversarialCase(build=date_and_time, refused=ASKED + r"datetime\.datetime\.now;"),
-    AdversarialCase(build=date_of_today, refused=ASKED + r"datetime\.date\.today;"),
-    AdversarialCase(build=token, refused=ASKED + r"secrets\.token_hex;"),
-    AdversarialCase(build=identifier, refused=ASKED + r"uuid\.uuid4;"),
-    AdversarialCase(build=random_bytes, refused=ASKED + r"posix\.urandom;"),
-    AdversarialCase(build=working_folder, refused=ASKED + r"posix\.getcwd;"),
-    AdversarialCase(build=file_opened, refused=ASKED + r"io\.open;"),
-    AdversarialCase(build=file_read_by_its_path, refused=ASKED + r"pathlib\.read_text;"),
-    AdversarialCase(build=file_that_may_exist, refused=ASKED + r"genericpath\.exists;"),
-    AdversarialCase(build=file_of_arrays, refused=ASKED),
-    AdversarialCase(build=file_of_tensors, refused=ASKED + r"torch\.load;"),
-    AdversarialCase(build=seed_of_torch, refused=ASKED + r"torch\.initial_seed;"),
+    AdversarialCase(build=random_number_of_a_database, refused=r"mul.*, where the previous pass had mul"),
+    AdversarialCase(build=generator_of_numpy_made_inside, refused=CALLED),
+    AdversarialCase(build=date_and_time, refused=CALLED + r"datetime\.datetime\.now;"),
+    AdversarialCase(build=date_of_today, refused=CALLED + r"datetime\.date\.today;"),
+    AdversarialCase(build=token, refused=CALLED + r"secrets\.token_hex;"),
+    AdversarialCase(build=identifier, refused=CALLED + r"uuid\.uuid4;"),
+    AdversarialCase(build=random_bytes, refused=CALLED + r"posix\.urandom;"),
+    AdversarialCase(build=working_folder, refused=CALLED + r"posix\.getcwd;"),
+    AdversarialCase(build=file_opened, refused=CALLED + r"io\.open;"),
+    AdversarialCase(build=file_read_by_its_path, refused=CALLED + r"pathlib\.read_text;"),
+    AdversarialCase(build=file_that_may_exist, refused=CALLED + r"genericpath\.exists;"),
+    AdversarialCase(build=file_of_arrays, refused=CALLED),
+    AdversarialCase(build=file_of_tensors, refused=CALLED + r"torch\.load;"),
+    AdversarialCase(build=seed_of_torch, refused=CALLED + r"torch\.initial_seed;"),
     AdversarialCase(build=seed_drawn, refused=r"seeds torch's generator"),
-    AdversarialCase(build=answer_of_the_user, refused=ASKED + r"builtins\.input;"),
-    AdversarialCase(build=command_of_the_system, refused=ASKED + r"subprocess\.run;"),
-    AdversarialCase(build=time_of_a_file_in_a_function_of_a_hook, refused=ASKED + r"time\.monotonic;"),
+    AdversarialCase(build=answer_of_the_user, refused=CALLED + r"builtins\.input;"),
+    AdversarialCase(build=command_of_the_system, refused=CALLED + r"subprocess\.run;"),
+    AdversarialCase(build=time_of_a_file_in_a_function_of_a_hook, refused=CALLED + r"time\.monotonic;"),
     AdversarialCase(build=file_that_is_read_on, refused=r"file was \d+ and is \d+ after the job"),
-    AdversarialCase(build=lazy_layer, refused=r"model\.0\.weight, which a lazy module has not made yet"),
+    AdversarialCase(build=lazy_layer, refused=r"model\.0\.weight, which a lazy module has not initialized yet"),
     AdversarialCase(
         build=training_without_gradients, refused=r"a call inside torch\.no_grad\(\) or torch\.inference_mode\(\)"
     ),

@@ -233,7 +233,7 @@ CASES = [
     AdversarialCase(build=argument_changed_in_place, refused=r"tensor argument 0 is changed in place"),
     AdversarialCase(build=random_numbers_inside),
     AdversarialCase(build=seed_set_inside, refused=r"seeds torch's generator"),
-    AdversarialCase(build=generator_of_the_scripts_own, refused=r"draws from a Generator of the script's"),
+    AdversarialCase(build=generator_of_the_scripts_own, refused=r"draws from the script's own Generator"),
     AdversarialCase(build=autocast_inside, tolerance=1e-5),
     AdversarialCase(build=metrics_beside_the_loss),
     AdversarialCase(build=loss_per_sample),

@@ -1,1 +1,1 @@
-"""Analysis of a captured program: how its values and its loss depend on the batch."""
+"""Batch-dim analysis: what splitting the batch does to each value, and what a loss divides by."""

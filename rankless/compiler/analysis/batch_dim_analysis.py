@@ -24,6 +24,7 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     DIV_OPS,
     FACTORY_OPS,
     GROWTH_FACTOR,
+    LITERAL_KEY,
     MEAN_REDUCTION,
     MUL_OPS,
     NLL_OPS,
@@ -39,7 +40,6 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     is_compatible,
     is_uniform_along,
     make_batch_shard,
-    make_literal_key,
     to_placement,
 )
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, is_random_node
@@ -250,7 +250,7 @@ class BatchDimAnalysis:
             or len(node.all_input_nodes) > 1
         ):
             return self._mixed(node, "a number that depends on how many rows there are")
-        return replace(kind, normalizer=Normalizer(make_literal_key(), node, is_literal=True))
+        return replace(kind, normalizer=Normalizer(LITERAL_KEY, node, is_literal=True))
 
     def _analyze_sums(self, node: fx.Node) -> BatchDimKind:
         """Sums over rows pass what is linear; a sum over a sum, or over a number of rows, is a mean."""
@@ -301,7 +301,7 @@ class BatchDimAnalysis:
         times = node.target in MUL_OPS and growth == [GROWTH_FACTOR]
         if alone and isinstance(kind, BatchSum):
             if normalizer and kind.normalizers == {None}:
-                return BatchSum(frozenset({Normalizer(make_literal_key(), node, is_literal=True)}))
+                return BatchSum(frozenset({Normalizer(LITERAL_KEY, node, is_literal=True)}))
             if times and all(normalizer is not None and normalizer.is_literal for normalizer in kind.normalizers):
                 return BatchSum(frozenset({None}))
         return self._mixed(node, "a number that depends on how many rows there are")
@@ -376,7 +376,7 @@ class BatchDimAnalysis:
             return BatchSharded(placement)
         if isinstance(placement, Partial) and placement.reduce_op == "sum":
             if strategy.lower is lower_mean_as_sum:
-                return BatchSum(frozenset({Normalizer(make_literal_key(), node, is_literal=True)}))
+                return BatchSum(frozenset({Normalizer(LITERAL_KEY, node, is_literal=True)}))
             if node.target in NLL_OPS and node.args[3] == MEAN_REDUCTION:
                 return BatchSum(frozenset({Normalizer(self._key_of(node), node, is_literal=False)}))
             return BatchSum(frozenset({None}))

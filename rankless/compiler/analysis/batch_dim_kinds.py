@@ -1,6 +1,6 @@
-"""What a value of a program is to a batch cut in two: rows apart, a sum over rows, neither, or lost.
+"""How a value of a program depends on the batch dim: per sample, a sum over the batch, independent of it, or mixed.
 
-See `row_inference`, Note [cut in time].
+See `batch_dim_analysis`, Note [split in time].
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ FACTORY_OPS = (
     aten.empty_like.default,
     *(operator for operator in LIKE_RULES if "new_" in str(operator)),
 )
-"""Operators that fill a new tensor with one value, whatever stands in the one they take."""
+"""Operators that fill a new tensor with one value and ignore the values of their input."""
 MUL_OPS = (aten.mul.Tensor, aten.mul.Scalar)
 DIV_OPS = (aten.div.Tensor, aten.div.Scalar)
 ADD_OPS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar)
@@ -44,11 +44,16 @@ CLAMP_OPS = (aten.clamp_min.default, aten.clamp.default)
 CONVERSION_OPS = (*VIEW_OPS, aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default)
 
 
+LITERAL_KEY = "a number of rows"
+"""The key of literal normalizers: their numbers are compared at every call, when they are known."""
+
+
 @dataclass(frozen=True)
 class Normalizer:
-    """What a sum over rows was divided by: a value of the program, or (`literal`) a number that stands in it.
+    """The divisor of a sum over the batch: a value of the program, or (`is_literal`) a number in it.
 
-    `node` is where it stands; of a mean it is the mean itself. `key` tells equal divisors apart from others.
+    `node` is where the division happens, or the mean itself. Equal normalizers have equal keys. The divisor is the
+    value plus `offset`, and at least `minimum`.
     """
 
     key: str
@@ -60,10 +65,10 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class BatchSharded:
-    """Each row of it depends on its own row of the batch alone; `over` is what each was divided by.
+    """Each row of the value depends on its own row of the batch alone; `normalizer` is what each was divided by.
 
-    With `outer` above one the dim is so many others flattened together with the batch, which is the inner one: rows
-    that belong to one row of the batch then lie apart, and the placement says only that each may be computed alone.
+    With `outer_size` above one, the dim is another dim of that size flattened together with the batch, which is the
+    inner one. The rows of one sample then lie apart, and the placement only says that each can be computed alone.
     """
 
     placement: Shard
@@ -73,16 +78,16 @@ class BatchSharded:
 
 @dataclass(frozen=True)
 class BatchIndependent:
-    """Does not depend on the batch. Along the dims in `alike` all entries are the same, or drawn alike."""
+    """The value does not depend on the batch. Along `uniform_dims` all entries are equal, or drawn alike."""
 
     uniform_dims: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class BatchSum:
-    """A sum of terms, each a sum over rows divided by its divisor (None: by nothing).
+    """A sum of terms, each a sum over the batch divided by its normalizer (None: not divided).
 
-    `constant`: and a term without rows.
+    `has_constant` means that a term independent of the batch is added.
     """
 
     normalizers: frozenset[Normalizer | None]
@@ -91,7 +96,7 @@ class BatchSum:
 
 @dataclass(frozen=True)
 class BatchMixed:
-    """Parts of a batch do not give it: why, and where in the script."""
+    """The value mixes rows of the batch, so parts of the batch cannot give it: the reason, and the script line."""
 
     reason: str
     line: str
@@ -101,35 +106,30 @@ BatchDimKind = BatchSharded | BatchIndependent | BatchSum | BatchMixed
 
 
 def make_batch_shard(dim: int, length: int) -> Shard:
-    """A dim cut where the batch is cut: after one part in FACTOR."""
+    """Return the shard of a dim that is split where the batch is split: after one part in GROWTH_FACTOR."""
     return Shard(dim, (length // GROWTH_FACTOR, length - length // GROWTH_FACTOR))
 
 
-def make_literal_key() -> str:
-    """Numbers of rows are compared when they are known: at every call."""
-    return "a number of rows"
-
-
 def compute_growth(ours: float, theirs: float) -> float:
-    """How a number grew, exactly FACTOR or its inverse where it is that but for rounding."""
+    """Return how much a number grew: exactly GROWTH_FACTOR or its inverse if it is that up to rounding."""
     found = ours / theirs if theirs else 0.0
     return next((known for known in (GROWTH_FACTOR, 1 / GROWTH_FACTOR) if abs(found - known) < 1e-12), found)
 
 
 def get_argument(node: fx.Node, position: int, name: str) -> Any:
-    """An argument of a call by position or name."""
+    """Return an argument of a call by position or name."""
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def to_placement(kind: BatchDimKind) -> Placement:
-    """How a value of this kind lies when the batch is cut."""
+    """Return the placement of a value of this kind when the batch is split."""
     return (
         kind.placement if isinstance(kind, BatchSharded) else Partial() if isinstance(kind, BatchSum) else Replicate()
     )
 
 
 def is_compatible(kind: BatchDimKind, wanted: Placement) -> bool:
-    """Whether a value may be taken as placed in this way without anything being exchanged."""
+    """Return whether a value satisfies a placement without communication."""
     if isinstance(kind, BatchSharded):
         return wanted == kind.placement
     if isinstance(kind, BatchIndependent):
@@ -138,7 +138,7 @@ def is_compatible(kind: BatchDimKind, wanted: Placement) -> bool:
 
 
 def is_uniform_along(item: fx.Node, kind: BatchDimKind, dim: int, count: int) -> bool:
-    """Whether an input, stretched to `count` dims, is the same all along one of them."""
+    """Return whether an input, broadcast to `count` dims, has equal entries along one of them."""
     sizes = logical_shape(item)
     own = dim - (count - len(sizes))
     return own < 0 or sizes[own] == 1 or (isinstance(kind, BatchIndependent) and own in kind.uniform_dims)

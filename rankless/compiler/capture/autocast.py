@@ -1,9 +1,10 @@
-"""`torch.autocast` around the call of a job: part of what the job is, as if it stood inside.
+"""`torch.autocast` around the call of a job: the program includes its casts.
 
 Note [ambient autocast]: a script may write `with torch.autocast(…): loss = train(images, labels)`. The context is a
-setting of the thread that no tensor shows. So it is part of a program's key, it covers the job's function only (its
-backward and its optimizer's step run outside, as PyTorch asks of plain scripts), and a program, which has the casts in
-it, runs without. The cache of cast weights lives as long as the context, and would outlive a step that changes them.
+thread setting that no tensor shows, so it is part of a program's key. It applies to the job's function only: backward
+and optimizer step run outside, as PyTorch requires of plain scripts. The program contains the casts and runs without
+autocast. The cache of cast weights lives as long as the context, so it would outlive an optimizer step that changes
+them.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import torch
 
 
 def get_autocast_state(device_type: str) -> tuple[tuple[str, torch.dtype] | None, ...]:
-    """What autocast does now to operators on this type of device, and on the CPU."""
+    """Return autocast's dtype for this type of device and for the CPU; None where autocast is off."""
     return tuple(
         (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         for kind in dict.fromkeys(("cpu", device_type))
@@ -22,7 +23,7 @@ def get_autocast_state(device_type: str) -> tuple[tuple[str, torch.dtype] | None
 
 @contextlib.contextmanager
 def clear_autocast_cache() -> Iterator[None]:
-    """Within, no weight's cast from an earlier call is used; after, none from this call is left."""
+    """Within the context, no weight cast from an earlier call is used; afterwards none from this call remains."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -32,7 +33,7 @@ def clear_autocast_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def disable_autocast(device_type: str) -> Iterator[None]:
-    """Within, operators run in the dtypes of what they are given."""
+    """Within the context, operators run in the dtypes of their inputs."""
     if not any(get_autocast_state(device_type)):
         yield
         return
@@ -44,7 +45,7 @@ def disable_autocast(device_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def apply_autocast_state(state: tuple[tuple[str, torch.dtype] | None, ...]) -> Iterator[None]:
-    """Within, autocast does what it did when `autocast_state` was asked."""
+    """Within the context, autocast has the state that `get_autocast_state` returned."""
     with contextlib.ExitStack() as stack:
         for entry in filter(None, state):
             kind, dtype = entry

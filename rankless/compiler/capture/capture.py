@@ -1,7 +1,7 @@
-"""Capture: a job's function becomes a logical program.
+"""Capture: turn a job's function into a logical program.
 
-The road is PyTorch's AOTAutograd: the function is traced on fake tensors of logical shapes into one functional ATen
-graph, forward and backward (docs/decisions/0002-capture.md says why this road).
+PyTorch's AOTAutograd traces the function, forward and backward, on fake tensors of logical shapes into one functional
+ATen graph. docs/decisions/0002-capture.md gives the reasons.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -31,7 +31,7 @@ from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, Symbo
 from rankless.errors import CaptureError
 
 BuildArguments = Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Puts the tensor arguments of a call among its plain ones: positional and keyword arguments."""
+"""Puts the tensor arguments of a call among its plain ones; returns positional and keyword arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,36 +39,36 @@ class ArgumentShape:
     """The logical shape and dtype of one tensor argument."""
 
     shape: tuple[int, ...]
-    """Sizes that vary from call to call are symbols (see `sizes`)."""
+    """Sizes that vary from call to call are symbols (see `symbolic_sizes`)."""
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSource:
-    """What is captured: the function, the modules it may use (by name), and whether it trains."""
+    """The input of a capture: the function, the modules it may use (by name), and whether it trains."""
 
     name: str
     function: Callable[..., Any]
     modules: Mapping[str, nn.Module]
     trains: bool
     line: str = ""
-    """Where the function stands, for errors that no nearer line is known of."""
+    """Where the function is defined; errors without a more precise line use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedJob:
-    """A logical program and how to put its results together again."""
+    """A logical program, and how to rebuild the job's result from its outputs."""
 
     program: LogicalProgram
     result_spec: pytree.TreeSpec
     result_leaves: tuple[Any, ...]
-    """One entry per leaf of the job's result: `LEAF` for the next tensor result, else the plain value itself."""
+    """One entry per leaf of the job's result: `TENSOR_LEAF` for the next tensor result, otherwise the plain value."""
     guards: GuardSet
-    """What the job's Python has read: if it changes, this is no longer its program."""
+    """The Python values that the job read. The program is stale once they change."""
     changed_modes: Sequence[tuple[nn.Module, bool]]
     """The modules that the job puts into train or eval mode."""
     print_line: str | None
-    """The line of a print in the job, which a program does not do."""
+    """The line of the first print in the job; the program does not print."""
 
 
 TENSOR_LEAF = object()
@@ -90,11 +90,11 @@ class TracedJob(nn.Module):
         self.result_leaves: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Like `forward`: hooks that the script has put on all modules are not for this one."""
+        """Call `forward` directly, without the hooks that the script registered for all modules."""
         return self.forward(*tensors)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the job; return what is minimised (if it trains) and then every tensor of the result, detached."""
+        """Run the job; return the loss (if the job trains) and then every tensor of the result, detached."""
         traced = [*self.parameters(), *self.buffers()]
         with self.effects.trace_pass() as call_log, record_lines(traced, call_log), specialize_on_repr():
             args, kwargs = self.arguments(tensors)
@@ -102,7 +102,7 @@ class TracedJob(nn.Module):
                 result = self.source.function(*args, **kwargs)
         leaves, self.result_spec = pytree.tree_flatten(result)
         self.result_leaves = tuple(TENSOR_LEAF if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        # A result may be an argument, or a view of one; a clone makes it a value of the program.
+        # A result may be an argument, or a view of one. A clone makes it a value of the program.
         values = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor))
         if not self.source.trains:
             return values
@@ -110,7 +110,7 @@ class TracedJob(nn.Module):
 
 
 def extract_loss(result: Any, job: str) -> Tensor:
-    """What a train job minimises: its loss, or the mean of its losses per sample."""
+    """Return the scalar that a train job minimizes: its loss, or the mean of its losses per sample."""
     loss = result
     if isinstance(result, Mapping):
         loss = result.get("loss")
@@ -121,13 +121,13 @@ def extract_loss(result: Any, job: str) -> Tensor:
             expected=f"train job {job!r} to return its loss: a tensor that depends on the model's parameters, "
             'alone, first in a tuple, or as "loss" in a dict',
             found=describe_result(loss),
-            fix="return the loss, or take optimizer= away if the job only predicts",
+            fix="return the loss, or remove optimizer= if the job only predicts",
         )
     return loss if loss.dim() == 0 else loss.mean()
 
 
 def describe_result(value: Any) -> str:
-    """A value in a few words, for an error."""
+    """Describe a value briefly, for an error."""
     if isinstance(value, Tensor):
         gradient = "" if value.requires_grad else ", without gradient"
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}{gradient}"
@@ -142,11 +142,16 @@ def capture(
     *,
     sizes: SymbolicSizes | None = None,
 ) -> CapturedJob:
-    """The logical program of a job for arguments of the given logical shapes.
+    """Return the logical program of a job for arguments of the given logical shapes.
 
-    `arguments` puts the tensor arguments back among the plain ones; `sizes` made the symbols in `shapes`, if there
-    are any. Raises `CaptureError`, with the line of the
-    user's script, if the job cannot be one program.
+    Raises `CaptureError`, with the line of the user's script, if the job cannot be one program.
+
+    Args:
+        source: The job.
+        arguments: Puts the tensor arguments back among the plain ones.
+        shapes: The logical shapes and dtypes of the tensor arguments.
+        device: The device of the tensor arguments.
+        sizes: Created the symbols in `shapes`, if there are any.
     """
     if source.trains:
         require_grad_enabled(source.name, source.line)
@@ -154,9 +159,9 @@ def capture(
     shape_env = LineTrackingShapeEnv() if sizes is None else sizes.shape_env
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
     with contextlib.ExitStack() as stack:
-        # PyTorch keeps the last capture's fake tensors here, which then die noisily with the interpreter.
+        # PyTorch keeps the last capture's fake tensors here; their destructors warn when the interpreter exits.
         stack.callback(PhiloxStateTracker.reset)
-        # The backward is traced outside of an autocast that stands around the call.
+        # Trace the backward outside of an autocast context around the call.
         stack.enter_context(disable_autocast(device.type))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.set_grad_enabled(source.trains))
@@ -169,14 +174,8 @@ def capture(
             restore_module_tensors(source.modules),
         ):
             require_no_parameter_hooks(source.modules)
-            joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
-            job.effects.raise_if_found()
-            if not job.effects.is_stable():
-                # The first pass may have set the model up; then two more are the same, or nothing ever is.
-                joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
-                job.effects.raise_if_found()
-                job.effects.require_stable()
-            program = clean_up(name_inputs_and_outputs(source.name, source.line, joint.graph_module), source.modules)
+            traced = trace_until_stable(stack, job, inputs)
+            program = clean_up(name_inputs_and_outputs(source.name, source.line, traced), source.modules)
     assert job.result_spec is not None
     return CapturedJob(
         program=program,
@@ -188,9 +187,23 @@ def capture(
     )
 
 
+def trace_until_stable(stack: contextlib.ExitStack, job: TracedJob, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+    """Return the traced graph of a job, forward and backward; raise `CaptureError` if its passes differ.
+
+    The first trace may have initialized the model. Two more passes then agree, or the job never becomes stable.
+    """
+    joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+    job.effects.raise_if_found()
+    if not job.effects.is_stable():
+        joint = aot_export_joint_with_descriptors(stack, job, inputs, decompositions=DECOMPOSITIONS)
+        job.effects.raise_if_found()
+        job.effects.require_stable()
+    return joint.graph_module
+
+
 @contextlib.contextmanager
 def silence_trace_loggers() -> Iterator[None]:
-    """Within, PyTorch does not log what fails: it is raised as well, and under varying sizes it may be no error."""
+    """Within the context, PyTorch does not log failed guards and operators, which it also raises."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SYMBOLIC_SHAPES_LOGGER)]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
@@ -204,7 +217,7 @@ def silence_trace_loggers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def restore_module_tensors(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """After, every module has its own tensors again: PyTorch leaves traced ones in a module that has two names."""
+    """On exit, restore every module's own tensors: PyTorch leaves traced ones in a module that has two names."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))
         for module in modules.values()
@@ -220,7 +233,7 @@ def restore_module_tensors(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def set_compiling_flag() -> Iterator[None]:
-    """Within, `torch.compiler.is_compiling()` is true: models then leave out checks that read values."""
+    """Within the context, `torch.compiler.is_compiling()` is true: models then skip checks that read values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:

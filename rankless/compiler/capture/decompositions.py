@@ -1,7 +1,7 @@
-"""Which operators are written out in simpler ones during capture, and why those.
+"""Which operators capture decomposes into simpler ones.
 
-Losses and statistics that divide by a number of elements are decomposed, so that the *logical* count is in the program
-and survives the split. Everything else stays as it is: fewer nodes, and the kernels of the plain script.
+Capture decomposes losses and statistics that divide by a number of elements, so that the *logical* count is in the
+program and survives sharding. All other operators stay: fewer nodes, and the kernels of the plain script.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ TORCH_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
 def decompose_variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean as sums over logical counts."""
+    """Compute variance and mean as sums divided by logical counts."""
     dims = list(range(x.dim())) if not dim else list(dim)
     count = prod(x.shape[item] for item in dims)
     mean = x.sum(dims, keepdim=True) / count
@@ -52,7 +52,7 @@ def decompose_variance_and_mean(
 def decompose_unbiased_variance(
     x: Tensor, dim: Sequence[int] | None = None, unbiased: bool = True, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same, in the older signature."""
+    """Compute variance and mean for the older signature with `unbiased`."""
     return decompose_variance_and_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
@@ -65,6 +65,6 @@ STATISTICS_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.std.dim: lambda *args, **kwargs: decompose_unbiased_variance(*args, **kwargs)[0].sqrt(),
     aten.std.default: lambda x, unbiased=True: decompose_unbiased_variance(x, None, unbiased)[0].sqrt(),
 }
-"""Statistics that PyTorch decomposes no further than its own `prims.var`."""
+"""Statistics that PyTorch decomposes only to its own `prims.var`."""
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = TORCH_DECOMPOSITIONS | STATISTICS_DECOMPOSITIONS

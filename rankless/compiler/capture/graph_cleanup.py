@@ -1,4 +1,4 @@
-"""From the graph that PyTorch traced to a logical program: inputs and outputs named, what is superfluous removed."""
+"""Convert the graph that PyTorch traced into a logical program: name inputs and outputs, remove redundant nodes."""
 
 from collections.abc import Mapping
 from operator import getitem
@@ -33,38 +33,38 @@ ALIAS_OPS = (aten.detach.default, aten.alias.default)
 
 
 def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) -> LogicalProgram:
-    """The program in a traced graph whose placeholders and outputs carry PyTorch's descriptors.
+    """Return the program in a traced graph whose placeholders and outputs carry PyTorch's descriptors.
 
-    Operators that the system adds (the mean of losses per sample, a result's copy) get the job's own `line`.
+    Operators that Rankless adds (the mean of losses per sample, a result's copy) get the job's own `line`.
     """
     graph = graph_module.graph
     returned = next(node for node in graph.nodes if node.op == "output")
-    meanings = [make_output(descriptor) for descriptor in returned.meta["desc"]]
+    described_outputs = [make_output(descriptor) for descriptor in returned.meta["desc"]]
     inputs: dict[fx.Node, ProgramInput] = {}
     for node in list(graph.nodes):
         value, descriptor = describe_value(node.meta.get("val")), node.meta.get("desc")
-        # Nothing else of tracing is kept: its fake tensors would live as long as the program.
+        # Drop all other metadata: the trace's fake tensors would live as long as the program.
         node.meta = {"line": node.meta.get("stack_trace") or line, "val": value, "desc": descriptor}
         if node.op == "placeholder":
-            stands_for = make_input(node.meta["desc"])
-            if stands_for is None:
+            program_input = make_input(node.meta["desc"])
+            if program_input is None:
                 replace_with_one(node)
             else:
-                inputs[node] = stands_for
+                inputs[node] = program_input
         elif node.op == "get_attr":
             inputs[node] = make_constant_input(node, graph_module)
     inline_sizes(graph)
     (values,) = returned.args
     outputs = tuple(
         (value, output)
-        for value, output in zip(values, meanings, strict=True)
+        for value, output in zip(values, described_outputs, strict=True)
         if isinstance(value, fx.Node) and output is not None
     )
     return LogicalProgram(name=name, graph=graph, inputs=inputs, outputs=outputs)
 
 
 def inline_sizes(graph: fx.Graph) -> None:
-    """Put sizes themselves where nodes stand that compute them: they are known before the program runs."""
+    """Replace nodes that compute sizes by the sizes themselves, which are known before the program runs."""
     for node in graph.nodes:
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), get_size_or_node)
     computed = [node for node in graph.nodes if is_symbolic(node.meta.get("val"))]
@@ -73,13 +73,13 @@ def inline_sizes(graph: fx.Graph) -> None:
 
 
 def get_size_or_node(node: fx.Node) -> Any:
-    """The size that a node computes, or the node."""
+    """Return the size that a node computes, or the node."""
     value = node.meta.get("val")
     return value if is_symbolic(value) else node
 
 
 def make_input(descriptor: Any) -> ProgramInput | None:
-    """What a placeholder stands for; None for the gradient of the loss by itself, which is one."""
+    """Return the program input of a placeholder; None for the gradient of the loss by itself, which is one."""
     match descriptor:
         case ParamAOTInput(target=target):
             return ProgramInput(kind="parameter", name=target)
@@ -91,19 +91,19 @@ def make_input(descriptor: Any) -> ProgramInput | None:
             return None
         case ForwardTokenAOTInput():
             raise CaptureError(
-                expected="operators that give a value and do nothing else",
-                found="one that also raises errors or prints while it runs, as torch.linalg.solve and inv do",
+                expected="operators without side effects",
+                found="an operator that also raises errors or prints while it runs, as torch.linalg.solve and inv do",
                 fix="use another (torch.linalg.solve_ex, inv_ex, cholesky_ex), or compute it outside the job",
             )
     raise CaptureError(
         expected="a program of parameters, buffers and tensor arguments",
-        found=f"an input of the kind {type(descriptor).__name__}",
+        found=f"an input of kind {type(descriptor).__name__}",
         fix="report this with the job that caused it",
     )
 
 
 def make_output(descriptor: Any) -> ProgramOutput | None:
-    """What an output stands for; None for one that nobody reads."""
+    """Return the program output of a traced output; None for an output that nothing reads."""
     match descriptor:
         case PlainAOTOutput(idx=index):
             return ProgramOutput(kind="result", name=f"result {index}", index=index)
@@ -113,7 +113,7 @@ def make_output(descriptor: Any) -> ProgramOutput | None:
             return ProgramOutput(kind="mutation", name=target)
         case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
             raise CaptureError(
-                expected="a job that leaves parameters to its optimizer",
+                expected="a job whose parameters only the optimizer changes",
                 found=f"parameter {target!r} is changed in place inside the job",
                 fix="change it outside the job, or make it a buffer",
             )
@@ -127,7 +127,7 @@ def make_output(descriptor: Any) -> ProgramOutput | None:
 
 
 def replace_with_one(node: fx.Node) -> None:
-    """Turn the placeholder for the loss's own gradient into the constant one."""
+    """Replace the placeholder for the loss's own gradient by the constant one."""
     value: LogicalValue = node.meta["val"]
     with node.graph.inserting_before(node):
         one = node.graph.call_function(aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
@@ -137,20 +137,23 @@ def replace_with_one(node: fx.Node) -> None:
 
 
 def make_constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramInput:
-    """A tensor the job read from its surroundings; parameters are refused, for their gradients would be lost."""
+    """Return an input for a tensor that the job read from its surroundings.
+
+    Raises `CaptureError` for a parameter, because its gradient would be lost.
+    """
     constant = getattr(graph_module, str(node.target))
     if not isinstance(constant, Tensor):
         raise CaptureError(
-            expected="random operators that draw from torch's own generator",
-            found=f"one that draws from a {type(constant).__name__} of the script's",
-            fix="leave generator= away, or draw outside the job and pass the numbers as an argument",
+            expected="random operators that draw from torch's default generator",
+            found=f"an operator that draws from the script's own {type(constant).__name__}",
+            fix="remove generator=, or draw outside the job and pass the numbers as an argument",
             where=", ".join(sorted({user.meta.get("stack_trace") or "" for user in node.users})),
         )
     if constant.requires_grad:
         users = {user.meta.get("stack_trace") or user.meta.get("line", "") for user in node.users}
         raise CaptureError(
-            expected="every parameter that the job uses to belong to a module given as model=",
-            found=f"a parameter of shape {list(constant.shape)} of a module that was not given",
+            expected="every parameter that the job uses to belong to a module passed as model=",
+            found=f"a parameter of shape {list(constant.shape)} of a module that was not passed",
             fix="pass the module too: @rankless.job(model=[model, other], …)",
             where=", ".join(sorted(users)),
         )
@@ -159,7 +162,7 @@ def make_constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramI
 
 
 def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> LogicalProgram:
-    """The same program with tied parameters as one input, and no aliases, final copies or unused nodes."""
+    """Return the same program with tied parameters as one input, and without aliases, final copies or unused nodes."""
     replacements: dict[fx.Node, fx.Node] = {}
     inputs = tie_inputs(program, modules, replacements)
     for node in program.graph.nodes:
@@ -173,43 +176,43 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logic
     returned.args = (tuple(node for node, _ in outputs),)
     drop_double_transposes(program.graph)
     outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
-    # Random operators stay even if unused: the script's generator moves past them.
+    # Keep unused random operators: in the plain script they advance the generator.
     program.graph.eliminate_dead_code(is_impure_node=has_side_effect)
-    copy, copied = copy_graph(program.graph)
+    copy, copies = copy_graph(program.graph)
     return LogicalProgram(
         name=program.name,
         graph=copy,
-        inputs={copied[node]: given for node, given in inputs.items() if node in copied},
-        outputs=tuple((copied[node], output) for node, output in outputs),
+        inputs={copies[node]: program_input for node, program_input in inputs.items() if node in copies},
+        outputs=tuple((copies[node], output) for node, output in outputs),
     )
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A graph without the nodes that tracing made and dropped, and the fake tensors that they hold; node by node."""
-    copy, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    """Copy a graph node by node, without the erased nodes of the trace and the fake tensors that they hold."""
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        # Arguments are set afterwards, for PyTorch warns of sizes among those that a node is made with.
+        # Set the arguments afterwards: PyTorch warns about sizes among the arguments of a new node.
         new = copy.create_node(node.op, node.target, name=node.name)
-        new.args, new.kwargs = fx.node.map_arg((node.args, node.kwargs), copied.__getitem__)
+        new.args, new.kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
         new.meta = dict(node.meta)
-        copied[node] = new
-    return copy, copied
+        copies[node] = new
+    return copy, copies
 
 
 def drop_double_transposes(graph: fx.Graph) -> None:
-    """A matrix transposed twice is itself; autograd leaves such pairs behind every weight's gradient."""
+    """Remove pairs of transposes; autograd leaves such a pair behind every weight's gradient."""
     for node in graph.nodes:
         if node.target is aten.t.default and node.args[0].target is aten.t.default:
             node.replace_all_uses_with(node.args[0].args[0])
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """Whether a node stays although nobody uses its value."""
+    """Return whether a node must stay although nothing uses its value."""
     return node.op in ("placeholder", "output") or is_random_node(node)
 
 
 def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Follow replacements to the node that stands now."""
+    """Follow replacements to the node that is in the graph now."""
     while node in replacements:
         node = replacements[node]
     return node
@@ -218,18 +221,20 @@ def resolve(node: fx.Node, replacements: Mapping[fx.Node, fx.Node]) -> fx.Node:
 def tie_inputs(
     program: LogicalProgram, modules: Mapping[str, nn.Module], replacements: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, ProgramInput]:
-    """One input for parameters that are the same tensor under several names."""
+    """Merge the inputs of parameters that are the same tensor under several names."""
     tensors = named_tensors(modules)
     first: dict[int, fx.Node] = {}
     inputs = {}
-    for node, given in program.inputs.items():
-        tensor = tensors.get(given.name) if given.kind in ("parameter", "buffer") else given.constant
+    for node, program_input in program.inputs.items():
+        tensor = (
+            tensors.get(program_input.name) if program_input.kind in ("parameter", "buffer") else program_input.constant
+        )
         if tensor is None:
-            inputs[node] = given
+            inputs[node] = program_input
             continue
         known = first.setdefault(id(tensor), node)
         if known is node:
-            inputs[node] = given
+            inputs[node] = program_input
         else:
             replacements[node] = known
             node.replace_all_uses_with(known)
@@ -239,7 +244,7 @@ def tie_inputs(
 
 
 def named_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers of all modules, tied ones under each of their names."""
+    """Return parameters and buffers of all modules, tied ones under each of their names."""
     found: dict[str, Tensor] = {}
     for name, module in modules.items():
         found |= dict(module.named_parameters(name, remove_duplicate=False))
@@ -250,7 +255,7 @@ def named_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 def add_tied_gradients(
     graph: fx.Graph, outputs: list[tuple[fx.Node, ProgramOutput]], tensors: Mapping[str, Tensor]
 ) -> list[tuple[fx.Node, ProgramOutput]]:
-    """The outputs, with one gradient per parameter tensor: the sum of those under each of its names."""
+    """Return the outputs with one gradient per parameter tensor: the sum of the gradients under all its names."""
     returned = next(node for node in graph.nodes if node.op == "output")
     added: dict[object, tuple[fx.Node, ProgramOutput]] = {}
     for node, output in outputs:
@@ -267,7 +272,7 @@ def add_tied_gradients(
 
 
 def skip_final_copy(node: fx.Node) -> fx.Node:
-    """The value behind a result's last copy, if that is memory of its own and not a view."""
+    """Return the value behind a result's last copy, if that value owns its memory and is no view."""
     if node.target is not aten.clone.default:
         return node
     (source,) = node.all_input_nodes
@@ -275,7 +280,7 @@ def skip_final_copy(node: fx.Node) -> fx.Node:
 
 
 def is_fresh(node: fx.Node) -> bool:
-    """Whether a value shares no memory with another, by its operator's own schema."""
+    """Return whether a value shares no memory with another, according to its operator's schema."""
     if node.target is getitem:
         return is_fresh(node.all_input_nodes[0])
     operator = node.target

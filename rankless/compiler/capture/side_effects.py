@@ -1,4 +1,4 @@
-"""What a job does besides computing: effects that happen once, at capture, and so would be lost or wrong."""
+"""Detect side effects of a job: they happen once, during capture, and would be lost or wrong in later calls."""
 
 import contextlib
 import io
@@ -18,12 +18,12 @@ from rankless.compiler.guards.python_tracer import PythonTracer
 from rankless.compiler.tracing.impure_calls import refuse_python_impure_calls
 from rankless.errors import CaptureError
 
-EXPECTED_NO_STATE_CHANGE = "a job that leaves Python values as they are: its Python runs once, not at every step"
+EXPECTED_NO_STATE_CHANGE = "a job that does not change Python values: its Python runs once, not at every step"
 FIX_STATE_CHANGE = "count, collect or change it outside the job, or keep it in a buffer and change that in place"
 
 
 class SideEffects:
-    """Watches the passes of a capture. Only the last pass counts: in the first a model may set itself up."""
+    """Observes the passes of a capture. Only the last pass counts: a model may initialize itself in the first."""
 
     def __init__(self, function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> None:
         self._function = function
@@ -37,10 +37,10 @@ class SideEffects:
 
     @contextlib.contextmanager
     def trace_pass(self) -> Iterator[list[Any]]:
-        """One pass: what the job changes while it runs inside is noted. Yields a list for what it calls, in order."""
+        """Observe one pass and record what the job changes. Yield a list that receives the job's calls in order."""
         for part in self._submodules():
             part.training = self._training.setdefault(id(part), part.training)
-        # What the first pass reads is not known before it.
+        # The first pass determines what the job reads.
         discovery = None if self._tracer is None else discover_guards(self._function, self._modules, self._tracer)
         guards = None if discovery is None else discovery.guard_set(None)
         tables = [
@@ -54,7 +54,7 @@ class SideEffects:
             stack.enter_context(refuse_python_impure_calls())
             stack.enter_context(refuse_training_calls())
             if not is_first:
-                # Print once.
+                # The first pass already printed.
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(tracer.trace())
             yield self._call_logs[-1]
@@ -72,22 +72,22 @@ class SideEffects:
                 )
         if read_generator_state() != self._generator:
             self._error = CaptureError(
-                expected="a job that leaves torch's generator to its random operators",
-                found="the job seeds torch's generator, or draws from it for a value of Python's",
+                expected="a job whose random operators alone use torch's generator",
+                found="the job seeds torch's generator, or draws a Python value from it",
                 fix="call torch.manual_seed outside the job",
             )
 
     def raise_if_found(self) -> None:
-        """Raise what the last pass has shown."""
+        """Raise the error that the last pass found, if any."""
         if self._error is not None:
             raise self._error
 
     def is_stable(self) -> bool:
-        """Whether the last two passes have run the same code, with the same plain values."""
+        """Return whether the last two passes ran the same code with the same plain values."""
         return self._same_code and self._call_logs[-1] == self._call_logs[-2]
 
     def require_stable(self) -> None:
-        """Raise if the last two passes differ, with the first line that called something else."""
+        """Raise `CaptureError` with the first differing call if the last two passes differ."""
         for before, now in zip_longest(*self._call_logs[-2:]):
             if before != now:
                 raise make_unstable_error(before, now)
@@ -95,17 +95,17 @@ class SideEffects:
             raise make_unstable_error(None, None)
 
     def collect_guards(self) -> GuardSet:
-        """The guards of what the last pass has read."""
+        """Return the guards on everything that the last pass read."""
         return collect_guards(self._function, self._modules, self._tracer, self._training)
 
     def changed_modes(self) -> list[tuple[nn.Module, bool]]:
-        """The modules that the job puts into another mode, with that mode."""
+        """Return the modules whose train or eval mode the job changes, with the new mode."""
         return [
             (part, part.training) for part in self._submodules() if self._training.get(id(part)) is not part.training
         ]
 
     def first_print_line(self) -> str | None:
-        """The line of the first thing that the job prints or logs."""
+        """Return the line of the first thing that the job prints or logs; None if it prints nothing."""
         return None if self._tracer is None else self._tracer.print_line
 
     def _submodules(self) -> list[nn.Module]:
@@ -113,12 +113,12 @@ class SideEffects:
 
 
 def find_state_change(discovery: GuardDiscovery, guards: GuardSet) -> CaptureError | None:
-    """The error for the first thing that the job has read and changed."""
+    """Return the error for the first value that the job both reads and changes; None if there is none."""
     for label, iterator in discovery.iterators.items():
         return CaptureError(
             expected=EXPECTED_NO_STATE_CHANGE,
-            found=f"the job reads {label}, an iterator ({type(iterator).__name__}), which would move on once",
-            fix="call next() outside the job and pass what it gives as an argument",
+            found=f"the job reads {label}, an iterator ({type(iterator).__name__}), which would advance only once",
+            fix="call next() outside the job and pass the result as an argument",
         )
     change = guards.first_failing() or next((state for state in discovery.read_only_states if not state.holds()), None)
     if change is None:
@@ -131,49 +131,52 @@ def find_state_change(discovery: GuardDiscovery, guards: GuardSet) -> CaptureErr
 
 
 def make_unstable_error(before: Any, now: Any) -> CaptureError:
-    """The error for a job that computes otherwise whenever its Python runs; each is a call, with its line."""
+    """Return the error for a job that computes something else each time its Python runs.
+
+    `before` and `now` are the differing calls, each with its line.
+    """
     was, found = ("nothing" if call is None else f"{call[0]}{call[2]}" for call in (before, now))
     where = next((call[1] for call in (now, before) if call is not None), "")
     return CaptureError(
-        expected="a job that computes the same whenever its Python runs with arguments of the same kind",
-        found=f"{found}, where it was {was} a moment before" if where else "other code that runs each time",
-        fix="take what changes out of the job, and pass it as an argument",
+        expected="a job that computes the same each time its Python runs with arguments of the same kind",
+        found=f"{found}, where the previous pass had {was}" if where else "different code in each pass",
+        fix="compute the changing value outside the job and pass it as an argument",
         where=where or None,
     )
 
 
 def require_no_parameter_hooks(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse hooks on parameters: gradients are made by the program, which would not call them."""
+    """Raise `CaptureError` for hooks on parameters: the program computes gradients and would not call them."""
     for name, module in modules.items():
         for path, parameter in module.named_parameters(prefix=name):
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise CaptureError(
-                    expected="parameters without hooks of their own",
+                    expected="parameters without hooks",
                     found=f"a hook on parameter {path}, which would not be called",
-                    fix="do what the hook does in the job, on a tensor, or after it, on .grad",
+                    fix="do the hook's work in the job, on a tensor, or after the job, on .grad",
                 )
 
 
 def require_initialized(modules: Mapping[str, nn.Module], line: str) -> None:
-    """Refuse lazy modules that have no parameters yet: every rank must start from the same ones."""
+    """Raise `CaptureError` for lazy modules without parameters: every rank must start from the same ones."""
     for name, module in modules.items():
         for path, tensor in (*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)):
             if is_lazy(tensor):
                 raise CaptureError(
-                    expected="modules whose parameters are made before the job's first call",
-                    found=f"{path}, which a lazy module has not made yet",
-                    fix="call the model once on a batch before the optimizer is made",
+                    expected="modules whose parameters exist before the job's first call",
+                    found=f"{path}, which a lazy module has not initialized yet",
+                    fix="call the model once on a batch before you create the optimizer",
                     where=line or None,
                 )
 
 
 def read_generator_state() -> bytes:
-    """The state of torch's generator, read past the modes of a capture."""
+    """Return the state of torch's generator, bypassing the modes of a capture."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return torch.get_rng_state().numpy().tobytes()
 
 
 def find_replaced(now: Mapping[str, Tensor | None], before: Mapping[str, Tensor | None]) -> str | None:
-    """The first name under which another object stands."""
+    """Return the first name that now refers to another object; None if there is none."""
     names = [*before, *(name for name in now if name not in before)]
     return next((name for name in names if now.get(name) is not before.get(name)), None)

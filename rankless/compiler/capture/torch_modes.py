@@ -1,4 +1,4 @@
-"""PyTorch's switches that decide what a job computes: they are part of what tells programs apart."""
+"""PyTorch's global modes that affect what a job computes; they are part of a program's key."""
 
 from collections.abc import Hashable
 
@@ -11,7 +11,7 @@ from rankless.errors import CaptureError
 
 
 def get_torch_modes(device_type: str) -> Hashable:
-    """The switches as they are now."""
+    """Return the modes that are set now."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -27,11 +27,11 @@ def get_torch_modes(device_type: str) -> Hashable:
 
 
 def require_grad_enabled(job: str, line: str) -> None:
-    """Refuse a train job where gradients are switched off: plainly, its backward would fail."""
+    """Raise `CaptureError` for a train job called with gradients disabled: the plain script's backward would fail."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise CaptureError(
-            expected=f"train job {job!r} to be called where gradients are recorded",
+            expected=f"train job {job!r} to be called with gradients enabled",
             found="a call inside torch.no_grad() or torch.inference_mode()",
-            fix="call it outside, or take optimizer= away if the job only predicts",
+            fix="call it outside, or remove optimizer= if the job only predicts",
             where=line or None,
         )

@@ -1,4 +1,4 @@
-"""Why a job cannot be one program, in the words of the user's script."""
+"""Convert errors of PyTorch's tracing into `CaptureError`s that refer to the user's script."""
 
 import contextlib
 import traceback
@@ -23,7 +23,8 @@ OPERATOR_DESCRIPTIONS = {
     "aten.nonzero.default": "nonzero(), or indexing with a mask,",
     "aten._pack_padded_sequence.default": "pack_padded_sequence",
 }
-# Messages of PyTorch that mean one of the things below; each is tested against the installed version.
+# PyTorch messages (a substring), and the expectation and fix that they stand for. Tests check each with the installed
+# version.
 TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ("requires_grad", "parameters whose requires_grad is set outside the job", "set it before the call"),
     ("numpy", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
@@ -31,7 +32,7 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ("Cannot access data pointer", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
     (
         "Unexpected fake",
-        "tensors that are made in the job to stay in it",
+        "tensors created in the job to stay in the job",
         "return the tensor as a metric instead of keeping it in an attribute, a list or a closure",
     ),
     (
@@ -41,24 +42,24 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "Cannot backprop through mirrored meta",
-        "a job that returns its loss and leaves backward to the system",
-        "take .backward() out of the job",
+        "a job that returns its loss and leaves backward to Rankless",
+        "remove .backward() from the job",
     ),
     (
         "mutating a non-functional tensor",
-        "a job that changes nothing but buffers of its modules",
-        "make the tensor a buffer of a module given as model=, or change it outside the job",
+        "a job that changes no tensors but buffers of its modules",
+        "make the tensor a buffer of a module passed as model=, or change it outside the job",
     ),
 )
 
 
 @contextlib.contextmanager
 def convert_trace_errors(job: str, line: str) -> Iterator[None]:
-    """Turn what PyTorch raises while tracing into a `CaptureError` with the user's line; user errors pass."""
+    """Convert errors that PyTorch raises while tracing into `CaptureError`s with the user's line; user errors pass."""
     try:
         yield
     except RanklessError as error:
-        # Raised while tracing, so between it and the script there are only frames of PyTorch's machinery.
+        # Our own error, raised while tracing: only PyTorch frames lie between it and the script, so drop them.
         raise error.add_location(find_user_line(error) or line or None).with_traceback(None) from error.__cause__
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         operator = str(getattr(error, "func", "a value"))
@@ -76,11 +77,11 @@ def convert_trace_errors(job: str, line: str) -> Iterator[None]:
             where=find_user_line(error) or line,
         ) from strip_frames(error)
     except SyntaxError as error:
-        # PyTorch writes a graph as Python code, and cannot for an overload named by a keyword, as random_.from.
+        # PyTorch writes a graph as Python code, which fails for an overload named by a keyword, such as random_.from.
         raise CaptureError(
-            expected=f"job {job!r} to use operators that PyTorch can write down",
-            found="one that it cannot, such as tensor.random_(low, high)",
-            fix="use torch.randint and its kind",
+            expected=f"job {job!r} to use operators that PyTorch can write as Python code",
+            found="an operator that it cannot write, such as tensor.random_(low, high)",
+            fix="use torch.randint or similar functions",
             where=find_user_line(error) or line,
         ) from strip_frames(error)
     except (RuntimeError, AssertionError) as error:
@@ -91,13 +92,13 @@ def convert_trace_errors(job: str, line: str) -> Iterator[None]:
 
 
 def strip_frames(error: BaseException) -> BaseException:
-    """The error without the dozens of frames of PyTorch's tracing."""
+    """Return the error without PyTorch's many tracing frames."""
     error.__context__ = None
     return error.with_traceback(None)
 
 
 def keep_user_frames(error: Exception) -> Exception:
-    """The error of a job's own code with the script's lines only, without the dozens of PyTorch's tracing and ours.
+    """Return an error of a job's own code with the frames of the script only.
 
     An error of Rankless's own code keeps all its frames.
     """
@@ -110,17 +111,17 @@ def keep_user_frames(error: Exception) -> Exception:
         trace = trace.tb_next
     if not frames or innermost is None or innermost.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         return error
-    shown: TracebackType | None = None
+    traceback_of_user: TracebackType | None = None
     for frame in reversed(frames):
-        shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return error.with_traceback(shown)
+        traceback_of_user = TracebackType(traceback_of_user, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return error.with_traceback(traceback_of_user)
 
 
 def convert_error(job: str, error: RuntimeError | AssertionError, line: str) -> Exception:
-    """The `CaptureError` that a RuntimeError of PyTorch means, or the error itself if it is the user's own."""
+    """Return the `CaptureError` for a known PyTorch error, or the error itself if the user's code raised it."""
     message = str(error)
-    for sign, expected, fix in TRACE_ERRORS:
-        if sign in message:
+    for pattern, expected, fix in TRACE_ERRORS:
+        if pattern in message:
             return CaptureError(
                 expected=f"job {job!r} to be one program: {expected}",
                 found=message.splitlines()[0],
@@ -131,7 +132,7 @@ def convert_error(job: str, error: RuntimeError | AssertionError, line: str) -> 
 
 
 def find_user_line(error: BaseException) -> str | None:
-    """The innermost line of the user's that led to an error, as "file.py:12"."""
+    """Return the innermost user line that led to an error, as "file.py:12"; None if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if is_user_code(frame.filename):

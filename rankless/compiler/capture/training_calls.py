@@ -1,4 +1,4 @@
-"""Parts of a training step that a job may not do itself: the system does them, after the job has returned."""
+"""Refuse training calls inside a job (backward, clipping, optimizer steps): Rankless makes them after the job."""
 
 import contextlib
 import functools
@@ -17,41 +17,47 @@ from rankless.user_code import user_line
 
 GRADIENT_CLIPPING = (
     "clipping gradients",
-    "pass clip_norm= or clip_value= to rankless.job: the gradients are made after the job",
+    "pass clip_norm= or clip_value= to rankless.job: Rankless computes the gradients after the job",
 )
 BACKWARD = (
     "backward()",
-    "return the loss and leave backward() away; torch.autograd.grad for gradients that the loss needs",
+    "return the loss and remove backward(); use torch.autograd.grad for gradients that the loss needs",
 )
-SCHEDULER_STEP = ("a scheduler's step()", "call scheduler.step() after the job: inside it would happen at capture only")
+SCHEDULER_STEP = (
+    "a scheduler's step()",
+    "call scheduler.step() after the job: inside, it would run during capture only",
+)
 LOSS_SCALING = (
     "a GradScaler's scale()",
-    "leave the scaler away and return the loss itself: autocast to bfloat16 needs none",
+    "remove the scaler and return the loss itself: autocast to bfloat16 needs none",
 )
 OPTIMIZER_STEP = (
     "an optimizer's step()",
-    "leave it away: each call of the job makes it, or pass optimizer= to rankless.job",
+    "remove it: each call of a job with optimizer= makes the step",
 )
 
 
 @contextlib.contextmanager
 def refuse_training_calls() -> Iterator[None]:
-    """Within, backward, clipping, scaling, steps of optimizers and schedulers raise `CaptureError` with their line."""
-    wanted: list[tuple[Any, str, tuple[str, str]]] = [
+    """Within the context, backward, clipping, loss scaling and optimizer or scheduler steps raise `CaptureError`.
+
+    The error carries their line.
+    """
+    refused_methods: list[tuple[Any, str, tuple[str, str]]] = [
         (Tensor, "backward", BACKWARD),
         (torch.autograd, "backward", BACKWARD),
         (LRScheduler, "step", SCHEDULER_STEP),
         (ReduceLROnPlateau, "step", SCHEDULER_STEP),
-        # Asked by `scale` of a scaler that is enabled.
+        # An enabled scaler's `scale` calls this.
         (torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", LOSS_SCALING),
-        # Asked by both kinds of clipping, whatever name the script has imported them by.
+        # Both kinds of clipping call these, whatever name the script imports them by.
         (clip_grad, "_get_total_norm", GRADIENT_CLIPPING),
         (clip_grad, "_group_tensors_by_device_and_dtype", GRADIENT_CLIPPING),
     ]
-    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in wanted]
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in refused_methods]
     hook = register_optimizer_step_pre_hook(lambda *_: raise_refusal(OPTIMIZER_STEP))
-    for owner, name, why in wanted:
-        setattr(owner, name, make_refusing_function(vars(owner)[name], why))
+    for owner, name, reason in refused_methods:
+        setattr(owner, name, make_refusing_function(vars(owner)[name], reason))
     try:
         yield
     finally:
@@ -60,22 +66,22 @@ def refuse_training_calls() -> Iterator[None]:
         hook.remove()
 
 
-def make_refusing_function(original: Callable[..., Any], why: tuple[str, str]) -> Callable[..., Any]:
-    """In the place of a function: what says why it cannot be called."""
+def make_refusing_function(original: Callable[..., Any], reason: tuple[str, str]) -> Callable[..., Any]:
+    """Return a replacement for a function that raises with the reason why the job may not call it."""
 
     @functools.wraps(original)
-    def called(*_args: Any, **_kwargs: Any) -> Any:
-        raise_refusal(why)
+    def refusing_function(*_args: Any, **_kwargs: Any) -> Any:
+        raise_refusal(reason)
 
-    return called
+    return refusing_function
 
 
-def raise_refusal(why: tuple[str, str]) -> None:
-    """Raise for a part of the step."""
-    what, fix = why
+def raise_refusal(reason: tuple[str, str]) -> None:
+    """Raise `CaptureError` for a training call in a job."""
+    call, fix = reason
     raise CaptureError(
-        expected="a job that computes its results and leaves the rest of the step to the system",
-        found=f"{what} inside the job",
+        expected="a job that computes its results and leaves the rest of the step to Rankless",
+        found=f"{call} inside the job",
         fix=fix,
         where=user_line(sys._getframe(1)),
     )

@@ -1,1 +1,1 @@
-"""Python values that a captured program depends on: finding them, and checking them before each later call."""
+"""Guards: discover the Python values that a captured program depends on, and check them before each later call."""

@@ -1,4 +1,4 @@
-"""What a function's code reads by name, as its bytecode says."""
+"""Read from a function's bytecode which names it uses."""
 
 import dis
 import functools
@@ -12,14 +12,14 @@ DYNAMIC_ACCESS_NAMES = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller", "asdict", "astuple", "fields"}
     | {"copy", "deepcopy"}
 )
-"""Code with one of these names reads attributes that it does not name."""
+"""Code that uses one of these names may read attributes that it does not name."""
 
 GLOBAL_OPCODES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
 @dataclass(frozen=True, eq=False)
 class ReadNames:
-    """The names that a function reads, nested functions' included; `every`: it may read any attribute."""
+    """The names that a function and its nested functions read; with `includes_all` it may read any attribute."""
 
     names: frozenset[str]
     includes_all: bool = False
@@ -29,15 +29,13 @@ class ReadNames:
 
     @functools.cached_property
     def explicit(self) -> "ReadNames":
-        """Without the attributes that code may read but does not name."""
-        return (
-            ReadNames(self.names, global_names=self.global_names, imported_modules=self.imported_modules)
-            if self.includes_all
-            else self
-        )
+        """The same names without the attributes that the code may read but does not name."""
+        if not self.includes_all:
+            return self
+        return ReadNames(self.names, global_names=self.global_names, imported_modules=self.imported_modules)
 
     def select(self, namespace: Any) -> list[str]:
-        """Those that stand in a namespace, in an order that is the same in every process."""
+        """Return the names that are in a namespace, in the same order in every process."""
         if self.includes_all:
             return sorted(name for name in namespace if isinstance(name, str) and not name.startswith("__"))
         return sorted(self.names & namespace.keys())
@@ -47,28 +45,28 @@ NO_NAMES = ReadNames(frozenset())
 
 
 class BytecodeReader:
-    """Reads code, each once."""
+    """Reads the names in code objects, each once."""
 
     def __init__(self) -> None:
         self._cache: dict[CodeType, ReadNames] = {}
 
     def read_names(self, code: CodeType) -> ReadNames:
-        """What this code reads."""
+        """Return the names that this code reads."""
         if code not in self._cache:
             names = extract_names(code)
             instructions = list(iterate_instructions(code))
-            of_globals = frozenset(item.argval for item in instructions if item.opname in GLOBAL_OPCODES)
+            accessed_globally = frozenset(item.argval for item in instructions if item.opname in GLOBAL_OPCODES)
             self._cache[code] = ReadNames(
                 names,
                 includes_all=bool(names & DYNAMIC_ACCESS_NAMES),
-                global_names=names if "globals" in names else of_globals,
+                global_names=names if "globals" in names else accessed_globally,
                 imported_modules=frozenset(item.argval for item in instructions if item.opname == "IMPORT_NAME"),
             )
         return self._cache[code]
 
-    def imported_modules(self, code: CodeType, scope: dict[str, Any]) -> list[tuple[str, ModuleType]]:
-        """The modules that code imports when it runs."""
-        package = scope.get("__package__") or ""
+    def imported_modules(self, code: CodeType, namespace: dict[str, Any]) -> list[tuple[str, ModuleType]]:
+        """Return the modules that code imports when it runs."""
+        package = namespace.get("__package__") or ""
         found = []
         for name in sorted(self.read_names(code).imported_modules):
             module = sys.modules.get(name) or sys.modules.get(f"{package}.{name}")
@@ -78,7 +76,7 @@ class BytecodeReader:
 
 
 def iterate_instructions(code: CodeType) -> Iterator[dis.Instruction]:
-    """The instructions of a function and of those nested in it."""
+    """Yield the instructions of a function and of its nested functions."""
     yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -86,7 +84,7 @@ def iterate_instructions(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 def extract_names(code: CodeType) -> frozenset[str]:
-    """The names in a function's code; words in its text count too: `getattr(settings, "scale")`."""
+    """Return the names in a function's code, and identifiers in its string constants: `getattr(settings, "scale")`."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -97,7 +95,7 @@ def extract_names(code: CodeType) -> frozenset[str]:
 
 
 def unwrap_functions(value: Any) -> list[FunctionType]:
-    """The Python functions that a method, property or decorated function stands for."""
+    """Return the Python functions behind a method, property or decorated function."""
     if isinstance(value, FunctionType):
         return [value]
     if isinstance(value, property):

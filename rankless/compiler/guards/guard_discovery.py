@@ -1,4 +1,4 @@
-"""Finds what a job reads: from its function, its modules, and what a watched pass has run, to plain values."""
+"""Discover what a job reads: from its function, its modules and the trace of a pass, down to plain values."""
 
 import argparse
 import dataclasses
@@ -32,7 +32,7 @@ from rankless.compiler.guards.guards import (
     make_guard_set,
     read_cell,
 )
-from rankless.compiler.guards.module_state import ModuleGuard, describe_tensor
+from rankless.compiler.guards.module_guard import ModuleGuard, describe_tensor
 from rankless.compiler.guards.object_state import (
     get_cache_state,
     get_file_position,
@@ -57,17 +57,17 @@ from rankless.compiler.tracing.plain_values import (
 from rankless.user_code import is_user_code
 
 MAX_COMPARED_ITEMS = 100_000
-"""A container with more items than this is not compared at every call."""
+"""Capture refuses containers with more items, which would be compared at every call."""
 
 CONTAINER_MODULES = ("collections", "configparser", "enum", "queue", "weakref")
-"""Modules of Python whose classes hold data for their user under names of their own."""
+"""Standard library modules whose classes hold the user's data under private attribute names."""
 
 MODULE_TABLES = frozenset(
     {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
     | {"_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"}
     | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"}
 )
-"""What `ModuleState` watches, and what recurrent modules write anew whenever a parameter is set."""
+"""Attributes that `ModuleGuard` covers, and those that recurrent modules rewrite whenever a parameter is set."""
 
 NAMESPACE_TYPES = (SimpleNamespace, argparse.Namespace)
 COMPREHENSION_NAMES = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
@@ -79,9 +79,9 @@ def collect_guards(
     tracer: PythonTracer | None = None,
     training: Mapping[int, bool] | None = None,
 ) -> GuardSet:
-    """The guards for a job's function and its modules, and for what ran in a watched pass, with their values of now.
+    """Return guards for a job's function, its modules, and the code of a traced pass, with the present values.
 
-    `training` gives the modes that count, by the module's id, where they are not those of now.
+    `training` gives the expected modes by module id where they differ from the present ones.
     """
     return discover_guards(function, modules, tracer).guard_set(training or {})
 
@@ -89,25 +89,25 @@ def collect_guards(
 def discover_guards(
     function: Callable[..., Any], modules: Mapping[str, nn.Module], tracer: PythonTracer | None
 ) -> "GuardDiscovery":
-    """A finder that has walked."""
-    found = GuardDiscovery(None if tracer is None else tracer.codes)
-    found.visit_value("job", function)
+    """Return a `GuardDiscovery` that has visited the function, the modules and the trace."""
+    discovery = GuardDiscovery(None if tracer is None else tracer.codes)
+    discovery.visit_value("job", function)
     for name, module in modules.items():
-        found.visit_module(name, module)
+        discovery.visit_module(name, module)
     if tracer is not None:
-        found.visit_trace(tracer)
-    return found
+        discovery.visit_trace(tracer)
+    return discovery
 
 
 class GuardDiscovery:
-    """Walks from a function to all that its code reads."""
+    """Walks from a function to everything that its code reads."""
 
     def __init__(self, executed: Container[CodeType] | None = None) -> None:
         self._executed = executed
-        """The code that ran, if that is known: other code is not read, but for what runs in backward."""
+        """The code that ran, if known. The walk skips other code, except code that runs in backward."""
         self.guards: dict[tuple[int, str], Guard] = {}
         self.read_only_states: list[QueryGuard] = []
-        """Of things that may be read but not moved on by a job: generators of random numbers, open files."""
+        """State that a job may read but not advance: random number generators, open files."""
         self.iterators: dict[str, Any] = {}
         self.submodules: dict[str, nn.Module] = {}
         self._reader = BytecodeReader()
@@ -121,13 +121,13 @@ class GuardDiscovery:
         self._any_name = ReadNames(frozenset(), includes_all=True)
 
     def guard_set(self, training: Mapping[int, bool] | None) -> GuardSet:
-        """What has been found; see `ModuleState` for `training`."""
+        """Return the guards found; `ModuleGuard` explains `training`."""
         return make_guard_set(list(self.guards.values()), ModuleGuard(self.submodules, training))
 
     def visit_trace(self, tracer: PythonTracer) -> None:
-        """What ran: its globals, its closures, and the attributes of the objects that it had."""
-        for code, scope in list(tracer.codes.items()):
-            self._visit_globals(code, scope)
+        """Visit the code that ran: its globals, its closures, and the attributes of its objects."""
+        for code, namespace in list(tracer.codes.items()):
+            self._visit_globals(code, namespace)
         missing = [code for code in tracer.codes if code.co_freevars and code not in self._visited_codes]
         missing = [code for code in missing if code.co_name not in COMPREHENSION_NAMES]
         if missing:
@@ -135,16 +135,16 @@ class GuardDiscovery:
                 if isinstance(item, FunctionType):
                     self._visit_function(item)
         executed, self._executed = self._executed, None
-        for part in list(self.submodules.values()):
-            for hook in (*part._backward_hooks.values(), *part._backward_pre_hooks.values()):
+        for submodule in list(self.submodules.values()):
+            for hook in (*submodule._backward_hooks.values(), *submodule._backward_pre_hooks.values()):
                 self._visit("a backward hook", hook, NO_NAMES)
-        for code, scope in list(tracer.codes.items()):
-            for name in sorted(self._reader.read_names(code).global_names & scope.keys()):
-                self._visit_autograd_function(scope[name])
+        for code, namespace in list(tracer.codes.items()):
+            for name in sorted(self._reader.read_names(code).global_names & namespace.keys()):
+                self._visit_autograd_function(namespace[name])
         self._executed = executed
         for (_, code), (label, value) in list(tracer.objects.items()):
             if is_plain(value):
-                # A list or array that no name leads to; what cannot be changed in place is part of something else.
+                # A list or array that no name refers to. Immutable values are part of another object.
                 if snapshot(value) is not value:
                     self._add_query(label, functools.partial(return_value, value), (id(value), "itself"))
             else:
@@ -156,19 +156,19 @@ class GuardDiscovery:
             self.guards.setdefault((id(environment), name), entry)
 
     def visit_module(self, path: str, module: nn.Module) -> None:
-        """A module with its parts, and the attributes that their code reads."""
-        for name, part in module.named_modules(prefix=path):
-            if id(part) not in self._visited_modules:
-                self._visited_modules.add(id(part))
-                self.submodules[name] = part
-                self._visit_attributes(name, part, self._names_read_by_class(type(part)))
+        """Visit a module with its submodules, and the attributes that their code reads."""
+        for name, submodule in module.named_modules(prefix=path):
+            if id(submodule) not in self._visited_modules:
+                self._visited_modules.add(id(submodule))
+                self.submodules[name] = submodule
+                self._visit_attributes(name, submodule, self._names_read_by_class(type(submodule)))
 
     def visit_value(self, label: str, value: Any) -> None:
-        """What stands behind a value, such as the job's function."""
+        """Visit a value, such as the job's function."""
         self._visit(label, value, NO_NAMES)
 
     def _names_read_by_class(self, kind: type) -> ReadNames:
-        """What the methods of a module's class read."""
+        """Return the names that the methods of a module's class read."""
         if kind not in self._class_names:
             read = frozenset({"forward"})
             for method in list_methods(kind):
@@ -181,7 +181,7 @@ class GuardDiscovery:
         return self._class_names[kind]
 
     def _visit_function(self, function: FunctionType) -> None:
-        """Closure cells, globals and defaults that a Python function of the user reads."""
+        """Visit the closure cells, globals and defaults that a user's Python function reads."""
         code = function.__code__
         if (
             id(function) in self._visited_functions
@@ -207,30 +207,30 @@ class GuardDiscovery:
         return self._executed is None or code in self._executed
 
     def _visit_autograd_function(self, value: Any) -> None:
-        """What an autograd function of the user's reads when its gradient is made."""
+        """Visit the code of a user's autograd function, whose backward reads values too."""
         if isinstance(value, type) and issubclass(value, torch.autograd.Function):
             for item in vars(value).values():
                 for function in unwrap_functions(item):
                     self._visit_function(function)
 
-    def _visit_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
-        """The globals that code names, and the modules that it imports."""
+    def _visit_globals(self, code: CodeType, namespace: dict[str, Any]) -> None:
+        """Visit the globals that code names and the modules that it imports."""
         names = self._reader.read_names(code)
-        for name in sorted(names.global_names & scope.keys()):
-            self._visit_entry(name, scope, name, names)
-        for name in sorted(names.global_names & vars(sys.modules["builtins"]).keys() - scope.keys()):
-            self.guards.setdefault((id(scope), name), NamespaceGuard(name, scope, name, MISSING))
-        for name, module in self._reader.imported_modules(code, scope):
+        for name in sorted(names.global_names & namespace.keys()):
+            self._visit_entry(name, namespace, name, names)
+        for name in sorted(names.global_names & vars(sys.modules["builtins"]).keys() - namespace.keys()):
+            self.guards.setdefault((id(namespace), name), NamespaceGuard(name, namespace, name, MISSING))
+        for name, module in self._reader.imported_modules(code, namespace):
             self._visit(name, module, names)
 
-    def _visit_entry(self, label: str, scope: Mapping[str, Any], name: str, names: ReadNames) -> None:
-        """An entry of a namespace, and what stands behind it."""
-        value = scope[name]
-        self._add_guard((id(scope), name), value, lambda value: NamespaceGuard(label, scope, name, value))
+    def _visit_entry(self, label: str, namespace: Mapping[str, Any], name: str, names: ReadNames) -> None:
+        """Guard an entry of a namespace and visit its value."""
+        value = namespace[name]
+        self._add_guard((id(namespace), name), value, lambda value: NamespaceGuard(label, namespace, name, value))
         self._visit(label, value, names)
 
     def _add_guard(self, key: tuple[int, str], value: Any, guard: Callable[[Any], Guard]) -> None:
-        """A guard on a plain value, or on which object stands there."""
+        """Add a guard on a plain value, or on the identity of an object."""
         self.guards.setdefault(key, guard(snapshot(value) if is_plain(value) else value))
 
     def _add_query(self, label: str, query: Callable[[], Any], key: tuple[int, str]) -> None:
@@ -238,12 +238,12 @@ class GuardDiscovery:
         self._add_guard(key, value, lambda value: QueryGuard(label, query, value))
 
     def _visit(self, label: str, value: Any, names: ReadNames) -> None:
-        """Go on into what is no plain value."""
+        """Visit a value that is not plain."""
         if value is MISSING or is_plain(value) or (id(value), id(names)) in self._visited:
             return
         self._visited.add((id(value), id(names)))
         if isinstance(value, FakeTensor | FunctionalTensor):
-            return  # a value of the capture itself, as an argument; the program's key and guards of sizes know it
+            return  # a value of the capture itself, such as an argument; the program's key and size guards cover it
         if isinstance(value, Tensor):
             self._add_query(
                 f"{label}, its shape, dtype and requires_grad", lambda: describe_tensor(value), (id(value), "kind")
@@ -263,15 +263,15 @@ class GuardDiscovery:
             self._visit_object(label, value, names)
 
     def _visit_python_module(self, label: str, module: ModuleType, names: ReadNames) -> None:
-        """A user's module like any object; of others plain settings, functions and modules in them."""
-        scope = vars(module)
+        """Visit a user's module like any object; of other modules guard plain settings, functions and submodules."""
+        namespace = vars(module)
         is_users = is_user_code(getattr(module, "__file__", None) or "<frozen")
-        for name in sorted(names.names & scope.keys()):
-            value = scope[name]
+        for name in sorted(names.names & namespace.keys()):
+            value = namespace[name]
             if is_users or is_plain(value) or isinstance(value, ModuleType):
-                self._visit_entry(f"{label}.{name}", scope, name, names)
+                self._visit_entry(f"{label}.{name}", namespace, name, names)
             elif callable(value):
-                self.guards.setdefault((id(scope), name), NamespaceGuard(f"{label}.{name}", scope, name, value))
+                self.guards.setdefault((id(namespace), name), NamespaceGuard(f"{label}.{name}", namespace, name, value))
 
     def _visit_callable(self, label: str, value: Any, names: ReadNames) -> None:
         for function in unwrap_functions(value):
@@ -285,7 +285,7 @@ class GuardDiscovery:
                 self._visit(label, getattr(value, name), names)
 
     def _visit_container(self, label: str, container: Any, names: ReadNames) -> None:
-        """A container's items, and what stands behind each."""
+        """Guard a container's items and visit each."""
         if len(container) > MAX_COMPARED_ITEMS:
             raise make_size_error(label, f"a {type(container).__name__} of {len(container)} items")
         keys, values = map(tuple, list_elements(container))
@@ -299,7 +299,7 @@ class GuardDiscovery:
             self._visit_attributes(label, container, names)
 
     def _visit_object(self, label: str, value: Any, names: ReadNames) -> None:
-        """An object of any class: what it is made of, as far as code names it."""
+        """Visit an object of any class, as far as code names its state."""
         if isinstance(value, numpy.ndarray):
             raise make_size_error(label, f"a NumPy array of {value.nbytes} bytes and dtype {value.dtype}")
         if isinstance(value, BUFFERS):
@@ -329,28 +329,30 @@ class GuardDiscovery:
                 self._visit(f"{label}.value", value._value_, names)
 
     def _visit_attributes(self, label: str, value: Any, names: ReadNames) -> None:
-        """The attributes of an object that code names: its own, its slots, and its class's."""
+        """Visit the attributes of an object that code names: its own, its slots, and its class's."""
         kind = type(value)
         holds_data = kind.__module__ in CONTAINER_MODULES or dataclasses.is_dataclass(kind)
         if kind.__module__ in CONTAINER_MODULES:
             names = self._any_name
         elif not holds_data and not is_user_class(kind) and kind not in NAMESPACE_TYPES:
             names = names.explicit
-        scope = get_namespace(value)
-        if scope is not None:
+        namespace = get_namespace(value)
+        if namespace is not None:
             own = MODULE_TABLES if isinstance(value, nn.Module) else frozenset()
-            for name in names.select(scope):
+            for name in names.select(namespace):
                 if name not in own:
-                    # What is not named is read of this object; not of all that it leads to, but for plain data.
-                    self._visit_entry(f"{label}.{name}", scope, name, names if holds_data else names.explicit)
+                    # Dynamic access reads this object's attributes. Only plain data passes it on to their values.
+                    self._visit_entry(f"{label}.{name}", namespace, name, names if holds_data else names.explicit)
         self._visit_class(label, kind, names)
         for parent in kind.__mro__:
             for name, item in vars(parent).items():
                 if isinstance(item, MemberDescriptorType) and (names.includes_all or name in names.names):
                     self._visit_slot(f"{label}.{name}", value, item, names)
-            if scope is not None:
-                for name in names.names & vars(parent).keys() - scope.keys():
-                    self.guards.setdefault((id(scope), name), NamespaceGuard(f"{label}.{name}", scope, name, MISSING))
+            if namespace is not None:
+                for name in names.names & vars(parent).keys() - namespace.keys():
+                    self.guards.setdefault(
+                        (id(namespace), name), NamespaceGuard(f"{label}.{name}", namespace, name, MISSING)
+                    )
 
     def _visit_slot(self, label: str, value: Any, slot: MemberDescriptorType, names: ReadNames) -> None:
         def query() -> Any:
@@ -363,22 +365,24 @@ class GuardDiscovery:
         self._visit(label, query(), names)
 
     def _visit_class(self, label: str, kind: type, names: ReadNames) -> None:
-        """What a user's class holds or inherits under the names that code reads."""
+        """Visit what a user's class defines or inherits under the names that code reads."""
         if (id(kind), id(names)) in self._visited_classes:
             return
         self._visited_classes.add((id(kind), id(names)))
         scopes = [(parent, self._class_namespace(parent)) for parent in kind.__mro__]
         for name in sorted(names.names | {"__call__", "__getattr__"}):
-            for place, (parent, scope) in enumerate(scopes):
+            for position, (parent, namespace) in enumerate(scopes):
                 if not is_user_class(parent):
                     continue
-                if name in scope:
-                    if not isinstance(scope[name], MemberDescriptorType):
-                        self._visit_entry(f"{label}.{name}", scope, name, names)
+                if name in namespace:
+                    if not isinstance(namespace[name], MemberDescriptorType):
+                        self._visit_entry(f"{label}.{name}", namespace, name, names)
                     break
-                if any(name in later for _, later in scopes[place + 1 :]):
-                    self.guards.setdefault((id(scope), name), NamespaceGuard(f"{label}.{name}", scope, name, MISSING))
+                if any(name in later for _, later in scopes[position + 1 :]):
+                    self.guards.setdefault(
+                        (id(namespace), name), NamespaceGuard(f"{label}.{name}", namespace, name, MISSING)
+                    )
 
     def _class_namespace(self, kind: type) -> Mapping[str, Any]:
-        """A class's namespace; the same object whenever it is asked for."""
+        """Return a class's namespace, always as the same object."""
         return self._class_namespaces.setdefault(kind, vars(kind))

@@ -1,12 +1,13 @@
-"""Plain Python values that a captured program has taken in, watched so that the program never goes stale.
+"""Guards on plain Python values that a captured program contains, so that the program never goes stale.
 
-Note [guards]: tracing runs the job's Python once and keeps only tensor operators, so a number read from a closure, a
-global or an attribute is baked in. What it reads is found in two ways (`finding`): by reading the code of the job and
-of what that names, and by watching which of the user's code really runs, and with which objects (`watching`).
-A changed value means another program; a value that the job changes itself cannot be part of any, and is refused.
+Note [guards]: a trace runs the job's Python once and keeps tensor operators only, so the program contains every number
+read from a closure, a global or an attribute. Rankless discovers those reads in two ways: `guard_discovery` reads the
+code of the job and of everything that it names, and `python_tracer` records which user code runs and with which
+objects. A changed value requires another program. A value that the job itself changes fits no program, so capture
+refuses it.
 
-`Guards.hold` runs before every step, so it compares by identity first, many values at a time; only what is not the same
-object is compared by value.
+`GuardSet.all_hold` runs before every step. It compares many values at a time by identity first, and compares by value
+only what is no longer the same object.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,79 +17,79 @@ from operator import is_
 from types import CellType
 from typing import Any, Protocol
 
-from rankless.compiler.guards.module_state import ModuleGuard
+from rankless.compiler.guards.module_guard import ModuleGuard
 from rankless.compiler.tracing.plain_values import MISSING, format_briefly, is_plain, is_same, list_elements, snapshot
 
 
 class Guard(Protocol):
-    """One thing that the job reads."""
+    """One value that the job reads."""
 
     @property
     def label(self) -> str:
-        """What the script calls it."""
+        """The value's name in the script."""
 
     def holds(self) -> bool:
-        """Whether it is what it was."""
+        """Return whether the value is unchanged."""
 
     def describe_change(self) -> str:
-        """What it was and what it is, in few words."""
+        """Describe the old and the new value briefly."""
 
 
 @dataclass(frozen=True)
 class NamespaceGuard:
-    """An entry of a namespace: a global, an attribute of an object or of a class; `MISSING` where there was none."""
+    """Guards an entry of a namespace: a global, or an attribute of an object or class; `MISSING` if it was absent."""
 
     label: str
-    scope: Mapping[str, Any]
+    namespace: Mapping[str, Any]
     name: str
     value: Any
 
     def holds(self) -> bool:
-        """Whether the same stands there."""
-        return is_same(self.scope.get(self.name, MISSING), self.value)
+        """Return whether the entry is unchanged."""
+        return is_same(self.namespace.get(self.name, MISSING), self.value)
 
     def describe_change(self) -> str:
-        """What stood there and what stands there now."""
-        return f"was {format_briefly(self.value)} and is {format_briefly(self.scope.get(self.name, MISSING))}"
+        """Describe the old and the new entry."""
+        return f"was {format_briefly(self.value)} and is {format_briefly(self.namespace.get(self.name, MISSING))}"
 
 
 @dataclass(frozen=True)
 class CellGuard:
-    """What a closure's cell holds."""
+    """Guards the content of a closure cell."""
 
     label: str
     cell: CellType
     value: Any
 
     def holds(self) -> bool:
-        """Whether it holds the same."""
+        """Return whether the content is unchanged."""
         return is_same(read_cell(self.cell), self.value)
 
     def describe_change(self) -> str:
-        """What it held and what it holds now."""
+        """Describe the old and the new content."""
         return f"was {format_briefly(self.value)} and is {format_briefly(read_cell(self.cell))}"
 
 
 @dataclass(frozen=True)
 class QueryGuard:
-    """What something says when asked: a slot, the state of a cache."""
+    """Guards the result of a query, such as a slot or the state of a cache."""
 
     label: str
     query: Callable[[], Any]
     value: Any
 
     def holds(self) -> bool:
-        """Whether the answer is the same."""
+        """Return whether the query returns the same."""
         return is_same(self.query(), self.value)
 
     def describe_change(self) -> str:
-        """What it said and what it says now."""
+        """Describe the old and the new result."""
         return f"was {format_briefly(self.value)} and is {format_briefly(self.query())}"
 
 
 @dataclass(frozen=True)
 class ContainerGuard:
-    """The items of a container, in their order: the same objects, or equal plain values."""
+    """Guards the items of a container in their order: the same objects, or equal plain values."""
 
     label: str
     container: Any
@@ -96,7 +97,7 @@ class ContainerGuard:
     values: tuple[Any, ...]
 
     def holds(self) -> bool:
-        """Whether it holds what it held."""
+        """Return whether the items are unchanged."""
         if len(self.container) != len(self.values):
             return False
         keys, values = list_elements(self.container)
@@ -106,7 +107,7 @@ class ContainerGuard:
         return all(map(is_same, values, self.values)) and (self.keys is None or all(map(is_same, keys, self.keys)))
 
     def describe_change(self) -> str:
-        """How its length has changed, or which item is another."""
+        """Describe the change of length, or the first different item."""
         if len(self.container) != len(self.values):
             return f"was of length {len(self.values)} and is of length {len(self.container)}"
         keys, values = list_elements(self.container)
@@ -118,7 +119,7 @@ class ContainerGuard:
 
 
 def read_cell(cell: CellType) -> Any:
-    """A closure cell's value; `MISSING` while it has none."""
+    """Return a closure cell's value; `MISSING` while it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -127,41 +128,46 @@ def read_cell(cell: CellType) -> Any:
 
 @dataclass(frozen=True)
 class GuardSet:
-    """All that was found for one capture; the other fields are the same guards, laid out for a quick check."""
+    """All guards of one capture. The fields after `guards` hold the same guards, arranged for a fast check."""
 
     guards: tuple[Guard, ...]
-    entries: tuple[NamespaceGuard, ...]
-    scopes: tuple[dict[str, Any], ...]
+    identity_guards: tuple[NamespaceGuard, ...]
+    namespaces: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
     values: tuple[Any, ...]
-    others: tuple[Guard, ...]
+    other_guards: tuple[Guard, ...]
 
     def all_hold(self) -> bool:
-        """Whether everything is what it was."""
-        now = map(dict.get, self.scopes, self.names, repeat(MISSING))
-        if not all(map(is_, now, self.values)) and not all(entry.holds() for entry in self.entries):
+        """Return whether all guarded values are unchanged."""
+        now = map(dict.get, self.namespaces, self.names, repeat(MISSING))
+        if not all(map(is_, now, self.values)) and not all(entry.holds() for entry in self.identity_guards):
             return False
-        return all(guard.holds() for guard in self.others)
+        return all(guard.holds() for guard in self.other_guards)
 
     def first_failing(self) -> Guard | None:
-        """The first guard that does not hold."""
+        """Return the first guard that does not hold."""
         return next((guard for guard in self.guards if not guard.holds()), None)
 
 
 def make_guard_set(guards: Sequence[Guard], modules: ModuleGuard) -> GuardSet:
-    """Guards in the order that they were found, and in the layout that is quick to check."""
-    entries = tuple(guard for guard in guards if isinstance(guard, NamespaceGuard) and is_identity_comparable(guard))
-    quick = set(map(id, entries))
+    """Arrange guards for a fast check; `guards` keeps the order of discovery."""
+    identity_guards = tuple(
+        guard for guard in guards if isinstance(guard, NamespaceGuard) and is_identity_comparable(guard)
+    )
+    quick = set(map(id, identity_guards))
     return GuardSet(
         guards=(*guards, modules),
-        entries=entries,
-        scopes=tuple(entry.scope for entry in entries if isinstance(entry.scope, dict)),
-        names=tuple(entry.name for entry in entries),
-        values=tuple(entry.value for entry in entries),
-        others=(modules, *(guard for guard in guards if id(guard) not in quick)),
+        identity_guards=identity_guards,
+        namespaces=tuple(entry.namespace for entry in identity_guards if isinstance(entry.namespace, dict)),
+        names=tuple(entry.name for entry in identity_guards),
+        values=tuple(entry.value for entry in identity_guards),
+        other_guards=(modules, *(guard for guard in guards if id(guard) not in quick)),
     )
 
 
 def is_identity_comparable(entry: NamespaceGuard) -> bool:
-    """Whether it can be compared by identity: a copy is kept of a plain list, which is never the same object."""
-    return isinstance(entry.scope, dict) and (not is_plain(entry.value) or snapshot(entry.value) is entry.value)
+    """Return whether identity alone can prove an entry unchanged.
+
+    For a plain list the guard keeps a copy, which is never the same object.
+    """
+    return isinstance(entry.namespace, dict) and (not is_plain(entry.value) or snapshot(entry.value) is entry.value)

@@ -1,4 +1,4 @@
-"""What objects of unusual kinds say about their state, without being changed by the question."""
+"""Read the state of special objects (generators, files, caches) without changing it."""
 
 import hashlib
 import io
@@ -19,7 +19,7 @@ NOT_RUN_IN_FORWARD = frozenset({"__init__", "__repr__", "__setstate__", "extra_r
 
 
 def list_methods(kind: type) -> list[FunctionType]:
-    """The methods of a module's class that may run in `forward`."""
+    """Return the methods of a module's class that may run in `forward`."""
     return [
         method
         for parent in kind.__mro__
@@ -30,23 +30,23 @@ def list_methods(kind: type) -> list[FunctionType]:
 
 
 def get_namespace(value: Any) -> dict[str, Any] | None:
-    """An object's own namespace, if it has one; code of its class does not run."""
+    """Return an object's `__dict__`, or None, without running code of its class."""
     try:
-        # Each thread has its own namespace in a threading.local.
+        # A threading.local has one namespace per thread.
         lookup = threading.local if isinstance(value, threading.local) else object
-        scope = lookup.__getattribute__(value, "__dict__")
+        namespace = lookup.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return scope if isinstance(scope, dict) else None
+    return namespace if isinstance(namespace, dict) else None
 
 
 def return_value(value: Any) -> Any:
-    """The value, for guards on what no name leads to."""
+    """Return the value unchanged, for guards on objects without a name."""
     return value
 
 
 def is_user_class(kind: type) -> bool:
-    """Whether a class stands in the user's code."""
+    """Return whether a class is defined in the user's code."""
     if kind.__module__ == "__main__":
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
@@ -54,14 +54,14 @@ def is_user_class(kind: type) -> bool:
 
 
 def is_builtin_iterator(value: Any) -> bool:
-    """Whether a value is an iterator whose place cannot be seen: a generator, `itertools.count`, `zip`, …"""
+    """Return whether a value is an iterator without a readable position: a generator, `itertools.count`, `zip`, …"""
     if not isinstance(value, Iterator):
         return False
     return not any(isinstance(vars(kind).get("__next__"), FunctionType) for kind in type(value).__mro__)
 
 
 def hash_rng_state(generator: Any) -> str:
-    """Where a NumPy generator stands, as text."""
+    """Return the state of a NumPy generator as a short digest."""
     has_bits = isinstance(generator, numpy.random.Generator)
     state = generator.bit_generator.state if has_bits else generator.get_state(legacy=False)
     with numpy.printoptions(threshold=sys.maxsize):
@@ -69,20 +69,20 @@ def hash_rng_state(generator: Any) -> str:
 
 
 def get_file_position(file: io.IOBase) -> int:
-    """How far a file has been read or written; -1 where that cannot be said."""
+    """Return the position in a file; -1 if it has none."""
     return file.tell() if not file.closed and file.seekable() else -1
 
 
 def get_cache_state(function: Any) -> tuple[int, int]:
-    """How often a cached function has computed, and how many answers it keeps."""
+    """Return how often a cached function has computed, and how many results it keeps."""
     info = function.cache_info()
     return info.misses, info.currsize
 
 
 def make_size_error(label: str, found: str) -> CaptureError:
-    """The error for a value that is too large to be compared at every call."""
+    """Return the error for a value that is too large to compare at every call."""
     return CaptureError(
-        expected=f"plain values that can be compared at every call: up to {MAX_COMPARED_BYTES} bytes of numbers",
+        expected=f"plain values small enough to compare at every call: up to {MAX_COMPARED_BYTES} bytes of numbers",
         found=f"the job reads {label}: {found}",
-        fix="make it a tensor, or take what the job needs out of it before the call",
+        fix="make it a tensor, or extract what the job needs before the call",
     )

@@ -1,8 +1,8 @@
-"""Watches the user's Python while a job is captured: which of its code runs, with which objects, and what it asks for.
+"""Trace the user's Python during capture: which code runs, with which objects, which environment variables it reads.
 
-Note [watching]: reading code (`reading`) misses what is reached by other ways than names: a function in a table, a
-method chosen by a computed name, a property, a callable object. A profile function sees every call. PyTorch's own
-Python is thousands of calls per operator, so the profile is switched off inside each (`unwatched`).
+Note [python tracer]: reading bytecode (`bytecode_names`) misses functions that code reaches without their names: a
+function in a table, a method with a computed name, a property, a callable object. A profile function sees every call.
+PyTorch's own Python makes thousands of calls per operator, so `SourceLineMode` turns the profiler off inside each.
 """
 
 import contextlib
@@ -26,24 +26,24 @@ LOGGER_LOG_CODE = logging.Logger._log.__code__
 
 
 class PythonTracer:
-    """What one pass of a capture has run."""
+    """Records what one pass of a capture runs."""
 
     def __init__(self) -> None:
         self.codes: dict[CodeType, dict[str, Any]] = {}
-        """The user's code that ran, with its globals."""
+        """The user's code objects that ran, with their globals."""
         self.objects: dict[tuple[int, CodeType], tuple[str, Any]] = {}
-        """The objects that it had in its variables, under their names."""
+        """The objects in the variables of that code, with the variables' names."""
         self.environment: set[str] = set()
-        """The environment variables that it asked for."""
+        """The environment variables that the code read."""
         self.print_line: str | None = None
         """The first line that prints or logs."""
         self._is_user_file: dict[str, bool] = {}
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[None]:
-        """Within, calls on this thread are watched; another profiler pauses.
+        """Within the context, profile the calls on this thread; another profiler pauses.
 
-        So does looking for garbage: finalizers and callbacks of it, of any library, run at moments that mean nothing.
+        Garbage collection pauses too: finalizers and callbacks of any library would run at arbitrary moments.
         """
         before: Any = sys.getprofile()
         collects = gc.isenabled()
@@ -55,7 +55,7 @@ class PythonTracer:
             sys.setprofile(None)
             if collects:
                 gc.enable()
-            # cProfile shows itself here, which is no function.
+            # For cProfile, `before` is the profiler object, not a function.
             if hasattr(before, "enable"):
                 before.enable()
             else:
@@ -82,7 +82,7 @@ class PythonTracer:
                 self.environment.add(frame.f_locals["key"])
 
     def _record_print(self, frame: FrameType | None) -> None:
-        """Note the first line that prints or logs."""
+        """Record the first line that prints or logs."""
         while frame is not None and self.print_line is None and not self._is_user_frame(frame):
             frame = frame.f_back
         if frame is not None and self.print_line is None:
@@ -91,13 +91,13 @@ class PythonTracer:
     def _is_user_frame(self, frame: FrameType) -> bool:
         file = frame.f_code.co_filename
         if file.startswith("<"):
-            # Code made at run time, as a dataclass's methods are, belongs to the module that it works in.
+            # Generated code, such as a dataclass's methods, belongs to the module of its globals.
             module = frame.f_globals.get("__name__", "__main__")
             file = getattr(sys.modules.get(module), "__file__", None) or ("<frozen" if module != "__main__" else file)
-        known = self._is_user_file.get(file)
-        if known is None:
-            known = self._is_user_file[file] = is_user_code(file)
-        return known
+        is_user = self._is_user_file.get(file)
+        if is_user is None:
+            is_user = self._is_user_file[file] = is_user_code(file)
+        return is_user
 
     def _record_frame(self, code: CodeType, frame: FrameType) -> None:
         self.codes[code] = frame.f_globals
@@ -109,12 +109,14 @@ class PythonTracer:
             self.objects.setdefault((id(value), code), (name, value))
 
     def drop_temporaries(self) -> None:
-        """Let go of objects that nobody else holds: they were made in the pass."""
+        """Drop objects that nothing else refers to: the pass created them."""
         count = -1
         while count != len(self.objects):
             count = len(self.objects)
-            held = Counter(identity for identity, _ in self.objects)
-            # Besides the tuples in `objects`, only getrefcount's argument holds it.
-            passing = [key for key, entry in self.objects.items() if sys.getrefcount(entry[1]) <= held[key[0]] + 1]
-            for key in passing:
+            references = Counter(identity for identity, _ in self.objects)
+            # Besides the tuples in `objects`, only getrefcount's argument refers to the object.
+            temporary = [
+                key for key, entry in self.objects.items() if sys.getrefcount(entry[1]) <= references[key[0]] + 1
+            ]
+            for key in temporary:
                 del self.objects[key]

@@ -1,1 +1,1 @@
-"""The captured program: its graph in logical shapes, the custom operators in it, and the kernels that run locally."""
+"""The captured program: its graph in logical shapes, its custom operators, and the kernels that ranks run locally."""

@@ -1,23 +1,23 @@
-"""Operators that lose structure when decomposed, kept whole in the captured program.
+"""Composite operators that the captured program keeps as one node, because decomposing them loses structure.
 
-`linear` of a batch of sequences would be flattened around a matrix product, and a recurrent layer unrolled into
-thousands of nodes (facts: engine.md). They are PyTorch custom operators, so the program holds one node for each.
+PyTorch flattens `linear` over a batch of sequences around a matrix product, and unrolls a recurrent layer into
+thousands of nodes. As PyTorch custom operators, each stays a single node of the program.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # the field's name for it
+import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor
 
-# Note [a backward with a backward]: linear's backward is made of operators that have gradients themselves, because a
-# gradient of a gradient must pass through it (an opaque one made gradient penalties wrong by 50-77 %).
+# Note [double backward]: the backward of `linear` consists of operators that are differentiable themselves. A second
+# gradient must pass through it. An opaque backward made gradient penalties wrong by 50 to 77 percent.
 
 
 @torch.library.custom_op("rankless::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`torch.nn.functional.linear`, as one node."""
+    """Compute `torch.nn.functional.linear` as one node."""
     return F.linear(x, weight, bias)
 
 
@@ -45,13 +45,13 @@ linear.register_autograd(_linear_backward, setup_context=_save_linear_inputs)
 
 
 def run_linear_weight(grad: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The weight's gradient of `linear`: a product of matrices over all rows."""
+    """Compute the gradient of the weight of `linear`: one matrix product over all rows."""
     return torch.mm(grad.flatten(0, -2).t(), x.flatten(0, -2), out=out)
 
 
 @torch.library.custom_op("rankless::linear_weight", mutates_args=())
 def linear_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """The weight's gradient of `linear`, as one node, so that any leading dim may be split."""
+    """Compute the gradient of the weight of `linear` as one node, so that any leading dim can be sharded."""
     return run_linear_weight(grad, x)
 
 
@@ -77,7 +77,7 @@ RECURRENT_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "rnn_tanh": torch.rnn_tanh,
     "rnn_relu": torch.rnn_relu,
 }
-"""The recurrent layers kept whole, by the name of the PyTorch function."""
+"""The recurrent layers that stay one node, by the name of the PyTorch function."""
 
 
 AUTOGRAD_KEYS = (
@@ -90,7 +90,7 @@ AUTOGRAD_KEYS = (
 def run_recurrent(
     kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]
 ) -> list[Tensor]:
-    """Time-first layers without dropout; `layout` is (has biases, number of layers, bidirectional)."""
+    """Run time-first recurrent layers without dropout; `layout` is (has biases, number of layers, bidirectional)."""
     has_biases, layers, bidirectional = layout
     state = tuple(states) if kind == "lstm" else states[0]
     results = RECURRENT_FUNCTIONS[kind](
@@ -103,7 +103,7 @@ def run_recurrent(
 def recurrent(
     kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layout: Sequence[int]
 ) -> list[Tensor]:
-    """A stack of recurrent layers over a time-first sequence, as one node: output and final states."""
+    """Run a stack of recurrent layers over a time-first sequence as one node; return output and final states."""
     with torch.no_grad():
         return run_recurrent(kind, x, states, weights, layout)
 
@@ -122,8 +122,8 @@ def run_recurrent_backward(
     weights: Sequence[Tensor],
     layout: Sequence[int],
 ) -> list[Tensor]:
-    """The gradients of `run_recurrent` for x, states and weights; the forward pass is computed again."""
-    # A local program runs below autograd; autograd's dispatch keys are let in again for this one operator.
+    """Return the gradients of `run_recurrent` for x, states and weights; recompute the forward pass."""
+    # A local program runs below autograd. Include autograd's dispatch keys again for this one operator.
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in AUTOGRAD_KEYS:
         excluded = excluded.remove(key)
@@ -144,7 +144,7 @@ def recurrent_backward(
     weights: Sequence[Tensor],
     layout: Sequence[int],
 ) -> list[Tensor]:
-    """The gradients of `recurrent`, as one node."""
+    """Compute the gradients of `recurrent` as one node."""
     return run_recurrent_backward(kind, grads, x, states, weights, layout)
 
 
@@ -179,7 +179,7 @@ recurrent.register_autograd(_recurrent_backward, setup_context=_save_recurrent_i
 
 
 def capture_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` for capture: whole for batches of sequences, PyTorch's own otherwise."""
+    """Replace `F.linear` during capture: one node for batches of sequences, PyTorch's own operators otherwise."""
     if x.dim() < 3 or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     result: Tensor = linear(x, weight, bias)
@@ -198,7 +198,10 @@ def capture_recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """`torch.lstm` and its kind for capture (the signature is PyTorch's); dropout between layers as they do it."""
+    """Replace `torch.lstm` and similar functions during capture; dropout between layers follows PyTorch.
+
+    The signature is PyTorch's.
+    """
     states = list(state) if isinstance(state, tuple | list) else [state]
     sequence = x.transpose(0, 1) if batch_first else x
     layout = [int(has_biases), layers, int(bidirectional)]
@@ -212,7 +215,7 @@ def capture_recurrent(
             sequence, *last = recurrent(
                 kind,
                 sequence,
-                [whole[layer * directions : (layer + 1) * directions] for whole in states],
+                [layers_state[layer * directions : (layer + 1) * directions] for layers_state in states],
                 list(weights[layer * per_layer : (layer + 1) * per_layer]),
                 [int(has_biases), 1, int(bidirectional)],
             )

@@ -1,6 +1,6 @@
-"""What one rank computes where an operator alone will not do: merged statistics, whole draws, pieces.
+"""Functions that one rank runs where an operator alone does not suffice: merged statistics, logical draws, slices.
 
-Plain functions on local tensors, called from lowered programs; they are in no graph and run below autograd.
+Lowered programs call these plain functions on local tensors, below autograd. They are in no logical graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def slice_dim(whole: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """Rows `start` to `start + length` of a dim, as a view."""
-    return whole.narrow(dim, start, length)
+def slice_dim(value: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """Return rows `start` to `start + length` of a dim, as a view."""
+    return value.narrow(dim, start, length)
 
 
 def keep_on_rank_zero(value: Tensor, rank: int) -> Tensor:
-    """A whole value as a partial sum: rank 0 holds it, the others zeros."""
+    """Return a replicated value as a partial sum: rank 0 keeps the value, the other ranks hold zeros."""
     return value if rank == 0 else torch.zeros_like(value)
 
 
@@ -29,17 +29,17 @@ def draw_and_slice(
     arguments: Sequence[Any],
     part: tuple[int, int, int] | None,
 ) -> Tensor:
-    """A random operator drawn for the whole logical value, in its memory order; then this rank's part of it.
+    """Draw a random operator for the logical value in its memory order, and return this rank's part.
 
-    The generator thus moves on every rank as it does in the plain script, and the numbers are the plain script's.
+    The generator advances on every rank as in the plain script, so the numbers are those of the plain script.
     """
     shape, strides, dtype = example
-    whole = operator(torch.empty_strided(shape, strides, dtype=dtype, device=device), *arguments)
-    return whole if part is None else whole.narrow(*part).clone()
+    value = operator(torch.empty_strided(shape, strides, dtype=dtype, device=device), *arguments)
+    return value if part is None else value.narrow(*part).clone()
 
 
 def apply_dropout(x: Tensor, mask: Tensor, probability: float) -> Tensor:
-    """Dropout with a mask of what stays."""
+    """Apply dropout with a mask of the elements to keep."""
     scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
     return x.mul(mask).mul_(scale)
 
@@ -50,26 +50,26 @@ def draw_dropout_mask(
     probability: float,
     part: tuple[int, int, int] | None,
 ) -> Tensor:
-    """What stays, drawn for the whole logical value as `torch.nn.functional.dropout` does on this device."""
+    """Draw the mask of kept elements for the logical value, as `torch.nn.functional.dropout` does on this device."""
     shape, strides, dtype = example
     like = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     if probability == 1:
-        # Nothing stays, and PyTorch draws nothing.
-        whole = torch.zeros_like(like, dtype=torch.bool)
+        # Dropout drops everything, and PyTorch draws no random numbers.
+        value = torch.zeros_like(like, dtype=torch.bool)
     elif device.type == "cpu":
-        whole = torch.empty_like(like, dtype=torch.bool).bernoulli_(1 - probability)
+        value = torch.empty_like(like, dtype=torch.bool).bernoulli_(1 - probability)
     else:
-        whole = aten.native_dropout.default(like, probability, True)[1]
-    return whole if part is None else whole.narrow(*part).clone()
+        value = aten.native_dropout.default(like, probability, True)[1]
+    return value if part is None else value.narrow(*part).clone()
 
 
-# Note [merged moments]: each rank takes mean and variance of its own rows; those are gathered and merged by Chan,
-# Golub and LeVeque's formula (1979) with the counts as weights. One collective, and no loss of digits as with sums of
-# squares.
+# Note [merged moments]: each rank computes mean and variance of its own rows. One all-gather collects them, and the
+# formula of Chan, Golub and LeVeque (1979) merges them with the counts as weights. Unlike sums of squares, this
+# loses no digits.
 
 
 def channel_moments(x: Tensor) -> Tensor:
-    """Mean and biased variance per channel (dim 1), stacked: shape (2, channels)."""
+    """Return mean and biased variance per channel (dim 1), stacked: shape (2, channels)."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     variance, mean = torch.var_mean(wide, dims, correction=0)
@@ -77,7 +77,10 @@ def channel_moments(x: Tensor) -> Tensor:
 
 
 def merge_moments(gathered: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel of all rows, from every rank's (ranks, 2, channels) and row counts."""
+    """Merge every rank's moments into mean and biased variance per channel of all rows.
+
+    `gathered` has shape (ranks, 2, channels); `counts` holds every rank's number of rows.
+    """
     total = sum(counts)
     weights = torch.tensor([count / total for count in counts], dtype=gathered.dtype, device=gathered.device)
     means, variances = gathered[:, 0], gathered[:, 1]
@@ -92,9 +95,10 @@ def batch_norm(
     gathered: Tensor,
     settings: tuple[Sequence[int], float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Batch norm with the statistics of all ranks: output, mean, reciprocal deviation, new running mean and variance.
+    """Normalize with the statistics of all ranks.
 
-    `settings` is (every rank's number of values per channel, momentum, epsilon). Ioffe and Szegedy, 2015.
+    Return output, mean, reciprocal deviation, and the new running mean and variance. `settings` is (every rank's number
+    of values per channel, momentum, epsilon). Ioffe and Szegedy, 2015.
     """
     counts, momentum, epsilon = settings
     mean, variance = merge_moments(gathered, counts)
@@ -117,9 +121,10 @@ def batch_norm(
 def batch_norm_local_gradients(
     grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, reciprocal: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What this rank alone knows of the gradients: that of x if statistics were constants, and the sums per channel.
+    """Return this rank's contribution to the gradients of batch norm.
 
-    The sums, shape (2, channels), are those of grad * normalised x and of grad.
+    The first value is the gradient of x as if the statistics were constants. The second, shape (2, channels), holds the
+    sums per channel of grad * normalized x and of grad.
     """
     variance = reciprocal**-2
     direct, by_weight, by_bias = aten.native_batch_norm_backward.default(
@@ -135,7 +140,10 @@ def batch_norm_input_gradient(
     statistics: tuple[Tensor, Tensor, Tensor],
     count: int,
 ) -> Tensor:
-    """The gradient of x with the statistics' share: direct - weight * r / count * (sum(g) + xhat * sum(g * xhat))."""
+    """Add the statistics' share to the gradient of x.
+
+    The result is direct - weight * r / count * (sum(g) + xhat * sum(g * xhat)).
+    """
     sums, mean, reciprocal = statistics
     scale = reciprocal / count if weight is None else weight * reciprocal / count
     slope = scale * sums[0] * reciprocal
@@ -145,5 +153,5 @@ def batch_norm_input_gradient(
 
 
 def reduce_extremum(gathered: Tensor, name: str) -> Tensor:
-    """The maximum or minimum over ranks; unlike a reduction's, it keeps NaN."""
+    """Return the maximum or minimum over ranks; unlike a reduction's, it keeps NaN."""
     return gathered.amax(0) if name == "max" else gathered.amin(0)

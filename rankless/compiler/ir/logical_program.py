@@ -1,4 +1,4 @@
-"""The logical program: what a job computes, in whole (logical) shapes, before anything is placed on a mesh."""
+"""The logical program: the operators of a job in logical shapes, before shardings are assigned."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ OutputKind = Literal["result", "gradient", "mutation"]
 
 @dataclass(frozen=True)
 class LogicalValue:
-    """What is known of a tensor of the program: all but its numbers. The methods are named as a tensor's."""
+    """A tensor of the program without its numbers: shape, strides, dtype and device.
+
+    The methods have the names of a tensor's.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -23,20 +26,20 @@ class LogicalValue:
     device: torch.device
 
     def stride(self) -> tuple[int, ...]:
-        """Steps in memory, in elements, per dim."""
+        """Return the strides per dim, in elements."""
         return self.strides
 
     def numel(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     def element_size(self) -> int:
-        """Bytes of one element."""
+        """Return the bytes of one element."""
         return self.dtype.itemsize
 
 
 def describe_value(value: Any) -> Any:
-    """A traced value, or several, without the fake tensors that tracing leaves behind."""
+    """Convert a traced value, or several, to `LogicalValue`s, without the fake tensors of the trace."""
     if isinstance(value, list | tuple):
         return tuple(describe_value(item) for item in value)
     if not isinstance(value, Tensor):
@@ -46,7 +49,7 @@ def describe_value(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramInput:
-    """One input of the program: a parameter or buffer by name, the i-th tensor argument, or a constant's value."""
+    """An input of the program: a parameter or buffer by name, the i-th tensor argument, or a constant's value."""
 
     kind: InputKind
     name: str
@@ -56,7 +59,7 @@ class ProgramInput:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOutput:
-    """One output: the i-th tensor of the job's result, a parameter's gradient, or a buffer's (argument's) new value."""
+    """An output: the i-th tensor of the result, a parameter's gradient, or a buffer's or argument's new value."""
 
     kind: OutputKind
     name: str
@@ -65,7 +68,7 @@ class ProgramOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalProgram:
-    """A job, captured: a functional ATen graph with its inputs and outputs named, every node with its line.
+    """A captured job: a functional ATen graph with named inputs and outputs and a script line on every node.
 
     Node `meta["val"]` is a `LogicalValue`, or a tuple of them; `meta["line"]` is "file.py:12".
     """
@@ -76,37 +79,37 @@ class LogicalProgram:
     outputs: tuple[tuple[fx.Node, ProgramOutput], ...]
 
     def text(self) -> str:
-        """The program as lines of text, the same on every rank that captured the same program."""
+        """Return the program as lines of text, equal on all ranks that captured the same program."""
         lines = []
         for node in self.graph.nodes:
             if node.op == "output":
                 continue
             if node in self.inputs:
-                given = self.inputs[node]
-                what = f"{given.kind} {given.name}{hash_constant(given.constant)}"
+                program_input = self.inputs[node]
+                description = f"{program_input.kind} {program_input.name}{hash_constant(program_input.constant)}"
             else:
-                what = f"{node.target}({', '.join(map(repr, node.args))}, {node.kwargs})"
-            lines.append(f"{node.name} = {what} : {format_value(node)}  # {node.meta.get('line', '')}")
+                description = f"{node.target}({', '.join(map(repr, node.args))}, {node.kwargs})"
+            lines.append(f"{node.name} = {description} : {format_value(node)}  # {node.meta.get('line', '')}")
         lines += [f"-> {node.name} : {output.kind} {output.name}" for node, output in self.outputs]
         return "\n".join(lines)
 
     @cached_property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
+    def is_random(self) -> bool:
+        """Whether the program draws random numbers."""
         return any(map(is_random_node, self.graph.nodes))
 
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of `text`'s SHA-256."""
+        """Return the first sixteen hexadecimal digits of the SHA-256 of `text`."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
 
 def is_random_node(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Return whether a node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def format_value(node: fx.Node) -> str:
-    """The shapes and dtypes of a node's value."""
+    """Return the shapes and dtypes of a node's value as text."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return ", ".join(
@@ -116,7 +119,7 @@ def format_value(node: fx.Node) -> str:
 
 
 def hash_constant(constant: Tensor | None) -> str:
-    """A digest of a constant's bytes, so that ranks with other constants are found."""
+    """Return a digest of a constant's bytes, so that ranks with different constants are detected."""
     if constant is None:
         return ""
     data = (

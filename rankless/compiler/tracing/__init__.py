@@ -1,1 +1,1 @@
-"""Observing the user's code while a job is captured: lines of operators, impure calls, symbolic sizes."""
+"""Observe the user's code during capture: source lines of operators, impure calls, symbolic sizes."""

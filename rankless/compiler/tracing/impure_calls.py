@@ -1,4 +1,4 @@
-"""Calls whose answer a captured program would freeze: random numbers of Python and NumPy, clocks, files, input."""
+"""Refuse impure calls, whose result a captured program would freeze: clocks, files, input, Python and NumPy random."""
 
 import contextlib
 import datetime
@@ -18,8 +18,8 @@ import torch
 from rankless.errors import CaptureError
 from rankless.user_code import INSTALLED_FOLDERS, STANDARD_FOLDER, is_user_code, script_line, user_line
 
-EXPECTED_DETERMINISTIC = "randomness from torch, and nothing that changes by itself, inside a job"
-EXPECTED_NO_IO = "randomness from torch, and no files or input, inside a job"
+EXPECTED_DETERMINISTIC = "a job that draws random numbers from torch only and reads no clock or process state"
+EXPECTED_NO_IO = "a job that draws random numbers from torch only and uses no files or input"
 CLOCK_NAMES = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time")
 FILE_NAMES = ("open", "read", "write", "stat", "listdir", "scandir", "system")
 IMPURE_FUNCTIONS: dict[Any, str] = {
@@ -34,7 +34,7 @@ IMPURE_FUNCTIONS: dict[Any, str] = {
     },
     **dict.fromkeys((open, input, *(getattr(os, name) for name in FILE_NAMES)), EXPECTED_NO_IO),
 }
-"""Functions written in C that the user's code may not call, however it has come by them."""
+"""Functions written in C that the user's code may not call, under whatever name it imports them."""
 
 IMPURE_NAMES = frozenset(function.__name__ for function in IMPURE_FUNCTIONS) | {
     "random",
@@ -46,11 +46,11 @@ IMPURE_NAMES |= {"now", "utcnow", "today", "fork_exec"}
 
 IGNORED_MODULES = ("logging", "warnings.py", "linecache.py", "tokenize.py", "inspect.py", "importlib", "traceback.py")
 IGNORED_FILES = ("<frozen importlib", *(STANDARD_FOLDER + name for name in IGNORED_MODULES))
-"""Parts of Python that ask for the time or read source files without giving the answer to their caller."""
+"""Parts of Python's library that read the time or source files without returning the result to their caller."""
 
 
 def refuse_impure_call(function: Any, frame: FrameType) -> None:
-    """Raise `CaptureError` if a function is frozen and the user's code calls it, itself or by Python's library."""
+    """Raise `CaptureError` if the user's code calls an impure function, directly or through Python's library."""
     name = getattr(function, "__name__", "")
     if name not in IMPURE_NAMES:
         return
@@ -63,33 +63,33 @@ def refuse_impure_call(function: Any, frame: FrameType) -> None:
         expected = EXPECTED_NO_IO
     if expected is None:
         return
-    asking = find_user_frame(frame)
-    if asking is not None:
+    user_frame = find_user_frame(frame)
+    if user_frame is not None:
         raise make_impure_call_error(
-            format_callee(function, owner, frame), script_line(asking) or user_line(asking), expected
+            format_callee(function, owner, frame), script_line(user_frame) or user_line(user_frame), expected
         )
 
 
 def refuse_file_write(function: Any, frame: FrameType) -> None:
-    """Raise `CaptureError` if the user's code writes to a file, which would happen at capture only."""
+    """Raise `CaptureError` if the user's code writes to a file, which would happen during capture only."""
     name = getattr(function, "__name__", "")
     if name not in ("write", "writelines", "writerow", "writerows"):
         return
     owner = getattr(function, "__self__", None)
     if not isinstance(owner, io.IOBase) and type(owner).__module__ != "_csv":
         return
-    asking = find_user_frame(frame)
-    if asking is not None:
+    user_frame = find_user_frame(frame)
+    if user_frame is not None:
         raise CaptureError(
-            expected="a job that writes nothing: its Python runs once, not at every step",
+            expected="a job that writes no files: its Python runs once, not at every step",
             found=f"{name}() of a file inside the job",
-            fix="return what is to be written, and write it after the job",
-            where=script_line(asking) or user_line(asking),
+            fix="return the value from the job and write it afterwards",
+            where=script_line(user_frame) or user_line(user_frame),
         )
 
 
 def find_user_frame(frame: FrameType | None) -> FrameType | None:
-    """The user's frame for which Python's library works here; None if that is PyTorch's, or only keeps a log."""
+    """Return the user's frame on whose behalf Python's library runs; None if PyTorch or logging called the library."""
     while frame is not None:
         file = frame.f_code.co_filename
         if is_user_code(file):
@@ -101,12 +101,12 @@ def find_user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def format_callee(function: Any, owner: Any, frame: FrameType) -> str:
-    """What the user's code has called: a function of Python's library, or the frozen one itself."""
-    called = None
+    """Return the name of what the user's code called: a function of Python's library, or the impure one itself."""
+    library_frame = None
     while frame.f_back is not None and not is_user_code(frame.f_code.co_filename):
-        called, frame = frame, frame.f_back
-    if called is not None:
-        return f"{called.f_globals.get('__name__')}.{called.f_code.co_name}"
+        library_frame, frame = frame, frame.f_back
+    if library_frame is not None:
+        return f"{library_frame.f_globals.get('__name__')}.{library_frame.f_code.co_name}"
     if isinstance(owner, type):
         return f"{owner.__module__}.{owner.__qualname__}.{function.__name__}"
     return f"{function.__module__ or type(owner).__module__}.{function.__name__}"
@@ -114,18 +114,18 @@ def format_callee(function: Any, owner: Any, frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def refuse_python_impure_calls() -> Iterator[None]:
-    """Within, the user's calls of `numpy.random` and `torch.load` raise `CaptureError` with their line.
+    """Within the context, the user's calls of `numpy.random` and `torch.load` raise `CaptureError` with their line.
 
-    They are not written in C as the profile of `watching` sees it, which finds the others.
+    The profiler of `PythonTracer` does not see these functions as C functions; it catches the others.
     """
-    asked = [(numpy.random, name, EXPECTED_DETERMINISTIC) for name in list_numpy_random_functions()]
-    asked += [(torch, name, EXPECTED_NO_IO) for name in ("load", "save")] + [
+    refused_functions = [(numpy.random, name, EXPECTED_DETERMINISTIC) for name in list_numpy_random_functions()]
+    refused_functions += [(torch, name, EXPECTED_NO_IO) for name in ("load", "save")] + [
         (torch, "initial_seed", EXPECTED_DETERMINISTIC)
     ]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in asked]
-    for module, name, expected in asked:
+    originals = [(module, name, getattr(module, name)) for module, name, _ in refused_functions]
+    for module, name, expected in refused_functions:
         setattr(module, name, make_refusing_function(getattr(module, name), f"{module.__name__}.{name}", expected))
-    # What has been imported by name is not seen above; its mark on the generators is.
+    # The patches above miss functions that the script imported by name. Their effect on the generators shows.
     python_state, numpy_state = random.getstate(), get_numpy_rng_state()
     try:
         yield
@@ -133,39 +133,39 @@ def refuse_python_impure_calls() -> Iterator[None]:
         for module, name, original in originals:
             setattr(module, name, original)
     if random.getstate() != python_state or get_numpy_rng_state() != numpy_state:
-        raise make_impure_call_error("random numbers of Python or NumPy", None, EXPECTED_DETERMINISTIC)
+        raise make_impure_call_error("a random function of Python or NumPy", None, EXPECTED_DETERMINISTIC)
 
 
 def list_numpy_random_functions() -> list[str]:
-    """The functions of NumPy that draw from its hidden generator: methods bound to it."""
+    """Return the names of the functions that draw from NumPy's global generator, which are methods bound to it."""
     generator = vars(numpy.random)["random"].__self__
     return [name for name, item in vars(numpy.random).items() if getattr(item, "__self__", None) is generator]
 
 
 def make_refusing_function(original: Callable[..., Any], name: str, expected: str) -> Callable[..., Any]:
-    """The function, but an error if the user's code calls it."""
+    """Wrap a function so that it raises when the user's code calls it."""
 
     @functools.wraps(original)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def refusing_function(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
         if is_user_code(frame.f_code.co_filename):
             raise make_impure_call_error(name, script_line(frame) or user_line(frame), expected)
         return original(*args, **kwargs)
 
-    return called
+    return refusing_function
 
 
-def make_impure_call_error(what: str, where: str | None, expected: str) -> CaptureError:
-    """The error for an answer that would be the same at every step."""
+def make_impure_call_error(function_name: str, where: str | None, expected: str) -> CaptureError:
+    """Return the error for a call whose result would be the same at every step."""
     return CaptureError(
         expected=expected,
-        found=f"the job asks for {what}; its Python runs once, so the answer would be the same at every step",
-        fix="use torch.rand and its kind inside the job, or ask outside and pass the answer as an argument",
+        found=f"the job calls {function_name}; its Python runs once, so the result would be the same at every step",
+        fix="use torch.rand and its variants inside the job, or call it outside and pass the result as an argument",
         where=where,
     )
 
 
 def get_numpy_rng_state() -> tuple[object, ...]:
-    """The state of NumPy's hidden generator."""
+    """Return the state of NumPy's global generator."""
     name, keys, *rest = numpy.random.get_state(legacy=True)
     return name, numpy.asarray(keys).tobytes(), *rest

@@ -1,4 +1,4 @@
-"""Plain values: which values can be compared with what they were, and how, without calling the user's code."""
+"""Plain values: compare a value with its snapshot without calling the user's code."""
 
 import array
 import math
@@ -24,17 +24,17 @@ PLAIN_TYPES = (
     *(numpy.generic, numpy.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 MAX_PLAIN_ITEMS = 64
-"""Containers of at most so many plain values are values themselves: an equal one in its place changes nothing."""
+"""Containers with at most this many plain values are plain values themselves: an equal one is equivalent."""
 
 SEQUENCES: tuple[type[Any], ...] = (list, tuple, set, frozenset, deque)
 CONTAINERS: tuple[type[Any], ...] = (*SEQUENCES, dict, MappingProxyType)
 BUFFERS = (array.array, memoryview, mmap.mmap)
 MAX_COMPARED_BYTES = 1 << 20
-"""Up to so many bytes of a NumPy array are compared at every call."""
+"""NumPy arrays up to this many bytes are compared at every call."""
 
 
 def is_plain(value: Any) -> bool:
-    """Numbers, text, None and their kind, small containers of them, and NumPy arrays that are not too large."""
+    """Return whether a value is a number, text, None or similar, a small container of those, or a small NumPy array."""
     if isinstance(value, PLAIN_TYPES):
         return True
     kind = type(value)
@@ -48,7 +48,7 @@ def is_plain(value: Any) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """A plain value that cannot be changed in place: itself, or a copy of it."""
+    """Return a plain value that cannot change in place: the value itself, or a copy of it."""
     kind = type(value)
     if kind in (list, set):
         return kind(map(snapshot, value))
@@ -63,12 +63,12 @@ def snapshot(value: Any) -> Any:
 
 
 def is_same(now: Any, value: Any) -> bool:
-    """Whether a value is what it was: the same object, or an equal plain value. `value` has gone through `frozen`."""
+    """Return whether a value is the same object as, or an equal plain value to, a value returned by `snapshot`."""
     return now is value or (is_plain(value) and is_equal(now, value))
 
 
 def is_equal(now: Any, value: Any) -> bool:
-    """Whether two plain values are equal to the last bit; 1, 1.0 and True are three values, and so are 0.0 and -0.0."""
+    """Return whether two plain values are equal to the last bit; 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     kind = type(value)
     if type(now) is not kind:
         return False
@@ -78,7 +78,7 @@ def is_equal(now: Any, value: Any) -> bool:
     if kind in (list, tuple, torch.Size):
         return len(now) == len(value) and all(map(is_equal, now, value))
     if kind in (set, frozenset):
-        # A copy may have another order.
+        # The order of a copy may differ.
         return {(type(item), item) for item in now} == {(type(item), item) for item in value}
     if kind is dict:
         return (
@@ -95,7 +95,7 @@ def is_equal(now: Any, value: Any) -> bool:
 
 
 def list_elements(container: Any) -> tuple[Iterable[Any], Iterable[Any]]:
-    """Keys (none of a sequence's) and values of a container, without what a subclass makes of them."""
+    """Return keys (none for a sequence) and values of a container, bypassing methods that a subclass overrides."""
     for kind in SEQUENCES:
         if isinstance(container, kind):
             return (), kind.__iter__(container)
@@ -105,7 +105,7 @@ def list_elements(container: Any) -> tuple[Iterable[Any], Iterable[Any]]:
 
 
 def format_briefly(value: Any) -> str:
-    """A value in few letters; tensors of a capture have no numbers to show."""
+    """Return a short text for a value; tensors of a capture have no numbers to show."""
     if value is MISSING:
         return "not there"
     if isinstance(value, Tensor):
@@ -118,5 +118,5 @@ def format_briefly(value: Any) -> str:
 
 
 def make_type_keys(values: Iterable[Any]) -> tuple[str, ...]:
-    """What tells plain values apart that compare equal: 1, 1.0 and True, 0.0 and -0.0."""
+    """Return texts that distinguish plain values that compare equal: 1, 1.0 and True, 0.0 and -0.0."""
     return tuple(repr(value) if isinstance(value, float | complex) else type(value).__name__ for value in values)

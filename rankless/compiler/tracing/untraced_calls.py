@@ -1,4 +1,4 @@
-"""Calls of PyTorch's functions while a job is captured: what they are given is noted, what they do is not watched."""
+"""Call PyTorch functions during capture without profiling PyTorch's own Python, and log their arguments."""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +10,10 @@ from rankless.compiler.tracing.plain_values import PLAIN_TYPES
 
 
 def call_untraced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], profile: Any) -> Any:
-    """Call a function of PyTorch's; if it is given Python code of the user's, that is watched by `profile`."""
+    """Call a PyTorch function with the profiler off.
+
+    The profiler `profile` stays on if an argument may be the user's code.
+    """
     if profile is None or not any(map(may_call_user_code, (*args, *kwargs.values()))):
         return function(*args, **kwargs)
     sys.setprofile(profile)
@@ -21,12 +24,12 @@ def call_untraced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def may_call_user_code(argument: Any) -> bool:
-    """Whether an argument may be Python code of the user's."""
+    """Return whether an argument may be the user's Python code."""
     return callable(argument) and not isinstance(argument, type)
 
 
 def describe_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The plain values among a call's arguments, as text, and of others their type."""
+    """Return the plain values among a call's arguments as text, and the types of all others."""
     parts: list[Any] = []
     for argument in arguments:
         if isinstance(argument, tuple | list):

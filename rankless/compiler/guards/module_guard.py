@@ -1,4 +1,4 @@
-"""What modules are made of, watched: their parts, tensors, hooks and flags."""
+"""A guard on modules: their submodules, tensors, hooks and modes."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
@@ -20,7 +20,7 @@ get_training = attrgetter("training")
 
 
 def describe_tensor(tensor: Tensor) -> tuple[object, ...]:
-    """All that a program takes in of a tensor but its values; a size that varies counts by its name."""
+    """Return what a program depends on in a tensor besides its values; a symbolic size counts by its name."""
     shape = tensor.shape
     if not all(isinstance(size, int) for size in shape):
         return tuple(map(repr, shape)), tensor.dtype, tensor.device, tensor.requires_grad
@@ -28,11 +28,11 @@ def describe_tensor(tensor: Tensor) -> tuple[object, ...]:
 
 
 class ModuleGuard:
-    """A snapshot of modules: which parts, of which class, in which mode, with which hooks and tensors.
+    """Guards modules: which submodules, of which class, in which mode, with which hooks and tensors.
 
-    A buffer may be replaced by another of its kind, for programs take what stands there; a parameter may not, for
-    gradients and ties belong to the very tensor. `training` gives the modes that count, by id, where they are not those
-    of now; without it modes are not watched.
+    A script may replace a buffer by another of the same shape and dtype, because programs read the present one. It may
+    not replace a parameter, because gradients and tied weights belong to the tensor itself. `training` gives the
+    expected modes by module id where they differ from the present ones; if it is None, the guard ignores modes.
     """
 
     label = "model"
@@ -71,11 +71,11 @@ class ModuleGuard:
         self._hook_counts = count_tensor_hooks(self._tensors)
 
     def holds(self) -> bool:
-        """Whether all is what it was."""
+        """Return whether everything is unchanged."""
         return self._difference() is None
 
     def describe_change(self) -> str:
-        """What has changed first."""
+        """Describe the first change."""
         return self._difference() or "is as it was"
 
     def _difference(self) -> str | None:
@@ -108,24 +108,24 @@ class ModuleGuard:
 
 
 def list_tensors(tables: Sequence[dict[str, Any]]) -> list[Any]:
-    """All entries of several tables, None included."""
+    """Return all entries of several tables, including None."""
     return list(chain.from_iterable(map(dict.values, tables)))
 
 
 def list_attributes(tensors: Sequence[Any]) -> tuple[list[Any], ...]:
-    """Shapes, dtypes, devices, and which need gradients."""
+    """Return shapes, dtypes, devices and requires_grad of the tensors."""
     if any(map(is_, tensors, repeat(None))):
         tensors = [tensor for tensor in tensors if tensor is not None]
     return tuple(list(map(attribute, tensors)) for attribute in TENSOR_ATTRIBUTES)
 
 
 def count_tensor_hooks(tensors: Sequence[Any]) -> tuple[int, ...]:
-    """How many tensors have hooks of their own, of each kind."""
+    """Return how many tensors have hooks of their own, per kind of hook."""
     present = [tensor for tensor in tensors if tensor is not None]
     return tuple(sum(map(bool, map(hooks, present))) for hooks in TENSOR_HOOKS)
 
 
 def find_aliases(tensors: Sequence[Tensor | None]) -> list[int]:
-    """For each tensor the first place where it stands: which are one."""
+    """Return for each tensor the index of its first occurrence, which shows tensors that are identical."""
     first: dict[int, int] = {}
-    return [-1 if tensor is None else first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+    return [-1 if tensor is None else first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors)]
