@@ -1,11 +1,12 @@
-"""What a batch cut in two would do to every value of a logical program: the basis for gathering calls into one step.
+"""Batch-dim analysis: what a split of the batch in two does to each value of a logical program.
 
-Note [cut in time]: calls that are gathered are rows of one batch that come one after another. So the rules that say
-how an operator may be split over workers say, too, which values stay apart row by row (`Rows`), which are sums over
-rows (`Sum`), and which do not know of rows (`Fixed`). What would need an exchange between the parts is `Lost`, with its
-reason. Batch norm's statistics are each call's own; that is how gathering is defined.
+Gradient accumulation rests on it. Note [split in time]: the calls gathered into one step are rows of one batch, one
+call after the other. The rules for splitting an operator over workers therefore also say which values stay separate per
+row (`BatchSharded`), which are sums over rows (`BatchSum`), and which are independent of the batch
+(`BatchIndependent`). A value that would need communication between the parts is `BatchMixed`, with a reason. Batch norm
+uses each call's own statistics, by the definition of accumulation.
 
-Which numbers in a program are counts of rows shows by capturing it twice, for n rows and for three times as many.
+Capturing the program twice, for n rows and for three times as many, shows which of its numbers count rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,8 +37,10 @@ from rankless.compiler.analysis.batch_dim_kinds import (
     BatchSum,
     Normalizer,
     compute_growth,
-    get_argument,
+    find_growth,
     is_compatible,
+    is_divided_by_rows,
+    is_plain_sum,
     is_uniform_along,
     make_batch_shard,
     to_placement,
@@ -50,12 +53,13 @@ from rankless.compiler.rules.table import find_rule
 from rankless.parallel.placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
+ROW_DEPENDENT_NUMBER = "a number that depends on the number of rows"
 
 
 class BatchDimAnalysis:
-    """The kind of every value of `probe`, the program for FACTOR times the rows of `program`, node by node its twin.
+    """The kind of every value of `grown_program`, which is `program` captured for GROWTH_FACTOR times the rows.
 
-    `dims` are the batch's dims of tensor arguments; `key_of` tells equal divisors apart from others.
+    `dims` are the batch dims of tensor arguments; equal normalizers have equal `key_of`.
     """
 
     def __init__(
@@ -84,22 +88,26 @@ class BatchDimAnalysis:
                     self.trained_nodes.add(node)
 
     def _analyze_input(
-        self, node: fx.Node, given: ProgramInput, counterpart: ProgramInput, dims: Mapping[int, int]
+        self, node: fx.Node, program_input: ProgramInput, counterpart: ProgramInput, dims: Mapping[int, int]
     ) -> BatchDimKind:
-        """A batch has rows; a constant may be a number of them, as `torch.tensor(len(images))`."""
-        if given.kind == "argument" and given.index in dims:
-            return BatchSharded(make_batch_shard(dims[given.index], logical_shape(node)[dims[given.index]]))
-        if given.constant is None or counterpart.constant is None or torch.equal(given.constant, counterpart.constant):
+        """Return the kind of an input; a constant may count rows, as `torch.tensor(len(images))` does."""
+        if program_input.kind == "argument" and program_input.index in dims:
+            return BatchSharded(
+                make_batch_shard(dims[program_input.index], logical_shape(node)[dims[program_input.index]])
+            )
+        if (
+            program_input.constant is None
+            or counterpart.constant is None
+            or torch.equal(program_input.constant, counterpart.constant)
+        ):
             return BatchIndependent()
         grown = (
-            given.constant.dim() == 0
-            and compute_growth(float(given.constant), float(counterpart.constant)) == GROWTH_FACTOR
+            program_input.constant.dim() == 0
+            and compute_growth(float(program_input.constant), float(counterpart.constant)) == GROWTH_FACTOR
         )
-        return (
-            BatchSum(frozenset({None}))
-            if grown
-            else BatchMixed("a constant that depends on how many rows there are", "")
-        )
+        if grown:
+            return BatchSum(frozenset({None}))
+        return BatchMixed("a constant that depends on the number of rows", "")
 
     def _analyze(self, node: fx.Node) -> BatchDimKind:
         if node.target is getitem:
@@ -121,7 +129,7 @@ class BatchDimAnalysis:
         return self._analyze_independent(node)
 
     def _check_growth(self, node: fx.Node, kind: BatchDimKind) -> BatchDimKind:
-        """Only rows may grow with the batch: a value filled, stretched or drawn for each row has rows of its own."""
+        """Check that only rows grow with the batch; a value filled, broadcast or drawn per row has rows of its own."""
         value, counterpart = node.meta["val"], self._counterparts[node].meta["val"]
         if isinstance(kind, BatchMixed) or isinstance(value, tuple | list):
             return kind
@@ -132,49 +140,49 @@ class BatchDimAnalysis:
             return kind
         if len(grown) == 1 and isinstance(kind, BatchIndependent) and grown[0] in kind.uniform_dims:
             return BatchSharded(make_batch_shard(grown[0], int(value.shape[grown[0]])))
-        return self._mixed(node, "a value of its own for each place in the batch, or a sum over it given to each row")
+        return self._mixed(
+            node, "a separate value for each row of the batch, or a sum over the batch passed to each row"
+        )
 
     def _analyze_output(self, node: fx.Node) -> BatchDimKind:
-        """One output of an operator with several."""
+        """Return the kind of one output of an operator with several."""
         source, index = node.all_input_nodes[0], int(str(node.args[1]))
         kind = self.kinds[source]
         if isinstance(kind, BatchMixed | BatchIndependent):
             return kind
         if source.target in NLL_OPS and source.args[3] == MEAN_REDUCTION:
-            # What it divides by is written out by `denominators.counted`, in operators of its own.
+            # `add_loss_normalizers` adds operators that compute what it divides by.
             return kind if index == 0 else self._mixed(node, "the number of valid targets of one call")
         if source.target in BATCH_NORM_OPS:
             return kind if index == 0 else self._mixed(node, "the statistics of one call")
         strategy = self._find_strategy(self._make_call(source))
-        return (
-            self._mixed(node)
-            if strategy is None
-            else self._analyze_placement(source, strategy.outputs[index], strategy)
-        )
+        if strategy is None:
+            return self._mixed(node)
+        return self._analyze_placement(source, strategy.outputs[index], strategy)
 
     def _analyze_independent(self, node: fx.Node) -> BatchDimKind:
-        growth = self._find_growth(node)
+        growth = find_growth(node, self._counterparts[node])
         filled = node.target in FACTORY_OPS and logical_shape(node) == ()
         if growth == [GROWTH_FACTOR] and (filled or node.target in MUL_OPS):
             return BatchSum(frozenset({None}))
         if growth:
-            return self._mixed(node, "a number that depends on how many rows there are")
+            return self._mixed(node, ROW_DEPENDENT_NUMBER)
         return BatchIndependent(frozenset(self._find_uniform_dims(node)))
 
     def _find_uniform_dims(self, node: fx.Node) -> list[int]:
-        """Dims along which a value without rows has the same in every entry."""
+        """Return the dims along which all entries of a batch-independent value are equal."""
         value = node.meta["val"]
         if isinstance(value, tuple | list) or not isinstance(node.target, torch._ops.OpOverload):
             return []
         count = len(value.shape)
         inputs = [(item, self.kinds[item]) for item in node.all_input_nodes]
-        everywhere = all(
+        is_uniform = all(
             isinstance(kind, BatchIndependent) and len(kind.uniform_dims) == len(logical_shape(item))
             for item, kind in inputs
         )
-        drawn = is_random_node(node) and node.target is not aten.randperm.default
+        is_drawn = is_random_node(node) and node.target is not aten.randperm.default
         if node.target in FACTORY_OPS or (
-            everywhere and (drawn or is_pointwise(node.target) or node.target in CONVERSION_OPS)
+            is_uniform and (is_drawn or is_pointwise(node.target) or node.target in CONVERSION_OPS)
         ):
             return list(range(count))
         if node.target is aten.embedding.default:
@@ -188,77 +196,70 @@ class BatchDimAnalysis:
 
     def _analyze_sharded(self, node: fx.Node) -> BatchDimKind:
         call = self._make_call(node)
-        growth = self._find_growth(node)
+        growth = find_growth(node, self._counterparts[node])
         if growth:
             return self._scale_sharded(node, growth)
         strategy = self._find_strategy(call)
-        rows = [kind for kind in (self.kinds[item] for item in call.inputs) if isinstance(kind, BatchSharded)]
-        if node.target in VIEW_OPS and (rows[0].outer_size > 1 or strategy is None):
-            return self._analyze_view(node, rows[0])
-        outers = {kind.outer_size for kind in rows}
-        if strategy is None or len(outers) > 1:
+        sharded_inputs = [kind for kind in (self.kinds[item] for item in call.inputs) if isinstance(kind, BatchSharded)]
+        if node.target in VIEW_OPS and (sharded_inputs[0].outer_size > 1 or strategy is None):
+            return self._analyze_view(node, sharded_inputs[0])
+        outer_sizes = {kind.outer_size for kind in sharded_inputs}
+        if strategy is None or len(outer_sizes) > 1:
             return self._mixed(node)
         result = self._analyze_split(node, call, strategy)
-        return replace(result, outer_size=outers.pop()) if isinstance(result, BatchSharded) else result
+        return replace(result, outer_size=outer_sizes.pop()) if isinstance(result, BatchSharded) else result
 
     def _analyze_split(self, node: fx.Node, call: OperatorCall, strategy: Strategy) -> BatchDimKind:
-        """The kind of what a strategy gives for rows that stay apart."""
+        """Return the kind of what a strategy computes from rows that stay separate."""
         normalizers_seen = {
             kind.normalizer for kind in (self.kinds[item] for item in call.inputs) if isinstance(kind, BatchSharded)
         }
         if normalizers_seen - {None}:
             normalizer = next(iter(normalizers_seen - {None}))
             if len(normalizers_seen - {None}) > 1 or not self._is_linear_in_normalized(call):
-                return self._mixed(node, "rows divided by their number are used in another way than summed")
+                return self._mixed(node, "rows divided by their number are not summed afterwards")
             result = self._analyze_placement(node, strategy.outputs[0], strategy)
             if isinstance(result, BatchSharded):
                 return replace(result, normalizer=normalizer)
             is_plain = isinstance(result, BatchSum) and result.normalizers == {None}
             return BatchSum(frozenset({normalizer})) if is_plain else self._mixed(node)
-        # Of several outputs the first; which one is meant is seen at `getitem`.
+        # For several outputs, take the first. `getitem` picks the right one.
         return self._analyze_placement(node, strategy.outputs[0], strategy)
 
     def _analyze_view(self, node: fx.Node, kind: BatchSharded) -> BatchDimKind:
-        """Rows whose dim is flattened with dims before it, or parted again from those."""
+        """Analyze a view that flattens the batch dim with dims before it, or splits them again."""
         before, after, dim = logical_shape(node.all_input_nodes[0]), logical_shape(node), kind.placement.dim
         rows, outer_size = before[dim] // kind.outer_size, kind.outer_size
-        # Dims after the batch's lie within a row, so they may be regrouped in any way.
+        # Dims after the batch dim lie within a row, so a view may regroup them in any way.
         if outer_size == 1:
             for first in range(dim):
                 if after[: first + 1] == (*before[:first], prod(before[first : dim + 1])):
                     times = prod(before[first:dim])
                     return replace(kind, placement=make_batch_shard(first, times * rows), outer_size=times)
         elif after[:dim] == before[:dim]:
-            for place in range(dim + 1, len(after)):
-                if prod(after[dim:place]) == outer_size and after[place] == rows:
-                    return replace(kind, placement=make_batch_shard(place, rows), outer_size=1)
+            for position in range(dim + 1, len(after)):
+                if prod(after[dim:position]) == outer_size and after[position] == rows:
+                    return replace(kind, placement=make_batch_shard(position, rows), outer_size=1)
             if dim < len(after) and after[dim] == before[dim]:
                 return kind
         return self._mixed(node)
 
     def _scale_sharded(self, node: fx.Node, growth: list[float]) -> BatchDimKind:
-        """Rows times or over a number that is a count of rows."""
+        """Analyze rows multiplied or divided by a number of rows."""
         (first,) = node.all_input_nodes[:1]
         kind = self.kinds[first]
-        divided = (node.target in DIV_OPS and growth == [GROWTH_FACTOR]) or (
-            node.target in MUL_OPS and growth == [1 / GROWTH_FACTOR]
-        )
-        if (
-            not divided
-            or not isinstance(kind, BatchSharded)
-            or kind.normalizer is not None
-            or len(node.all_input_nodes) > 1
-        ):
-            return self._mixed(node, "a number that depends on how many rows there are")
-        return replace(kind, normalizer=Normalizer(LITERAL_KEY, node, is_literal=True))
+        divided = is_divided_by_rows(node, growth) and len(node.all_input_nodes) == 1
+        if divided and isinstance(kind, BatchSharded) and kind.normalizer is None:
+            return replace(kind, normalizer=Normalizer(LITERAL_KEY, node, is_literal=True))
+        return self._mixed(node, ROW_DEPENDENT_NUMBER)
 
     def _analyze_sums(self, node: fx.Node) -> BatchDimKind:
-        """Sums over rows pass what is linear; a sum over a sum, or over a number of rows, is a mean."""
+        """Analyze operators on sums over rows: linear operators keep them, and division by a count makes a mean."""
         inputs = node.all_input_nodes
         kinds = [self.kinds[item] for item in inputs]
         if any(isinstance(kind, BatchSharded) for kind in kinds):
             return self._mixed(node, "each row is computed with a sum or mean over the whole batch")
-        growth = self._find_growth(node)
+        growth = find_growth(node, self._counterparts[node])
         if growth:
             return self._scale_sum(node, growth)
         if node.target in ADD_OPS and len(inputs) == 1 and isinstance(kinds[0], BatchSum):
@@ -268,21 +269,21 @@ class BatchDimAnalysis:
         call = self._make_call(node)
         rule = find_rule(call.operator)
         for strategy in () if rule is None else rule(call):
-            wanted = strategy.inputs
+            required = strategy.inputs
             fits = all(
                 isinstance(placement, Partial)
                 or (isinstance(placement, Replicate) and isinstance(kind, BatchIndependent))
-                for kind, placement in zip((self.kinds[item] for item in call.inputs), wanted, strict=True)
+                for kind, placement in zip((self.kinds[item] for item in call.inputs), required, strict=True)
             )
             if fits and all(isinstance(placement, Partial) for placement in strategy.outputs):
-                return self._add_terms(call, wanted)
+                return self._add_terms(call, required)
         return self._mixed(node, "it is not linear in a sum or mean over the batch")
 
-    def _add_terms(self, call: OperatorCall, wanted: tuple[Placement, ...]) -> BatchDimKind:
-        """The terms of several sums together; a value without rows that is added is a constant term."""
+    def _add_terms(self, call: OperatorCall, required: tuple[Placement, ...]) -> BatchDimKind:
+        """Combine the terms of several sums; an added batch-independent value is a constant term."""
         normalizers: set[Normalizer | None] = set()
         has_constant = False
-        for item, placement in zip(call.inputs, wanted, strict=True):
+        for item, placement in zip(call.inputs, required, strict=True):
             kind = self.kinds[item]
             if isinstance(kind, BatchSum):
                 normalizers |= kind.normalizers
@@ -292,23 +293,20 @@ class BatchDimAnalysis:
         return BatchSum(frozenset(normalizers), has_constant)
 
     def _scale_sum(self, node: fx.Node, growth: list[float]) -> BatchDimKind:
-        """A sum over, or a mean times, a number that is a count of rows."""
+        """Analyze a sum divided by, or a mean multiplied by, a number of rows."""
         kind = self.kinds[node.all_input_nodes[0]]
         alone = len(node.all_input_nodes) == 1 and isinstance(kind, BatchSum) and not kind.has_constant
-        normalizer = (node.target in DIV_OPS and growth == [GROWTH_FACTOR]) or (
-            node.target in MUL_OPS and growth == [1 / GROWTH_FACTOR]
-        )
         times = node.target in MUL_OPS and growth == [GROWTH_FACTOR]
         if alone and isinstance(kind, BatchSum):
-            if normalizer and kind.normalizers == {None}:
+            if is_divided_by_rows(node, growth) and kind.normalizers == {None}:
                 return BatchSum(frozenset({Normalizer(LITERAL_KEY, node, is_literal=True)}))
             if times and all(normalizer is not None and normalizer.is_literal for normalizer in kind.normalizers):
                 return BatchSum(frozenset({None}))
-        return self._mixed(node, "a number that depends on how many rows there are")
+        return self._mixed(node, ROW_DEPENDENT_NUMBER)
 
-    def _find_normalizer(self, below: fx.Node) -> Normalizer | None:
-        """A divisor that is a sum over rows, clamped or shifted perhaps; None for another."""
-        offset, minimum, base = 0.0, None, below
+    def _find_normalizer(self, divisor: fx.Node) -> Normalizer | None:
+        """Return a divisor that is a sum over rows, possibly clamped or shifted; None for any other divisor."""
+        offset, minimum, base = 0.0, None, divisor
         while base.target in CONVERSION_OPS and base.all_input_nodes:
             base = base.all_input_nodes[0]
         if base.target in CLAMP_OPS and len(base.args) == 2:
@@ -316,41 +314,36 @@ class BatchDimAnalysis:
         elif base.target in (aten.add.Tensor, aten.add.Scalar) and len(base.all_input_nodes) == 1 and not base.kwargs:
             base, offset = base.all_input_nodes[0], float(str(base.args[1]))
         kind = self.kinds[base]
-        if (
-            logical_shape(base) != ()
-            or not isinstance(kind, BatchSum)
-            or kind.normalizers != {None}
-            or kind.has_constant
-        ):
+        if logical_shape(base) != () or not is_plain_sum(kind):
             return None
         return Normalizer(self._key_of(base), base, is_literal=False, offset=offset, minimum=minimum)
 
-    def _divide(self, node: fx.Node, above: BatchSum, normalizer: Normalizer) -> BatchDimKind:
-        """A sum over a sum: a mean, if the one below is a count."""
-        if above.normalizers != {None} or above.has_constant:
-            return self._mixed(node, "what is divided by a sum over the batch is no sum over it")
+    def _divide(self, node: fx.Node, dividend: BatchSum, normalizer: Normalizer) -> BatchDimKind:
+        """Analyze a sum divided by a sum: a mean, if the divisor is a count."""
+        if not is_plain_sum(dividend):
+            return self._mixed(node, "the dividend of a sum over the batch is not a sum over it")
         if normalizer.node in self.trained_nodes:
-            return self._mixed(node, "it is divided by a sum that depends on parameters")
+            return self._mixed(node, "the divisor is a sum that depends on parameters")
         return BatchSum(frozenset({normalizer}))
 
     def _make_call(self, node: fx.Node) -> OperatorCall:
-        """The node with its inputs placed as a cut batch lies."""
+        """Return the node as a call whose inputs are placed as in a split batch."""
         placements = {item: to_placement(self.kinds[item]) for item in node.all_input_nodes if item in self.kinds}
         return make_call(node, placements, 2)
 
     def _find_strategy(self, call: OperatorCall) -> Strategy | None:
-        """The strategy that takes the inputs just as they lie."""
+        """Return the strategy that needs no redistribution of the inputs; None if there is none."""
         rule = find_rule(call.operator)
         for strategy in () if rule is None else rule(call):
             if all(
-                is_compatible(self.kinds[item], wanted)
-                for item, wanted in zip(call.inputs, strategy.inputs, strict=True)
+                is_compatible(self.kinds[item], required)
+                for item, required in zip(call.inputs, strategy.inputs, strict=True)
             ):
                 return strategy
         return None
 
     def _is_linear_in_normalized(self, call: OperatorCall) -> bool:
-        """Whether an operator is linear in its divided rows taken together."""
+        """Return whether an operator is linear in its normalized rows taken together."""
         if call.operator is aten.sum.default or call.operator is aten.sum.dim_IntList:
             return True
         divided = {
@@ -364,14 +357,14 @@ class BatchDimAnalysis:
         return any(
             isinstance(strategy.outputs[0], Partial)
             and all(
-                isinstance(wanted, Partial) == (item in divided)
-                for item, wanted in zip(call.inputs, strategy.inputs, strict=True)
+                isinstance(required, Partial) == (item in divided)
+                for item, required in zip(call.inputs, strategy.inputs, strict=True)
             )
             for strategy in strategies
         )
 
     def _analyze_placement(self, node: fx.Node, placement: Placement, strategy: Strategy) -> BatchDimKind:
-        """The kind of an output that lies so."""
+        """Return the kind of an output with this placement."""
         if isinstance(placement, Shard):
             return BatchSharded(placement)
         if isinstance(placement, Partial) and placement.reduce_op == "sum":
@@ -383,24 +376,6 @@ class BatchDimAnalysis:
         if node.target in FACTORY_OPS:
             return BatchIndependent(frozenset(range(len(logical_shape(node)))))
         return self._mixed(node)
-
-    def _find_growth(self, node: fx.Node) -> list[float]:
-        """Of the plain numbers that an operator computes with, those that grow with the rows: by how much."""
-        found = []
-        operator = node.target
-        assert isinstance(operator, torch._ops.OpOverload), operator
-        counterpart = self._counterparts[node]
-        for position, described in enumerate(operator._schema.arguments):
-            # A number may stand for a tensor, as in mul.Tensor(x, 0.5); sizes and dims are no values.
-            if not any(word in str(described.type) for word in ("number", "float", "Tensor")):
-                continue
-            ours, theirs = (
-                get_argument(node, position, described.name),
-                get_argument(counterpart, position, described.name),
-            )
-            if isinstance(ours, int | float) and isinstance(theirs, int | float) and float(ours) != float(theirs):
-                found.append(compute_growth(float(ours), float(theirs)))
-        return found
 
     def _mixed(self, node: fx.Node, reason: str | None = None) -> BatchMixed:
         return BatchMixed(reason or f"{node.target} mixes rows of the batch", str(node.meta.get("line", "")))

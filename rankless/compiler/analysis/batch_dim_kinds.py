@@ -4,7 +4,7 @@ See `batch_dim_analysis`, Note [split in time].
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -119,6 +119,34 @@ def compute_growth(ours: float, theirs: float) -> float:
 def get_argument(node: fx.Node, position: int, name: str) -> Any:
     """Return an argument of a call by position or name."""
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+
+
+def is_plain_sum(kind: BatchDimKind) -> TypeGuard[BatchSum]:
+    """Return whether a value is a sum over the batch that is not divided, without a constant term."""
+    return isinstance(kind, BatchSum) and kind.normalizers == {None} and not kind.has_constant
+
+
+def is_divided_by_rows(node: fx.Node, growth: list[float]) -> bool:
+    """Return whether an operator divides by a number of rows, given how much its numbers grow with the rows."""
+    return (node.target in DIV_OPS and growth == [GROWTH_FACTOR]) or (
+        node.target in MUL_OPS and growth == [1 / GROWTH_FACTOR]
+    )
+
+
+def find_growth(node: fx.Node, counterpart: fx.Node) -> list[float]:
+    """Return by how much those plain numbers of an operator grow that grow with the rows."""
+    found = []
+    operator = node.target
+    assert isinstance(operator, torch._ops.OpOverload), operator
+    for position, described in enumerate(operator._schema.arguments):
+        # A number may stand for a tensor, as in mul.Tensor(x, 0.5). Sizes and dims are no values.
+        if not any(word in str(described.type) for word in ("number", "float", "Tensor")):
+            continue
+        ours = get_argument(node, position, described.name)
+        theirs = get_argument(counterpart, position, described.name)
+        if isinstance(ours, int | float) and isinstance(theirs, int | float) and float(ours) != float(theirs):
+            found.append(compute_growth(float(ours), float(theirs)))
+    return found
 
 
 def to_placement(kind: BatchDimKind) -> Placement:

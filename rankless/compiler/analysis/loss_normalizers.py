@@ -1,7 +1,7 @@
-"""What a loss divides by: the weight of a call among those that are gathered into one step.
+"""Loss normalizers: what a loss divides by, which is the weight of a call among those gathered into one step.
 
-In: a logical program and the same captured for more rows. Out: the program with those counts among its results, or a
-refusal with the line of what is no mean and no sum over rows.
+Input: a logical program and the same job captured for more rows. Output: the program with those counts among its
+results, or a `CaptureError` with the line of the value that is neither a mean nor a sum over rows.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ MEAN_OPS = (aten.mean.default, aten.mean.dim)
 
 @dataclass(frozen=True)
 class NormalizedProgram:
-    """A program whose last results are counts, and for each count what is added to it and what it is at least."""
+    """A program whose last results are counts; `adjustments` holds for each the number added and the minimum."""
 
     program: LogicalProgram
     adjustments: tuple[tuple[float, float | None], ...]
@@ -43,22 +43,27 @@ class NormalizedProgram:
 def add_loss_normalizers(
     program: LogicalProgram, capture_with_rows: Callable[[int], LogicalProgram], dims: Mapping[int, int], *, line: str
 ) -> NormalizedProgram:
-    """The program with what its loss is divided by; no counts if the loss is a sum over rows.
+    """Return the program with the loss normalizers among its results; none if the loss is a sum over rows.
 
-    `with_rows(k)` captures the same job for k times the rows; `dims` are the batch's dims of tensor arguments.
-    Raises `CaptureError` with the line if calls cannot be gathered.
+    Raises `CaptureError`, with the line, if calls cannot be gathered.
+
+    Args:
+        program: The program of the present call.
+        capture_with_rows: Captures the same job for k times the rows.
+        dims: The batch dims of tensor arguments.
+        line: The job's line, for errors without a more precise one.
     """
     varies = any(is_symbolic(size) for node in program.inputs for size in node.meta["val"].shape)
-    # Comparing a size that varies with a number would settle it.
+    # Comparing a symbolic size with a number would specialize it.
     fewer, more = capture_with_rows(1) if varies else program, capture_with_rows(GROWTH_FACTOR)
     if find_first_difference(list_nodes(fewer), list_nodes(more)) is not None:
-        # A batch of one row may lie in memory in more ways than one, and its program then has other views.
+        # The strides of a batch of one row are ambiguous, so its program may have other views.
         fewer, more = more, capture_with_rows(GROWTH_FACTOR**2)
         require_same_operators(list_nodes(fewer), list_nodes(more), line)
     target_counts = {
         node: count
-        for given in {id(item): item for item in (program, fewer, more)}.values()
-        for node, count in add_target_counts(given).items()
+        for variant in {id(item): item for item in (program, fewer, more)}.values()
+        for node, count in add_target_counts(variant).items()
     }
     analysis = BatchDimAnalysis(more, fewer, dims, make_key_function(target_counts))
     normalizers = find_normalizers(get_loss_node(more), analysis, line)
@@ -76,15 +81,15 @@ def add_loss_normalizers(
 
 
 def list_nodes(program: LogicalProgram) -> list[fx.Node]:
-    """The nodes in order."""
+    """Return the nodes of the program in order."""
     return list(program.graph.nodes)
 
 
-def find_counterpart(node: fx.Node, of: LogicalProgram, program: LogicalProgram, line: str) -> fx.Node:
-    """The node that stands for the same in the program for another number of rows: the one as far on among its kind."""
+def find_counterpart(node: fx.Node, other: LogicalProgram, program: LogicalProgram, line: str) -> fx.Node:
+    """Return the corresponding node in the program for another number of rows: the i-th with its target."""
     ours, theirs = (
-        [item for item in list_dependencies(get_loss_node(given)) if item.target == node.target]
-        for given in (of, program)
+        [item for item in list_dependencies(get_loss_node(variant)) if item.target == node.target]
+        for variant in (other, program)
     )
     if len(ours) != len(theirs):
         raise make_size_dependence_error(node, line)
@@ -92,83 +97,81 @@ def find_counterpart(node: fx.Node, of: LogicalProgram, program: LogicalProgram,
 
 
 def get_loss_node(program: LogicalProgram) -> fx.Node:
-    """What a train job's program minimises: its first result."""
+    """Return the node that a train job's program minimizes: its first result."""
     return next(node for node, output in program.outputs if output.kind == "result" and output.index == 0)
 
 
 def list_dependencies(node: fx.Node) -> list[fx.Node]:
-    """A node and what it is computed from, in order."""
-    needed = {node}
+    """Return a node and everything it is computed from, in order."""
+    dependencies = {node}
     for item in reversed(node.graph.nodes):
-        if item in needed:
-            needed.update(item.all_input_nodes)
-    return [item for item in node.graph.nodes if item in needed]
+        if item in dependencies:
+            dependencies.update(item.all_input_nodes)
+    return [item for item in node.graph.nodes if item in dependencies]
 
 
-def find_first_difference(ones: Sequence[fx.Node], others: Sequence[fx.Node]) -> fx.Node | None:
-    """The first node at whose place the other program has another operator, or none."""
-    for place, node in enumerate(ones):
-        if place >= len(others) or (node.op, node.op != "placeholder" and node.target) != (
-            others[place].op,
-            others[place].op != "placeholder" and others[place].target,
+def find_first_difference(nodes: Sequence[fx.Node], other_nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the first node whose counterpart in the other program has another operator, or None."""
+    for position, node in enumerate(nodes):
+        if position >= len(other_nodes) or (node.op, node.op != "placeholder" and node.target) != (
+            other_nodes[position].op,
+            other_nodes[position].op != "placeholder" and other_nodes[position].target,
         ):
             return node
-    return ones[-1] if len(ones) < len(others) else None
+    return nodes[-1] if len(nodes) < len(other_nodes) else None
 
 
-def require_same_operators(ones: Sequence[fx.Node], others: Sequence[fx.Node], line: str) -> None:
-    """Refuse a job that is another program for another number of rows."""
-    differing = find_first_difference(ones, others)
+def require_same_operators(nodes: Sequence[fx.Node], other_nodes: Sequence[fx.Node], line: str) -> None:
+    """Raise `CaptureError` for a job whose program differs for another number of rows."""
+    differing = find_first_difference(nodes, other_nodes)
     if differing is not None:
         raise make_size_dependence_error(differing, line)
 
 
 def make_size_dependence_error(differing: fx.Node, line: str) -> CaptureError:
-    """Why the numbers in a program cannot be told from numbers of rows."""
+    """Return the error for a program whose constants cannot be separated from numbers of rows."""
     return CaptureError(
-        expected="a job that is the same program for any number of rows, so that calls can be gathered into a step",
-        found=f"{differing.target} for this number only",
-        fix="take sizes from the batch and not from constants, or train without accumulate=",
+        expected="a job with the same program for any number of rows, so that calls can be gathered into a step",
+        found=f"{differing.target} for this number of rows only",
+        fix="read sizes from the batch instead of constants, or train without accumulate=",
         where=differing.meta.get("line") or line,
     )
 
 
 def make_key_function(target_counts: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], str]:
-    """What tells equal counts from others: how they are computed."""
-    known: dict[fx.Node, str] = {}
-    return lambda node: hash_computation(target_counts.get(node, node), known)
+    """Return a function that gives equal counts equal keys, by how they are computed."""
+    hashes: dict[fx.Node, str] = {}
+    return lambda node: hash_computation(target_counts.get(node, node), hashes)
 
 
 def find_normalizers(objective: fx.Node, analysis: BatchDimAnalysis, line: str) -> list[Normalizer]:
-    """What the loss is divided by, in the order of the program; nothing for a sum over rows.
+    """Return what the loss is divided by, in program order; empty for a sum over rows.
 
-    Raises for what cannot be gathered.
+    Raises `CaptureError` for a loss that cannot be gathered over calls.
     """
     kind = analysis.kinds[objective]
     if isinstance(kind, BatchMixed):
         raise make_accumulation_error(kind.reason, kind.line or line)
     if not isinstance(kind, BatchSum):
-        raise make_accumulation_error("one that no batch goes into", line)
-    order = {node: place for place, node in enumerate(objective.graph.nodes)}
-    # A set's order is another on every rank, and all must take the same of several that are computed alike.
+        raise make_accumulation_error("a loss that does not depend on the batch", line)
+    order = {node: position for position, node in enumerate(objective.graph.nodes)}
+    # The order of a set differs between ranks, and all ranks must pick the same of several equal normalizers.
     normalizers = sorted(filter(None, kind.normalizers), key=lambda normalizer: order[normalizer.node])
     if not normalizers:
         if kind.has_constant:
             raise make_accumulation_error(
-                "a sum over rows plus a term without rows, which would be added once per call", line
+                "a sum over rows plus a constant term, which would be added once per call", line
             )
         return []
     lines = " and ".join(sorted({str(normalizer.node.meta.get("line", "")) for normalizer in normalizers}))
     if len(normalizers) < len(kind.normalizers):
         raise make_accumulation_error(
-            "a sum over rows plus a mean over them, whose gradients have other weights", lines
+            "a sum over rows plus a mean over rows, whose gradients have different weights", lines
         )
     adjustments = {(normalizer.offset, normalizer.minimum) for normalizer in normalizers}
     if len(adjustments) > 1 or (kind.has_constant and adjustments != {(0.0, None)}):
-        raise make_accumulation_error(
-            "a mean over a count that is clamped or shifted, beside a term that is not", lines
-        )
-    # Counts that are computed alike are one. Different ones must be in proportion, which every call shows.
+        raise make_accumulation_error("a mean over a clamped or shifted count, plus a term with another count", lines)
+    # Counts computed in the same way are one. Different counts must be proportional, which every call checks.
     alike: dict[fx.Node | str, Normalizer] = {}
     for normalizer in normalizers:
         alike.setdefault(normalizer.node if normalizer.is_literal else normalizer.key, normalizer)
@@ -176,19 +179,19 @@ def find_normalizers(objective: fx.Node, analysis: BatchDimAnalysis, line: str) 
 
 
 def make_accumulation_error(found: str, line: str) -> CaptureError:
-    """Why this loss cannot be gathered over calls."""
+    """Return the error for a loss that cannot be gathered over calls."""
     return CaptureError(
-        expected="a loss that is a mean, or a sum, over the rows of the batch: then the gradients of several calls "
-        "make that of one call on all their rows (accumulate=)",
+        expected="a loss that is a mean or a sum over the rows of the batch, so that the gradients of several calls "
+        "combine to that of one call on all their rows (accumulate=)",
         found=found,
-        fix="write the loss as one mean over rows (or over valid targets), or leave accumulate= away and pass the "
-        "whole batch in one call",
+        fix="write the loss as one mean over rows (or over valid targets), or remove accumulate= and pass the whole "
+        "batch in one call",
         where=line,
     )
 
 
 def require_deterministic(node: fx.Node, line: str) -> None:
-    """Refuse a count that is drawn by chance: it could not be known beside the draw."""
+    """Raise `CaptureError` for a random count, which could not be computed again beside the program's own draw."""
     seen, stack = set[fx.Node](), [node]
     while stack:
         item = stack.pop()
@@ -196,14 +199,12 @@ def require_deterministic(node: fx.Node, line: str) -> None:
             continue
         seen.add(item)
         if is_random_node(item):
-            raise make_accumulation_error(
-                "a mean over a count that is drawn at random", str(item.meta.get("line", line))
-            )
+            raise make_accumulation_error("a mean over a random count", str(item.meta.get("line", line)))
         stack.extend(item.all_input_nodes)
 
 
 def read_row_count(node: fx.Node) -> Any:
-    """The number that stands in a mean, a division or a multiplication by an inverse."""
+    """Return the number of rows in a mean, a division, or a multiplication by an inverse."""
     value: LogicalValue = node.meta["val"]
     first: LogicalValue = node.all_input_nodes[0].meta["val"]
     if node.target in MEAN_OPS:
@@ -213,21 +214,21 @@ def read_row_count(node: fx.Node) -> Any:
 
 
 def add_constant(graph: fx.Graph, number: Any) -> fx.Node:
-    """A number as a value of the program, on the CPU, where it is read."""
+    """Add a number as a value of the program, on the CPU, where it is read."""
     returned = next(node for node in graph.nodes if node.op == "output")
     settings: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
     with graph.inserting_before(returned):
-        made = graph.call_function(aten.full.default, ([], number), settings)
-    made.meta.update(line="", val=LogicalValue((), (), torch.float64, torch.device("cpu")))
-    return made
+        constant = graph.call_function(aten.full.default, ([], number), settings)
+    constant.meta.update(line="", val=LogicalValue((), (), torch.float64, torch.device("cpu")))
+    return constant
 
 
 def append_results(program: LogicalProgram, nodes: list[fx.Node]) -> LogicalProgram:
-    """The program with further results."""
+    """Return the program with further results."""
     results = sum(output.kind == "result" for _, output in program.outputs)
     added = [
-        (node, ProgramOutput(kind="result", name=f"count {place}", index=results + place))
-        for place, node in enumerate(nodes)
+        (node, ProgramOutput(kind="result", name=f"count {position}", index=results + position))
+        for position, node in enumerate(nodes)
     ]
     outputs = (*program.outputs, *added)
     returned = next(node for node in program.graph.nodes if node.op == "output")
@@ -236,7 +237,7 @@ def append_results(program: LogicalProgram, nodes: list[fx.Node]) -> LogicalProg
 
 
 def keep_last_results(program: LogicalProgram, count: int) -> LogicalProgram:
-    """A program of the last `count` results and what they need; the given program is used up."""
+    """Return a program of the last `count` results and their dependencies; this consumes the given program."""
     outputs = program.outputs[len(program.outputs) - count :]
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
@@ -250,7 +251,7 @@ def keep_last_results(program: LogicalProgram, count: int) -> LogicalProgram:
 
 
 def add_target_counts(program: LogicalProgram) -> dict[fx.Node, fx.Node]:
-    """For each mean negative log likelihood the number, or the weights, of its valid targets, now in the graph."""
+    """Add to the graph, for each mean negative log likelihood, the number or total weight of its valid targets."""
     target_counts = {}
     for node in list(program.graph.nodes):
         if node.target in NLL_OPS and node.args[3] == MEAN_REDUCTION:
@@ -262,7 +263,7 @@ def add_target_counts(program: LogicalProgram) -> dict[fx.Node, fx.Node]:
 
 
 class TargetCountWriter:
-    """Writes operators into a graph, after a node and with its line."""
+    """Adds operators to a graph, after a node and with its line."""
 
     def __init__(self, graph: fx.Graph, after: fx.Node) -> None:
         self._graph = graph
@@ -270,23 +271,23 @@ class TargetCountWriter:
         self._line = after.meta.get("line", "")
 
     def targets(self, target: Any, weight: Any, ignored: Any) -> fx.Node:
-        """The number of targets that count, or the sum of their weights, as PyTorch's label smoothing writes it."""
+        """Add the number of valid targets, or the sum of their weights, as label smoothing does."""
         while target.target in VIEW_OPS and drop_unit_dims(target) == drop_unit_dims(target.all_input_nodes[0]):
             target = target.all_input_nodes[0]
         value: LogicalValue = target.meta["val"]
         flat = (prod(value.shape),)
         is_ignored = self._call(aten.eq.Scalar, (target, ignored), value.shape, torch.bool)
         if weight is None:
-            counted_ones = self._call(aten.bitwise_not.default, (is_ignored,), value.shape, torch.bool)
-            return self._call(aten.sum.default, (counted_ones,), (), torch.int64)
+            counted = self._call(aten.bitwise_not.default, (is_ignored,), value.shape, torch.bool)
+            return self._call(aten.sum.default, (counted,), (), torch.int64)
         dtype = weight.meta["val"].dtype
-        known = self._call(aten.masked_fill.Scalar, (target, is_ignored, 0), value.shape, value.dtype)
+        valid_targets = self._call(aten.masked_fill.Scalar, (target, is_ignored, 0), value.shape, value.dtype)
         if len(value.shape) != 1:
-            known = self._call(aten.view.default, (known, list(flat)), flat, value.dtype)
+            valid_targets = self._call(aten.view.default, (valid_targets, list(flat)), flat, value.dtype)
             is_ignored = self._call(aten.view.default, (is_ignored, list(flat)), flat, torch.bool)
-        weights = self._call(aten.gather.default, (weight, 0, known), flat, dtype)
-        counted_ones = self._call(aten.masked_fill.Scalar, (weights, is_ignored, 0), flat, dtype)
-        return self._call(aten.sum.default, (counted_ones,), (), dtype)
+        weights = self._call(aten.gather.default, (weight, 0, valid_targets), flat, dtype)
+        counted = self._call(aten.masked_fill.Scalar, (weights, is_ignored, 0), flat, dtype)
+        return self._call(aten.sum.default, (counted,), (), dtype)
 
     def _call(self, operator: Any, arguments: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
         with self._graph.inserting_after(self._after):
@@ -299,16 +300,16 @@ class TargetCountWriter:
 
 
 def drop_unit_dims(node: fx.Node) -> list[int]:
-    """The sizes of a value, but for dims of size one."""
+    """Return the sizes of a value without dims of size one."""
     return [size for size in node.meta["val"].shape if size != 1]
 
 
-def hash_computation(node: fx.Node, known: dict[fx.Node, str]) -> str:
-    """A text that is the same for values computed in the same way from the same inputs."""
-    if node not in known:
+def hash_computation(node: fx.Node, hashes: dict[fx.Node, str]) -> str:
+    """Return a text that is equal for values computed in the same way from the same inputs."""
+    if node not in hashes:
         if node.op != "call_function":
-            known[node] = node.name
+            hashes[node] = node.name
         else:
-            args = fx.node.map_arg((node.args, node.kwargs), lambda item: hash_computation(item, known))
-            known[node] = hashlib.sha256(f"{node.target}{args}".encode()).hexdigest()
-    return known[node]
+            args = fx.node.map_arg((node.args, node.kwargs), lambda item: hash_computation(item, hashes))
+            hashes[node] = hashlib.sha256(f"{node.target}{args}".encode()).hexdigest()
+    return hashes[node]

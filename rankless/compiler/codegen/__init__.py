@@ -1,1 +1,1 @@
-"""Code generation: a scheduled program becomes straight-line Python."""
+"""Code generation: convert a scheduled program into straight-line Python."""

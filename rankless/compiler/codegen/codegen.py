@@ -1,4 +1,4 @@
-"""Run: one rank's program as straight-line code, called below autograd."""
+"""Generate straight-line Python code for one rank's program, and call it below autograd."""
 
 import linecache
 import traceback
@@ -21,7 +21,10 @@ from rankless.parallel.placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProgram:
-    """What one rank runs: `function` takes varying sizes and the values of `inputs`, and returns those of `outputs`."""
+    """The program that one rank runs.
+
+    `function` takes the varying sizes and the values of `inputs`, and returns those of `outputs`.
+    """
 
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
@@ -32,20 +35,20 @@ class LocalProgram:
     collectives: tuple[CollectiveRecord, ...]
 
     def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
-        """Run it once; no gradient is recorded, and autocast's casts are those that were captured.
+        """Run the program once, without recording gradients and with the captured casts of autocast.
 
-        What an operator raises gets a note of the script's line that it serves.
+        An error of an operator gets a note with the script's line.
         """
         try:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
                 return self.function(*sizes, *values)
-        except Exception as error:  # operators are foreign code, and this program has no lines that a user knows
+        except Exception as error:  # operators are foreign code, and the user does not know this program's lines
             if origin := self._describe_origin(error):
                 error.add_note(origin)
             raise
 
     def _describe_origin(self, error: Exception) -> str:
-        """Which line of the script an error came from, in words; empty if that cannot be told."""
+        """Return the script line of an error as text; empty if it is unknown."""
         for frame, number in traceback.walk_tb(error.__traceback__):
             if frame.f_code is self.function.__code__ and (line := self.lines.get(number)):
                 file, _, place = line.rpartition(":")
@@ -57,9 +60,9 @@ class LocalProgram:
 def generate_function(
     graph: fx.Graph, sizes: Sequence[str] = ()
 ) -> tuple[Callable[..., Sequence[Tensor]], Mapping[int, str]]:
-    """A graph as one Python function: an assignment per node, each value dropped after its last use.
+    """Return a graph as one Python function: one assignment per node, each value deleted after its last use.
 
-    `sizes` names the varying sizes, which it takes first. Beside it the script's line for each of its own.
+    `sizes` names the varying sizes, its first parameters. The second value maps its lines to lines of the script.
     """
     code = CodeWriter(sizes)
     last_use = {}
@@ -86,7 +89,7 @@ def generate_function(
 
 
 class CodeWriter:
-    """Collects lines of code and the constants they name."""
+    """Collects lines of code and the constants that they use."""
 
     def __init__(self, sizes: Sequence[str]) -> None:
         self.parameters: list[str] = list(sizes)
@@ -96,7 +99,7 @@ class CodeWriter:
         self.computed: dict[str, str] = {}
 
     def text(self, argument: Any) -> str:
-        """An argument as code."""
+        """Return an argument as code."""
         if isinstance(argument, fx.Node):
             return argument.name
         if argument is None or isinstance(argument, bool | int | str):
@@ -110,25 +113,25 @@ class CodeWriter:
         return self.constant(argument)
 
     def size(self, expression: str) -> str:
-        """The name of a number that depends on varying sizes, each computed once per call."""
+        """Return the name of a number that depends on varying sizes; each is computed once per call."""
         if expression not in self.computed:
             self.computed[expression] = f"size_{len(self.computed)}"
         return self.computed[expression]
 
     def constant(self, value: Any) -> str:
-        """The name of a constant."""
+        """Return the name of a constant."""
         name = f"constant_{len(self.constants)}"
         self.constants[name] = value
         return name
 
     def origins_by_line(self) -> dict[int, str]:
-        """The script's line for each line of the function, which begins with its name and the sizes it computes."""
+        """Return the script's line for each line of the function, which starts with `def` and the sizes it computes."""
         return {
             1 + len(self.computed) + propagate_shardings: line for propagate_shardings, line in self.origins.items()
         }
 
     def function(self) -> Callable[..., Sequence[Tensor]]:
-        """The lines as a function."""
+        """Compile the lines into a function."""
         computed = [f"{name} = {expression}" for expression, name in self.computed.items()]
         body = "\n    ".join(computed + self.lines)
         source = f"def program({', '.join(self.parameters)}):\n    {body}\n"
@@ -139,14 +142,14 @@ class CodeWriter:
 
 def build_local_program(
     program: LogicalProgram,
-    arguments: tuple[Placement, ...],
+    argument_placements: tuple[Placement, ...],
     mesh: Mesh,
     *,
     memory: GradientMemory,
     sizes: Sequence[str] = (),
 ) -> LocalProgram:
-    """Place, lower and schedule a logical program for the rank that `mesh` says we are; `sizes` names what varies."""
-    sharded = propagate_shardings(program, arguments, mesh.size)
+    """Shard, lower and schedule a logical program for the rank of `mesh`; `sizes` names the varying sizes."""
+    sharded = propagate_shardings(program, argument_placements, mesh.size)
     local = lower(sharded, mesh)
     local = schedule_gradients(local, map_to_logical_nodes(local, program), mesh, memory)
     function, lines = generate_function(local.graph, sizes)
@@ -161,5 +164,5 @@ def build_local_program(
 
 
 def map_to_logical_nodes(local: LocalGraph, program: LogicalProgram) -> Mapping[fx.Node, fx.Node]:
-    """The logical node behind each local output."""
+    """Map each local output to its logical node."""
     return {node: logical for (node, _), (logical, _) in zip(local.outputs, program.outputs, strict=True)}

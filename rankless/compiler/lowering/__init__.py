@@ -1,1 +1,1 @@
-"""Lowering: a placed program becomes the program of one rank."""
+"""Lowering: convert a sharded program into the program of one rank."""

@@ -1,4 +1,4 @@
-"""Lower: a placed program becomes one rank's program, on local values, with collectives where placements disagree."""
+"""Lower a sharded program to one rank's program on local values, with collectives where placements differ."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,21 +33,22 @@ aten = torch.ops.aten
 rankless_ops = torch.ops.rankless
 
 LOCAL_OPERATORS: dict[Any, Callable[..., Any]] = {
-    aten.view.default: aten.reshape.default,  # a gathered or reduced value need not lie in memory as the whole did
+    aten.view.default: aten.reshape.default,  # a gathered or reduced value may have other strides than the logical one
     aten._unsafe_view.default: aten.reshape.default,
     rankless_ops.linear.default: aten.linear.default,
     rankless_ops.linear_weight.default: custom_ops.run_linear_weight,
     rankless_ops.recurrent.default: custom_ops.run_recurrent,
     rankless_ops.recurrent_backward.default: custom_ops.run_recurrent_backward,
 }
-"""Operators and what runs in their place."""
+"""Operators, and the functions that run in their place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalGraph:
-    """One rank's program as a graph on local values. Its collectives carry a `Move` as `meta["collective"]`.
+    """One rank's program as a graph on local values.
 
-    Gradients may still be partial sums: `pending` names those that `schedule` is to reduce.
+    Its collectives carry a `CollectiveRecord` as `meta["collective"]`. Gradients may still be partial sums:
+    `pending_gradients` names those that `schedule_gradients` reduces.
     """
 
     graph: fx.Graph
@@ -62,7 +63,7 @@ class LocalGraph:
 
 
 class LoweringPass:
-    """Builds the local graph of one rank, operator by operator (it is the `Emit` of the rules)."""
+    """Builds the local graph of one rank, operator by operator; implements `GraphBuilder` for the rules."""
 
     def __init__(self, sharded: ShardedProgram, mesh: Mesh) -> None:
         self.sharded = sharded
@@ -74,9 +75,9 @@ class LoweringPass:
         self.current_node: fx.Node | None = None
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Add an operator or a function of ours."""
+        """Add an operator or a Rankless function."""
         node = self.graph.call_function(LOCAL_OPERATORS.get(target, target))
-        # Set afterwards, for PyTorch warns of sizes among the arguments that a node is made with.
+        # Set the arguments afterwards: PyTorch warns about sizes among the arguments of a new node.
         node.args, node.kwargs = args, kwargs
         node.meta["line"] = self.line
         return node
@@ -87,7 +88,7 @@ class LoweringPass:
         return "" if self.current_node is None else str(self.current_node.meta.get("line", ""))
 
     def output_size(self, index: int) -> list[int]:
-        """The local size of an output of that operator."""
+        """Return the local size of an output of that operator."""
         assert self.current_node is not None
         value = self.current_node.meta["val"]
         shape = tuple((value[index] if isinstance(value, tuple | list) else value).shape)
@@ -98,11 +99,11 @@ class LoweringPass:
         return self.add_collective(Redistribution(self.mesh, Partial(), Replicate()), value, size, reason)
 
     def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add a gathering of equal pieces, of `size` bytes each, along a new dim 0."""
+        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0."""
         return self.add_collective(StackedGather(self.mesh), value, size * self.mesh.size, reason)
 
     def add_collective(self, target: Redistribution | StackedGather, value: fx.Node, size: int, reason: str) -> fx.Node:
-        """Add a collective and write down what it moves and why."""
+        """Add a collective and record its size and reason."""
         node = self.call(target, value, *(target.lengths if isinstance(target, Redistribution) else ()))
         node.meta["collective"] = CollectiveRecord(
             kind=target.__name__,
@@ -115,7 +116,7 @@ class LoweringPass:
         return node
 
     def lower_graph(self) -> LocalGraph:
-        """The whole local graph."""
+        """Return the complete local graph."""
         logical = self.sharded.logical
         inputs = []
         for node in logical.graph.nodes:
@@ -136,7 +137,7 @@ class LoweringPass:
         )
 
     def lower_outputs(self) -> tuple[list[tuple[fx.Node, ProgramOutput]], list[fx.Node]]:
-        """Results and new buffers whole on every rank; gradients that are partial sums are left for the schedule."""
+        """Replicate results and new buffers on every rank; leave gradients that are partial sums to the schedule."""
         outputs, pending_gradients = [], []
         for node, described in self.sharded.logical.outputs:
             self.current_node = node
@@ -146,13 +147,13 @@ class LoweringPass:
                 if local not in pending_gradients:
                     pending_gradients.append(local)
             else:
-                what = described.name if described.kind == "result" else f"{described.kind} of {described.name}"
-                local = self.redistribute(node, Replicate(), f"{what}, whole on every worker")
+                name = described.name if described.kind == "result" else f"{described.kind} of {described.name}"
+                local = self.redistribute(node, Replicate(), f"{name}, replicated")
             outputs.append((local, described))
         return outputs, pending_gradients
 
     def lower_node(self, node: fx.Node) -> None:
-        """Add one operator, and before it what brings its inputs into place."""
+        """Add one operator, after the redistributions of its inputs."""
         self.current_node = node
         if node.target is getitem:
             (source,), index = node.all_input_nodes, int(str(node.args[1]))
@@ -164,11 +165,11 @@ class LoweringPass:
         strategy = self.sharded.strategies[node]
         slots = list_tensor_slots(node)
         inputs = [value for value in slots if value is not None]
-        locals_ = [
-            self.redistribute(value, wanted, f"input of {node.target}")
-            for value, wanted in zip(inputs, strategy.inputs, strict=True)
+        local_inputs = [
+            self.redistribute(value, required, f"input of {node.target}")
+            for value, required in zip(inputs, strategy.inputs, strict=True)
         ]
-        args, kwargs = replace_arguments(node, iter(locals_))
+        args, kwargs = replace_arguments(node, iter(local_inputs))
         result = self.apply_strategy(node, strategy, args, kwargs)
         self.results[node] = result
         if not isinstance(result, tuple):
@@ -177,38 +178,38 @@ class LoweringPass:
     def apply_strategy(
         self, node: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> LocalValue:
-        """The operator on local values, in the way that its strategy says."""
+        """Add the operator on local values as its strategy prescribes."""
         if strategy.lower is None:
             return self.call(get_operator(node), *args, **kwargs)
         return strategy.lower(self, make_call(node, self.sharded.placements, self.mesh.size), args, kwargs)
 
     def redistribute(self, node: fx.Node, target: Placement, reason: str) -> fx.Node:
-        """The local value of a logical one in the wanted placement, moved there if need be, once."""
-        known = self.values[node]
-        if target in known:
-            return known[target]
+        """Return the local value in the target placement; redistribute it at most once per placement."""
+        available = self.values[node]
+        if target in available:
+            return available[target]
         size = count_bytes(node)
-        source = min(known, key=lambda placement: estimate_cost(size, placement, target, self.mesh.size))
-        known[target] = self.add_redistribution(node, source, target, reason)
-        return known[target]
+        source = min(available, key=lambda placement: estimate_cost(size, placement, target, self.mesh.size))
+        available[target] = self.add_redistribution(node, source, target, reason)
+        return available[target]
 
     def add_redistribution(self, node: fx.Node, source: Placement, target: Placement, reason: str) -> fx.Node:
-        """Add what brings a value from one placement to another."""
+        """Add the nodes that redistribute a value from one placement to another."""
         local = self.values[node][source]
         if isinstance(source, Replicate) and isinstance(target, Shard):
             start, length = target.start(self.rank), target.lengths[self.rank]
             return self.call(local_kernels.slice_dim, local, target.dim, start, length)
         if isinstance(source, Replicate):
             return self.call(local_kernels.keep_on_rank_zero, local, self.rank)
-        one_way = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
-        if one_way or (isinstance(target, Shard) and isinstance(source, Partial) and source.reduce_op != "sum"):
+        is_resize = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
+        if is_resize or (isinstance(target, Shard) and isinstance(source, Partial) and source.reduce_op != "sum"):
             self.values[node][Replicate()] = self.add_redistribution(node, source, Replicate(), reason)
             return self.add_redistribution(node, Replicate(), target, reason)
         return self.add_collective(Redistribution(self.mesh, source, target), local, count_bytes(node), reason)
 
 
 def replace_arguments(node: fx.Node, values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with its tensor inputs replaced, one by one, in the order of `tensor_slots`."""
+    """Return a call's arguments with its tensor inputs replaced in the order of `list_tensor_slots`."""
     args, kwargs = list(node.args), dict(node.kwargs)
     operator: Any = node.target
     for position, described in enumerate(operator._schema.arguments):
@@ -220,7 +221,7 @@ def replace_arguments(node: fx.Node, values: Any) -> tuple[tuple[Any, ...], dict
 
 
 def replace_argument(argument: Any, values: Any) -> Any:
-    """A plain argument as it is; a value, or a list with values, with the next ones in their place."""
+    """Replace each node in an argument by the next value; return other arguments unchanged."""
     if isinstance(argument, fx.Node):
         return next(values)
     if isinstance(argument, list | tuple):
@@ -229,5 +230,5 @@ def replace_argument(argument: Any, values: Any) -> Any:
 
 
 def lower(sharded: ShardedProgram, mesh: Mesh) -> LocalGraph:
-    """The program of the rank that `mesh` says we are."""
+    """Return the program of the rank of `mesh`."""
     return LoweringPass(sharded, mesh).lower_graph()

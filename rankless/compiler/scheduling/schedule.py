@@ -1,6 +1,6 @@
-"""Schedule: gradients travel in buckets, each started as soon as its last gradient is there, waited for at the end.
+"""Schedule gradient reductions in buckets: start each after its last gradient, and wait for all at the end.
 
-The scheme of PyTorch's DistributedDataParallel (Li et al., VLDB 2020), here as a pass over the local graph.
+This is the scheme of PyTorch's DistributedDataParallel (Li et al., VLDB 2020) as a pass over the local graph.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,24 +22,24 @@ aten = torch.ops.aten
 
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
-"""The first bucket is small, so that reducing begins early."""
+"""The first bucket is small, so that reducing starts early."""
 
 
 OUT_VARIANTS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: aten.mm.out,
     run_linear_weight: run_linear_weight,
 }
-"""Operators that give most gradients, and the same with an `out` argument: a copy of every weight saved per step."""
+"""Operators that compute most gradients, and their variants with `out`, which save a copy of every weight per step."""
 
 
 class GradientMemory:
-    """The memory of a job's buckets, shared by its programs, of which one runs at a time."""
+    """The bucket memory of a job. Its programs share it, because one runs at a time."""
 
     def __init__(self) -> None:
         self._flats: dict[Hashable, Tensor] = {}
 
     def get_flat(self, number: int, size: int, like: LogicalValue) -> Tensor:
-        """The memory of the bucket with this number among a program's."""
+        """Return the memory of the bucket with this number in a program."""
         key = number, size, like.dtype, like.device
         if key not in self._flats:
             self._flats[key] = torch.empty(size, dtype=like.dtype, device=like.device)
@@ -47,7 +47,10 @@ class GradientMemory:
 
 
 class GradientBucket:
-    """Gradients that travel together. Its memory lives from step to step; `.grad` of the parameters are views of it."""
+    """Gradients that are reduced together, in memory that lives from step to step.
+
+    `.grad` of the parameters are views of that memory.
+    """
 
     def __init__(self, mesh: Mesh, values: Sequence[LogicalValue], flat: Tensor) -> None:
         self.mesh = mesh
@@ -60,33 +63,33 @@ class GradientBucket:
         self.work: dist.Work | None = None
 
     def gradient_view(self, index: int) -> Tensor:
-        """The memory of one gradient, for an operator to write into."""
+        """Return the memory of one gradient, for an operator to write into."""
         return self.gradient_views[index]
 
     def start(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Copy in the gradients that were not written in place, and begin to reduce all."""
+        """Copy in the gradients that were not written in place, and start to reduce all."""
         if gradients:
             torch._foreach_copy_([self.gradient_views[index] for index in indices], list(gradients))
         self.work = start_all_reduce(self.flat, mesh=self.mesh)
 
     def finish(self) -> list[Tensor]:
-        """Wait for the sums."""
+        """Wait for the sums and return them."""
         if self.work is not None:
             self.work.wait()
             self.work = None
-        # Fresh tensors over the same memory: an optimizer or a user may keep or detach them.
+        # Return new tensors over the same memory: an optimizer or a user may keep or detach them.
         return [view.detach() for view in self.gradient_views]
 
 
 def schedule_gradients(
     local: LocalGraph, gradients: Mapping[fx.Node, fx.Node], mesh: Mesh, memory: GradientMemory
 ) -> LocalGraph:
-    """The same program with its pending gradients reduced; `gradients` maps each to its logical node."""
-    order = {node: place for place, node in enumerate(local.graph.nodes)}
+    """Return the program with its pending gradients reduced; `gradients` maps each to its logical node."""
+    order = {node: position for position, node in enumerate(local.graph.nodes)}
     pending_gradients = sorted(local.pending_gradients, key=order.__getitem__)
     reduced: dict[fx.Node, fx.Node] = {}
     names = {node: described.name for node, described in local.outputs}
-    returned = next(node for node in local.graph.nodes if node.op == "output")
+    output = next(node for node in local.graph.nodes if node.op == "output")
     for number, nodes in enumerate(group_into_buckets(pending_gradients, gradients)):
         values = [gradients[node].meta["val"] for node in nodes]
         bucket = GradientBucket(
@@ -95,7 +98,7 @@ def schedule_gradients(
         copied = [index for index, node in enumerate(nodes) if not try_write_in_place(local.graph, node, bucket, index)]
         with local.graph.inserting_after(nodes[-1]):
             started = local.graph.call_function(bucket.start, (copied, [nodes[index] for index in copied]))
-        with local.graph.inserting_before(returned):
+        with local.graph.inserting_before(output):
             finished = local.graph.call_function(bucket.finish, ())
             for index, node in enumerate(nodes):
                 reduced[node] = local.graph.call_function(getitem, (finished, index))
@@ -110,12 +113,12 @@ def schedule_gradients(
             overlapped=True,
         )
     outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)
-    returned.args = (tuple(node for node, _ in outputs),)
+    output.args = (tuple(node for node, _ in outputs),)
     return LocalGraph(graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=())
 
 
 def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket, index: int) -> bool:
-    """Let a gradient that is a product of matrices be written where it travels from; False if it is another."""
+    """Let a matrix product write its gradient straight into the bucket; return False for any other gradient."""
     if node.target not in OUT_VARIANTS or len(node.users) > 1:
         return False
     with graph.inserting_before(node):
@@ -128,16 +131,16 @@ def try_write_in_place(graph: fx.Graph, node: fx.Node, bucket: GradientBucket, i
 def group_into_buckets(
     pending_gradients: Sequence[fx.Node], gradients: Mapping[fx.Node, fx.Node]
 ) -> list[list[fx.Node]]:
-    """Gradients in the order in which they are computed, in groups of one dtype and of limited size."""
+    """Group gradients, in the order of computation, by dtype and limited size."""
     groups: list[list[fx.Node]] = []
-    filled, kind = 0, None
+    filled_bytes, dtype = 0, None
     for node in pending_gradients:
         value: Any = gradients[node].meta["val"]
         size = value.numel() * value.element_size()
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
-        if not groups or kind != value.dtype or filled + size > limit:
+        if not groups or dtype != value.dtype or filled_bytes + size > limit:
             groups.append([])
-            filled, kind = 0, value.dtype
+            filled_bytes, dtype = 0, value.dtype
         groups[-1].append(node)
-        filled += size
+        filled_bytes += size
     return groups

@@ -1,1 +1,1 @@
-"""Sharding propagation: a placement for each value, a strategy for each operator, and the redistributions between."""
+"""Sharding propagation: a placement per value, a strategy per operator, and the redistributions between them."""

@@ -1,4 +1,4 @@
-"""Redistributions: what it takes to bring a value from one placement to another, and what that costs."""
+"""Redistribution of a value from one placement to another, and its cost."""
 
 from dataclasses import dataclass
 from math import inf
@@ -16,9 +16,9 @@ from rankless.parallel.placement import Partial, Placement, Replicate, Shard
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord:
-    """One collective of a program, with the line of the script that it serves.
+    """A collective of a program, with the script line that needs it.
 
-    `bytes` is the size of the whole value; `sent_bytes` what one worker sends, when the collective goes round a ring.
+    `bytes` is the size of the logical value. `sent_bytes` is what one worker sends in a ring.
     """
 
     kind: str
@@ -28,17 +28,17 @@ class CollectiveRecord:
     line: str
     reason: str
     overlapped: bool = False
-    """Whether it travels while the program goes on."""
+    """Whether the collective overlaps with computation."""
 
 
 def count_bytes(node: fx.Node) -> int:
-    """The size of a logical value."""
+    """Return the size of a logical value."""
     value = node.meta["val"]
     return int(size_hint(value.numel()) * value.element_size())
 
 
 def estimate_cost(size: int, source: Placement, target: Placement, ranks: int) -> float:
-    """Bytes that move, roughly, from one placement to another; infinite where there is no way."""
+    """Estimate the bytes that a redistribution sends; infinite if the redistribution is impossible."""
     if source == target:
         return 0
     match source, target:
@@ -58,12 +58,12 @@ def estimate_cost(size: int, source: Placement, target: Placement, ranks: int) -
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:
-    """What one worker sends when a value is summed round a ring: each part goes round twice, but for one place."""
+    """Return what one worker sends to sum a value in a ring: every part goes round twice, except for one hop."""
     return 2 * size * (ranks - 1) // ranks
 
 
 class Redistribution:
-    """A collective as a step of a local program: a function of one tensor, and of lengths, that knows its mesh."""
+    """A redistribution as a node of a local program: called with a local tensor and the shard lengths."""
 
     def __init__(self, mesh: Mesh, source: Placement, target: Placement) -> None:
         self.mesh = mesh
@@ -73,7 +73,7 @@ class Redistribution:
 
     @property
     def kind(self) -> str:
-        """The name of what moves the value."""
+        """The name of the collective."""
         match self.source, self.target:
             case Shard(), Shard():
                 return "all_to_all"
@@ -85,11 +85,14 @@ class Redistribution:
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], ...]:
-        """The shard lengths before and after, where there are any: they may vary from call to call."""
+        """The shard lengths before and after, where the value is sharded; they may vary from call to call."""
         return tuple(item.lengths for item in (self.source, self.target) if isinstance(item, Shard))
 
     def sent_bytes(self, size: int) -> int:
-        """What one worker sends for a whole value of `size` bytes; a gathering's pieces are padded to the longest."""
+        """Return what one worker sends for a logical value of `size` bytes.
+
+        An all-gather pads pieces to the longest.
+        """
         source, target, ranks = self.source, self.target, self.mesh.size
         if isinstance(source, Shard) and isinstance(target, Shard):
             return size * (ranks - 1) // ranks**2
@@ -98,10 +101,10 @@ class Redistribution:
             return size * max(lengths) * (ranks - 1) // max(1, sum(lengths))
         if not is_partial_sum(source) and not isinstance(target, Shard):
             return size * (ranks - 1)
-        return all_reduce_bytes(size, ranks)  # a reduce_scatter is an all_reduce, of which each worker keeps its part
+        return all_reduce_bytes(size, ranks)  # a reduce_scatter runs as an all_reduce; each worker keeps its part
 
     def __call__(self, value: torch.Tensor, *lengths: tuple[int, ...]) -> torch.Tensor:
-        """Move this rank's piece; `lengths` are those of `self.lengths` in the present call."""
+        """Redistribute this rank's piece; `lengths` are those of `self.lengths` in the present call."""
         source, target = self.source, self.target
         if isinstance(source, Shard) and isinstance(target, Shard):
             return tensor_collectives.all_to_all(
@@ -117,24 +120,24 @@ class Redistribution:
         if isinstance(target, Shard):
             return tensor_collectives.reduce_scatter(value, mesh=self.mesh, dim=target.dim, lengths=lengths[0])
         if isinstance(source, Partial) and not is_partial_sum(source):
-            everyone = tensor_collectives.all_gather(
+            gathered = tensor_collectives.all_gather(
                 value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size
             )
-            return local_kernels.reduce_extremum(everyone, source.reduce_op)
+            return local_kernels.reduce_extremum(gathered, source.reduce_op)
         return tensor_collectives.all_reduce(value, mesh=self.mesh)
 
 
 class StackedGather:
-    """Equal pieces of all ranks along a new dim 0, as a step of a local program."""
+    """An all-gather of equal pieces along a new dim 0, as a node of a local program."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.__name__ = "all_gather"
 
     def sent_bytes(self, size: int) -> int:
-        """What one worker sends for `size` bytes of all ranks together."""
+        """Return what one worker sends for `size` bytes of all ranks together."""
         return size * (self.mesh.size - 1) // self.mesh.size
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
-        """Gather this rank's piece with the others'."""
+        """Gather the pieces of all ranks."""
         return tensor_collectives.all_gather(value.unsqueeze(0), mesh=self.mesh, dim=0, lengths=(1,) * self.mesh.size)

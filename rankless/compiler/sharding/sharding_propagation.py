@@ -1,7 +1,8 @@
-"""Place: every value of a logical program gets a placement, every operator a strategy.
+"""Propagate shardings: give every value of a logical program a placement and every operator a strategy.
 
-Greedy, in program order: of the strategies open to an operator the one that moves the fewest bytes. With parameters
-whole and the batch split (the data axis), that is an expert's program: one reduction per gradient and per count.
+The pass is greedy, in program order: of an operator's strategies it takes the one that sends the fewest bytes. With
+replicated parameters and a sharded batch (data parallelism), the result matches an expert's program: one reduction per
+gradient and per count.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from rankless.parallel.placement import Partial, Placement, Replicate
 class ShardedProgram:
     """A logical program with the placement of every value and the strategy of every operator.
 
-    `ruleless` are the operators that no rule covers: gathered, computed whole, split again.
+    `nodes_without_rule` run replicated: their inputs are gathered and their outputs split again.
     """
 
     logical: LogicalProgram
@@ -35,11 +36,16 @@ class ShardedProgram:
     nodes_without_rule: tuple[fx.Node, ...]
 
 
-def propagate_shardings(program: LogicalProgram, arguments: tuple[Placement, ...], mesh_size: int) -> ShardedProgram:
-    """Placements for a mesh of `mesh_size` ranks, given how the job's tensor arguments lie; the rest starts whole."""
+def propagate_shardings(
+    program: LogicalProgram, argument_placements: tuple[Placement, ...], mesh_size: int
+) -> ShardedProgram:
+    """Return placements for a mesh of `mesh_size` ranks, from those of the job's tensor arguments.
+
+    All other inputs are replicated.
+    """
     placements: dict[fx.Node, Placement] = {}
     strategies: dict[fx.Node, Strategy] = {}
-    # Once moved, a value lies in both ways, and later operators may take either.
+    # A redistributed value is available in both placements, and later operators may use either.
     available: dict[fx.Node, list[Placement]] = {}
     nodes_without_rule = []
     for node in program.graph.nodes:
@@ -47,20 +53,20 @@ def propagate_shardings(program: LogicalProgram, arguments: tuple[Placement, ...
             continue
         if node in program.inputs:
             described = program.inputs[node]
-            placement = arguments[described.index] if described.kind == "argument" else Replicate()
+            placement = argument_placements[described.index] if described.kind == "argument" else Replicate()
         elif node.target is getitem:
             source, index = node.args
             placement = strategies[source].outputs[index]
         else:
             refuse_unshardable(node)
             call = make_call(node, placements, mesh_size)
-            strategy, covered = choose_strategy(call, available)
+            strategy, has_rule = choose_strategy(call, available)
             strategies[node] = strategy
-            if not covered:
+            if not has_rule:
                 nodes_without_rule.append(node)
-            for value, wanted in zip(call.inputs, strategy.inputs, strict=True):
-                if wanted not in available[value]:
-                    available[value].append(wanted)
+            for value, required in zip(call.inputs, strategy.inputs, strict=True):
+                if required not in available[value]:
+                    available[value].append(required)
             placement = strategy.outputs[0]
         placements[node] = placement
         available[node] = [placement]
@@ -74,7 +80,7 @@ def propagate_shardings(program: LogicalProgram, arguments: tuple[Placement, ...
 
 
 def refuse_unshardable(node: fx.Node) -> None:
-    """Raise for an operator that would be wrong in parts."""
+    """Raise `CaptureError` for an operator that gives wrong results on shards."""
     if node.target in REFUSED_OPERATORS:
         raise CaptureError(
             expected="operators on values, not on memory",
@@ -85,44 +91,45 @@ def refuse_unshardable(node: fx.Node) -> None:
 
 
 def choose_strategy(call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> tuple[Strategy, bool]:
-    """The strategy that moves the fewest bytes, and whether a rule covers the operator."""
+    """Return the strategy that sends the fewest bytes, and whether a rule covers the operator."""
     rule = find_rule(call.operator)
-    whole = make_replicated_strategy(call)
+    replicated_strategy = make_replicated_strategy(call)
     if rule is None:
-        return whole, all(isinstance(placement, Replicate) for placement in call.current_placements)
+        return replicated_strategy, all(isinstance(placement, Replicate) for placement in call.current_placements)
     best, best_cost = None, inf
-    for strategy in [*rule(call), whole]:
-        moved = estimate_input_cost(strategy, call, available)
-        if moved > 0 and strategy is not whole:
-            # A partial sum that had to be paid for must still be reduced; one that came free is an expert's choice.
-            moved += sum(
+    for strategy in [*rule(call), replicated_strategy]:
+        sent_bytes = estimate_input_cost(strategy, call, available)
+        if sent_bytes > 0 and strategy is not replicated_strategy:
+            # A partial sum that needs a redistribution first must still be reduced, so count that too. A partial sum
+            # without one is what an expert would choose.
+            sent_bytes += sum(
                 value_bytes(value)
                 for value, placement in zip(list_outputs(call), strategy.outputs, strict=True)
                 if isinstance(placement, Partial)
             )
-        elif moved > 0:
-            moved += sum(value_bytes(value) for value in list_outputs(call))
-        if moved < best_cost:
-            best, best_cost = strategy, moved
+        elif sent_bytes > 0:
+            sent_bytes += sum(value_bytes(value) for value in list_outputs(call))
+        if sent_bytes < best_cost:
+            best, best_cost = strategy, sent_bytes
     assert best is not None
     return best, True
 
 
 def estimate_input_cost(strategy: Strategy, call: OperatorCall, available: Mapping[fx.Node, list[Placement]]) -> float:
-    """Bytes that must move before a strategy can run."""
+    """Return the bytes to send before a strategy can run."""
     total = 0.0
-    for value, wanted in zip(call.inputs, strategy.inputs, strict=True):
+    for value, required in zip(call.inputs, strategy.inputs, strict=True):
         size = value_bytes(value.meta["val"])
-        total += min(estimate_cost(size, placement, wanted, call.mesh_size) for placement in available[value])
+        total += min(estimate_cost(size, placement, required, call.mesh_size) for placement in available[value])
     return total
 
 
 def list_outputs(call: OperatorCall) -> tuple[Any, ...]:
-    """The logical values that a call gives."""
+    """Return the logical values of a call's outputs."""
     value = call.node.meta["val"]
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def value_bytes(value: Any) -> int:
-    """Bytes of a logical value; nothing for one that is absent."""
+    """Return the bytes of a logical value; zero for one that is absent."""
     return int(size_hint(value.numel()) * value.element_size()) if isinstance(value, LogicalValue) else 0
