@@ -1,5 +1,5 @@
-"""Which placements of an operator's inputs give which of its outputs without communication, family by family.
+"""Sharding rules: which placements of an operator's inputs and outputs need no communication, one family per file.
 
-Enters: a `Call` (an operator in the logical program, and how its inputs lie now). Leaves: the `Strategy`s open to it.
-Called by `compiler.sharding.sharding_propagation`. An operator that no rule covers is gathered and computed whole.
+Input: an `OperatorCall` (an operator in the logical program, and the present placements of its inputs). Output: its
+`Strategy` objects. Caller: `sharding.sharding_propagation`. Operators without a rule run replicated.
 """

@@ -1,4 +1,4 @@
-"""Fused scaled dot-product attention: sequences and heads may be split, positions and features stay whole."""
+"""Rules for fused scaled dot-product attention: sequences and heads can be sharded, positions and features cannot."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +12,9 @@ aten = torch.ops.aten
 
 
 def make_attention_patterns(call: OperatorCall) -> tuple[str, str]:
-    """Patterns of a (batch, heads, positions, features) tensor and of a row statistic.
+    """Return the patterns of a (batch, heads, positions, features) tensor and of a row statistic.
 
-    Heads are free only if queries have as many as keys and values.
+    Heads can be sharded only if there are as many query heads as key and value heads.
     """
     names = [described.name for described in call.operator._schema.arguments if "Tensor" in str(described.type)]
     query, key = call.slots[names.index("query")], call.slots[names.index("key")]
@@ -25,7 +25,7 @@ def make_attention_patterns(call: OperatorCall) -> tuple[str, str]:
 
 
 def make_mask_pattern(call: OperatorCall, text: str) -> str:
-    """The pattern of a mask or bias that is stretched over batch or heads."""
+    """Return the pattern of a mask or bias that broadcasts over batch or heads."""
     names = [described.name for described in call.operator._schema.arguments if "Tensor" in str(described.type)]
     name = "attn_mask" if "attn_mask" in names else "attn_bias" if "attn_bias" in names else None
     mask = call.slots[names.index(name)] if name is not None else None
@@ -37,7 +37,7 @@ def make_mask_pattern(call: OperatorCall, text: str) -> str:
 
 
 def attention_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """With dropout the kernel draws for the rows it is given, so it is left to be gathered."""
+    """Yield strategies of the forward; none with dropout, because the kernel draws for the rows it receives."""
     if call.argument("dropout_p"):
         return
     text, row = make_attention_patterns(call)
@@ -47,7 +47,7 @@ def attention_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def attention_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Gradients of queries, keys and values (and of a bias, which is then a partial sum)."""
+    """Yield strategies of the gradients of queries, keys and values, and of a bias as a partial sum."""
     if call.argument("dropout_p"):
         return
     text, row = make_attention_patterns(call)

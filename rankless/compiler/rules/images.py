@@ -1,6 +1,6 @@
-"""Pooling and padding of images: the last dims stay whole, batch and channels may be split.
+"""Rules for pooling and padding of images: batch and channels can be sharded, the last dims cannot.
 
-Resizing is captured as reading by index.
+Capture decomposes resizing into indexing.
 """
 
 from typing import Any
@@ -14,12 +14,14 @@ aten = torch.ops.aten
 
 
 def make_spatial_pattern(dims: int) -> Any:
-    """A pattern with the last `dims` dims whole in every tensor."""
+    """Return a pattern that replicates the last `dims` dims of every tensor."""
 
     def pattern(call: OperatorCall) -> str:
-        whole = range(-dims, 0)
-        texts = [make_letters(len(logical_shape(node)), whole) if node is not None else "" for node in call.slots]
-        outputs = [make_letters(len(shape), whole) for shape in call.output_shapes]
+        replicated_dims = range(-dims, 0)
+        texts = [
+            make_letters(len(logical_shape(node)), replicated_dims) if node is not None else "" for node in call.slots
+        ]
+        outputs = [make_letters(len(shape), replicated_dims) for shape in call.output_shapes]
         return ",".join(texts) + "->" + ",".join(outputs)
 
     return pattern
@@ -52,7 +54,7 @@ RULES: dict[Any, ShardingRule] = {
             aten.avg_pool3d_backward.default,
             aten._adaptive_avg_pool3d.default,
             aten._adaptive_avg_pool3d_backward.default,
-            # Channels become pixels in groups, which a split need not respect.
+            # These turn groups of channels into pixels, and a shard boundary may lie inside a group.
             aten.pixel_shuffle.default,
             aten.pixel_unshuffle.default,
         )

@@ -1,4 +1,4 @@
-"""Reading and writing by index."""
+"""Rules for reading and writing by index."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,34 +13,34 @@ aten = torch.ops.aten
 
 
 def along_dim_pattern(call: OperatorCall) -> str:
-    """gather and scatter: dims other than the indexed one may be split where index and values have equal sizes."""
+    """Return the pattern of gather and scatter: other dims can be sharded where index and values have equal sizes."""
     shapes = [logical_shape(node) for node in call.inputs]
     count = len(shapes[0])
-    whole = [call.argument("dim")]
-    whole += [dim for dim in range(count) if any(shape[dim] != shapes[0][dim] for shape in shapes)]
-    text = make_letters(count, whole)
+    replicated_dims = [call.argument("dim")]
+    replicated_dims += [dim for dim in range(count) if any(shape[dim] != shapes[0][dim] for shape in shapes)]
+    text = make_letters(count, replicated_dims)
     return ",".join([text] * len(call.inputs)) + "->" + text
 
 
 def along_dim_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """One pattern for all tensors of the call, if they have as many dims."""
+    """Yield strategies with one pattern for all tensors of the call, if they have equally many dims."""
     if len({len(logical_shape(node)) for node in call.inputs}) == 1 and call.output_shapes[0]:
         yield from split_strategies(call, along_dim_pattern(call))
 
 
 def gather_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """As above; besides, the indices may be split along the indexed dim, which then must be whole in the source."""
+    """Yield the same, and sharding of the indices along the indexed dim, with that dim replicated in the source."""
     yield from along_dim_strategies(call)
     shapes = [logical_shape(node) for node in call.inputs]
     if len(shapes[0]) == len(shapes[1]) and shapes[1]:
         dim = call.argument("dim") % len(shapes[0])
         source = "." * len(shapes[0])
-        indices = "".join("Z" if place == dim else "." for place in range(len(shapes[1])))
+        indices = "".join("Z" if position == dim else "." for position in range(len(shapes[1])))
         yield from split_strategies(call, f"{source},{indices}->{indices}")
 
 
 def index_select_pattern(call: OperatorCall) -> str:
-    """Rows by index: other dims of the source, or the list of indices, may be split."""
+    """Return the pattern of rows by index: other dims of the source, or the list of indices, can be sharded."""
     count = len(logical_shape(call.inputs[0]))
     dim = call.argument("dim") % count
     source = make_letters(count, [dim])
@@ -48,13 +48,13 @@ def index_select_pattern(call: OperatorCall) -> str:
 
 
 def make_index_patterns(call: OperatorCall) -> tuple[str, list[str], str] | None:
-    """Patterns of source, of each index tensor and of the values of an advanced indexing; None if too intricate."""
+    """Return the patterns of source, of each index tensor and of the values; None for unsupported indexing."""
     indices = call.argument("indices")
-    positions = [place for place, index in enumerate(indices) if index is not None]
+    positions = [position for position, index in enumerate(indices) if index is not None]
     if positions != list(range(positions[0], positions[-1] + 1)):
         return None
-    shapes = [logical_shape(indices[place]) for place in positions]
-    if any(indices[place].meta["val"].dtype in (torch.bool, torch.uint8) for place in positions):
+    shapes = [logical_shape(indices[position]) for position in positions]
+    if any(indices[position].meta["val"].dtype in (torch.bool, torch.uint8) for position in positions):
         return None
     broadcast = torch.broadcast_shapes(*shapes)
     first = positions[0]
@@ -69,20 +69,20 @@ def make_index_patterns(call: OperatorCall) -> tuple[str, list[str], str] | None
 
 
 def index_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """source[indices]."""
-    found = make_index_patterns(call)
-    if found is not None:
-        source, texts, values = found
+    """Yield strategies of `source[indices]`."""
+    patterns = make_index_patterns(call)
+    if patterns is not None:
+        source, texts, values = patterns
         yield from split_strategies(call, ",".join([source, *texts]) + "->" + values)
 
 
 def index_put_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """source with values added at indices: each rank adds its own values, to a partial sum."""
-    found = make_index_patterns(call)
+    """Yield strategies of adding values at indices: each rank adds its own values to a partial sum."""
+    patterns = make_index_patterns(call)
     values = call.inputs[-1]
-    if found is None or not call.argument("accumulate"):
+    if patterns is None or not call.argument("accumulate"):
         return
-    source, texts, text = found
+    source, texts, text = patterns
     if len(logical_shape(values)) != len(text):
         return
     inputs = [source, *texts, text]

@@ -1,4 +1,4 @@
-"""Negative log likelihood: a sum of losses over a sum of weights (see reductions, Note [sums over counts])."""
+"""Rules for negative log likelihood: a sum of losses over a sum of weights (`reductions`, Note [sums over counts])."""
 
 from collections.abc import Iterator
 from operator import getitem
@@ -22,13 +22,13 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def make_nll_patterns(call: OperatorCall, position: int) -> tuple[str, str]:
-    """The patterns of scores (classes on dim 1 stay whole) and of targets."""
+    """Return the patterns of scores (classes on dim 1 stay replicated) and of targets."""
     scores = make_letters(len(logical_shape(call.inputs[position])), [1])
     return scores, scores.replace(".", "", 1)
 
 
 def nll_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Losses are summed over the rows of a rank; the mean divides by the weights of all valid targets."""
+    """Yield strategies: each rank sums the losses of its rows; a mean divides by the weight of all valid targets."""
     if len(logical_shape(call.inputs[0])) < 2:
         return
     scores, targets = make_nll_patterns(call, 0)
@@ -46,7 +46,10 @@ def nll_strategies(call: OperatorCall) -> Iterator[Strategy]:
 def lower_sum_over_count(
     builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
 ) -> LocalValue:
-    """Local sum of losses over the reduced sum of weights; right too if a rank's targets are all ignored."""
+    """Divide the local sum of losses by the reduced sum of weights.
+
+    The result is correct even if a rank's targets are all ignored.
+    """
     scores, target, weight, _, ignore_index = args
     results = builder.call(call.operator, scores, target, weight, SUM, ignore_index)
     losses, valid = builder.call(getitem, results, 0), builder.call(getitem, results, 1)
@@ -55,12 +58,12 @@ def lower_sum_over_count(
 
 
 def total_weight_bytes(call: OperatorCall) -> int:
-    """The size of the sum of weights, the second output."""
+    """Return the size of the sum of weights, which is the second output."""
     return int(call.node.meta["val"][1].element_size())
 
 
 def nll_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Row by row, given the whole batch's sum of weights."""
+    """Yield strategies of the gradient: row by row, given the total weight of the batch."""
     if len(logical_shape(call.inputs[1])) < 2:
         return
     scores, targets = make_nll_patterns(call, 1)

@@ -1,11 +1,11 @@
-"""Products: matrices, batches of matrices, linear layers, convolutions, embeddings, recurrent layers."""
+"""Rules for products: matrices, batches of matrices, linear layers, convolutions, embeddings, recurrent layers."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from rankless.compiler.ir import custom_ops  # noqa: F401  # registers the operators named below
+from rankless.compiler.ir import custom_ops  # noqa: F401  # registers the operators used below
 from rankless.compiler.rules.pattern import (
     make_letters,
     make_masked_rule,
@@ -21,7 +21,10 @@ rankless_ops = torch.ops.rankless
 
 
 def make_bias_pattern(call: OperatorCall, product: str) -> str:
-    """A bias is added once, so only the dims of the output may be split; it has those it is not stretched along."""
+    """Return the pattern of a product with a bias. The bias is added once, so only output dims can be sharded.
+
+    The bias has the letters of the dims along which it does not broadcast.
+    """
     (shape,) = call.output_shapes
     _, out = product.split("->")
     sizes = logical_shape(call.inputs[0])
@@ -31,17 +34,17 @@ def make_bias_pattern(call: OperatorCall, product: str) -> str:
 
 
 def addmm_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """bias + a @ b."""
+    """Yield strategies of bias + a @ b."""
     yield from split_strategies(call, make_bias_pattern(call, "m.,.n->mn"))
 
 
 def baddbmm_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """batch of biases + a @ b."""
+    """Yield strategies of a batch of biases + a @ b."""
     yield from split_strategies(call, make_bias_pattern(call, "bm.,b.n->bmn"))
 
 
 def linear_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """x @ weight.T + bias, over any leading dims of x."""
+    """Yield strategies of x @ weight.T + bias, over any leading dims of x."""
     leading = make_letters(len(logical_shape(call.inputs[0])))[:-1]
     yield from split_strategies(call, f"{leading}.,Z.,Z->{leading}Z")
     if call.slots[2] is None:
@@ -49,19 +52,22 @@ def linear_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def linear_weight_pattern(call: OperatorCall) -> str:
-    """Its weight's gradient: a sum over the leading dims."""
+    """Return the pattern of the weight's gradient: a sum over the leading dims."""
     leading = make_letters(len(logical_shape(call.inputs[0])))[:-1]
     return f"{leading}Y,{leading}Z->YZ"
 
 
 def embedding_pattern(call: OperatorCall) -> str:
-    """Rows of a table by index; every dim of the indices may be split."""
+    """Return the pattern of rows of a table by index; every dim of the indices can be sharded."""
     text = make_letters(len(logical_shape(call.inputs[1])))
     return f"*,{text}->{text}."
 
 
 def embedding_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """The table's gradient; split indices give partial sums, unless they are divided by how often an index occurs."""
+    """Yield strategies of the table's gradient.
+
+    Sharded indices give partial sums, unless the gradient is divided by the frequency of an index.
+    """
     if not call.argument("scale_grad_by_freq"):
         text = make_letters(len(logical_shape(call.inputs[1])))
         yield from split_strategies(call, f"{text}.,{text}->..")
@@ -69,22 +75,22 @@ def embedding_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def recurrent_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """A recurrent layer over a time-first sequence: the batch (dim 1) of sequence and states may be split."""
+    """Yield strategies of a time-first recurrent layer: the batch (dim 1) of sequence and states can be sharded."""
     yield from recurrent_batch_strategies(call, gradients=0)
 
 
 def recurrent_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Its gradients: those of sequence and states split with the batch, those of weights are partial sums."""
+    """Yield strategies of its gradients: sequence and states sharded with the batch, weights as partial sums."""
     yield from recurrent_batch_strategies(call, gradients=len(call.argument("grads")))
 
 
 def recurrent_batch_strategies(call: OperatorCall, gradients: int) -> Iterator[Strategy]:
-    """The strategy of a recurrent layer or its gradient for every way the batch lies split now."""
+    """Yield the strategy of a recurrent layer or its gradient for every present sharding of the batch."""
     states, weights = len(call.argument("states")), len(call.argument("weights"))
     tried = set()
     for position, placement in enumerate(call.current_placements):
-        on_batch = isinstance(placement, Shard) and placement.dim == 1
-        if not on_batch or position >= gradients + 1 + states or placement in tried:
+        is_on_batch = isinstance(placement, Shard) and placement.dim == 1
+        if not is_on_batch or position >= gradients + 1 + states or placement in tried:
             continue
         tried.add(placement)
         batch: tuple[Placement, ...] = (placement,)

@@ -1,4 +1,4 @@
-"""Batch, layer, group and RMS normalisation."""
+"""Rules for batch, layer, group and RMS normalization."""
 
 from collections.abc import Iterator
 from math import prod
@@ -26,37 +26,37 @@ aten = torch.ops.aten
 
 
 def make_leading_letters(call: OperatorCall) -> str:
-    """Letters on the dims that are not normalised over."""
+    """Return letters for the dims that are not normalized over."""
     count = len(logical_shape(call.inputs[0]))
     return make_letters(count, range(-len(call.argument("normalized_shape")), 0))
 
 
 def layer_norm_pattern(call: OperatorCall) -> str:
-    """Output, mean and reciprocal deviation of every row."""
+    """Return the pattern of output, mean and reciprocal deviation of every row."""
     text = make_leading_letters(call)
     return f"{text},*,*->{text},{text},{text}"
 
 
 def rms_norm_pattern(call: OperatorCall) -> str:
-    """Output and reciprocal root of every row."""
+    """Return the pattern of output and reciprocal root of every row."""
     text = make_leading_letters(call)
     return f"{text},*->{text},{text}"
 
 
 def layer_norm_backward_pattern(call: OperatorCall) -> str:
-    """Gradients of input, weight and bias; the last two are partial sums."""
+    """Return the pattern of the gradients of input, weight and bias; the last two are partial sums."""
     text = make_leading_letters(call)
     return f"{text},{text},{text},{text},*,*->{text},*,*"
 
 
 def rms_norm_backward_pattern(call: OperatorCall) -> str:
-    """Gradients of input and weight."""
+    """Return the pattern of the gradients of input and weight."""
     text = make_leading_letters(call)
     return f"{text},{text},{text},*->{text},*"
 
 
 def make_row_count_lowering(position: int) -> Any:
-    """Lower with the number of rows, a plain argument at a position, replaced by the local number."""
+    """Return a lowering that replaces the number of rows, a plain argument, by the local number."""
 
     def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         local = list(args)
@@ -67,7 +67,7 @@ def make_row_count_lowering(position: int) -> Any:
 
 
 def list_batch_shards(call: OperatorCall, positions: tuple[int, ...]) -> Iterator[Placement]:
-    """The ways in which the given inputs lie split on a dim other than the channels'."""
+    """Yield the placements with which the given inputs are sharded on a dim other than the channels."""
     found = []
     for position in positions:
         placement = call.current_placements[position]
@@ -77,7 +77,7 @@ def list_batch_shards(call: OperatorCall, positions: tuple[int, ...]) -> Iterato
 
 
 def count_per_channel(call: OperatorCall, position: int, placement: Placement, mesh_size: int) -> list[int]:
-    """Every rank's number of values per channel."""
+    """Return every rank's number of values per channel."""
     shape = logical_shape(call.inputs[position])
     counts = []
     for rank in range(mesh_size):
@@ -87,7 +87,7 @@ def count_per_channel(call: OperatorCall, position: int, placement: Placement, m
 
 
 def batch_norm_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """In training the statistics are those of all ranks' rows (see kernels, Note [merged moments])."""
+    """Yield strategies; in training the statistics are those of all ranks (`local_kernels`, Note [merged moments])."""
     if not call.argument("training"):
         yield from split_strategies(call, batch_norm_inference_pattern(call))
         return
@@ -98,13 +98,13 @@ def batch_norm_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def moments_bytes(x: fx.Node) -> int:
-    """The size of two numbers per channel, in float32 at least."""
+    """Return the size of two numbers per channel, in float32 at least."""
     value = x.meta["val"]
     return int(2 * size_hint(value.shape[1]) * max(value.element_size(), torch.float32.itemsize))
 
 
 def make_batch_norm_lowering(placement: Placement) -> Any:
-    """Lower to local moments, one gathering, and the rest locally."""
+    """Return a lowering to local moments, one all-gather, and local normalization."""
 
     def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
         has_running = "running_mean" in {described.name for described in call.operator._schema.arguments}
@@ -121,14 +121,14 @@ def make_batch_norm_lowering(placement: Placement) -> Any:
 
 
 def batch_norm_inference_pattern(call: OperatorCall) -> str:
-    """With given statistics every dim but the channels' may be split."""
+    """Return the pattern with given statistics: every dim but the channels can be sharded."""
     text = make_letters(len(logical_shape(call.inputs[0])), [1])
     rest = ",*" * (len(call.slots) - 1)
     return f"{text}{rest}->" + ",".join([text] + ["="] * (len(call.output_shapes) - 1))
 
 
 def batch_norm_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """In training the sums over the batch are reduced first; then everything is local."""
+    """Yield strategies of the gradient; in training one all-reduce of the sums over the batch comes first."""
     if not call.argument("train"):
         text = make_letters(len(logical_shape(call.inputs[0])), [1])
         yield from make_masked_rule(lambda _: f"{text},{text},*,*,*,*,*->{text},*,*")(call)
@@ -139,7 +139,7 @@ def batch_norm_backward_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def make_batch_norm_backward_lowering(placement: Placement) -> Any:
-    """Lower to local sums, one reduction, and the rest locally."""
+    """Return a lowering to local sums, one all-reduce, and local gradients."""
 
     def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
         grad, x, weight, _, _, mean, reciprocal = args[:7]

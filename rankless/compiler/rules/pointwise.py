@@ -1,4 +1,4 @@
-"""Operators that treat every element by itself, with broadcasting."""
+"""Rules for elementwise operators, with broadcasting."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -49,11 +49,11 @@ SHAPE_ONLY = {
     aten.full_like.default,
     aten.empty_like.default,
 }
-"""Operators that read no value: of a partial sum they give the whole, and not a term of it."""
+"""Operators that read no values: for a partial sum they return the final value and not a term of it."""
 
 
 def broadcast_pattern(call: OperatorCall) -> str:
-    """One letter per dim of the output; a dim of size one that is stretched stays whole."""
+    """Return one letter per dim of the output; a broadcast dim of size one is replicated."""
     (shape, *_) = call.output_shapes
     out = "".join("." if size == 1 else LETTERS[dim] for dim, size in enumerate(shape))
     texts = []
@@ -68,7 +68,7 @@ def broadcast_pattern(call: OperatorCall) -> str:
 
 
 def pointwise_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Split on any dim; partial sums pass where the operator is linear."""
+    """Yield sharding on any dim, and partial sums where the operator is linear."""
     yield from split_strategies(call, broadcast_pattern(call))
     if call.operator in SHAPE_ONLY and isinstance(call.current_placements[0], Partial):
         yield Strategy(call.current_placements, (Replicate(),))
@@ -81,7 +81,7 @@ def pointwise_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def is_widening(call: OperatorCall) -> bool:
-    """Whether a call only changes the dtype, to a floating one no narrower than before."""
+    """Return whether a call only changes the dtype, to a floating one that is no narrower."""
     if call.operator is not aten._to_copy.default:
         return False
     before, after = call.inputs[0].meta["val"].dtype, call.node.meta["val"].dtype
@@ -91,20 +91,20 @@ def is_widening(call: OperatorCall) -> bool:
 
 
 def is_pointwise(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator treats every element by itself."""
+    """Return whether an operator is elementwise."""
     return operator in UNTAGGED_POINTWISE or (
         torch.Tag.pointwise in operator.tags and torch.Tag.nondeterministic_seeded not in operator.tags
     )
 
 
 def log_sigmoid_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """The second output is a buffer that has the input's shape on CPU and is empty on CUDA."""
+    """Yield strategies if the second output, a buffer, has the input's shape (CPU); on CUDA it is empty."""
     if call.output_shapes[0] == call.output_shapes[1]:
         yield from split_strategies(call, broadcast_pattern(call))
 
 
 def new_tensor_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """A new tensor of a size of its own: the input gives only dtype and device, however it lies."""
+    """Yield the strategy of a new tensor of its own size: the input gives only dtype and device, in any placement."""
     yield Strategy(call.current_placements, (Replicate(),))
 
 

@@ -1,6 +1,6 @@
-"""Random operators: every rank draws the whole logical value in the script's order and keeps its part.
+"""Rules for random operators: every rank draws the logical value in the script's order and keeps its part.
 
-So the numbers are those of the plain script, bit for bit, and the generators of all ranks stay equal.
+The numbers therefore equal those of the plain script bit for bit, and the generators of all ranks stay equal.
 """
 
 from collections.abc import Iterator
@@ -16,44 +16,49 @@ aten = torch.ops.aten
 
 
 def get_local_slice(builder: GraphBuilder, placement: Placement) -> tuple[int, int, int] | None:
-    """The (dim, start, length) of a rank's part, or None for the whole."""
+    """Return the (dim, start, length) of a rank's part, or None for a replicated value."""
     if not isinstance(placement, Shard):
         return None
     return placement.dim, placement.start(builder.rank), placement.lengths[builder.rank]
 
 
 def get_memory_layout(call: OperatorCall, index: int = 0) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Logical shape, strides and dtype of an input: numbers are drawn in its memory order."""
+    """Return logical shape, strides and dtype of an input; random numbers follow its memory order."""
     value = call.inputs[index].meta["val"]
     return tuple(value.shape), tuple(value.stride()), value.dtype
 
 
 def like_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Operators that read only the shape of their input; it may lie in any way."""
+    """Yield the strategy of operators that read only the shape of their input, in any placement."""
     placement = call.current_placements[0]
-    kept: Placement = placement if isinstance(placement, Shard) else Replicate()
+    local_placement: Placement = placement if isinstance(placement, Shard) else Replicate()
 
     def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         device = call.inputs[0].meta["val"].device
         arguments = tuple(args[1:])
         if kwargs.get("dtype") is not None:
             shape, strides, _ = get_memory_layout(call)
-            example = (shape, strides, kwargs["dtype"])
+            layout = (shape, strides, kwargs["dtype"])
         else:
-            example = get_memory_layout(call)
+            layout = get_memory_layout(call)
         return builder.call(
-            local_kernels.draw_and_slice, call.operator, example, device, arguments, get_local_slice(builder, kept)
+            local_kernels.draw_and_slice,
+            call.operator,
+            layout,
+            device,
+            arguments,
+            get_local_slice(builder, local_placement),
         )
 
-    yield Strategy((kept,), (kept,), lower)
+    yield Strategy((local_placement,), (local_placement,), lower)
 
 
 def dropout_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Dropout with its mask; see local_kernels.dropout_mask."""
+    """Yield the strategy of dropout with its mask; see `local_kernels.draw_dropout_mask`."""
     if call.argument("train") is False:
         return
     placement = call.current_placements[0]
-    kept: Placement = placement if isinstance(placement, Shard) else Replicate()
+    local_placement: Placement = placement if isinstance(placement, Shard) else Replicate()
 
     def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
         device = call.inputs[0].meta["val"].device
@@ -63,15 +68,15 @@ def dropout_strategies(call: OperatorCall) -> Iterator[Strategy]:
             get_memory_layout(call),
             device,
             probability,
-            get_local_slice(builder, kept),
+            get_local_slice(builder, local_placement),
         )
         return builder.call(local_kernels.apply_dropout, args[0], mask, probability), mask
 
-    yield Strategy((kept,), (kept, kept), lower)
+    yield Strategy((local_placement,), (local_placement, local_placement), lower)
 
 
 def replicated_only(_call: OperatorCall) -> Iterator[Strategy]:
-    """Operators that read values, or draw a fresh tensor: computed whole on every rank, from equal generators."""
+    """Yield nothing: these operators read values or draw a new tensor, and run replicated from equal generators."""
     return iter(())
 
 

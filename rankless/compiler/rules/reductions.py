@@ -1,4 +1,4 @@
-"""Sums, means, extremes and operators that work along some dims and leave the others alone."""
+"""Rules for sums, means, extrema, and operators that work along some dims only."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def get_reduced_dims(call: OperatorCall) -> list[int]:
-    """The dims that a reduction removes; all of them if none is named."""
+    """Return the dims that a reduction removes; all of them if it names none."""
     count = len(logical_shape(call.inputs[0]))
     names = {described.name for described in call.operator._schema.arguments}
     dims = call.argument("dim") if "dim" in names else call.argument("dims") if "dims" in names else None
@@ -32,14 +32,14 @@ def get_reduced_dims(call: OperatorCall) -> list[int]:
 
 
 def has_keepdim(call: OperatorCall) -> bool:
-    """Whether reduced dims stay, with size one."""
+    """Return whether reduced dims stay with size one."""
     return any(
         described.name == "keepdim" and call.argument("keepdim") for described in call.operator._schema.arguments
     )
 
 
 def reduction_pattern(call: OperatorCall) -> str:
-    """All dims may be split; those reduced give partial results."""
+    """Return the pattern of a reduction: all dims can be sharded, and the reduced ones give partial results."""
     text = make_letters(len(logical_shape(call.inputs[0])))
     reduced = get_reduced_dims(call)
     kept = ("." if dim in reduced else letter for dim, letter in enumerate(text))
@@ -50,8 +50,10 @@ def reduction_pattern(call: OperatorCall) -> str:
 def lower_mean_as_sum(
     builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> LocalValue:
-    """Note [sums over counts]: a mean over an unevenly split dim is wrong as a mean of means, so every normalising
-    operator is lowered as a sum and a division by the logical count.
+    """Lower a mean to a sum and a division by the logical count.
+
+    Note [sums over counts]: a mean of means is wrong for a dim that is split unevenly. Every normalizing operator is
+    therefore lowered to a sum and a division by the logical count.
     """
     reduced = get_reduced_dims(call)
     count = prod(logical_shape(call.inputs[0])[dim] for dim in reduced)
@@ -60,13 +62,13 @@ def lower_mean_as_sum(
 
 
 def mean_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Split on any dim; a mean over a split dim is a sum over the logical count."""
+    """Yield sharding on any dim; a mean over a sharded dim is a sum divided by the logical count."""
     yield from split_strategies(call, reduction_pattern(call), lower_mean_as_sum)
     yield from partial_sum_strategies(call, (0,))
 
 
 def extremum_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Split on any dim; over a split dim each rank has the extreme of its part."""
+    """Yield sharding on any dim; over a sharded dim each rank has the extremum of its part."""
     name = "max" if "max" in str(call.operator) else "min"
     for strategy in split_strategies(call, reduction_pattern(call)):
         outputs = tuple(
@@ -76,19 +78,21 @@ def extremum_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def along_dims_pattern(call: OperatorCall) -> str:
-    """The dims named stay whole; the result has the same dims (or lacks the named ones)."""
+    """Return the pattern of an operator along some dims: these are replicated, and each output has or lacks them."""
     count = len(logical_shape(call.inputs[0]))
-    whole = get_reduced_dims(call)
-    text = make_letters(count, whole)
+    replicated_dims = get_reduced_dims(call)
+    text = make_letters(count, replicated_dims)
     outputs = []
     for shape in call.output_shapes:
-        same = len(shape) == count
-        outputs.append(text if same else "".join(letter for dim, letter in enumerate(text) if dim not in whole))
+        has_same_dims = len(shape) == count
+        outputs.append(
+            text if has_same_dims else "".join(letter for dim, letter in enumerate(text) if dim not in replicated_dims)
+        )
     return ",".join([text] * len(call.slots)) + "->" + ",".join(outputs)
 
 
 def make_last_dims_rule(count: int) -> ShardingRule:
-    """Matrices in batches: the last `count` dims stay whole."""
+    """Return a rule for batches of matrices: the last `count` dims are replicated."""
 
     def pattern(call: OperatorCall) -> str:
         text = make_letters(len(logical_shape(call.inputs[0])), [-1 - back for back in range(count)])
@@ -134,4 +138,4 @@ RULES: dict[Any, ShardingRule] = {
         )
     },
 }
-"""`dim` (or `dims`) names what stays whole; argmax without a dim keeps all of it whole."""
+"""`dim` (or `dims`) names the replicated dims; argmax without a dim replicates all."""

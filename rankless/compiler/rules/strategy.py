@@ -1,4 +1,4 @@
-"""A call to be placed, and one way of placing it."""
+"""An operator call to shard, and one strategy to shard it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from rankless.parallel.placement import Placement, Replicate, Shard
 
 AtenOperator = torch._ops.OpOverload
 LocalValue = fx.Node | tuple[fx.Node | None, ...]
-"""A value of the local program, or several where the operator has several outputs."""
+"""A value of the local program, or several if the operator has several outputs."""
 
 
 class GraphBuilder(Protocol):
-    """What a lowering may do: add operators and collectives to one rank's program."""
+    """What a lowering rule may do: add operators and collectives to one rank's program."""
 
     rank: int
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Add an operator, or a function of ours, on local values."""
+        """Add an operator, or a Rankless function, on local values."""
         ...
 
     def output_size(self, index: int) -> list[int]:
-        """The local size of an output of the call that is being lowered."""
+        """Return the local size of an output of the call that is being lowered."""
         ...
 
     def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
@@ -33,7 +33,7 @@ class GraphBuilder(Protocol):
         ...
 
     def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add a gathering of equal pieces, of `size` bytes each, along a new dim 0."""
+        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0."""
         ...
 
 
@@ -43,9 +43,9 @@ LoweringRule = Callable[[GraphBuilder, "OperatorCall", tuple[Any, ...], dict[str
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way of placing a call: how its tensor inputs must lie, how its outputs then do.
+    """One way to shard a call: the required placements of its tensor inputs, and the resulting ones of its outputs.
 
-    Without `lower` the same operator runs on the local values.
+    Without `lower`, the same operator runs on the local values.
     """
 
     inputs: tuple[Placement, ...]
@@ -55,7 +55,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator in the logical program. `slots` are its tensor arguments in the order of its schema."""
+    """An operator in the logical program; `slots` are its tensor arguments in schema order."""
 
     node: fx.Node
     operator: AtenOperator
@@ -65,16 +65,16 @@ class OperatorCall:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """The tensor arguments that are there."""
+        """The tensor arguments that are present."""
         return tuple(node for node in self.slots if node is not None)
 
     @property
     def current_placements(self) -> tuple[Placement, ...]:
-        """How the inputs lie now."""
+        """The present placements of the inputs."""
         return tuple(self.placements[node] for node in self.inputs)
 
     def argument(self, name: str) -> Any:
-        """A plain argument by its schema name, or its default."""
+        """Return a plain argument by its schema name, or its default."""
         for position, described in enumerate(self.operator._schema.arguments):
             if described.name == name:
                 if position < len(self.node.args):
@@ -84,7 +84,7 @@ class OperatorCall:
 
     @property
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The logical shape of every output (an empty shape for one that is absent)."""
+        """The logical shape of every output; an empty shape for an absent one."""
         value = self.node.meta["val"]
         values = value if isinstance(value, tuple | list) else (value,)
         return tuple(tuple(item.shape) if isinstance(item, LogicalValue) else () for item in values)
@@ -94,23 +94,23 @@ ShardingRule = Callable[[OperatorCall], Iterator[Strategy]]
 
 
 def get_operator(node: fx.Node) -> AtenOperator:
-    """The operator that a node calls; only operators are placed."""
+    """Return the operator that a node calls; only operators have strategies."""
     assert isinstance(node.target, AtenOperator), node.target
     return node.target
 
 
 def make_call(node: fx.Node, placements: Mapping[fx.Node, Placement], mesh_size: int) -> OperatorCall:
-    """A node of the logical program as a call to be placed or lowered."""
+    """Return a node of the logical program as a call to shard or lower."""
     return OperatorCall(node, get_operator(node), list_tensor_slots(node), placements, mesh_size)
 
 
 def logical_shape(node: fx.Node) -> tuple[int, ...]:
-    """The logical shape of a value."""
+    """Return the logical shape of a value."""
     return tuple(node.meta["val"].shape)
 
 
 def list_tensor_slots(node: fx.Node) -> tuple[fx.Node | None, ...]:
-    """The tensor arguments of a call in the order of its schema, lists flattened, absent ones None."""
+    """Return the tensor arguments of a call in schema order, lists flattened, absent ones None."""
     operator = get_operator(node)
     slots: list[fx.Node | None] = []
     for position, described in enumerate(operator._schema.arguments):
@@ -125,12 +125,12 @@ def list_tensor_slots(node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 
 def make_replicated_strategy(call: OperatorCall) -> Strategy:
-    """The strategy that is always right: everything whole, on every rank."""
+    """Return the strategy that is always correct: every value replicated."""
     return Strategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.output_shapes))
 
 
 def compute_local_shape(shape: tuple[int, ...], placement: Placement, rank: int) -> list[int]:
-    """The shape of one rank's piece of a logical value."""
+    """Return the shape of one rank's piece of a logical value."""
     sizes = list(shape)
     if isinstance(placement, Shard):
         sizes[placement.dim] = placement.lengths[rank]

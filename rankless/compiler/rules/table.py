@@ -1,4 +1,4 @@
-"""All rules in one table, and what holds for operators that are not in it."""
+"""The table of all sharding rules, and the operators that no placement makes correct."""
 
 from typing import Any
 
@@ -34,14 +34,14 @@ SHARDING_RULES: dict[Any, ShardingRule] = {
 }
 
 REFUSED_OPERATORS = {
-    aten.as_strided.default: "it reads memory by strides, which a part of a value does not share with the whole",
+    aten.as_strided.default: "it reads memory by strides, and a shard has other strides than the logical value",
     aten.as_strided_scatter.default: "it writes memory by strides",
 }
-"""Operators that would be wrong even on gathered values."""
+"""Operators that are wrong even on gathered values."""
 
 
 def find_rule(operator: AtenOperator) -> ShardingRule | None:
-    """The rule of an operator, or None: it is then gathered and computed whole."""
+    """Return the rule of an operator, or None if it has to run replicated."""
     if operator in SHARDING_RULES:
         return SHARDING_RULES[operator]
     return pointwise.pointwise_strategies if pointwise.is_pointwise(operator) else None

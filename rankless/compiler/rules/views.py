@@ -1,6 +1,6 @@
-"""Operators that only rearrange: views, slices, concatenation, padding, repetition.
+"""Rules for operators that only rearrange: views, slices, concatenation, padding, repetition.
 
-Size arguments are the output's: each is replaced by the size of the local output (facts: engine.md, "Lowering").
+Size arguments are those of the output, so a lowering replaces each by the size of the local output.
 """
 
 from collections.abc import Iterator
@@ -32,18 +32,18 @@ aten = torch.ops.aten
 
 
 def reshape_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """A view splits on a dim that leads its group of merged or divided dims; shard lengths change with it."""
+    """Yield sharding on a dim that leads its group of merged or divided dims; the shard lengths change with it."""
     placement = call.current_placements[0]
     (shape,) = call.output_shapes
     if isinstance(placement, Shard):
-        found = carry_shard(logical_shape(call.inputs[0]), shape, placement)
-        if found is not None:
-            yield Strategy((placement,), (found,), make_reshape_lowering(shape, found))
+        carried = carry_shard(logical_shape(call.inputs[0]), shape, placement)
+        if carried is not None:
+            yield Strategy((placement,), (carried,), make_reshape_lowering(shape, carried))
     yield from partial_sum_strategies(call, (0,))
 
 
 def carry_shard(before: tuple[int, ...], after: tuple[int, ...], placement: Shard) -> Shard | None:
-    """Where a split dim lies after a reshape, or None if the pieces would not be rows any more."""
+    """Return the shard after a reshape, or None if the pieces would no longer be rows."""
     if prod(before) == 0:
         return None
     # A dim leads its group when the sizes before it multiply to the same number on both sides.
@@ -64,7 +64,7 @@ def carry_shard(before: tuple[int, ...], after: tuple[int, ...], placement: Shar
 
 
 def make_reshape_lowering(shape: tuple[int, ...], placement: Placement) -> Any:
-    """Lower a view to a reshape of the local size, for a local piece need not lie in memory as the whole does."""
+    """Return a lowering of a view to a reshape, because a local piece may have other strides than the logical value."""
 
     def lower(builder: GraphBuilder, _call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
         return builder.call(aten.reshape.default, args[0], compute_local_shape(shape, placement, builder.rank))
@@ -73,7 +73,7 @@ def make_reshape_lowering(shape: tuple[int, ...], placement: Placement) -> Any:
 
 
 def permute_pattern(call: OperatorCall) -> str:
-    """Dims change places."""
+    """Return the pattern of an operator that reorders dims."""
     count = len(logical_shape(call.inputs[0]))
     text = make_letters(count)
     if call.operator is aten.t.default:
@@ -89,27 +89,27 @@ def permute_pattern(call: OperatorCall) -> str:
 
 
 def unsqueeze_pattern(call: OperatorCall) -> str:
-    """A dim of size one appears."""
+    """Return the pattern with a new dim of size one."""
     text = make_letters(len(logical_shape(call.inputs[0])))
     dim = call.argument("dim") % (len(text) + 1)
     return f"{text}->{text[:dim]}.{text[dim:]}"
 
 
 def squeeze_pattern(call: OperatorCall) -> str:
-    """Dims of size one disappear."""
+    """Return the pattern without dims of size one."""
     shape = logical_shape(call.inputs[0])
     text = make_letters(len(shape))
     if call.operator is aten.squeeze.default:
-        named = list(range(len(shape)))
+        named_dims = list(range(len(shape)))
     else:
         dims = call.argument("dim")
-        named = [dim % len(shape) for dim in (dims if isinstance(dims, list | tuple) else [dims])] if shape else []
-    gone = {dim for dim in named if shape[dim] == 1}
-    return text + "->" + "".join(letter for dim, letter in enumerate(text) if dim not in gone)
+        named_dims = [dim % len(shape) for dim in (dims if isinstance(dims, list | tuple) else [dims])] if shape else []
+    removed = {dim for dim in named_dims if shape[dim] == 1}
+    return text + "->" + "".join(letter for dim, letter in enumerate(text) if dim not in removed)
 
 
 def select_pattern(call: OperatorCall) -> str:
-    """One index of a dim is taken."""
+    """Return the pattern of taking one index of a dim."""
     count = len(logical_shape(call.inputs[0]))
     dim = call.argument("dim") % count
     text = make_letters(count, [dim])
@@ -117,22 +117,22 @@ def select_pattern(call: OperatorCall) -> str:
 
 
 def slice_pattern(call: OperatorCall) -> str:
-    """A range of a dim is taken; a range of all of it leaves the dim free to be split."""
+    """Return the pattern of taking a range of a dim; a range of all of it lets the dim be sharded."""
     shape = logical_shape(call.inputs[0])
     dim = call.argument("dim") % len(shape)
-    whole = [] if call.output_shapes[0] == shape and not has_explicit_end(call, shape[dim]) else [dim]
-    text = make_letters(len(shape), whole)
+    replicated_dims = [] if call.output_shapes[0] == shape and not has_explicit_end(call, shape[dim]) else [dim]
+    text = make_letters(len(shape), replicated_dims)
     return f"{text}->{text}"
 
 
 def has_explicit_end(call: OperatorCall, size: int) -> bool:
-    """Whether a slice names an end that a longer dim would not reach (and so a shorter one might)."""
+    """Return whether a slice names an end that a longer dim would exceed and a shorter one might not reach."""
     end = call.argument("end")
     return (call.argument("start") or 0) != 0 or call.argument("step") != 1 or (end is not None and end < size)
 
 
 def select_backward_pattern(call: OperatorCall) -> str:
-    """The gradient of `select`: a dim of zeros appears around the one index."""
+    """Return the pattern of the gradient of `select`: zeros around the one index."""
     (shape,) = call.output_shapes
     dim = call.argument("dim") % len(shape)
     text = make_letters(len(shape), [dim])
@@ -140,14 +140,14 @@ def select_backward_pattern(call: OperatorCall) -> str:
 
 
 def slice_backward_pattern(call: OperatorCall) -> str:
-    """The gradient of `slice`: zeros around the range."""
+    """Return the pattern of the gradient of `slice`: zeros around the range."""
     (shape,) = call.output_shapes
     text = make_letters(len(shape), [call.argument("dim")])
     return f"{text}->{text}"
 
 
 def expand_pattern(call: OperatorCall) -> str:
-    """Dims of size one, or new ones in front, are stretched; the others may be split."""
+    """Return the pattern of broadcasting dims of size one and adding dims in front; the others can be sharded."""
     (shape,) = call.output_shapes
     sizes = logical_shape(call.inputs[0])
     offset = len(shape) - len(sizes)
@@ -159,7 +159,7 @@ def expand_pattern(call: OperatorCall) -> str:
 
 
 def repeat_pattern(call: OperatorCall) -> str:
-    """Dims repeated once may be split."""
+    """Return the pattern of repetition; dims repeated once can be sharded."""
     (shape,) = call.output_shapes
     times = list(call.argument("repeats"))
     offset = len(shape) - len(logical_shape(call.inputs[0]))
@@ -168,18 +168,18 @@ def repeat_pattern(call: OperatorCall) -> str:
 
 
 def pad_pattern(call: OperatorCall) -> str:
-    """Dims that get no padding may be split."""
+    """Return the pattern of padding; dims without padding can be sharded."""
     count = len(logical_shape(call.inputs[0]))
     pads = list(call.argument("pad"))
-    touched = [count - 1 - index // 2 for index, size in enumerate(pads) if size != 0]
-    text = make_letters(count, touched)
+    padded_dims = [count - 1 - index // 2 for index, size in enumerate(pads) if size != 0]
+    text = make_letters(count, padded_dims)
     return f"{text}->{text}"
 
 
 def cat_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """All dims but the joined one may be split."""
+    """Yield sharding on all dims but the joined one."""
     (shape,) = call.output_shapes
-    # torch.cat takes empty one-dimensional tensors among others; those cases are gathered.
+    # torch.cat accepts empty one-dimensional tensors among others. Those calls run replicated.
     if any(len(logical_shape(node)) != len(shape) for node in call.inputs):
         return
     text = make_letters(len(shape), [call.argument("dim")])
@@ -189,7 +189,7 @@ def cat_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def stack_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """A new dim joins equal tensors; their own dims may be split."""
+    """Yield sharding on the tensors' own dims, but not on the new dim."""
     text = make_letters(len(logical_shape(call.inputs[0])))
     dim = call.argument("dim") % (len(text) + 1)
     yield from split_strategies(call, ",".join([text] * len(call.inputs)) + f"->{text[:dim]}.{text[dim:]}")
@@ -198,19 +198,19 @@ def stack_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def unbind_pattern(call: OperatorCall) -> str:
-    """Every index of a dim is taken."""
-    one = select_pattern(call)
-    return one + ("," + one.split("->")[1]) * (len(call.output_shapes) - 1)
+    """Return the pattern of taking every index of a dim."""
+    pattern = select_pattern(call)
+    return pattern + ("," + pattern.split("->")[1]) * (len(call.output_shapes) - 1)
 
 
 def chunk_pattern(call: OperatorCall) -> str:
-    """A dim is cut into pieces."""
+    """Return the pattern of cutting a dim into pieces."""
     text = make_letters(len(logical_shape(call.inputs[0])), [call.argument("dim")])
     return text + "->" + ",".join([text] * len(call.output_shapes))
 
 
 def make_size_lowering(argument: int) -> Any:
-    """Lower with the size list at a position replaced by the size of the local output."""
+    """Return a lowering that replaces the size list at a position by the size of the local output."""
 
     def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalValue:
         local = list(args)
@@ -223,7 +223,7 @@ def make_size_lowering(argument: int) -> Any:
 def lower_to_reshape(
     builder: GraphBuilder, _call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
 ) -> LocalValue:
-    """Lower a squeeze to a reshape, for a piece of one row would lose its dim of rows too."""
+    """Lower a squeeze to a reshape, because a piece of one row would lose its row dim too."""
     return builder.call(aten.reshape.default, args[0], builder.output_size(0))
 
 
