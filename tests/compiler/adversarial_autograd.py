@@ -1,4 +1,4 @@
-"""Traps of autograd: hooks, custom functions, gradients of gradients, checkpointing, shared and frozen parameters."""
+"""Adversarial cases with autograd: hooks, custom functions, double backward, checkpointing, tied and frozen weights."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Twice(torch.autograd.Function):
-    """Doubles; its backward is deliberately another factor, so that a derived one would be noticed."""
+    """Doubles its input; its backward uses another factor on purpose, so that a derived one would show."""
 
     @staticmethod
     def forward(_context, value):

@@ -1,7 +1,7 @@
-"""What a trap is: a small script that a captured program could get wrong, with the outcome that is right for it.
+"""Adversarial cases: small scripts that a captured program could get wrong, each with its correct outcome.
 
-A trap is a builder that makes model, data and job afresh, so that the plain script and the job never share anything.
-A trap that is refused marks the line that the error must name with the comment `# the line`.
+A case builds model, data and job anew each time, so that the plain script and the job share nothing. A refused case
+marks the line that the error must name with the comment `# the line`.
 """
 
 import inspect
@@ -23,23 +23,23 @@ MARK = "# the line"
 LEARNING_RATE = 0.05
 
 
-def nothing(_number: int) -> None:
-    """For scripts that change nothing between calls."""
+def do_nothing(_number: int) -> None:
+    """Do nothing: the default for scripts that change nothing between calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A script's job and its batches; `before_call(number)` is what the script does before each call."""
+    """A script's job and its batches; the script calls `before_call(number)` before each call."""
 
     function: Callable[..., Any]
     modules: Mapping[str, nn.Module]
     batches: Sequence[tuple[Any, ...]]
-    before_call: Callable[[int], None] = nothing
+    before_call: Callable[[int], None] = do_nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdversarialCase:
-    """A script and what must become of it: the same training, or a refusal that says `refused` (a regex)."""
+    """A script and its required outcome: the same training, or a `CaptureError` that matches the regex `refused`."""
 
     build: Callable[[], Script]
     refused: str | None = None
@@ -49,15 +49,15 @@ class AdversarialCase:
         return self.build.__name__
 
     def line(self) -> str:
-        """Where the marked line stands, as "file.py:12"."""
+        """Return the marked line as "file.py:12"."""
         lines, first = inspect.getsourcelines(self.build)
-        (place,) = (number for number, text in enumerate(lines) if MARK in text)
-        return f"{inspect.getsourcefile(self.build)}:{first + place}"
+        (offset,) = (number for number, text in enumerate(lines) if MARK in text)
+        return f"{inspect.getsourcefile(self.build)}:{first + offset}"
 
 
 @dataclass
-class Call:
-    """What one call left behind."""
+class CallState:
+    """The state after one call."""
 
     results: Any
     state: dict[str, Tensor]
@@ -67,7 +67,7 @@ class Call:
 
 
 def rows(count: int = 5, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """A batch of six features and one of four classes."""
+    """Return a batch of rows with six features and of labels of four classes."""
     return torch.randn(count, 6, dtype=dtype), torch.randint(0, 4, (count,))
 
 
@@ -76,12 +76,12 @@ def batches(make: Callable[[], tuple[Any, ...]] = rows, count: int = 3) -> list[
 
 
 def perceptron() -> nn.Sequential:
-    """A small model for batches of `rows`."""
+    """Return a small model for batches of `rows`."""
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
-def started(case: AdversarialCase) -> tuple[Script, torch.optim.Optimizer]:
-    """The script after its set-up, the same whenever it is started."""
+def start_script(case: AdversarialCase) -> tuple[Script, torch.optim.Optimizer]:
+    """Return the script after its setup, which is the same each time."""
     torch.manual_seed(SEED)
     script = case.build()
     torch.manual_seed(SEED + 1)
@@ -89,16 +89,16 @@ def started(case: AdversarialCase) -> tuple[Script, torch.optim.Optimizer]:
     return script, torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
 
-def tensors_of(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def list_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, module in modules.items():
         found |= dict(module.named_parameters(name)) | dict(module.named_buffers(name))
     return found
 
 
-def call_after(script: Script, results: Any, batch: Sequence[Any]) -> Call:
-    tensors = tensors_of(script.modules)
-    return Call(
+def record_call(script: Script, results: Any, batch: Sequence[Any]) -> CallState:
+    tensors = list_tensors(script.modules)
+    return CallState(
         results=pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), results),
         state={name: tensor.detach().clone() for name, tensor in tensors.items()},
         gradients={name: None if item.grad is None else item.grad.to_dense().clone() for name, item in tensors.items()},
@@ -107,27 +107,27 @@ def call_after(script: Script, results: Any, batch: Sequence[Any]) -> Call:
     )
 
 
-def run_plainly(case: AdversarialCase) -> list[Call]:
-    """The script as PyTorch runs it, with no Rankless."""
-    script, optimizer = started(case)
+def run_plain(case: AdversarialCase) -> list[CallState]:
+    """Run the script with PyTorch only, without Rankless."""
+    script, optimizer = start_script(case)
     calls = []
     for number, batch in enumerate(script.batches):
         script.before_call(number)
         optimizer.zero_grad()
-        # Also of parameters that the optimizer does not have: each call's gradients are its own.
+        # Include parameters that the optimizer does not have: each call computes its own gradients.
         for module in script.modules.values():
             module.zero_grad()
         results = script.function(*batch)
         loss = results[0] if isinstance(results, tuple) else results
         loss.mean().backward()
         optimizer.step()
-        calls.append(call_after(script, results, batch))
+        calls.append(record_call(script, results, batch))
     return calls
 
 
-def run_captured(mesh: Mesh, case: AdversarialCase) -> list[Call]:
-    """The same script as a job on a mesh; on a mesh of one it is captured nevertheless."""
-    script, optimizer = started(case)
+def run_captured(mesh: Mesh, case: AdversarialCase) -> list[CallState]:
+    """Run the same script as a job on a mesh; a mesh of one captures it too."""
+    script, optimizer = start_script(case)
     world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(script.function, model=script.modules, optimizer=optimizer, view="consistent", world=lambda: world)
     if mesh.size == 1:
@@ -135,12 +135,12 @@ def run_captured(mesh: Mesh, case: AdversarialCase) -> list[Call]:
     calls = []
     for number, batch in enumerate(script.batches):
         script.before_call(number)
-        calls.append(call_after(script, job(*batch), batch))
+        calls.append(record_call(script, job(*batch), batch))
     return calls
 
 
-def assert_alike(found: Sequence[Call], wanted: Sequence[Call], tolerance: float) -> None:
-    """Every call left the same behind."""
+def assert_alike(found: Sequence[CallState], wanted: Sequence[CallState], tolerance: float) -> None:
+    """Assert that every call leaves the same state."""
     for number, (ours, plain) in enumerate(zip(found, wanted, strict=True)):
         assert torch.equal(ours.generator, plain.generator), f"call {number}: the generator moved differently"
         leaves, structure = pytree.tree_flatten_with_path(vars(ours))

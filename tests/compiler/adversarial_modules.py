@@ -1,4 +1,4 @@
-"""Traps of modules: buffers, modes, models not given, recurrent and embedding layers, attention, normalisation."""
+"""Adversarial cases with modules: buffers, modes, models not passed, recurrent layers, attention, normalization."""
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ class LeavingOneOut(nn.Sequential):
 
 
 def classifier(model, *, make=rows, **options):
-    """A script whose model gives scores of classes."""
+    """Return a script whose model classifies rows."""
 
     def loss(features, labels):
         return F.cross_entropy(model(features), labels)
@@ -107,7 +107,7 @@ def unused_parameters():
 
 
 def recurrent(model, features, *, hidden, length=7, dtype=torch.float64):
-    """A script that classifies the last state of a recurrent layer."""
+    """Return a script that classifies the last state of a recurrent layer."""
     output = nn.Linear(hidden, 4, dtype=dtype)
 
     def loss(sequence, labels):

@@ -1,4 +1,4 @@
-"""Traps of Python's state: what a job reads from, and leaves in, closures, globals, attributes and clocks."""
+"""Adversarial cases with Python state: what a job reads from and writes to closures, globals, attributes and clocks."""
 
 import logging
 import random
@@ -226,7 +226,7 @@ class Logging(nn.Module):
         self.linear = nn.Linear(6, 4).double()
 
     def forward(self, features):
-        logging.getLogger("rankless.tests.trap").debug("features of shape %s", features.shape)
+        logging.getLogger("rankless.tests.adversarial").debug("features of shape %s", features.shape)
         return self.linear(features)
 
 

@@ -1,4 +1,4 @@
-"""Traps of jobs that ask for what is another each time, or that move something on: all refused, with the line."""
+"""Adversarial cases with impure calls, and with iterators, counters or files that advance: all are refused."""
 
 import datetime
 import io
@@ -194,63 +194,63 @@ def generator_of_numpy_made_inside():
     return script(loss, model)
 
 
-def asking(ask, model=None):
-    """A script whose job calls a function; the mark stands where the function is."""
+def script_calling(function, model=None):
+    """Return a script whose job calls a function; the mark is on the line of the function."""
     model = perceptron() if model is None else model
 
     def loss(features, labels):
-        ask()
+        function()
         return F.cross_entropy(model(features), labels)
 
     return script(loss, model)
 
 
 def date_and_time():
-    return asking(lambda: datetime.datetime.now())  # the line
+    return script_calling(lambda: datetime.datetime.now())  # the line
 
 
 def date_of_today():
-    return asking(lambda: datetime.date.today())  # the line
+    return script_calling(lambda: datetime.date.today())  # the line
 
 
 def token():
-    return asking(lambda: secrets.token_hex())  # the line
+    return script_calling(lambda: secrets.token_hex())  # the line
 
 
 def identifier():
-    return asking(lambda: uuid.uuid4())  # the line
+    return script_calling(lambda: uuid.uuid4())  # the line
 
 
 def random_bytes():
-    return asking(lambda: os.urandom(3))  # the line
+    return script_calling(lambda: os.urandom(3))  # the line
 
 
 def working_folder():
-    return asking(lambda: os.getcwd())  # the line
+    return script_calling(lambda: os.getcwd())  # the line
 
 
 def file_opened():
-    return asking(lambda: open(__file__).close())  # the line
+    return script_calling(lambda: open(__file__).close())  # the line
 
 
 def file_read_by_its_path():
-    return asking(lambda: pathlib.Path(__file__).read_text())  # the line
+    return script_calling(lambda: pathlib.Path(__file__).read_text())  # the line
 
 
 def file_that_may_exist():
-    return asking(lambda: os.path.exists("stop"))  # the line
+    return script_calling(lambda: os.path.exists("stop"))  # the line
 
 
 def file_of_arrays():
-    return asking(lambda: numpy.load("scales.npy"))  # the line
+    return script_calling(lambda: numpy.load("scales.npy"))  # the line
 
 
 def file_of_tensors():
-    return asking(lambda: torch.load("scales.pt"))  # the line
+    return script_calling(lambda: torch.load("scales.pt"))  # the line
 
 
 def seed_of_torch():
-    return asking(lambda: torch.initial_seed())  # the line
+    return script_calling(lambda: torch.initial_seed())  # the line
 
 
 def seed_drawn():
@@ -264,17 +264,17 @@ def seed_drawn():
 
 
 def answer_of_the_user():
-    return asking(lambda: input())  # the line
+    return script_calling(lambda: input())  # the line
 
 
 def command_of_the_system():
-    return asking(lambda: subprocess.run([sys.executable, "-V"], check=True))  # the line
+    return script_calling(lambda: subprocess.run([sys.executable, "-V"], check=True))  # the line
 
 
 def time_of_a_file_in_a_function_of_a_hook():
     model = perceptron()
     model[0].register_forward_hook(lambda *_: time.monotonic() and None)  # the line
-    return asking(lambda: None, model)
+    return script_calling(lambda: None, model)
 
 
 def file_that_is_read_on():

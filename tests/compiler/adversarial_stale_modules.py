@@ -1,4 +1,4 @@
-"""Traps of modules that change between calls: their hooks, parametrizations, settings, modes and parts."""
+"""Adversarial cases with modules that change between calls: hooks, parametrizations, settings, modes, submodules."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 
 def classifier(model, change, *, make=rows, count=3, modules=None):
-    """A script whose model gives scores of classes and is changed before each call."""
+    """Return a script whose model classifies rows and changes before each call."""
 
     def loss(features, labels):
         return F.cross_entropy(model(features), labels)
@@ -20,7 +20,7 @@ def classifier(model, change, *, make=rows, count=3, modules=None):
 
 
 def at_call(number, do):
-    """A change before one call only."""
+    """Return a `before_call` that applies a change before one call only."""
     return lambda now: do() and None if now == number else None
 
 
@@ -258,7 +258,7 @@ def list_of_parts_emptied():
 
 
 class Blocks(nn.Module):
-    """Keeps its blocks in a plain list beside the registered one, as some models do."""
+    """Keeps its blocks in a plain list besides the registered ones, as some models do."""
 
     def __init__(self):
         super().__init__()

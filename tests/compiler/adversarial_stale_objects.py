@@ -1,4 +1,4 @@
-"""Traps of values that change between calls: in objects, classes, modules and functions."""
+"""Adversarial cases with values that change between calls: in objects, classes, modules and functions."""
 
 import functools
 
@@ -10,7 +10,7 @@ from adversarial_stale_values import scaled_by
 
 
 class Holder:
-    """An object that reads its scale in every way that a class can."""
+    """Reads its scale in every way that a class can."""
 
     level = 1.0
 
@@ -40,7 +40,7 @@ class Slotted:
 
 
 class Computing:
-    """Gives attributes that it does not have."""
+    """Computes attributes that it does not have."""
 
     def __init__(self):
         self.hidden = {"scale": 1.0}
@@ -49,8 +49,8 @@ class Computing:
         return vars(self)["hidden"][name]
 
 
-def held(read):
-    """A script that reads from a `Holder` whose scale and items change."""
+def script_reading(read):
+    """Return a script that reads from a `Holder` whose scale and items change."""
     holder = Holder()
 
     def change(number):
@@ -60,31 +60,31 @@ def held(read):
 
 
 def property_of_an_object():
-    return held(lambda holder: holder.doubled)
+    return script_reading(lambda holder: holder.doubled)
 
 
 def callable_object():
-    return held(lambda holder: holder())
+    return script_reading(lambda holder: holder())
 
 
 def item_of_an_object():
-    return held(lambda holder: holder[0])
+    return script_reading(lambda holder: holder[0])
 
 
 def number_that_an_object_stands_for():
-    return held(float)
+    return script_reading(float)
 
 
 def attribute_by_a_computed_name():
-    return held(lambda holder: getattr(holder, "sca" + "le"))
+    return script_reading(lambda holder: getattr(holder, "sca" + "le"))
 
 
 def attribute_by_vars():
-    return held(lambda holder: vars(holder)["".join(("sc", "ale"))])
+    return script_reading(lambda holder: vars(holder)["".join(("sc", "ale"))])
 
 
 def attribute_by_a_helper_function():
-    return held(lambda holder: inner_scale(holder))
+    return script_reading(lambda holder: inner_scale(holder))
 
 
 def inner_scale(given):
@@ -169,7 +169,7 @@ def settings_read_by_their_module():
 
 def settings_imported_inside():
     def read():
-        from stale_settings import scale  # noqa: PLC0415 - what is trapped
+        from stale_settings import scale  # noqa: PLC0415 - the case tests this
 
         return scale
 
@@ -180,7 +180,7 @@ def settings_imported_inside():
 
 
 def default_argument():
-    def read(scales=[1.0], *, power=1):  # noqa: B006 - what is trapped
+    def read(scales=[1.0], *, power=1):  # noqa: B006 - the case tests this
         return scales[0] ** power
 
     def change(number):
@@ -228,7 +228,7 @@ def lambda_in_a_table_replaced():
 def closures_over_a_loop_variable():
     table = []
     for place in range(3):
-        table.append(lambda: place + 1.0)  # noqa: B023 - what is trapped
+        table.append(lambda: place + 1.0)  # noqa: B023 - the case tests this
 
     def change(number):
         nonlocal place

@@ -1,4 +1,4 @@
-"""Traps of values that change between calls: what Python keeps of a process, evaluated text, arguments, a trainer."""
+"""Adversarial cases with values that change between calls: process state, evaluated text, arguments, a trainer."""
 
 import contextvars
 import functools
@@ -115,7 +115,7 @@ def arguments_that_compare_equal():
 
 
 class Trainer:
-    """A script as a class: the job is a method, and most of its attributes are not the job's."""
+    """A script as a class: the job is a method that does not read most of its attributes."""
 
     def __init__(self):
         self.model = perceptron()

@@ -1,4 +1,4 @@
-"""Traps of tensors, classes and PyTorch's switches that change between calls."""
+"""Adversarial cases with tensors, classes and PyTorch modes that change between calls."""
 
 import torch
 import torch.nn.functional as F
@@ -138,7 +138,7 @@ def floats_instead_of_doubles():
 
 
 class Switch:
-    """Enters a context before one call and leaves it before the next."""
+    """Enters a context before one call and exits it before the next."""
 
     def __init__(self, context):
         self.context = context

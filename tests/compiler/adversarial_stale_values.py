@@ -1,4 +1,4 @@
-"""Traps of values that change between calls: numbers, text, arrays and tensors, and containers of them."""
+"""Adversarial cases with values that change between calls: numbers, text, arrays, tensors, and containers of them."""
 
 import array
 import collections
@@ -14,7 +14,7 @@ from adversarial_cases import AdversarialCase, Script, batches, perceptron
 
 
 def scaled_by(read, change, **options):
-    """A script whose loss is scaled by what `read()` gives; before each call `change(number)` is done."""
+    """Return a script that scales its loss by `read()` and calls `change(number)` before each call."""
     model = perceptron()
 
     def loss(features, labels):

@@ -1,4 +1,4 @@
-"""Traps of jobs that do a part of the step themselves, or write files: refused, parts of the step on one device too."""
+"""Adversarial cases with training calls or file writes in the job: all are refused, on one device too."""
 
 import csv
 import io
@@ -9,8 +9,8 @@ from adversarial_cases import AdversarialCase, Script, batches, perceptron
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 
-def doing(act):
-    """A script whose job does something with its model, loss and optimizer beside computing."""
+def script_doing(act):
+    """Return a script whose job also acts on its model, loss and optimizer."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -26,7 +26,7 @@ def step_of_an_optimizer():
     def act(_model, _loss, optimizer):
         optimizer.step()  # the line
 
-    return doing(act)
+    return script_doing(act)
 
 
 def step_of_a_scheduler():
@@ -35,7 +35,7 @@ def step_of_a_scheduler():
     def act(_model, _loss, _optimizer):
         scheduler.step()  # the line
 
-    return doing(act)
+    return script_doing(act)
 
 
 def loss_scaled():
@@ -44,28 +44,28 @@ def loss_scaled():
     def act(_model, loss, _optimizer):
         scaler.scale(loss)  # the line
 
-    return doing(act)
+    return script_doing(act)
 
 
 def norm_clipped():
     def act(model, _loss, _optimizer):
         clip_grad_norm_(model.parameters(), 1.0)  # the line
 
-    return doing(act)
+    return script_doing(act)
 
 
 def values_clipped():
     def act(model, _loss, _optimizer):
         clip_grad_value_(model.parameters(), 1.0)  # the line
 
-    return doing(act)
+    return script_doing(act)
 
 
 def backward_of_the_loss():
     def act(_model, loss, _optimizer):
         loss.backward()  # the line
 
-    return doing(act)
+    return script_doing(act)
 
 
 def line_written():
@@ -74,7 +74,7 @@ def line_written():
     def act(_model, _loss, _optimizer):
         file.write("a step")  # the line
 
-    return doing(act)
+    return script_doing(act)
 
 
 def row_written():
@@ -83,10 +83,10 @@ def row_written():
     def act(_model, _loss, _optimizer):
         writer.writerow(["a step"])  # the line
 
-    return doing(act)
+    return script_doing(act)
 
 
-PARTS = [
+TRAINING_CALLS = [
     AdversarialCase(build=step_of_an_optimizer, refused=r"an optimizer's step\(\) inside the job"),
     AdversarialCase(build=step_of_a_scheduler, refused=r"a scheduler's step\(\) inside the job"),
     AdversarialCase(build=loss_scaled, refused=r"a GradScaler's scale\(\) inside the job"),
@@ -94,7 +94,7 @@ PARTS = [
     AdversarialCase(build=values_clipped, refused=r"clipping gradients inside the job"),
     AdversarialCase(build=backward_of_the_loss, refused=r"backward\(\) inside the job"),
 ]
-WRITTEN = [
+FILE_WRITES = [
     AdversarialCase(build=line_written, refused=r"write\(\) of a file inside the job"),
     AdversarialCase(build=row_written, refused=r"writerow\(\) of a file inside the job"),
 ]

@@ -1,4 +1,4 @@
-"""Traps of values: reading what a tensor holds, random numbers, changed arguments, precision, several results."""
+"""Adversarial cases with values: reading a tensor's numbers, random numbers, changed arguments, precision, results."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
-"""N ranks in one process, for tests of capture, placing and lowering: their programs run node by node in step.
+"""Simulate N ranks in one process to test capture, sharding and lowering: all programs run node by node in lockstep.
 
-Collectives are computed from the list of all ranks' values; random operators start from the same generator state on
-every rank, as they do in real processes.
+Collectives are computed from the list of all ranks' values. Random operators start from the same generator state on
+every rank, as in real processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from rankless.parallel.placement import Placement, Replicate, Shard, split_lengt
 
 @dataclass(frozen=True)
 class Outcome:
-    """What every rank's program gave: the same on all ranks, which is asserted."""
+    """The results of the ranks' programs, which are asserted to be equal on all ranks."""
 
     results: list[Tensor]
     gradients: dict[str, Tensor]
@@ -33,7 +33,7 @@ class Outcome:
     local: LocalGraph
 
 
-def run_in_step(
+def run_in_lockstep(
     function: Callable[..., Any],
     modules: Mapping[str, nn.Module],
     arguments: Sequence[Tensor],
@@ -41,9 +41,9 @@ def run_in_step(
     trains: bool = True,
     captured_at: Sequence[Tensor] | None = None,
 ) -> Outcome:
-    """Capture, place and lower a job for `ranks` ranks, and run all of them.
+    """Capture, shard and lower a job for `ranks` ranks, and run all of them.
 
-    With `captured_at` the program is made for the shapes of those, with symbols where the arguments' differ.
+    With `captured_at`, the program is captured for those shapes, with symbols where the arguments' shapes differ.
     """
     source = JobSource(name="job", function=function, modules=modules, trains=trains)
     sizes = SymbolicSizes()
@@ -53,12 +53,12 @@ def run_in_step(
     meshes = [Mesh(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
     graphs = [lower(sharded, mesh) for mesh in meshes]
     if not compile_guards(sizes.guard_expressions(), len(symbols))(list(symbols.values())):
-        raise OtherProgram(sizes.guard_expressions())
+        raise GuardsFailed(sizes.guard_expressions())
     placements = [batch_placement(item.shape, ranks) for item in arguments]
     tensors = named_tensors(modules)
     inputs = [
         [
-            piece_of(arguments[described.index], placements[described.index], rank)
+            slice_for_rank(arguments[described.index], placements[described.index], rank)
             if described.kind == "argument"
             else described.constant
             if described.kind == "constant"
@@ -71,14 +71,14 @@ def run_in_step(
     return make_outcome(sharded, graphs, values)
 
 
-class OtherProgram(Exception):
-    """The guards of a program do not hold for the arguments that it was to be run on."""
+class GuardsFailed(Exception):
+    """The guards of a program do not hold for the arguments that it should run on."""
 
 
 def varying_shapes(
     sizes: SymbolicSizes, captured_at: Sequence[Tensor], arguments: Sequence[Tensor]
 ) -> tuple[list[ArgumentShape], dict[str, int]]:
-    """Shapes to capture for, with a symbol for each pair of sizes that differ; and the symbols' later values."""
+    """Return shapes with a symbol for each pair of sizes that differ, and the symbols' later values."""
     symbols: dict[tuple[int, int], Any] = {}
     shapes = []
     for before, after in zip(captured_at, arguments, strict=True):
@@ -92,14 +92,14 @@ def varying_shapes(
 
 
 def batch_placement(shape: Sequence[int], ranks: int) -> Placement:
-    """Split on dim 0 where there are rows enough."""
+    """Return a shard of dim 0 if there are enough rows."""
     if not shape or shape[0] < ranks:
         return Replicate()
     return Shard(0, split_lengths(shape[0], ranks))
 
 
-def piece_of(value: Tensor, placement: Placement, rank: int) -> Tensor:
-    """One rank's piece."""
+def slice_for_rank(value: Tensor, placement: Placement, rank: int) -> Tensor:
+    """Return one rank's piece."""
     if not isinstance(placement, Shard):
         return value
     return value.narrow(placement.dim, placement.start(rank), placement.lengths[rank]).clone()
@@ -116,7 +116,7 @@ def interpret(
     for nodes in zip(*(graph.graph.nodes for graph in graphs), strict=True):
         if nodes[0].op in ("placeholder", "output"):
             continue
-        called = [
+        arguments = [
             fx.node.map_aggregate(
                 (node.args, node.kwargs),
                 lambda item, known=known: known[item] if isinstance(item, fx.Node) else evaluate_size(item, symbols),
@@ -124,13 +124,13 @@ def interpret(
             for node, known in zip(nodes, values, strict=True)
         ]
         if isinstance(nodes[0].target, Redistribution | StackedGather):
-            pieces, lengths = [args[0] for args, _ in called], called[0][0][1:]
+            pieces, lengths = [args[0] for args, _ in arguments], arguments[0][0][1:]
             results = [call_collective(node.target, pieces, lengths, rank) for rank, node in enumerate(nodes)]
         else:
             state = torch.get_rng_state()
             results = []
             with torch.no_grad():
-                for node, (args, kwargs) in zip(nodes, called, strict=True):
+                for node, (args, kwargs) in zip(nodes, arguments, strict=True):
                     torch.set_rng_state(state)
                     results.append(node.target(*args, **kwargs))
         for node, known, result in zip(nodes, values, results, strict=True):
@@ -141,7 +141,7 @@ def interpret(
 def call_collective(
     collective: Redistribution | StackedGather, pieces: list[Tensor], lengths: Sequence[tuple[int, ...]], rank: int
 ) -> Tensor:
-    """What a collective gives to one rank."""
+    """Return what a collective gives to one rank."""
     if isinstance(collective, StackedGather):
         return torch.stack(pieces)
     source, target = collective.source, collective.target
@@ -152,22 +152,22 @@ def call_collective(
         whole = torch.stack(pieces).sum(0).to(pieces[0].dtype)
     else:
         whole = reduce_extremum(torch.stack(pieces), source.reduce_op)
-    return piece_of(whole, Shard(target.dim, lengths[-1]) if isinstance(target, Shard) else target, rank)
+    return slice_for_rank(whole, Shard(target.dim, lengths[-1]) if isinstance(target, Shard) else target, rank)
 
 
 def make_outcome(
     sharded: ShardedProgram, graphs: Sequence[LocalGraph], values: Sequence[dict[fx.Node, Any]]
 ) -> Outcome:
-    """The outputs of rank 0, equal on all ranks; pending gradients summed."""
+    """Return the outputs of rank 0, which equal those of all ranks, with pending gradients summed."""
     results: list[Tensor] = []
     gradients, mutations = {}, {}
     for index, (node, described) in enumerate(graphs[0].outputs):
-        everyone = [known[graph.outputs[index][0]] for graph, known in zip(graphs, values, strict=True)]
+        gathered = [known[graph.outputs[index][0]] for graph, known in zip(graphs, values, strict=True)]
         if node in graphs[0].pending_gradients:
-            value = torch.stack(everyone).sum(0)
+            value = torch.stack(gathered).sum(0)
         else:
-            value = everyone[0]
-            for other in everyone[1:]:
+            value = gathered[0]
+            for other in gathered[1:]:
                 torch.testing.assert_close(other, value, rtol=0, atol=0, equal_nan=True)
         if described.kind == "gradient":
             gradients[described.name] = value
@@ -186,14 +186,14 @@ def assert_same_as_plain(
     bound: float = 1e-12,
     captured_at: Sequence[Tensor] | None = None,
 ) -> Outcome:
-    """Loss, results, gradients, buffers and the generator's state equal the plain script's, within `bound`.
+    """Assert that loss, results, gradients, buffers and generator state equal the plain script's, within `bound`.
 
-    The bound is relative to the loss, or to a tensor's largest entry, or to the largest gradient of all. For
-    `captured_at` see `run_in_step`.
+    The bound is relative to the loss, to a tensor's largest entry, or to the largest gradient of all. `run_in_lockstep`
+    explains `captured_at`.
     """
     before = {name: tensor.detach().clone() for name, tensor in named_tensors(modules).items()}
     state = torch.get_rng_state()
-    found = run_in_step(function, modules, arguments, ranks, captured_at=captured_at)
+    found = run_in_lockstep(function, modules, arguments, ranks, captured_at=captured_at)
     state_after = torch.get_rng_state()
     for name, tensor in named_tensors(modules).items():
         assert torch.equal(tensor.detach(), before[name]), f"capture or run changed {name}"
@@ -204,7 +204,7 @@ def assert_same_as_plain(
     parameters = {name: item for module in modules.values() for name, item in named_tensors(modules).items()}
     wanted = {name: item for name, item in parameters.items() if item.requires_grad}
     grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    assert torch.equal(torch.get_rng_state(), state_after), "the generator moved differently"
+    assert torch.equal(torch.get_rng_state(), state_after), "the generator advanced differently"
     assert_near(found.results[0], loss.detach(), bound, "the loss")
     for position, leaf in enumerate(leaves):
         assert_near(found.results[position + 1], leaf.detach(), bound, f"result {position}")
@@ -220,7 +220,7 @@ def assert_same_as_plain(
 
 
 def assert_near(found: Tensor, wanted: Tensor, bound: float, what: str, floor: float = 0.0) -> None:
-    """Equal shapes and dtypes; values within `bound` of the largest entry; NaN where NaN is wanted."""
+    """Assert equal shapes and dtypes, values within `bound` of the largest entry, and NaN in the same places."""
     assert found.shape == wanted.shape, f"{what}: shape {list(found.shape)}, wanted {list(wanted.shape)}"
     assert found.dtype == wanted.dtype, f"{what}: {found.dtype}, wanted {wanted.dtype}"
     if not wanted.is_floating_point():

@@ -1,4 +1,4 @@
-"""A user's module of settings, for traps that read it."""
+"""A user's settings module, which adversarial cases read."""
 
 import types
 

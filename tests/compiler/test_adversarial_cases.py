@@ -1,4 +1,4 @@
-"""Every trap of capture: the job does what the plain script does, or is refused with the line of the script."""
+"""Every adversarial case of capture: the job equals the plain script, or is refused with the line of the script."""
 
 import inspect
 import re
@@ -17,8 +17,8 @@ from adversarial_cases import (
     perceptron,
     rows,
     run_captured,
-    run_plainly,
-    started,
+    run_plain,
+    start_script,
 )
 from support.processes import on_mesh
 
@@ -37,24 +37,24 @@ CASES = [
 SUPPORTED = [case for case in CASES if case.refused is None]
 REFUSED = [case for case in CASES if case.refused is not None]
 WORKERS = 2
-# Sums over rows are rounded to bfloat16 on each rank, so parts of a batch round otherwise than the whole.
-ROUNDED_IN_PARTS = {"autocast_inside"}
+# Each rank rounds sums over its rows to bfloat16, so a split batch rounds differently.
+ROUNDED_PER_RANK = {"autocast_inside"}
 
 
 @pytest.fixture(autouse=True)
-def _random_state_is_put_back():
+def _restore_random_state():
     with torch.random.fork_rng(devices=[]):
         yield
 
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
-def test_the_captured_job_does_what_the_plain_script_does(case: AdversarialCase):
-    wanted = run_plainly(case)
-    assert_alike(run_captured(Mesh.solo(), case), wanted, case.tolerance)
+def test_the_captured_job_equals_the_plain_script(case: AdversarialCase):
+    expected = run_plain(case)
+    assert_alike(run_captured(Mesh.solo(), case), expected, case.tolerance)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_the_job_is_refused_with_what_was_found_and_the_line(case: AdversarialCase):
+def test_the_job_is_refused_with_the_cause_and_the_line(case: AdversarialCase):
     with pytest.raises(CaptureError) as raised:
         run_captured(Mesh.solo(), case)
     assert re.search(case.refused, str(raised.value.found)), raised.value.found
@@ -62,11 +62,11 @@ def test_the_job_is_refused_with_what_was_found_and_the_line(case: AdversarialCa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in SUPPORTED if str(case) not in ROUNDED_IN_PARTS], ids=str)
-def test_on_two_workers_every_rank_does_what_the_plain_script_does(case: AdversarialCase):
-    wanted = run_plainly(case)
+@pytest.mark.parametrize("case", [case for case in SUPPORTED if str(case) not in ROUNDED_PER_RANK], ids=str)
+def test_on_two_workers_every_rank_equals_the_plain_script(case: AdversarialCase):
+    expected = run_plain(case)
     for calls in on_mesh(WORKERS, run_captured, case):
-        assert_alike(calls, wanted, case.tolerance)
+        assert_alike(calls, expected, case.tolerance)
 
 
 @pytest.mark.slow
@@ -88,8 +88,8 @@ def captured(script: Script) -> LogicalProgram:
 
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
-def test_every_operator_of_the_script_forward_and_backward_has_a_line_of_it(case: AdversarialCase):
-    script, _ = started(case)
+def test_every_operator_forward_and_backward_has_a_line_of_the_script(case: AdversarialCase):
+    script, _ = start_script(case)
     operators = [node for node in captured(script).graph.nodes if node.op == "call_function"]
     source = inspect.getsourcefile(case.build)
     without = [str(node.target) for node in operators if not node.meta["line"].startswith(f"{source}:")]
@@ -109,7 +109,7 @@ def loss_of_several_lines() -> Script:
     return Script(function=loss, modules={"model": model}, batches=[rows()])
 
 
-def test_an_operator_and_its_backward_have_the_very_line_that_they_come_from():
+def test_an_operator_and_its_backward_have_the_exact_line_of_their_origin():
     operators = [node for node in captured(loss_of_several_lines()).graph.nodes if node.op == "call_function"]
     lines = {str(node.target): node.meta["line"] for node in operators}
     marked = AdversarialCase(build=loss_of_several_lines).line()

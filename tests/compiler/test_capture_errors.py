@@ -1,4 +1,4 @@
-"""What a job that cannot be one program is told; an error of the script's own passes as it is."""
+"""Errors for jobs that cannot be one program; errors of the script itself pass unchanged."""
 
 import gc
 
@@ -15,20 +15,20 @@ from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
 
-def called(function, model, *arguments):
-    """What the captured train job gives for a batch."""
+def call_captured(function, model, *arguments):
+    """Return the result of the captured train job for a batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
     job = make_job(function, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
     return ConsistentView(job.definition, world).run(flatten_arguments(arguments, {}, torch.device("cpu")))
 
 
-def test_an_error_of_the_scripts_own_passes_unchanged():
+def test_an_error_raised_by_the_script_passes_unchanged():
     def loss(features, labels):
         raise RuntimeError(f"no model for {tuple(features.shape)} and {tuple(labels.shape)}")
 
     with pytest.raises(RuntimeError, match=r"^no model for \(5, 6\) and \(5,\)$"):
-        called(loss, perceptron(), *rows())
+        call_captured(loss, perceptron(), *rows())
 
 
 def test_an_error_of_pytorch_about_shapes_passes_unchanged():
@@ -38,11 +38,11 @@ def test_an_error_of_pytorch_about_shapes_passes_unchanged():
         return F.cross_entropy(model(features.t()), labels)
 
     with pytest.raises(RuntimeError, match="same reduction dim") as raised:
-        called(loss, model, *rows())
+        call_captured(loss, model, *rows())
     assert not isinstance(raised.value, CaptureError)
 
 
-def test_what_runs_when_garbage_is_collected_is_not_the_jobs():
+def test_garbage_collection_callbacks_do_not_count_as_code_of_the_job():
     model = perceptron()
     seen = []
 
@@ -54,11 +54,11 @@ def test_what_runs_when_garbage_is_collected_is_not_the_jobs():
         seen.append(phase)
 
     before = gc.get_threshold()
-    # At each pass of the job's Python at another moment, as under a library that watches collections (hypothesis does).
+    # The callback runs at a different moment in each pass, as with libraries that hook the collector (hypothesis).
     gc.callbacks.append(lambda phase, info: collected(phase, info) if len(seen) % 3 else seen.append(phase))
     gc.set_threshold(37)
     try:
-        called(loss, model, *rows())
+        call_captured(loss, model, *rows())
     finally:
         gc.set_threshold(*before)
         gc.callbacks.pop()
@@ -95,31 +95,31 @@ NOT_A_LOSS = {
 
 
 @pytest.mark.parametrize(("function", "found"), NOT_A_LOSS.items(), ids=lambda item: getattr(item, "__name__", None))
-def test_a_train_job_that_does_not_return_its_loss_is_told_what_it_returned(function, found):
+def test_a_train_job_without_a_loss_raises_an_error_with_what_it_returned(function, found):
     model = perceptron()
 
     def loss(features, labels):
         return function(model, features, labels)
 
     with pytest.raises(CaptureError) as raised:
-        called(loss, model, *rows())
+        call_captured(loss, model, *rows())
     assert raised.value.found == found
     assert "train job 'loss' to return its loss" in str(raised.value.expected)
     assert raised.value.where == f"{__file__}:{loss.__code__.co_firstlineno}"
 
 
-def test_an_argument_that_cannot_tell_calls_apart_is_refused_by_its_type():
+def test_an_argument_that_cannot_be_part_of_a_cache_key_is_refused_by_its_type():
     model = perceptron()
 
     def loss(features, labels, seen):
         return F.cross_entropy(model(features), labels) + len(seen)
 
     with pytest.raises(CaptureError) as raised:
-        called(loss, model, *rows(), {1, 2})
+        call_captured(loss, model, *rows(), {1, 2})
     assert raised.value.found == "arguments of type set"
 
 
-def test_a_refused_job_leaves_parameters_and_the_generator_as_they_were():
+def test_a_refused_job_does_not_change_parameters_or_the_generator():
     torch.manual_seed(3)
     model, batch = perceptron(), rows()
     before, generator = [item.detach().clone() for item in model.parameters()], torch.get_rng_state()
@@ -129,7 +129,7 @@ def test_a_refused_job_leaves_parameters_and_the_generator_as_they_were():
         return F.cross_entropy(scores, labels) * labels.sum().item()
 
     with pytest.raises(CaptureError):
-        called(loss, model, *batch)
+        call_captured(loss, model, *batch)
     assert torch.equal(torch.get_rng_state(), generator)
     for item, wanted in zip(model.parameters(), before, strict=True):
         assert torch.equal(item, wanted)

@@ -1,9 +1,9 @@
-"""Whole jobs on two to seven ranks in one process: traps of capture, of layouts and of random numbers."""
+"""Complete jobs on two to seven ranks in one process: adversarial captures, placements and random numbers."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_ranks import assert_same_as_plain, run_in_step
+from simulated_ranks import assert_same_as_plain, run_in_lockstep
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -102,7 +102,7 @@ JOBS = {
     "in-place writes of rows and columns": lambda model: (
         lambda x: model.inner(x).index_fill(0, torch.tensor([1, 4]), 0.5).masked_fill(x > 0, 0.1).square().mean()
     ),
-    "writes into slices": lambda model: lambda x: written(model.inner(x)).square().mean(),
+    "writes into slices": lambda model: lambda x: write_slices(model.inner(x)).square().mean(),
     "a loop over the rows": lambda model: lambda x: sum(row.norm() for row in model.inner(x)) / len(x),
     "a matrix between rows": lambda model: lambda x: (torch.cdist(model.inner(x), x + 3) ** 2).softmax(1).diag().mean(),
     "products of the batch with itself": lambda model: (
@@ -134,7 +134,7 @@ def penalty(layer, x):
     return (slope.norm(dim=1) - 1).square().mean()
 
 
-def written(value):
+def write_slices(value):
     value = value.clone()
     value[:, 0] = value[:, 1] * 2
     value[2] = 1.0
@@ -151,18 +151,18 @@ def test_a_job_is_exact_whatever_it_does_with_its_batch(name, ranks):
 
 
 BOUNDS = {"precision of its own": 1e-5}
-"""A job that computes in float32 is held to float32's bound."""
+"""A job that computes in float32 has the bound of float32."""
 
 
-def parametrised(parametrisation):
-    return lambda: parametrisation(nn.Linear(6, 6))
+def parametrize_linear(parametrization):
+    return lambda: parametrization(nn.Linear(6, 6))
 
 
 @pytest.mark.parametrize(
     "build",
     [
-        parametrised(parametrizations.weight_norm),
-        parametrised(parametrizations.spectral_norm),
+        parametrize_linear(parametrizations.weight_norm),
+        parametrize_linear(parametrizations.spectral_norm),
         lambda: Twice(nn.Bilinear(6, 6, 3)),
         lambda: nn.PReLU(6),
         lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 2), nn.InstanceNorm1d(2, affine=True)),
@@ -195,13 +195,13 @@ class Twice(nn.Module):
 
 
 class Second(nn.Module):
-    """The final state of a recurrent layer, batch first."""
+    """Returns the final state of a recurrent layer, batch first."""
 
     def forward(self, results):
         return results[1].transpose(0, 1)
 
 
-def test_tensors_that_are_no_batch_and_one_without_dims_may_be_arguments():
+def test_tensors_that_are_not_a_batch_and_a_scalar_can_be_arguments():
     model = nn.Linear(6, CLASSES)
 
     def loss(x, y, weights, temperature):
@@ -214,11 +214,11 @@ def test_tensors_that_are_no_batch_and_one_without_dims_may_be_arguments():
 
 def test_a_parameter_that_is_not_used_has_no_gradient():
     model = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2)])
-    outcome = run_in_step(lambda x: model[0](x).square().mean(), {"model": model}, [features()], 3)
+    outcome = run_in_lockstep(lambda x: model[0](x).square().mean(), {"model": model}, [features()], 3)
     assert set(outcome.gradients) == {"model.0.weight", "model.0.bias"}
 
 
-def test_a_module_that_is_used_twice_stays_as_it_was():
+def test_a_module_that_is_used_twice_keeps_its_tensors():
     shared = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
     model = nn.Sequential(shared, nn.Linear(6, 6), shared)
     tensors = [*model.parameters(), *model.buffers()]
@@ -236,7 +236,7 @@ def test_a_module_tied_into_two_models_has_one_gradient():
 
 REFUSED = {
     "batch norm that averages all": lambda: nn.BatchNorm1d(6, momentum=None),
-    "an embedding that renormalises itself": lambda: nn.Sequential(Whole(), nn.Embedding(6, 6, max_norm=0.5)),
+    "an embedding that renormalizes itself": lambda: nn.Sequential(Whole(), nn.Embedding(6, 6, max_norm=0.5)),
 }
 
 
@@ -246,10 +246,10 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_one_program_is_refused(name):
+def test_a_model_that_cannot_be_one_program_is_refused(name):
     model = REFUSED[name]()
     with pytest.raises(CaptureError):
-        run_in_step(lambda x: model(x).square().mean(), {"model": model}, [features()], 3)
+        run_in_lockstep(lambda x: model(x).square().mean(), {"model": model}, [features()], 3)
 
 
 def freeze(model):
@@ -265,7 +265,7 @@ def thaw(model):
 
 
 @pytest.mark.parametrize("change", [freeze, freeze_all, thaw])
-def test_which_parameters_train_is_not_changed_inside_a_job(change):
+def test_a_job_that_sets_requires_grad_of_a_parameter_is_refused(change):
     model = nn.Module()
     model.inner, model.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
 
@@ -274,5 +274,5 @@ def test_which_parameters_train_is_not_changed_inside_a_job(change):
         return model.frozen(model.inner(x)).square().mean()
 
     with pytest.raises(CaptureError, match="requires_grad") as raised:
-        run_in_step(loss, {"model": model}, [features()], 2)
+        run_in_lockstep(loss, {"model": model}, [features()], 2)
     assert raised.value.where.startswith(__file__)

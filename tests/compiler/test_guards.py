@@ -1,4 +1,4 @@
-"""Guards: which plain values a job reads, and when they make it another program."""
+"""Guards: which plain values a job reads, and when they require another program."""
 
 import types
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankless.compiler.capture import capture as capturing
+from rankless.compiler.capture import capture as capture_module
 from rankless.compiler.guards.guard_discovery import collect_guards
 from rankless.compiler.guards.guards import GuardSet
 from rankless.context.world import World
@@ -32,12 +32,12 @@ FACTORS = [1.0, 2.0]
 APPLIED = doubled
 
 
-def labels(guards: GuardSet) -> set[str]:
+def list_labels(guards: GuardSet) -> set[str]:
     return {guard.label for guard in guards.guards}
 
 
-def changed(guards: GuardSet) -> str:
-    """The label of the value that is not what it was."""
+def failing_label(guards: GuardSet) -> str:
+    """Return the label of the first changed value."""
     assert not guards.all_hold()
     guard = guards.first_failing()
     assert guard is not None
@@ -54,10 +54,10 @@ def test_a_closure_value_is_guarded_until_it_changes():
     assert guards.all_hold()
     assert guards.first_failing() is None
     scale = 3.0
-    assert changed(guards) == "scale"
+    assert failing_label(guards) == "scale"
 
 
-def test_a_value_that_changes_back_holds_again():
+def test_the_guard_of_a_value_that_changes_back_holds_again():
     scale = 1.0
 
     def job(value):
@@ -70,7 +70,7 @@ def test_a_value_that_changes_back_holds_again():
     assert guards.all_hold()
 
 
-def test_an_equal_number_of_another_type_is_another_value():
+def test_an_equal_number_of_another_type_fails_its_guard():
     scale = 1
 
     def job(value):
@@ -78,7 +78,7 @@ def test_an_equal_number_of_another_type_is_another_value():
 
     guards = collect_guards(job, {})
     scale = 1.0
-    assert changed(guards) == "scale"
+    assert failing_label(guards) == "scale"
 
 
 def test_a_global_is_guarded_until_it_changes(monkeypatch: pytest.MonkeyPatch):
@@ -88,10 +88,10 @@ def test_a_global_is_guarded_until_it_changes(monkeypatch: pytest.MonkeyPatch):
     guards = collect_guards(job, {})
     assert guards.all_hold()
     monkeypatch.setitem(globals(), "SCALE", 5.0)
-    assert changed(guards) == "SCALE"
+    assert failing_label(guards) == "SCALE"
 
 
-def test_an_attribute_two_levels_deep_is_guarded_and_one_that_is_not_read_is_not(monkeypatch: pytest.MonkeyPatch):
+def test_a_nested_attribute_is_guarded_and_an_attribute_not_read_is_not(monkeypatch: pytest.MonkeyPatch):
     def job(value):
         return value * SETTINGS.optimizer.scale
 
@@ -99,7 +99,7 @@ def test_an_attribute_two_levels_deep_is_guarded_and_one_that_is_not_read_is_not
     monkeypatch.setattr(SETTINGS, "unread", 7.0)
     assert guards.all_hold()
     monkeypatch.setattr(SETTINGS.optimizer, "scale", 7.0)
-    assert changed(guards) == "SETTINGS.optimizer.scale"
+    assert failing_label(guards) == "SETTINGS.optimizer.scale"
 
 
 def test_a_value_read_by_a_function_that_the_job_calls_is_guarded():
@@ -112,12 +112,12 @@ def test_a_value_read_by_a_function_that_the_job_calls_is_guarded():
         return scaled(value)
 
     guards = collect_guards(job, {})
-    assert "scale" in labels(guards)
+    assert "scale" in list_labels(guards)
     scale = 2.0
-    assert changed(guards) == "scale"
+    assert failing_label(guards) == "scale"
 
 
-def test_a_list_that_grows_or_has_another_entry_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_list_that_grows_or_has_another_entry_fails_its_guard(monkeypatch: pytest.MonkeyPatch):
     def job(value):
         return value * sum(FACTORS)
 
@@ -125,14 +125,14 @@ def test_a_list_that_grows_or_has_another_entry_is_noticed(monkeypatch: pytest.M
     guards = collect_guards(job, {})
     assert guards.all_hold()
     FACTORS.append(3.0)
-    assert changed(guards) == "FACTORS"
+    assert failing_label(guards) == "FACTORS"
     FACTORS.pop()
     assert guards.all_hold()
     FACTORS[0] = 9.0
-    assert changed(guards) == "FACTORS"
+    assert failing_label(guards) == "FACTORS"
 
 
-def test_a_list_of_tensors_that_grows_is_noticed():
+def test_a_list_of_tensors_that_grows_fails_its_guard():
     kept = [torch.ones(1)]
 
     def job(value):
@@ -141,20 +141,20 @@ def test_a_list_of_tensors_that_grows_is_noticed():
     guards = collect_guards(job, {})
     assert guards.all_hold()
     kept.append(torch.ones(1))
-    assert changed(guards) == "kept"
+    assert failing_label(guards) == "kept"
 
 
-def test_a_function_replaced_under_its_name_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_function_replaced_under_its_name_fails_its_guard(monkeypatch: pytest.MonkeyPatch):
     def job(value):
         return APPLIED(value)
 
     guards = collect_guards(job, {})
     assert guards.all_hold()
     monkeypatch.setitem(globals(), "APPLIED", tripled)
-    assert changed(guards) == "APPLIED"
+    assert failing_label(guards) == "APPLIED"
 
 
-def test_a_tensor_changed_in_place_is_the_same_value_and_a_rebound_one_is_not():
+def test_a_tensor_changed_in_place_passes_its_guard_and_a_rebound_one_fails():
     weights = torch.ones(2)
 
     def job(value):
@@ -164,7 +164,7 @@ def test_a_tensor_changed_in_place_is_the_same_value_and_a_rebound_one_is_not():
     weights.add_(1.0)
     assert guards.all_hold()
     weights = torch.full((2,), 2.0)
-    assert changed(guards) == "weights"
+    assert failing_label(guards) == "weights"
 
 
 class Scaled(nn.Module):
@@ -188,32 +188,35 @@ def test_an_attribute_that_a_modules_forward_reads_is_guarded():
     model[0].note = "still unread"
     assert guards.all_hold()
     model[0].scale = 2.0
-    assert changed(guards) == "model.0.scale"
+    assert failing_label(guards) == "model.0.scale"
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that grows by one entry per capture."""
+def record_captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by one entry per capture."""
     captures: list[str] = []
 
     def capture(source, *arguments, **options):
         captures.append(source.name)
-        return capturing.capture(source, *arguments, **options)
+        return capture_module.capture(source, *arguments, **options)
 
     monkeypatch.setattr(program_cache, "capture", capture)
     return captures
 
 
 def test_a_changed_value_captures_exactly_once_and_an_unchanged_one_never(monkeypatch: pytest.MonkeyPatch):
-    captures, model, scale = counted(monkeypatch), Scaled(), 1.0
+    captures, model, scale = record_captures(monkeypatch), Scaled(), 1.0
 
     def job(features):
         return model(features) * scale
 
     world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
     definition = make_job(job, model=model, optimizer=None, view="consistent", world=lambda: world).definition
-    view, arguments = ConsistentView(definition, world), flatten_arguments((torch.ones(2, 3),), {}, torch.device("cpu"))
+    consistent_view, arguments = (
+        ConsistentView(definition, world),
+        flatten_arguments((torch.ones(2, 3),), {}, torch.device("cpu")),
+    )
     wanted = job(arguments.tensors[0]).detach()
     for value, captured in ((1.0, 1), (1.0, 1), (2.0, 2), (2.0, 2), (1.0, 2), (2.0, 2)):
         scale = value
-        torch.testing.assert_close(view.run(arguments).result, wanted * value)
+        torch.testing.assert_close(consistent_view.run(arguments).result, wanted * value)
         assert len(captures) == captured

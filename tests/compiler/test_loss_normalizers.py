@@ -1,4 +1,4 @@
-"""What a loss is divided by is the same on every rank, whatever order its sets have there."""
+"""The loss normalizers are the same on every rank, whatever the order of its sets."""
 
 from types import SimpleNamespace
 
@@ -10,16 +10,16 @@ from rankless.compiler.analysis.loss_normalizers import find_normalizers
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_of_counts_that_are_computed_alike_the_first_of_the_program_is_taken(reverse):
+def test_of_counts_with_equal_keys_the_first_in_the_program_is_used(reverse):
     graph = fx.Graph()
     first, second, third, objective = (graph.placeholder(name) for name in ("first", "second", "third", "objective"))
-    given = [
+    normalizers = [
         Normalizer("a count", second, is_literal=False),
         Normalizer("a count", third, is_literal=False),
         Normalizer("a number of rows", first, is_literal=True),
         Normalizer("a number of rows", third, is_literal=True),
     ]
-    # A tuple in place of the set: the order in which this rank happens to meet them.
-    found = SimpleNamespace(kinds={objective: BatchSum(tuple(given[::-1] if reverse else given))})
-    taken = find_normalizers(objective, found, "train.py:1")
-    assert [(divisor.node, divisor.is_literal) for divisor in taken] == [(first, True), (second, False), (third, True)]
+    # A tuple replaces the set and fixes the order on this rank.
+    analysis = SimpleNamespace(kinds={objective: BatchSum(tuple(normalizers[::-1] if reverse else normalizers))})
+    found = find_normalizers(objective, analysis, "train.py:1")
+    assert [(divisor.node, divisor.is_literal) for divisor in found] == [(first, True), (second, False), (third, True)]

@@ -1,4 +1,4 @@
-"""Every operator that has a rule, forward and backward, split over uneven shards, against one device in float64."""
+"""Every operator that has a rule, forward and backward, on uneven shards against one device in float64."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Case:
-    """A function of a batch `x` whose rows have the given shape; gradients pass through it to a factor of x."""
+    """A function of a batch `x` whose rows have the given shape; gradients flow through it to a factor of x."""
 
     function: Callable[[Tensor], Any]
     shape: tuple[int, ...] = (6,)
@@ -28,7 +28,7 @@ class Case:
 
 
 def weighted(value: Tensor) -> Tensor:
-    """A sum in which every element counts differently."""
+    """Return a sum in which every element has a different weight."""
     weights = torch.sin(torch.arange(1.0, value.numel() + 1)).view(value.shape)
     return (value * weights).sum()
 
@@ -42,7 +42,7 @@ def batch_second(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def labels_of(x: Tensor, classes: int) -> Tensor:
-    """Whole numbers below `classes` that lie as the rows of x do."""
+    """Return integers below `classes` that are sharded like the rows of x."""
     return (x.detach().flatten(1).sum(1).abs() * 1000).long() % classes
 
 
@@ -161,7 +161,7 @@ MATRICES = {
     "lstm": Case(run_recurrent("LSTM"), (12,)),
     "gru": Case(run_recurrent("GRU"), (12,)),
 }
-NORMALISATIONS = {
+NORMALIZATIONS = {
     "layer norm": Case(lambda x: F.layer_norm(x, (3,), x.sum((0, 1)), numbers(3)).square(), (2, 3)),
     "layer norm over two dims": Case(lambda x: F.layer_norm(x, (2, 3)).square(), (2, 3)),
     "rms norm": Case(lambda x: F.rms_norm(x, (3,), x.sum((0, 1))).square(), (2, 3)),
@@ -303,16 +303,16 @@ POINTWISE = {
     ),
     "prelu": Case(lambda x: F.prelu(x, x.sum((0, 2)).abs()[:3]).square(), (3, 2)),
 }
-CASES = VIEWS | REDUCTIONS | MATRICES | NORMALISATIONS | LOSSES | ATTENTION | IMAGES | INDEXING | RANDOM | POINTWISE
+CASES = VIEWS | REDUCTIONS | MATRICES | NORMALIZATIONS | LOSSES | ATTENTION | IMAGES | INDEXING | RANDOM | POINTWISE
 
 
 @functools.cache
-def proved(name: str, ranks: int) -> Outcome:
-    """The outcome of a case, equal to one device's; each is run once."""
-    return proved_case(CASES[name], ranks)
+def check_case(name: str, ranks: int) -> Outcome:
+    """Return the outcome of a case, after asserting that it equals one device's; each case runs once."""
+    return check_function(CASES[name], ranks)
 
 
-def proved_case(case: Case, ranks: int) -> Outcome:
+def check_function(case: Case, ranks: int) -> Outcome:
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
     try:
@@ -330,18 +330,18 @@ def proved_case(case: Case, ranks: int) -> Outcome:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", [3, 4, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (2, 7))])
-def test_an_operator_on_shards_gives_values_and_gradients_of_one_device(name, ranks):
-    proved(name, ranks)
+def test_an_operator_on_shards_has_the_values_and_gradients_of_one_device(name, ranks):
+    check_case(name, ranks)
 
 
-def is_split(outcome: Outcome, node: Any) -> bool:
-    """Whether an operator works on parts, or is written in another way for them."""
+def is_sharded(outcome: Outcome, node: Any) -> bool:
+    """Return whether an operator works on shards, or is lowered in a special way for them."""
     strategy = outcome.sharded.strategies[node]
     placements = (*strategy.inputs, *strategy.outputs)
     return strategy.lower is not None or any(not isinstance(item, Replicate) for item in placements)
 
 
-ON_CUDA_ALONE = {
+CUDA_ONLY = {
     aten._fused_rms_norm.default,
     aten._fused_rms_norm_backward.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -351,7 +351,7 @@ ON_CUDA_ALONE = {
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 }
-DRAWN_WHOLE = {
+DRAWN_REPLICATED = {
     aten.rand.default,
     aten.randn.default,
     aten.randint.default,
@@ -367,14 +367,14 @@ DRAWN_WHOLE = {
 }
 
 
-def test_every_rule_is_proved_on_parts_by_some_case():
-    split, whole = set(), set()
+def test_some_case_covers_every_rule_on_shards():
+    sharded_targets, replicated_targets = set(), set()
     for name in CASES:
-        outcome = proved(name, 3)
+        outcome = check_case(name, 3)
         for node in outcome.sharded.strategies:
-            (split if is_split(outcome, node) else whole).add(node.target)
-    assert {operator for operator in SHARDING_RULES if operator not in split} == ON_CUDA_ALONE | DRAWN_WHOLE
-    assert whole >= DRAWN_WHOLE
+            (sharded_targets if is_sharded(outcome, node) else replicated_targets).add(node.target)
+    assert {operator for operator in SHARDING_RULES if operator not in sharded_targets} == CUDA_ONLY | DRAWN_REPLICATED
+    assert replicated_targets >= DRAWN_REPLICATED
 
 
 WITHOUT_RULE = {
@@ -387,8 +387,8 @@ WITHOUT_RULE = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_RULE)
-def test_an_operator_without_a_rule_is_right_and_reported_with_its_line(name):
+def test_an_operator_without_a_rule_is_exact_and_reported_with_its_line(name):
     function, operator = WITHOUT_RULE[name]
-    outcome = proved_case(Case(function), 3)
+    outcome = check_function(Case(function), 3)
     reported = {str(node.target): node.meta["line"] for node in outcome.sharded.nodes_without_rule}
     assert reported[operator].startswith(f"{__file__}:")

@@ -1,4 +1,4 @@
-"""Ranks that captured different programs stop at once; models that differ, and missing rules, are told once."""
+"""Ranks with different programs stop at once; differing models and missing rules warn once."""
 
 import inspect
 from collections.abc import Callable
@@ -20,8 +20,8 @@ MARK = "# the line"
 
 def marked_line(script: Callable[..., object]) -> str:
     lines, first = inspect.getsourcelines(script)
-    (place,) = (number for number, text in enumerate(lines) if MARK in text)
-    return f"{inspect.getsourcefile(script)}:{first + place}"
+    (offset,) = (number for number, text in enumerate(lines) if MARK in text)
+    return f"{inspect.getsourcefile(script)}:{first + offset}"
 
 
 def model_of(seed: int) -> nn.Linear:
@@ -29,8 +29,8 @@ def model_of(seed: int) -> nn.Linear:
     return nn.Linear(3, 2).double()
 
 
-def job_on(mesh: Mesh, model: nn.Module, function: Callable[..., Tensor], said: list[str]) -> Job[..., Tensor]:
-    world = World(mesh=mesh, notify=said.append, send_record=lambda _: None)
+def job_on(mesh: Mesh, model: nn.Module, function: Callable[..., Tensor], messages: list[str]) -> Job[..., Tensor]:
+    world = World(mesh=mesh, notify=messages.append, send_record=lambda _: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return make_job(function, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
 
@@ -88,22 +88,22 @@ DIFFERENT = {
 }
 
 
-def mismatch(mesh: Mesh, script: Callable[..., Callable[..., Tensor]]) -> tuple[str, str, str | None, bool]:
-    """What this rank is told, and whether its model is as it was."""
+def capture_mismatch(mesh: Mesh, script: Callable[..., Callable[..., Tensor]]) -> tuple[str, str, str | None, bool]:
+    """Return this rank's error, and whether its model is unchanged."""
     model = model_of(0)
     try:
         job_on(mesh, model, script(mesh, model), [])(features())
     except ProgramMismatch as error:
         unchanged = torch.equal(model.weight, model_of(0).weight)
         return str(error.expected), str(error.found), error.where, unchanged
-    raise AssertionError("the ranks' programs differ, and nobody said so")
+    raise AssertionError("the ranks' programs differ, but no rank raised ProgramMismatch")
 
 
 @pytest.mark.parametrize(("script", "difference"), DIFFERENT.items(), ids=lambda item: getattr(item, "__name__", item))
-def test_ranks_with_different_programs_all_stop_and_name_the_first_difference_and_its_line(script, difference):
-    answers = on_mesh(WORKERS, mismatch, script)
-    assert answers[0] == answers[1]
-    expected, found, where, unchanged = answers[0]
+def test_ranks_with_different_programs_all_raise_the_first_difference_and_its_line(script, difference):
+    results = on_mesh(WORKERS, capture_mismatch, script)
+    assert results[0] == results[1]
+    expected, found, where, unchanged = results[0]
     assert "on rank 1:" in found
     assert difference in found
     assert found.removeprefix("on rank 1: ") not in expected
@@ -111,45 +111,45 @@ def test_ranks_with_different_programs_all_stop_and_name_the_first_difference_an
     assert unchanged
 
 
-def trained_from_another_model(mesh: Mesh) -> tuple[list[str], Tensor, Tensor]:
-    """What was said, and weight and bias after two steps."""
-    model, said = model_of(mesh.rank), []
-    job = job_on(mesh, model, lambda rows: model(rows).mean(), said)
+def train_different_models(mesh: Mesh) -> tuple[list[str], Tensor, Tensor]:
+    """Return the messages, and weight and bias after two steps."""
+    model, messages = model_of(mesh.rank), []
+    job = job_on(mesh, model, lambda rows: model(rows).mean(), messages)
     job(features())
     job(features())
-    return said, model.weight.detach(), model.bias.detach()
+    return messages, model.weight.detach(), model.bias.detach()
 
 
-def test_models_that_differ_at_the_first_call_get_rank_0s_and_that_is_said_once():
-    answers = on_mesh(WORKERS, trained_from_another_model)
+def test_models_that_differ_at_the_first_call_become_rank_0s_with_one_warning():
+    results = on_mesh(WORKERS, train_different_models)
     model = model_of(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
         model(features()).mean().backward()
         optimizer.step()
-    for said, weight, bias in answers:
-        assert [text for text in said if "differed between ranks at the first call" in text] == said
-        assert len(said) == 1
+    for messages, weight, bias in results:
+        assert [text for text in messages if "differed between ranks at the first call" in text] == messages
+        assert len(messages) == 1
         torch.testing.assert_close(weight, model.weight.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(bias, model.bias.detach(), rtol=1e-12, atol=1e-12)
 
 
-def without_a_rule(mesh: Mesh) -> list[str]:
-    model, said = model_of(0), []
+def run_without_a_rule(mesh: Mesh) -> list[str]:
+    model, messages = model_of(0), []
 
     def loss(rows):
         scores = model(rows)
         return torch.cummax(scores, dim=0).values.mean()  # the line
 
-    job = job_on(mesh, model, loss, said)
+    job = job_on(mesh, model, loss, messages)
     for _ in range(3):
         job(features())
-    return said
+    return messages
 
 
-def test_an_operator_without_a_rule_is_said_once_with_its_line():
-    for said in on_mesh(WORKERS, without_a_rule):
-        told = [text for text in said if "cummax.default" in text]
-        assert len(told) == 1
-        assert told[0].startswith(f"{marked_line(without_a_rule)}: no rule to split")
+def test_an_operator_without_a_rule_warns_once_with_its_line():
+    for messages in on_mesh(WORKERS, run_without_a_rule):
+        warnings = [text for text in messages if "cummax.default" in text]
+        assert len(warnings) == 1
+        assert warnings[0].startswith(f"{marked_line(run_without_a_rule)}: no rule to split")

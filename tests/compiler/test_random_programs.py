@@ -1,4 +1,4 @@
-"""Random chains of operators in lockstep against one device: how rules, moves and choices of placement go together."""
+"""Random chains of operators in lockstep against one device: how rules, redistributions and strategies combine."""
 
 import random
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from adversarial_cases import AdversarialCase, assert_alike, batches, perceptron, run_captured, run_plainly
+from adversarial_cases import AdversarialCase, assert_alike, batches, perceptron, run_captured, run_plain
 from adversarial_python_state import counter_in_the_module, random_number_of_python
 from adversarial_stale_modules import (
     hook_added_later,
@@ -23,7 +23,7 @@ from rankless.errors import CaptureError
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
-FOLLOWED = [
+SUPPORTED = [
     *(annealed_coefficient_of_a_trainer, layers_unfrozen_later, hook_added_later, buffer_replaced_outside),
     *(module_appended_to_a_list, parameter_replaced, weights_tied_later, mode_set_inside),
 ]
@@ -35,23 +35,23 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def _random_state_is_put_back():
+def _restore_random_state():
     with torch.random.fork_rng(devices=[]):
         yield
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("build", FOLLOWED, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", SUPPORTED, ids=lambda build: build.__name__)
 def test_every_rank_follows_what_the_script_changes(build, workers: int):
     case = AdversarialCase(build=build)
-    wanted = run_plainly(case)
+    expected = run_plain(case)
     for calls in on_mesh(workers, run_captured, case):
-        assert_alike(calls, wanted, case.tolerance)
+        assert_alike(calls, expected, case.tolerance)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
-def test_every_rank_refuses_what_no_program_can_follow(build, workers: int):
+def test_every_rank_refuses_a_job_that_no_program_can_follow(build, workers: int):
     case = AdversarialCase(build=build, refused=REFUSED[build])
     with pytest.raises(CaptureError) as raised:
         on_mesh(workers, run_captured, case)
@@ -59,8 +59,8 @@ def test_every_rank_refuses_what_no_program_can_follow(build, workers: int):
     assert raised.value.where == case.line()
 
 
-def edited(mesh: Mesh | None) -> list[dict[str, Tensor]]:
-    """The parameters after each of five steps of a script that edits its optimizer by hand; plainly without a mesh."""
+def train_with_edited_optimizer(mesh: Mesh | None) -> list[dict[str, Tensor]]:
+    """Return the parameters after each of five steps of a script that edits its optimizer; None means no Rankless."""
     torch.manual_seed(3)
     model, more = perceptron(), nn.Linear(6, 8).double()
     optimizer = torch.optim.SGD([{"params": model[0].parameters()}], lr=0.1, momentum=0.5)
@@ -96,9 +96,9 @@ def edited(mesh: Mesh | None) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_an_optimizer_edited_by_hand_steps_as_it_then_says(workers: int):
-    wanted = edited(None)
-    for states in on_mesh(workers, edited):
-        for step, (ours, plain) in enumerate(zip(states, wanted, strict=True)):
+def test_an_optimizer_edited_by_hand_steps_with_its_new_settings(workers: int):
+    expected = train_with_edited_optimizer(None)
+    for states in on_mesh(workers, train_with_edited_optimizer):
+        for step, (ours, plain) in enumerate(zip(states, expected, strict=True)):
             for name, value in plain.items():
                 torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-14, msg=f"step {step}: {name}")

@@ -1,4 +1,4 @@
-"""Nothing that a job reads goes stale: at every call it gives what the plain function gives, or it is refused."""
+"""Nothing that a job reads goes stale: every call equals the plain function's, or is refused."""
 
 import re
 
@@ -10,7 +10,7 @@ import adversarial_stale_values
 import pytest
 import torch
 import torch.nn.functional as F
-from adversarial_cases import AdversarialCase, assert_alike, run_captured, run_plainly
+from adversarial_cases import AdversarialCase, assert_alike, run_captured, run_plain
 from torch import nn
 
 from rankless.errors import CaptureError
@@ -28,7 +28,7 @@ REFUSED = [case for case in CASES if case.refused is not None]
 
 
 @pytest.fixture(autouse=True)
-def _what_scripts_change_is_put_back(monkeypatch: pytest.MonkeyPatch):
+def _restore_global_state(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(F, "relu", F.relu)
     monkeypatch.setattr(nn.Tanh, "forward", nn.Tanh.forward)
     with torch.random.fork_rng(devices=[]):
@@ -38,13 +38,13 @@ def _what_scripts_change_is_put_back(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
-def test_the_captured_job_gives_at_every_call_what_the_plain_function_gives(case: AdversarialCase):
-    wanted = run_plainly(case)
-    assert_alike(run_captured(Mesh.solo(), case), wanted, case.tolerance)
+def test_every_call_of_the_captured_job_equals_the_plain_function(case: AdversarialCase):
+    expected = run_plain(case)
+    assert_alike(run_captured(Mesh.solo(), case), expected, case.tolerance)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_the_job_is_refused_with_what_was_found_and_the_line(case: AdversarialCase):
+def test_the_job_is_refused_with_the_cause_and_the_line(case: AdversarialCase):
     with pytest.raises(CaptureError) as raised:
         run_captured(Mesh.solo(), case)
     assert re.search(case.refused, str(raised.value.found)), raised.value.found
