@@ -1,8 +1,8 @@
 """The command line, one command per file.
 
-Enters: arguments. Leaves: an exit code. A command is a module here with `NAME`, `HELP`,
-`add_arguments(parser)` and `run(arguments) -> int`; it is imported only when it is called for. `ABBREVIATES` says that
-options may be cut short, as another launcher's may.
+The input is the command line, the output an exit code. A command is a module of this package with `NAME`, `HELP`,
+`add_arguments(parser)` and `run(arguments) -> int`; the command line imports it only if the user calls it.
+`ABBREVIATES` allows abbreviated options, for command lines of launchers that allow them.
 """
 
 import argparse
@@ -20,35 +20,36 @@ from rankless.errors import RanklessError
 from rankless.version import VERSION
 
 COMMANDS = {
-    "run": "run a script on one or more workers of this host",
-    "doctor": "look for what would make a job hang or fail, on this host or between several",
-    "plan": "show what a script's jobs become on several workers, and what moves in a step",
-    "verify": "run a script on one worker and on several, and compare the two trainings",
-    "torchrun": "run a script that was written for torchrun, with torchrun's command line",
-    "launch": "run a script that was written for python -m torch.distributed.launch, with its command line",
-    "fleetrun": "run a script that was written for Paddle's fleetrun, with its command line",
-    "horovodrun": "run a program that was written for Horovod, with horovodrun's command line",
+    "run": "Run a script on one or more workers, on this host or on several.",
+    "doctor": "Check for anything that would make a job hang or fail, on this host or between several.",
+    "plan": "Show the parallel plan of a script's jobs, and the data that they move in a step.",
+    "verify": "Run a script on one worker and on several, and check that both trainings are the same.",
+    "torchrun": "Run a script written for torchrun, with torchrun's command line.",
+    "launch": "Run a script written for python -m torch.distributed.launch, with its command line.",
+    "fleetrun": "Run a script written for Paddle's fleetrun, with its command line.",
+    "horovodrun": "Run a program written for Horovod, with horovodrun's command line.",
 }
-"""What `rankless --help` lists, so that it need not import the commands."""
+"""The commands that `rankless --help` lists, so that it need not import them."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argparse parser that names the nearest known option when it meets an unknown one."""
+    """An argparse parser that suggests the closest known option for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, and exit with 2."""
+        """Print the usage and the message, and exit with code 2."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             given = unknown.split()[0].partition("=")[0]
-            # Of one letter nothing can be guessed, and dashes that all have are no likeness.
+            # Compare without the leading dashes, which all options share.
             known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
             nearest = difflib.get_close_matches(given.lstrip("-"), known, n=1, cutoff=0.5)
             message = f"unknown option {given}" + (f"; did you mean --{nearest[0]}?" if nearest else "")
         super().error(message)
 
     def insert_program_separator(self, given: Sequence[str]) -> list[str]:
-        """The same line with `--` before the program: argparse looks for abbreviations in the program's own options,
-        too, and would refuse one that might be short for two of ours.
+        """Return the command line with `--` before the program.
+
+        Without it, argparse looks for abbreviations in the program's own options too, and rejects ambiguous ones.
         """
         position = 0
         while position < len(given) and given[position].startswith("-") and given[position] not in ("-", "--"):
@@ -70,11 +71,11 @@ class CommandParser(argparse.ArgumentParser):
 
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
-"""What a shell shows of a tool whose reader has gone, as in `rankless verify train.py | head -1`."""
+"""The exit code that a shell reports for a tool whose reader has gone, as in `rankless verify train.py | head -1`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; quietly, if nobody reads its output any more."""
+    """Run one command and return its exit code; end quietly if nobody reads its output any more."""
     try:
         code = _dispatch(arguments)
     except BrokenPipeError:
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _redirect_to_devnull(sys.stdout, sys.stderr)
         return BROKEN_PIPE
-    except SystemExit:  # argparse's, after its help
+    except SystemExit:  # argparse raises it after printing help
         if _flush():
             raise
         return BROKEN_PIPE
@@ -90,7 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> bool:
-    """Write now what is left in buffers, and whether somebody reads it: later a broken pipe would be a traceback."""
+    """Flush standard output and error, and return whether both still have a reader.
+
+    A broken pipe at the exit of the interpreter would print a traceback.
+    """
     is_read = True
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -102,7 +106,7 @@ def _flush() -> bool:
 
 
 def _have_readers(*streams: TextIO) -> bool:
-    """Whether none of them is a pipe whose reader has gone."""
+    """Return whether no stream is a pipe without a reader."""
     poll = select.poll()
     for stream in streams:
         poll.register(stream, 0)
@@ -110,7 +114,7 @@ def _have_readers(*streams: TextIO) -> bool:
 
 
 def _redirect_to_devnull(*streams: TextIO) -> None:
-    """Let what would still be written go nowhere."""
+    """Redirect the streams, so that what they still write goes nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(nowhere, stream.fileno())
@@ -121,7 +125,10 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         return _run_command(given[0], given[1:])
-    parser = CommandParser(prog="rankless", description="The same training on one device and on many.")
+    parser = CommandParser(
+        prog="rankless",
+        description="Run one training script on one device or on many, with the same results.",
+    )
     parser.add_argument("--version", action="version", version=f"rankless {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""`rankless doctor`: what would make a job hang or fail, on this host or between several."""
+"""`rankless doctor`: check for anything that would make a job hang or fail."""
 
 import argparse
 import sys
@@ -15,28 +15,38 @@ from rankless.terminal.doctor_table import DoctorReport, make_doctor_report, ren
 
 NAME = "doctor"
 HELP = (
-    "Look for what would make a job hang or fail, on this host or between several, and say how to mend it. "
-    "Exit code: 0 if nothing is wrong (there may be warnings), 1 if something is, 2 for a command line it cannot read."
+    "Check for anything that would make a job hang or fail, on this host or between several, and show how to fix it. "
+    "Exit code: 0 if no check fails (there may be warnings), 1 if one fails, 2 for an invalid command line."
 )
 INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
-    parser.add_argument("--hosts", metavar="A:4,B:4", help="the hosts of the job, with their workers (this host alone)")
-    parser.add_argument("--hostfile", metavar="FILE", help="the hosts, one a line, as `10.0.0.1 slots=4`")
-    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="how many workers on each host (1)")
+    """Add the options of this command."""
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"on which host 0 will wait ({DEFAULT_PORT})"
+        "--hosts", metavar="A:4,B:4", help="Hosts of the job, with their numbers of workers. Default: this host only."
     )
-    parser.add_argument("--no-ssh", action="store_true", help="look at the other hosts from outside only")
-    parser.add_argument("--log-dir", default="log", metavar="DIR", help="where logs of runs will go (log)")
-    parser.add_argument("--quick", action="store_true", help="leave out what imports torch: a small job, a collective")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--hostfile", metavar="FILE", help="File with one host per line, such as `10.0.0.1 slots=4`.")
+    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="Workers on each host. Default: 1.")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        metavar="PORT",
+        help=f"Port on which host 0 will listen. Default: {DEFAULT_PORT}.",
+    )
+    parser.add_argument("--no-ssh", action="store_true", help="Check the other hosts from outside only, without ssh.")
+    parser.add_argument(
+        "--log-dir", default="log", metavar="DIR", help="Folder in which jobs will write logs. Default: log."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="Skip the checks that import torch: the test job and the collective."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the results as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, print what was seen, and return 1 if a job would fail."""
+    """Run the checks, print their results, and return 1 if a job would fail."""
     config = DoctorConfig(
         hosts=_read_hosts(arguments),
         workers=arguments.workers or 1,
@@ -57,11 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_with_status(config: DoctorConfig) -> DoctorFindings:
-    """The findings; on a terminal one sees meanwhile what is being done."""
+    """Run the checks, and show the current phase if standard error is a terminal."""
     console = Console(stderr=True)
     shown: AbstractContextManager[Status | None] = nullcontext()
     if console.is_terminal and not console.is_dumb_terminal:
-        shown = console.status("looking")
+        shown = console.status("checking")
     with shown as status:
         return run_diagnosis(config, status.update if status is not None else lambda _: None)
 
@@ -69,10 +79,10 @@ def run_with_status(config: DoctorConfig) -> DoctorFindings:
 def _read_hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
     if arguments.hosts is not None and arguments.hostfile is not None:
         raise ConfigError(
-            expected="one way of naming the hosts", found="--hosts and --hostfile", fix="leave one of them away"
+            expected="one way of naming the hosts", found="--hosts and --hostfile", fix="omit one of them"
         )
     if arguments.workers is not None and arguments.workers < 1:
-        raise ConfigError(expected="at least 1 worker", found=arguments.workers, fix="give -n a number from 1 up")
+        raise ConfigError(expected="at least 1 worker", found=arguments.workers, fix="set -n to a number from 1 up")
     if arguments.hosts is not None:
         return parse_hosts(arguments.hosts, workers_per_host=arguments.workers)
     if arguments.hostfile is not None:

@@ -1,4 +1,4 @@
-"""`rankless fleetrun`: the command line of Paddle's fleetrun, word for word."""
+"""`rankless fleetrun`: the command line of Paddle's fleetrun."""
 
 import argparse
 import sys
@@ -12,15 +12,15 @@ from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "fleetrun"
 HELP = (
-    "Run a script as Paddle's fleetrun, or python -m paddle.distributed.launch, would: with their options, which are "
-    "known with - and with _, their PADDLE_ variables, and torchrun's environment variables besides. "
-    "One process runs per GPU, or one on the CPU. The first one's output is shown. Workers have no standard input."
+    "Run a script as Paddle's fleetrun or python -m paddle.distributed.launch would. It accepts their options, "
+    "with - or _ between words, and their PADDLE_ variables. It also sets torchrun's environment variables. "
+    "It runs one process per GPU, or one on the CPU, and shows the output of the first. Workers have no standard input."
 )
 ABBREVIATES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
+    """Add the options of this command."""
     add_flags(parser)
 
 

@@ -1,4 +1,4 @@
-"""`rankless horovodrun`: horovodrun's command line, word for word."""
+"""`rankless horovodrun`: the command line of horovodrun."""
 
 import argparse
 import sys
@@ -19,15 +19,21 @@ from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "horovodrun"
 HELP = (
-    "Run a program that was written for Horovod, with horovodrun's options: a command, most often `python train.py`, "
-    "as many times as -np says. All output is shown, each line with its rank. Workers have no standard input."
+    "Run a program written for Horovod, with horovodrun's options: a command such as `python train.py`, in -np "
+    "processes. The terminal shows all output, each line with its rank. Workers have no standard input."
 )
 ABBREVIATES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
-    parser.add_argument("-v", "--version", action="version", version=horovod_version, help="whose API this is")
+    """Add the options of this command."""
+    parser.add_argument(
+        "-v",
+        "--version",
+        action="version",
+        version=horovod_version,
+        help="Show the version of Horovod whose API Rankless implements.",
+    )
     add_flags(parser)
 
 
@@ -42,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = make_run_config(program, horovodrun_request(flags, program))
     notices += notes(flags)
     if real is not None:
-        notices.append(f"`import horovod` is the one installed, {real}; RANKLESS_HOROVOD=1 takes Rankless's")
+        notices.append(f"`import horovod` imports the installed one, {real}; RANKLESS_HOROVOD=1 selects Rankless's")
         if config.elastic is not None:
-            notices.append("that one finds no elastic job here: each of its processes would be alone")
+            notices.append("the installed one finds no elastic job here: each of its processes would train alone")
     notices += describe_run(config) if flags.verbose else []
     sys.stderr.writelines(f"rankless horovodrun: {note}\n" for note in notices)
     sys.stderr.flush()
@@ -55,18 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def apply_config_file(flags: HorovodrunFlags) -> tuple[HorovodrunFlags, list[str]]:
-    """The flags completed by the file that they name, and what is to be said of it."""
+    """Complete the flags from the config file that they name; return notices about its unknown keys too."""
     path = flags.config_file
     if path is None:
         return flags, []
     settings = read_config(path)
     return completed(flags, settings, path=path), [
-        f"{path}: {key}: unknown, not heeded" for key in unknown_keys(settings)
+        f"{path}: {key}: unknown key, ignored" for key in unknown_keys(settings)
     ]
 
 
 def describe_run(config: RunConfig) -> list[str]:
-    """What `--verbose` tells."""
+    """Return the lines that `--verbose` prints."""
     assert config.launcher is not None
     settings = decode_settings(config.launcher.settings, HorovodrunSettings)
     program = config.program

@@ -1,4 +1,4 @@
-"""The options by which a command runs on several hosts."""
+"""Options of commands that run on several hosts."""
 
 import argparse
 
@@ -10,32 +10,53 @@ from rankless.errors import ConfigError
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options to `parser`."""
     group = parser.add_argument_group("several hosts")
-    group.add_argument("--hosts", metavar="A:4,B:4", help="the hosts, with their workers; A is host 0, and this one")
-    group.add_argument("--hostfile", metavar="FILE", help="the hosts, one a line, as `10.0.0.1 slots=4`")
-    group.add_argument("--no-ssh", action="store_true", help="the same line is typed on every host by hand")
-    group.add_argument("--token-by-ssh", action="store_true", help="with --no-ssh: host 0 brings the token by ssh")
-    group.add_argument("--host-rank", type=int, metavar="K", help="by hand: this host's number, from 0")
-    group.add_argument("--master", metavar="A[:PORT]", help="by hand: where host 0 is")
-    group.add_argument("--host-count", type=int, metavar="M", help="by hand: how many hosts there are")
     group.add_argument(
-        "--port", type=int, metavar="PORT", help=f"on which host 0 waits for the others ({DEFAULT_PORT})"
+        "--hosts", metavar="A:4,B:4", help="Hosts and their numbers of workers; A is host 0, which is this host."
     )
-    group.add_argument("--join-timeout", type=float, default=60.0, metavar="S", help="how long to wait for hosts (60)")
-    group.add_argument("--copy", action="store_true", help="send the script to hosts that have another one")
+    group.add_argument("--hostfile", metavar="FILE", help="File with one host per line, such as `10.0.0.1 slots=4`.")
+    group.add_argument("--no-ssh", action="store_true", help="Do not use ssh: you run the same command on every host.")
+    group.add_argument(
+        "--token-by-ssh", action="store_true", help="With --no-ssh: host 0 copies the token to the other hosts by ssh."
+    )
+    group.add_argument(
+        "--host-rank", type=int, metavar="K", help="Without a list of hosts: number of this host, from 0."
+    )
+    group.add_argument("--master", metavar="A[:PORT]", help="Without a list of hosts: address of host 0.")
+    group.add_argument("--host-count", type=int, metavar="M", help="Without a list of hosts: number of hosts.")
+    group.add_argument(
+        "--port",
+        type=int,
+        metavar="PORT",
+        help=f"Port on which host 0 listens for the other hosts. Default: {DEFAULT_PORT}.",
+    )
+    group.add_argument(
+        "--join-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="Seconds to wait for the other hosts. Default: 60.",
+    )
+    group.add_argument("--copy", action="store_true", help="Copy the script to hosts that have a different version.")
     group.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="by ssh: a variable that all hosts' workers get, host 0's or VALUE; repeat it for more",
+        help="With ssh: environment variable for workers of all hosts; VALUE defaults to the value here; repeatable.",
     )
-    group.add_argument("--insecure", action="store_true", help="no token: whoever reaches the port may join")
+    group.add_argument(
+        "--insecure", action="store_true", help="Use no token: every program that reaches the port may join."
+    )
 
 
 def make_cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """The hosts that the options name; None for this one alone. Raises ConfigError for what cannot be meant."""
+    """Return the hosts that the options name, or None for this host only.
+
+    Raises:
+        ConfigError: If the options contradict each other.
+    """
     ranked = {name: getattr(arguments, name) for name in ("host_rank", "master", "host_count")}
     given = {name: value for name, value in ranked.items() if value is not None}
     methods = [arguments.hosts is not None, arguments.hostfile is not None, bool(given)]
@@ -49,14 +70,14 @@ def make_cluster(arguments: argparse.Namespace) -> Cluster | None:
                 )
                 if is_given
             ),
-            fix="keep one of them",
+            fix="use only one of them",
         )
     if arguments.env and (arguments.no_ssh or given or not any(methods)):
         raise ConfigError(
-            expected="--env with hosts that are started by ssh: --hosts or --hostfile, without --no-ssh",
+            expected="--env with hosts that ssh starts: --hosts or --hostfile, without --no-ssh",
             found=" ".join(f"--env {item}" for item in arguments.env)
-            + (" where each host is started by hand" if any(methods) else " on this host alone"),
-            fix="set it in the shell in which you type the command" + (", on each host" if any(methods) else ""),
+            + (" although you start each host yourself" if any(methods) else " on this host only"),
+            fix="set it in the shell in which you run the command" + (", on each host" if any(methods) else ""),
         )
     if not any(methods):
         return None
@@ -73,7 +94,7 @@ def make_cluster(arguments: argparse.Namespace) -> Cluster | None:
         raise ConfigError(
             expected=f"this command on host 0, {hosts[0]}, which starts the others by ssh",
             found=f"it on {hosts[place]}",
-            fix=f"type it on {hosts[0]}, or list this host first; or type the same line with --no-ssh on every host",
+            fix=f"run it on {hosts[0]}, list this host first, or run the same command with --no-ssh on every host",
         )
     return _build_cluster(arguments, hosts, place, port, is_listed=True, without_ssh=arguments.no_ssh)
 
@@ -84,7 +105,7 @@ def _make_numbered_cluster(arguments: argparse.Namespace, ranked: dict[str, obje
         raise ConfigError(
             expected="--host-rank, --master and --host-count together",
             found=f"no {', no '.join(missing)}",
-            fix="as in: rankless run --host-rank 1 --master 10.0.0.1:9988 --host-count 2 -n 4 train.py",
+            fix="for example: rankless run --host-rank 1 --master 10.0.0.1:9988 --host-count 2 -n 4 train.py",
         )
     place, count = arguments.host_rank, arguments.host_count
     if count < 1 or not 0 <= place < count:
@@ -98,7 +119,7 @@ def _make_numbered_cluster(arguments: argparse.Namespace, ranked: dict[str, obje
         address, own_port = str(arguments.master), ""
     if own_port and arguments.port not in (None, int(own_port)):
         raise ConfigError(
-            expected="one port", found=f"--master {arguments.master} and --port {arguments.port}", fix="leave one away"
+            expected="one port", found=f"--master {arguments.master} and --port {arguments.port}", fix="omit one"
         )
     hosts = numbered_hosts(address, count, workers=arguments.workers or 1)
     return _build_cluster(arguments, hosts, place, int(own_port or port), is_listed=False, without_ssh=True)

@@ -1,4 +1,4 @@
-"""`rankless launch`: the command line of `python -m torch.distributed.launch`, word for word."""
+"""`rankless launch`: the command line of `python -m torch.distributed.launch`."""
 
 import argparse
 
@@ -13,17 +13,20 @@ from rankless.launchers.torchrun.run_config import LOCAL_RANK, notes, torchrun_p
 
 NAME = "launch"
 HELP = (
-    "Run a script that was written for python -m torch.distributed.launch, with its options, which are torchrun's and "
-    "--use-env. Without --use-env each worker's local rank is passed to the script as the option that it declares, "
-    "--local-rank=N or --local_rank=N; if it declares neither, the rank is in LOCAL_RANK alone."
+    "Run a script written for python -m torch.distributed.launch, with its options: torchrun's and --use-env. "
+    "Without --use-env, each worker gets its local rank as the option that the script declares, --local-rank=N or "
+    "--local_rank=N. If the script declares neither, the rank is only in LOCAL_RANK."
 )
 ABBREVIATES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
+    """Add the options of this command."""
     parser.add_argument(
-        "--use-env", "--use_env", action="store_true", help="do not pass the rank as an argument: LOCAL_RANK is set"
+        "--use-env",
+        "--use_env",
+        action="store_true",
+        help="Pass the local rank only in LOCAL_RANK, not as an argument.",
     )
     add_flags(parser)
 
@@ -37,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not flags.use_env:
         if program.kind == "command":
             raise ConfigError(
-                expected="--use-env beside --no-python: only of a Python script can be seen how it takes its rank",
-                found="--no-python alone",
+                expected="--use-env with --no-python: Rankless can only read how a Python script takes its rank",
+                found="--no-python without --use-env",
                 fix="add --use-env, and read LOCAL_RANK",
             )
         way = find_rank_way(program)

@@ -1,4 +1,4 @@
-"""`rankless plan`: what a script's jobs become on several workers, and what moves between them."""
+"""`rankless plan`: show the parallel plan of a script's jobs."""
 
 import argparse
 import tempfile
@@ -15,37 +15,41 @@ from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
 
 NAME = "plan"
 HELP = (
-    "Show what a script's jobs become on several workers: who holds what, and every value that moves in a step, with "
-    "its bytes, its line and the reason. The script runs until its first training steps are done."
+    "Show the parallel plan of a script's jobs on several workers: the placement of every input, and every transfer of "
+    "a step with its bytes, its line and the reason. The script runs until its first training steps are done."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
-    parser.add_argument("-n", dest="workers", type=int, default=2, metavar="N", help="how many workers (2)")
-    parser.add_argument("--devices", metavar="0,1|cpu", help="GPUs to use, or cpu (GPUs if the host has them)")
-    parser.add_argument("--seed", type=int, metavar="S", help="where all workers' random numbers start (drawn)")
+    """Add the options of this command."""
+    parser.add_argument("-n", dest="workers", type=int, default=2, metavar="N", help="Number of workers. Default: 2.")
+    parser.add_argument(
+        "--devices", metavar="0,1|cpu", help="GPUs to use, or cpu. Default: GPUs if the host has any, else cpu."
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="Seed of the random numbers of all workers. Default: random."
+    )
     parser.add_argument(
         "--steps",
         type=int,
         default=1,
         metavar="K",
-        help="how many training steps to make: jobs called by then show (1)",
+        help="Training steps to run; the plan shows the jobs called by then. Default: 1.",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result there too")
-    parser.add_argument("--log-dir", default="log", metavar="DIR", help="where the log of the run goes (log)")
-    parser.add_argument("--show", action="store_true", help="show the script's own output, too")
+    parser.add_argument("--json", metavar="FILE", help="Write the plan to this file as JSON too.")
+    parser.add_argument("--log-dir", default="log", metavar="DIR", help="Folder for the log of the run. Default: log.")
+    parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
     add_program_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the jobs; 0 if there are any, 1 if the script failed."""
+    """Print the plan of the jobs; return 0, or 1 if the script fails."""
     program, workers = read_program(arguments), arguments.workers
     if workers < 2:
         raise ConfigError(
-            expected="at least 2 workers: on one, jobs run as plain PyTorch and nothing moves",
+            expected="at least 2 workers: on one worker, jobs run as plain PyTorch without communication",
             found=workers,
-            fix="give -n the number of workers that the script is to run on",
+            fix="set -n to the number of workers of the job",
         )
     steps = f"{arguments.steps} training step{'s' if arguments.steps != 1 else ''}"
     print(
@@ -72,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not report.jobs and not report.not_reached:
         raise ConfigError(
             expected="a script that defines at least one job",
-            found=f"{program.target}, which has none when it ends",
+            found=f"{program.target}, which defines none",
             fix="put @rankless.job(model=…, optimizer=…) on its training function",
         )
     if arguments.json is not None:

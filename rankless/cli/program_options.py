@@ -1,4 +1,4 @@
-"""The user's program on a command line: a script, `-m module` or `-c code`, and its own arguments."""
+"""The user's program on a command line: a script, `-m module` or `-c code`, with its own arguments."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from rankless.errors import ConfigError
 
 
 class _TakeRemainder(argparse.Action):
-    """Takes `-m NAME …` or `-c CODE …` with all that follows."""
+    """Takes `-m NAME …` or `-c CODE …` with all arguments after it."""
 
     def __call__(
         self,
@@ -25,18 +25,34 @@ class _TakeRemainder(argparse.Action):
 
 
 def add_program_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the program. Options after it are its own, whatever they are called."""
+    """Add the program to `parser`; all options after it belong to the program."""
     parser.set_defaults(program=None)
-    parser.add_argument("-m", nargs=argparse.REMAINDER, action=_TakeRemainder, metavar="MODULE", help="a module to run")
-    parser.add_argument("-c", nargs=argparse.REMAINDER, action=_TakeRemainder, metavar="CODE", help="code to run")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="the script to run")
+    parser.add_argument(
+        "-m",
+        nargs=argparse.REMAINDER,
+        action=_TakeRemainder,
+        metavar="MODULE",
+        help="Module to run, with its arguments.",
+    )
+    parser.add_argument(
+        "-c", nargs=argparse.REMAINDER, action=_TakeRemainder, metavar="CODE", help="Code to run, with its arguments."
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="Script to run, with its arguments."
+    )
 
 
 def read_program(arguments: argparse.Namespace) -> Program:
-    """The program that was named; raises `ConfigError` when none was."""
+    """Return the program on the command line.
+
+    Raises:
+        ConfigError: If the command line names none.
+    """
     if arguments.program is not None:
         kind, target, *rest = arguments.program
         return Program(kind=kind, target=target, arguments=tuple(rest))
     if not arguments.script:
-        raise ConfigError(expected="a script to run", found="none", fix="name one, as in `rankless run -n 2 train.py`")
+        raise ConfigError(
+            expected="a script to run", found="none", fix="name one, for example `rankless run -n 2 train.py`"
+        )
     return Program(kind="script", target=arguments.script[0], arguments=tuple(arguments.script[1:]))

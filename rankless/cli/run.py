@@ -1,4 +1,4 @@
-"""`rankless run`: a script on one or more workers of this host, or of several."""
+"""`rankless run`: run a script on one or more workers, on this host or on several."""
 
 import argparse
 import sys
@@ -12,27 +12,40 @@ from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "run"
 HELP = (
-    "Run a script on one or more workers of this host, or of several, one per device. "
-    "Workers have no standard input: what reads it, as input() does, finds its end."
+    "Run a script on one or more workers, one per device, on this host or on several. "
+    "Workers have no standard input, so input() raises EOFError."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
-    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="how many workers on each host (1)")
-    parser.add_argument("--devices", metavar="0,1|cpu", help="GPUs to use, or cpu (GPUs if the host has them)")
-    parser.add_argument("--threads", type=int, metavar="K", help="threads per worker (cores / workers)")
-    parser.add_argument("--seed", type=int, metavar="S", help="where all workers' random numbers start (drawn)")
-    parser.add_argument("--show", choices=("first", "all"), default="first", help="whose output to show (rank 0's)")
-    parser.add_argument("--log-dir", default="log", metavar="DIR", help="where logs of runs go (log)")
+    """Add the options of this command."""
+    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="Workers on each host. Default: 1.")
+    parser.add_argument(
+        "--devices", metavar="0,1|cpu", help="GPUs to use, or cpu. Default: GPUs if the host has any, else cpu."
+    )
+    parser.add_argument("--threads", type=int, metavar="K", help="CPU threads per worker. Default: cores / workers.")
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="Seed of the random numbers of all workers. Default: random."
+    )
+    parser.add_argument(
+        "--show",
+        choices=("first", "all"),
+        default="first",
+        help="Workers whose output to show: the first or all. Default: first.",
+    )
+    parser.add_argument("--log-dir", default="log", metavar="DIR", help="Folder for the logs of runs. Default: log.")
     parser.add_argument(
         "--hang-timeout",
         type=float,
         metavar="S",
-        help="end a job in which ranks have waited S seconds in vain; 0: never (learned from its steps)",
+        help="Seconds without progress after which a hung job ends; 0 for never. Default: from the time of its steps.",
     )
-    parser.add_argument("--no-warm", action="store_true", help="start plain processes, each importing torch itself")
-    parser.add_argument("--no-progress", action="store_true", help="no progress line")
+    parser.add_argument(
+        "--no-warm",
+        action="store_true",
+        help="Start plain processes, each of which imports torch, instead of using a fork server.",
+    )
+    parser.add_argument("--no-progress", action="store_true", help="Show no progress line.")
     add_host_options(parser)
     add_program_options(parser)
 

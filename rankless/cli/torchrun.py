@@ -1,4 +1,4 @@
-"""`rankless torchrun`: torchrun's command line, word for word."""
+"""`rankless torchrun`: the command line of torchrun."""
 
 import argparse
 import os
@@ -18,14 +18,14 @@ from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "torchrun"
 HELP = (
-    "Run a script that was written for torchrun, with torchrun's options and environment variables. All of torchrun's "
-    "options are known, with - and with _, and its PET_ variables. Workers have no standard input."
+    "Run a script written for torchrun, with torchrun's options and environment variables. The command accepts all "
+    "options of torchrun, with - or _ between words, and its PET_ variables. Workers have no standard input."
 )
 ABBREVIATES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
+    """Add the options of this command."""
     add_flags(parser)
 
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_program(command: str, flags: TorchrunFlags, program: Program, notices: list[str]) -> int:
-    """Run `program` as `flags` say, after a line of what the user has to be told, and return the exit code."""
+    """Run `program` as `flags` say, after printing a line with the notices, and return the exit code."""
     check_program(program)
     program = under_own_python(program)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""`rankless verify`: is a script on N workers the same training as on one?"""
+"""`rankless verify`: check that a script on N workers is the same training as on one."""
 
 import argparse
 import secrets
@@ -36,43 +36,61 @@ from rankless.verify.verdict import (
 )
 
 NAME = "verify"
-HELP = "Run a script on one worker and on several with the same seeds, and compare the two trainings."
+HELP = (
+    "Run a script on one worker and on several with the same seeds, and compare the two trainings. "
+    "Exit code: 0 if they are the same training, 1 if they are not or a run fails, 2 for an invalid command line."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this command."""
-    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="how many workers, on each host (2)")
-    parser.add_argument("--devices", metavar="0,1|cpu", help="GPUs to use, or cpu (GPUs if the host has them)")
-    parser.add_argument("--seed", type=int, metavar="S", help="where all runs' random numbers start (drawn)")
+    """Add the options of this command."""
+    parser.add_argument("-n", dest="workers", type=int, metavar="N", help="Workers on each host. Default: 2.")
     parser.add_argument(
-        "--dtype", choices=get_args(Precision), help="compute in it (the script's own, and float64 where that parts)"
+        "--devices", metavar="0,1|cpu", help="GPUs to use, or cpu. Default: GPUs if the host has any, else cpu."
     )
-    parser.add_argument("--against", metavar="PLAIN.PY", help="compare with this plain script too; same arguments")
-    parser.add_argument("--steps", type=int, metavar="K", help="end all runs after K training steps (the script's end)")
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="allow this part of each tensor (what the noise floor allows)"
+        "--seed", type=int, metavar="S", help="Seed of the random numbers of all runs. Default: random."
     )
-    parser.add_argument("--noise-runs", type=int, default=1, metavar="K", help="runs for the noise floor (1)")
-    parser.add_argument("--json", metavar="FILE", help="write the result there too")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the recordings of all runs there")
-    parser.add_argument("--log-dir", default="log", metavar="DIR", help="where logs of runs go (log)")
-    parser.add_argument("--show", action="store_true", help="show the script's own output, too")
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(Precision),
+        help="Floating-point type to compute in. Default: the script's own, and float64 too if the runs diverge in it.",
+    )
+    parser.add_argument(
+        "--against", metavar="PLAIN.PY", help="Compare with this plain PyTorch script too; it gets the same arguments."
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="K", help="End all runs after K training steps. Default: the end of the script."
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="Allowed relative difference of each tensor. Default: from the measured noise floor.",
+    )
+    parser.add_argument(
+        "--noise-runs", type=int, default=1, metavar="K", help="Runs that measure the noise floor. Default: 1."
+    )
+    parser.add_argument("--json", metavar="FILE", help="Write the result to this file as JSON too.")
+    parser.add_argument("--keep", metavar="FOLDER", help="Keep the recordings of all runs in this folder.")
+    parser.add_argument("--log-dir", default="log", metavar="DIR", help="Folder for the logs of runs. Default: log.")
+    parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
     add_host_options(parser)
     add_program_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and the verdict; 0 if it is the same training, 1 if not."""
+    """Print the table and the verdict; return 0 if it is the same training, 1 if not."""
     program = read_program(arguments)
     if arguments.noise_runs < 1:
         raise ConfigError(
-            expected="at least 1 run for the noise floor", found=arguments.noise_runs, fix="leave --noise-runs away"
+            expected="at least 1 run for the noise floor", found=arguments.noise_runs, fix="omit --noise-runs"
         )
     if arguments.tolerance is not None and not 0 < arguments.tolerance < 1:
         raise ConfigError(
-            expected="a tolerance between 0 and 1, a part of each tensor",
+            expected="a tolerance between 0 and 1, relative to each tensor",
             found=arguments.tolerance,
-            fix="give one as 1e-6, or leave --tolerance away: the noise floor is measured",
+            fix="set one such as 1e-6, or omit --tolerance: verify then measures the noise floor",
         )
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     name = {"script": program.target, "module": f"-m {program.target}", "code": "-c …"}[program.kind]
@@ -109,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_cluster(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
-    """The hosts, if there are several, and how many workers that makes."""
+    """Return the hosts, if there are several, and the total number of workers."""
     cluster = make_cluster(arguments)
     if cluster is None:
         return None, 2 if arguments.workers is None else arguments.workers
@@ -117,14 +135,14 @@ def _read_cluster(arguments: argparse.Namespace) -> tuple[Cluster | None, int]:
         raise ConfigError(
             expected=f"rankless verify on host 0, {cluster.hosts[0]}",
             found=f"it on host {cluster.host_index}",
-            fix="start `rankless run` with the same options here: it takes part in the run on all hosts",
+            fix="start `rankless run` with the same options here: it joins the run on all hosts",
         )
     return cluster, sum(host.workers for host in cluster.hosts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonOptions:
-    """What is asked of a trial."""
+    """How to compare the runs."""
 
     workers: int
     noise_runs: int
@@ -132,11 +150,11 @@ class ComparisonOptions:
 
 
 def _compare_deciding_precision(runs: VerifyRuns, options: ComparisonOptions) -> VerifyReport:
-    """The report on the script's own precision, or on float64 where only that can tell rounding from a fault."""
+    """Compare in the script's own precision, and in float64 if only that separates rounding from a fault."""
     comparison, report = _run_and_compare(runs, options)
     if runs.dtype is not None or not comparison.needs_float64:
         return _locate_first_difference(runs, options, comparison, report)
-    print(f"{render_doubt(report)}; so again in float64:", flush=True)
+    print(f"{render_doubt(report)}; repeating in float64:", flush=True)
     exact = replace(runs, dtype="float64")
     try:
         decisive, decision = _run_and_compare(exact, options)
@@ -149,13 +167,13 @@ def _compare_deciding_precision(runs: VerifyRuns, options: ComparisonOptions) ->
 
 
 def _run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> tuple[Comparison, VerifyReport]:
-    """All runs made and compared; the table is printed."""
+    """Make all runs, compare them and print the table."""
     one = runs.run_one()
     if not any(isinstance(result, JobCalled) for result in one.results):
         raise ConfigError(
             expected="a script that calls at least one job",
             found=f"{runs.program.target}, which calls none",
-            fix="put @rankless.job(model=…, optimizer=…) on its training function: results of jobs are compared",
+            fix="put @rankless.job(model=…, optimizer=…) on its training function: verify compares results of jobs",
         )
     many, noise, reference = (
         runs.run_many(options.workers),
@@ -179,12 +197,12 @@ def _run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> tuple[Comp
 def _locate_first_difference(
     runs: VerifyRuns, options: ComparisonOptions, comparison: Comparison, report: VerifyReport
 ) -> VerifyReport:
-    """The report with the first value that differs, where numbers part: the call in question is run once more."""
+    """If the runs diverge, run the call in question again and add the first value that differs to the report."""
     finding = comparison.findings[0] if comparison.findings else None
     unmet = report.tolerance is not None and report.tolerance.unmet is not None
     if finding is None or finding.call is None or unmet:
         return report
-    print(f"looking for the first value that differs, in call {finding.call.call} of {finding.call.job}:", flush=True)
+    print(f"searching for the first value that differs in call {finding.call.call} of {finding.call.job}:", flush=True)
     try:
         first = runs.find_first_value(
             finding.call, workers=options.workers, step=finding.location.step + 1, tolerance=options.tolerance
@@ -192,7 +210,7 @@ def _locate_first_difference(
     except RunFailed as end:
         if end.exit_code == INTERRUPTED:
             raise
-        print(f"  it cannot be told: {end}", flush=True)
+        print(f"  the search failed: {end}", flush=True)
         return report
     if first is not None:
         print(render_first_value(first), flush=True)

@@ -54,7 +54,12 @@ class Flag:
 def declare_script(parser: argparse.ArgumentParser) -> None:
     """Make what follows the options the script, module or command with its own arguments."""
     parser.usage = "%(prog)s [options] script.py [args]"
-    parser.add_argument("training_script", nargs=argparse.REMAINDER, metavar="script.py [args]", help="what to run")
+    parser.add_argument(
+        "training_script",
+        nargs=argparse.REMAINDER,
+        metavar="script.py [args]",
+        help="Script to run, with its arguments.",
+    )
 
 
 def taken(arguments: argparse.Namespace, kind: type[Flags]) -> Flags:

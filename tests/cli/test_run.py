@@ -240,8 +240,8 @@ def test_it_is_python_m_rankless_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "found", "fix"),
     [
-        (["--env", "A=1"], "--env A=1 on this host alone", "set it in the shell in which you type the command"),
-        (["--hosts", "h1,h2", "--no-ssh", "--env", "A"], "where each host is started by hand", "on each host"),
+        (["--env", "A=1"], "--env A=1 on this host only", "set it in the shell in which you run the command"),
+        (["--hosts", "h1,h2", "--no-ssh", "--env", "A"], "although you start each host yourself", "on each host"),
         (["--hosts", "127.0.0.1,h2", "--env", "NOT_SET_9"], "no such variable", "write --env NOT_SET_9=VALUE"),
         (["--hosts", "127.0.0.1,h2", "--env", "A B=1"], "--env A B=1", "WANDB_MODE=offline"),
         (["--hosts", "127.0.0.1,h2", "--env", "RANK=3"], "each worker or host gets for itself", "leave it away"),

@@ -200,8 +200,8 @@ def test_a_config_file_says_what_the_command_line_does_not(tmp_path: Path):
     assert (flags.no_stall_check, flags.stall_check_warning_time_seconds) == (True, 120)
     assert (flags.gloo_timeout_seconds, flags.log_level, flags.log_with_timestamp) == (90, "DEBUG", False)
     assert [line.removeprefix(f"{path}: ") for line in said] == [
-        "verbose: unknown, not heeded",
-        "params.hierarchical_alreduce (did you mean hierarchical_allreduce?): unknown, not heeded",
+        "verbose: unknown key, ignored",
+        "params.hierarchical_alreduce (did you mean hierarchical_allreduce?): unknown key, ignored",
     ]
     path.write_text("params:\n")
     assert parse("--config-file", str(path)) == HorovodrunFlags(config_file=str(path))

@@ -176,4 +176,4 @@ def test_an_elastic_job_tells_that_the_installed_one_cannot_take_part(site: str,
     words = ("horovodrun", "-np", "1", "--min-np", "1", "python", "-c", "print('well')")
     done = rankless(*words, folder=tmp_path, PYTHONPATH=site)
     assert done.returncode == 0, done.stderr
-    assert "that one finds no elastic job here" in done.stderr
+    assert "the installed one finds no elastic job here" in done.stderr

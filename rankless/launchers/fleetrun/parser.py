@@ -8,8 +8,8 @@ from rankless.config.environment import snapshot, whole_number
 from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.option_spellings import Flag, declare_script, taken
 
-_SERVERS = "parameter servers: not there yet"
-_ACCEPTED = "accepted and not heeded"
+_SERVERS = "Rejected: Rankless has no parameter servers."
+_ACCEPTED = "Accepted for compatibility and ignored."
 
 _VARIABLES = {
     "PADDLE_DEVICES": "devices",
@@ -41,40 +41,62 @@ _VARIABLES = {
 
 FLAGS = (
     Flag(
-        name="devices", also=("gpus", "selected-gpus"), metavar="0,1", help="GPUs, one process for each (all visible)"
+        name="devices",
+        also=("gpus", "selected-gpus"),
+        metavar="0,1",
+        help="GPUs to use, with one process per GPU. Default: all visible GPUs.",
     ),
     Flag(
         name="nproc-per-node",
         kind=int,
         metavar="N",
-        help="how many processes on each host; fewer than GPUs share them out; without GPUs they run on the CPU (1)",
+        help="Processes on each host. Fewer processes than GPUs share the GPUs; without GPUs they run on the CPU. "
+        "Default: one per GPU, or 1 on the CPU.",
     ),
-    Flag(name="ips", metavar="A,B", help="the hosts; the same line is typed on each (127.0.0.1)"),
-    Flag(name="nnodes", metavar="N", help="how many hosts, where --master stands in the place of --ips"),
-    Flag(name="master", metavar="A:PORT", help="the first host; with --ips: the port where hosts meet (9988)"),
-    Flag(name="rank", kind=int, metavar="K", help="this host's number, 0 is the master's (as they come)"),
-    Flag(name="host", metavar="A", help="not needed: a host is found by its own addresses"),
-    Flag(name="start-port", kind=int, metavar="PORT", help="the first of PADDLE_TRAINER_ENDPOINTS (a free one, 6070)"),
-    Flag(name="log-dir", metavar="DIR", help="where workerlog.0, workerlog.1, … go (log)"),
+    Flag(name="ips", metavar="A,B", help="Addresses of the hosts; run the same command on each. Default: 127.0.0.1."),
+    Flag(name="nnodes", metavar="N", help="Number of hosts, with --master instead of --ips. Default: 1."),
+    Flag(
+        name="master",
+        metavar="A:PORT",
+        help="Address and port of the first host; with --ips, the port of the rendezvous. Default port: 9988.",
+    ),
+    Flag(
+        name="rank",
+        kind=int,
+        metavar="K",
+        help="Number of this host; host 0 is the master. Default: in order of arrival.",
+    ),
+    Flag(name="host", metavar="A", help="Accepted for compatibility; Rankless finds this host by its addresses."),
+    Flag(
+        name="start-port",
+        kind=int,
+        metavar="PORT",
+        help="First port of PADDLE_TRAINER_ENDPOINTS. Default: a free port, or 6070 on several hosts.",
+    ),
+    Flag(name="log-dir", metavar="DIR", help="Folder for the logs workerlog.0, workerlog.1, …. Default: log."),
     Flag(name="log-level", metavar="NAME", help=_ACCEPTED),
-    Flag(name="log-overwrite", metavar="BOOL", help="not needed: each run has files of its own"),
-    Flag(name="job-id", metavar="ID", help="PADDLE_JOB_ID, and the beginning of the log folder's name"),
-    Flag(name="run-mode", metavar="MODE", help="collective (ps and its kin are not there yet)"),
-    Flag(name="backend", metavar="NAME", help="gloo: on the CPU; nccl: on GPUs (auto)"),
+    Flag(name="log-overwrite", metavar="BOOL", help="Accepted for compatibility; every run has its own log files."),
+    Flag(name="job-id", metavar="ID", help="Value of PADDLE_JOB_ID, and prefix of the log folder's name."),
+    Flag(
+        name="run-mode",
+        metavar="MODE",
+        help="collective; Rankless rejects other modes such as ps. Default: collective.",
+    ),
+    Flag(name="backend", metavar="NAME", help="gloo for the CPU, nccl for GPUs, or auto. Default: auto."),
     Flag(name="with-gloo", metavar="0|1", help=_ACCEPTED),
-    Flag(name="max-restart", kind=int, metavar="N", help="accepted; a run that fails ends"),
+    Flag(name="max-restart", kind=int, metavar="N", help="Accepted for compatibility; the first failure ends the job."),
     Flag(name="elastic-level", kind=int, metavar="N", help=_ACCEPTED),
     Flag(name="elastic-timeout", kind=int, metavar="S", help=_ACCEPTED),
-    Flag(name="elastic-server", metavar="A:PORT", help="refused: hosts are named by --ips or --master"),
+    Flag(name="elastic-server", metavar="A:PORT", help="Rejected: name the hosts with --ips or --master."),
     Flag(name="elastic-pre-hook", metavar="COMMAND", help=_ACCEPTED),
-    Flag(name="np", metavar="N", help="as --nnodes"),
-    Flag(name="scale", kind=int, metavar="N", help="refused: hosts neither come nor go"),
+    Flag(name="np", metavar="N", help="Same as --nnodes."),
+    Flag(name="scale", kind=int, metavar="N", help="Rejected: the set of hosts is fixed."),
     Flag(name="force", metavar="BOOL", help=_ACCEPTED),
     Flag(name="sort-ip", metavar="BOOL", help=_ACCEPTED),
     Flag(name="legacy", metavar="BOOL", help=_ACCEPTED),
     Flag(name="enable-gpu-log", metavar="BOOL", help=_ACCEPTED),
     *(
-        Flag(name=name, also=(f"selected-{name}",), metavar="0,1", help="refused: there are GPUs and the CPU")
+        Flag(name=name, also=(f"selected-{name}",), metavar="0,1", help="Rejected: Rankless supports GPUs and the CPU.")
         for name in ("npus", "xpus")
     ),
     *(
@@ -109,7 +131,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     given = _defaults()
     for flag in FLAGS:
         flag.declare(parser, default=given.get(flag.dest))
-    parser.add_argument("--insecure", action="store_true", help="ours: several hosts need no token, nor ssh")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="Rankless only: several hosts join without a token or ssh; every program that reaches the port may join.",
+    )
     declare_script(parser)
 
 

@@ -10,8 +10,8 @@ import msgspec
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-_NO_MPI = "accepted and not heeded: there is no mpirun"
-_ACCEPTED = "accepted and not heeded"
+_NO_MPI = "Accepted for compatibility and ignored: Rankless does not use mpirun."
+_ACCEPTED = "Accepted for compatibility and ignored."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +39,41 @@ class Switch:
 
 
 OPTIONS: tuple[Value | Switch, ...] = (
-    Value(names=("--num-proc", "-np"), kind=int, help="how many processes the job has on all hosts"),
-    Switch(on=("--check-build", "-cb"), help="show what is there, and end"),
-    Switch(on=("--disable-cache",), help="not needed: no checks are cached"),
-    Value(names=("--start-timeout",), kind=int, metavar="S", help="how long to wait for hosts (30)"),
-    Value(names=("--output-filename",), metavar="DIR", help="all output goes to DIR/rank.N/stdout and stderr, too"),
-    Switch(on=("--verbose",), help="say what the workers are given"),
-    Value(names=("--config-file",), metavar="FILE", help="options by section, in YAML; the command line wins"),
-    Value(names=("--ssh-port", "-p"), kind=int, metavar="PORT", help="of ssh on the other hosts"),
-    Value(names=("--ssh-identity-file", "-i"), metavar="FILE", help="the private key for ssh"),
-    Value(names=("--fusion-threshold-mb",), kind=int, help="tensors are put together up to so many MiB; 0: never"),
-    Value(names=("--cycle-time-ms",), kind=float, help="how long tensors wait for more to go with them (0)"),
-    Value(names=("--cache-capacity",), kind=int, help="how many operations are remembered once agreed (1024)"),
+    Value(names=("--num-proc", "-np"), kind=int, help="Total number of processes on all hosts."),
+    Switch(on=("--check-build", "-cb"), help="Show the available frameworks, controllers and operations, and exit."),
+    Switch(on=("--disable-cache",), help="Accepted for compatibility; Rankless caches no checks."),
+    Value(names=("--start-timeout",), kind=int, metavar="S", help="Seconds to wait for the other hosts. Default: 30."),
+    Value(
+        names=("--output-filename",),
+        metavar="DIR",
+        help="Write all output also to DIR/rank.N/stdout and DIR/rank.N/stderr.",
+    ),
+    Switch(on=("--verbose",), help="Print the slots, the program and the variables that the workers get."),
+    Value(
+        names=("--config-file",),
+        metavar="FILE",
+        help="YAML file with options; options on the command line take precedence.",
+    ),
+    Value(names=("--ssh-port", "-p"), kind=int, metavar="PORT", help="Port of ssh on the other hosts."),
+    Value(names=("--ssh-identity-file", "-i"), metavar="FILE", help="Private key for ssh."),
+    Value(
+        names=("--fusion-threshold-mb",),
+        kind=int,
+        help="Size in MiB up to which tensors are fused into one operation; 0 turns fusion off. Default: 128.",
+    ),
+    Value(
+        names=("--cycle-time-ms",),
+        kind=float,
+        help="Milliseconds for which tensors wait to be fused with others. Default: 0.",
+    ),
+    Value(names=("--cache-capacity",), kind=int, help="Capacity of the response cache, in operations. Default: 1024."),
     *(
-        Switch(on=(f"--{name}",), off=(f"--no-{name}",), group=name, help=_ACCEPTED)
-        for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce")
+        Switch(on=(f"--{name}",), off=(f"--no-{name}",), group=name, help=text)
+        for name, text in (
+            ("hierarchical-allreduce", "Reduce within each host first, then between the hosts. Default: on."),
+            ("hierarchical-allgather", _ACCEPTED),
+            ("torus-allreduce", "Same as --hierarchical-allreduce."),
+        )
     ),
     Switch(on=("--autotune",), off=("--no-autotune",), group="autotune", help=_ACCEPTED),
     Value(names=("--autotune-log-file",), metavar="FILE", help=_ACCEPTED),
@@ -64,75 +84,105 @@ OPTIONS: tuple[Value | Switch, ...] = (
     Value(
         names=("--min-num-proc", "--min-np"),
         kind=int,
-        help="elastic: with fewer workers the job waits for others (-np)",
+        help="Elastic: minimum number of workers; with fewer, the job waits. Default: the value of -np.",
     ),
     Value(
         names=("--max-num-proc", "--max-np"),
         kind=int,
-        help="elastic: it takes no more workers than so many (all slots)",
+        help="Elastic: maximum number of workers. Default: all slots.",
     ),
-    Value(names=("--slots-per-host",), kind=int, help="elastic: for discovered hosts that come without a number (1)"),
     Value(
-        names=("--elastic-timeout",), kind=int, metavar="S", help="elastic: how long there may be too few workers (600)"
+        names=("--slots-per-host",),
+        kind=int,
+        help="Elastic: slots of discovered hosts without a number of slots. Default: 1.",
     ),
-    Value(names=("--reset-limit",), kind=int, help="elastic: how often workers may come together again (no limit)"),
+    Value(
+        names=("--elastic-timeout",),
+        kind=int,
+        metavar="S",
+        help="Elastic: seconds for which the job waits with too few workers. Default: 600.",
+    ),
+    Value(
+        names=("--reset-limit",), kind=int, help="Elastic: maximum number of rounds after the first. Default: no limit."
+    ),
     Value(
         names=("--blacklist-cooldown-range",),
         kind=int,
         metavar="S",
         count=2,
-        help="elastic: how long a host whose workers keep failing gets no new ones, at first and at most (for good)",
+        help="Elastic: first and longest period in seconds for which a failing host gets no workers. Default: forever.",
     ),
-    Value(names=("--timeline-filename",), metavar="FILE", help="write a timeline for chrome://tracing"),
+    Value(names=("--timeline-filename",), metavar="FILE", help="Write a timeline for chrome://tracing to this file."),
     Switch(
         on=("--timeline-mark-cycles",),
         off=("--no-timeline-mark-cycles",),
         group="timeline cycles",
-        help="mark cycles in it",
+        help="Mark cycles in the timeline.",
     ),
-    Switch(on=("--no-stall-check",), off=("--stall-check",), group="stall", help="do not look for what waits"),
+    Switch(
+        on=("--no-stall-check",),
+        off=("--stall-check",),
+        group="stall",
+        help="Turn off the check for stalled operations.",
+    ),
     Value(
         names=("--stall-check-warning-time-seconds",),
         kind=int,
         metavar="S",
-        help="say which ranks keep an operation waiting after so long (60)",
+        help="Seconds after which to warn which ranks an operation waits for. Default: 60.",
     ),
     Value(
         names=("--stall-check-shutdown-time-seconds",),
         kind=int,
         metavar="S",
-        help="end a job in which an operation waits so long; 0: never (0)",
+        help="Seconds after which a stalled operation ends the job; 0 for never. Default: 0.",
     ),
     Switch(on=("--mpi-threads-disable",), off=("--no-mpi-threads-disable",), group="mpi threads", help=_NO_MPI),
     Value(names=("--mpi-args",), metavar="ARGS", help=_NO_MPI),
-    Switch(on=("--tcp",), help="NCCL does without InfiniBand"),
+    Switch(on=("--tcp",), help="Make NCCL use TCP instead of InfiniBand."),
     Value(names=("--binding-args",), metavar="ARGS", help=_NO_MPI),
     Value(names=("--num-nccl-streams",), kind=int, help=_ACCEPTED),
     Value(names=("--thread-affinity",), kind=int, help=_ACCEPTED),
-    Value(names=("--gloo-timeout-seconds",), kind=int, metavar="S", help="how long Gloo may take for an operation"),
-    Value(names=("--log-level",), metavar="LEVEL", choices=LEVELS, help="HOROVOD_LOG_LEVEL"),
+    Value(
+        names=("--gloo-timeout-seconds",),
+        kind=int,
+        metavar="S",
+        help="Timeout of a Gloo operation, in seconds. Default: 30.",
+    ),
+    Value(names=("--log-level",), metavar="LEVEL", choices=LEVELS, help="Value of HOROVOD_LOG_LEVEL."),
     Switch(
         on=("--log-with-timestamp", "--no-log-hide-timestamp"),
         off=("--log-without-timestamp", "--log-hide-timestamp"),
         group="timestamps",
-        help="whether log messages have the time",
+        help="Start log messages with the time.",
     ),
     Switch(
         on=("--prefix-output-with-timestamp", "-prefix-timestamp"),
         group="timestamps",
-        help="put the time before each line of output",
+        help="Start each line of output with the time.",
     ),
-    Value(names=("--hosts", "-H"), metavar="A:2,B:4", group="hosts", help="the hosts, with their slots; A is this one"),
-    Value(names=("--hostfile", "-hostfile"), metavar="FILE", group="hosts", help="a host a line: `10.0.0.1 slots=4`"),
+    Value(names=("--hosts", "-H"), metavar="A:2,B:4", group="hosts", help="Hosts and their slots; A is this host."),
+    Value(
+        names=("--hostfile", "-hostfile"),
+        metavar="FILE",
+        group="hosts",
+        help="File with one host per line, such as `10.0.0.1 slots=4`.",
+    ),
     Value(
         names=("--host-discovery-script",),
         metavar="FILE",
         group="hosts",
-        help="elastic: a command that prints the hosts of the moment, as host:slots",
+        help="Elastic: command that prints the currently available hosts, as host:slots.",
     ),
-    Switch(on=("--gloo",), group="controller", help="as is always done"),
-    Switch(on=("--mpi",), group="controller", help="accepted: Rankless starts the processes itself"),
-    Switch(on=("--jsrun",), group="controller", help="accepted: Rankless starts the processes itself"),
+    Switch(
+        on=("--gloo",),
+        group="controller",
+        help="Accepted for compatibility; Rankless always starts the processes itself.",
+    ),
+    Switch(on=("--mpi",), group="controller", help="Accepted for compatibility; Rankless starts the processes itself."),
+    Switch(
+        on=("--jsrun",), group="controller", help="Accepted for compatibility; Rankless starts the processes itself."
+    ),
 )
 
 
@@ -174,13 +224,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action=_TakeInterfaces,
         default=(),
         metavar="NAME",
-        help="the network cards by which the workers talk; may be given again",
+        help="Network cards for the communication of the workers; repeatable.",
     )
     parser.add_argument(
-        "--mpi-launch-flag", action="append", default=[], metavar='"env A=1"', help="variables for the workers"
+        "--mpi-launch-flag",
+        action="append",
+        default=[],
+        metavar='"env A=1"',
+        help="Environment variables for the workers; repeatable.",
     )
     parser.usage = "%(prog)s [options] command [args]"
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="command [args]", help="what to run")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="command [args]", help="Command to run, with its arguments."
+    )
 
 
 def take_flags(arguments: argparse.Namespace) -> HorovodrunFlags:
@@ -196,7 +252,14 @@ def _add_switch(place: Any, option: Switch) -> None:
     default = None if option.off else False
     place.add_argument(*option.on, dest=field, action="store_const", const=True, default=default, help=option.help)
     if option.off:
-        place.add_argument(*option.off, dest=field, action="store_const", const=False, default=default, help="not that")
+        place.add_argument(
+            *option.off,
+            dest=field,
+            action="store_const",
+            const=False,
+            default=default,
+            help=f"Opposite of {option.on[0]}.",
+        )
 
 
 def _field(name: str) -> str:
