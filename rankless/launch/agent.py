@@ -166,7 +166,7 @@ class Run:
         def look() -> list[AnyRecord]:
             if parent.poll() is not None:
                 self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
-            elif not (isinstance(job.others, LeaderPeer) and job.others.is_behind):
+            elif not (isinstance(job.others, LeaderPeer) and job.others.has_unsent_data):
                 self._terminal.pump()  # what a slow line cannot take yet stays in the files
             return self._watchdog.tick(time.monotonic())
 

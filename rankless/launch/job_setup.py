@@ -21,7 +21,12 @@ from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.follower import join_leader
 from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
-from rankless.launch.rendezvous.job_token import FixedToken, follower_token_source, leader_token, needs_token_delivery
+from rankless.launch.rendezvous.job_token import (
+    FixedToken,
+    make_follower_token_source,
+    make_leader_token,
+    needs_token_delivery,
+)
 from rankless.launch.rendezvous.leader import start_hosts, wait_for_hosts
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
@@ -73,7 +78,7 @@ def _as_host_0(
 ) -> Iterator[Assembled]:
     require_own_name(cluster)
     environment.apply(cluster.variables)
-    token = leader_token(cluster) if token is None else token
+    token = make_leader_token(cluster) if token is None else token
     interface, address = own_address(cluster)
     own = _facts(config, cluster, address)
     with contextlib.ExitStack() as stack:
@@ -107,7 +112,7 @@ def _as_host_0(
 def _as_another(
     config: RunConfig, cluster: Cluster, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
 ) -> Iterator[Assembled]:
-    tokens = follower_token_source(cluster) if token is None else FixedToken(token)
+    tokens = make_follower_token_source(cluster) if token is None else FixedToken(token)
 
     def facts() -> HostFacts:
         _, address = interface_towards(cluster.hosts[0].address)

@@ -107,7 +107,7 @@ def conclude(outcome: RunOutcome, account: Account, *, tell_text: Callable[[str]
         return _conclude_led(outcome, account, others, tell_text=tell_text)
     words = account.parents_last_words()
     code, text = _verdict_on(outcome, account)
-    failed_alone = code == 0 and outcome.parent_exit_code not in (0, None)
+    failed_alone = code == 0 and outcome.fork_server_exit_code not in (0, None)
     if isinstance(others, FollowerPeers) and failed_alone:
         others.conclude(2, ["rankless: host 0 could not see its workers to their end\n"] * len(account.job.names))
     elif isinstance(others, FollowerPeers):
@@ -116,7 +116,7 @@ def conclude(outcome: RunOutcome, account: Account, *, tell_text: Callable[[str]
     if failed_alone:
         raise LaunchError(
             expected="the process that starts the workers to see them to their end",
-            found=f"it ended with {outcome.parent_exit_code} first" + (f":\n{words}" if words else ""),
+            found=f"it ended with {outcome.fork_server_exit_code} first" + (f":\n{words}" if words else ""),
             fix="try plain processes: --no-warm, or torchrun's --start-method spawn; if a signal ended it (negative), "
             "find out who sent it",
         )

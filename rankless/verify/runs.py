@@ -182,6 +182,6 @@ def _require_complete(recordings: Sequence[Recording | None], what: str, *, sing
 
 def _remove_recordings(folder: str) -> None:
     """Recordings that an earlier run has left in the same place would be taken for this one's."""
-    for pattern in (".rank*.coming", "rank*.results", "rank*.safetensors", "rank*.values", "jobs.programs"):
+    for pattern in (".rank*.partial", "rank*.results", "rank*.safetensors", "rank*.values", "jobs.programs"):
         for file in Path(folder).glob(pattern):
             file.unlink()

@@ -278,7 +278,7 @@ def test_hosts_come_report_and_end(hub: ControlServer):
     one.tell(WorkerRecords(records=(ScriptFinished(rank=1, time_ns=0, exit_code=0),)))
     (reported,) = turn(hub, one, two)
     assert isinstance(reported, HostReported)
-    one.tell(HostEnded(parent_exit_code=0))
+    one.tell(HostEnded(fork_server_exit_code=0))
     turn(hub, one, two)
     assert hub.working == {2}
     one.close()

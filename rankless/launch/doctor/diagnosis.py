@@ -10,7 +10,7 @@ from rankless.launch.doctor.host_pairs import HostNetwork, HostPairs
 from rankless.launch.doctor.probe_protocol import ApplyEnvironment, CheckHost, HostReport, ProbeFailed, ProbeRequest
 from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.launch.doctor.startup_test import StartupTest
-from rankless.launch.rendezvous.host_facts import MOST_SKEW_SECONDS, find_differences
+from rankless.launch.rendezvous.host_facts import MAX_CLOCK_SKEW_SECONDS, find_differences
 from rankless.launch.rendezvous.host_probe import describe_reachability
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning, with_place
 from rankless.records.quantities import format_seconds
@@ -234,6 +234,6 @@ def _check_from_outside(name: str) -> CheckResult:
 def _make_clock_result(*, skew: float, doubt: float) -> CheckResult:
     seen = f"{format_seconds(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this host's (± {format_seconds(doubt)})"
     fix = "synchronize the clocks with timedatectl set-ntp true, or with chrony"
-    if abs(skew) - doubt > MOST_SKEW_SECONDS:
+    if abs(skew) - doubt > MAX_CLOCK_SKEW_SECONDS:
         return make_failure("clock", seen, fix)
     return make_warning("clock", seen, fix) if abs(skew) - doubt > WARNING_SKEW_SECONDS else make_pass("clock", seen)

@@ -1,88 +1,93 @@
-"""Another host's end of the control channel: its one connection, to host 0."""
+"""The end of the control channel on every host except host 0: one connection to host 0."""
 
 import time
 from contextlib import suppress
 
-from rankless.launch.rendezvous.connect import HostUnreachableError, connected
+from rankless.launch.rendezvous.connect import HostUnreachableError, open_connection
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError, ControlConnection
-from rankless.launch.rendezvous.control_server import BEAT_SECONDS, SILENT_SECONDS
-from rankless.launch.rendezvous.messages import ControlMessage, Heartbeat
+from rankless.launch.rendezvous.messages import (
+    HEARTBEAT_SECONDS,
+    HEARTBEAT_TIMEOUT_SECONDS,
+    ControlMessage,
+    Heartbeat,
+)
 
 
 class LeaderUnreachableError(Exception):
-    """Host 0 does not answer; the text says how, for people."""
+    """Host 0 does not answer. The text explains why."""
 
 
 class TokenRejectedError(ConnectionBrokenError):
-    """Host 0 has closed the connection when it saw this host's proof."""
+    """Host 0 closed the connection when it saw this host's first authenticated message."""
 
 
 class LeaderConnection:
-    """The connection to host 0. It is selectable; `turn` then gives the frames that have come."""
+    """The connection to host 0. A selector can wait for it; `poll` then returns the messages that have arrived."""
 
-    def __init__(self, session: ControlConnection) -> None:
-        self._session = session
-        self._heard = time.monotonic()
-        self._beaten = 0.0
+    def __init__(self, connection: ControlConnection) -> None:
+        self._connection = connection
+        self._last_received_at = time.monotonic()
+        self._last_heartbeat_at = 0.0
 
     def fileno(self) -> int:
-        """What to select on."""
-        return self._session.fileno()
+        """Return the descriptor for a selector."""
+        return self._connection.fileno()
 
     @property
-    def is_behind(self) -> bool:
-        """Whether there is more to send than the connection has taken."""
-        return self._session.is_behind
+    def has_unsent_data(self) -> bool:
+        """Whether host 0 has not taken everything that was sent."""
+        return self._connection.has_unsent_data
 
-    def turn(self, now: float) -> list[ControlMessage]:
-        """What host 0 has said since the last call; sends signs of life. Raises BrokenOff if it is lost."""
+    def poll(self, now: float) -> list[ControlMessage]:
+        """Return the messages since the last call, and send a heartbeat if one is due.
+
+        Raises `ConnectionBrokenError` if the connection is lost.
+        """
         try:
-            frames = self._session.receive()
-        except ConnectionBrokenError as broken:
-            if not self._session.is_proven:
-                raise TokenRejectedError(
-                    f"{broken} at this host's proof: is the job's token the same on both?"
-                ) from None
+            messages = self._connection.receive()
+        except ConnectionBrokenError as error:
+            if not self._connection.is_authenticated:
+                raise TokenRejectedError(f"{error} at this host's authentication: do both have the same token?") from None
             raise
-        if frames:
-            self._heard = now
-        if now - self._heard > SILENT_SECONDS:
-            raise ConnectionBrokenError(f"no sign of life for {now - self._heard:.0f} s")
-        if now - self._beaten >= BEAT_SECONDS:
-            self._beaten = now
-            self.tell(Heartbeat())
-        return frames
+        if messages:
+            self._last_received_at = now
+        if now - self._last_received_at > HEARTBEAT_TIMEOUT_SECONDS:
+            raise ConnectionBrokenError(f"no heartbeat for {now - self._last_received_at:.0f} s")
+        if now - self._last_heartbeat_at >= HEARTBEAT_SECONDS:
+            self._last_heartbeat_at = now
+            self.send(Heartbeat())
+        return messages
 
-    def tell(self, frame: ControlMessage) -> None:
-        """Send a frame; what is broken is found when it is listened to."""
+    def send(self, message: ControlMessage) -> None:
+        """Send a message. A broken connection raises at the next `poll`, not here."""
         with suppress(ConnectionBrokenError):
-            self._session.send(frame)
+            self._connection.send(message)
 
     def close(self) -> None:
         """Close the connection."""
-        self._session.close()
+        self._connection.close()
 
 
-def connect(address: str, port: int, *, token: bytes, timeout_seconds: float) -> ControlConnection:
-    """A session with host 0. Raises NotReached, with what happened."""
+def connect_to_leader(address: str, port: int, *, token: bytes, timeout_seconds: float) -> ControlConnection:
+    """Open a control connection to host 0. Raises `LeaderUnreachableError` with the reason."""
     try:
-        connection = connected(address, port, timeout_seconds=timeout_seconds)
-    except HostUnreachableError as unreached:
-        raise LeaderUnreachableError(_what_happened(unreached, address, port)) from None
+        connection = open_connection(address, port, timeout_seconds=timeout_seconds)
+    except HostUnreachableError as error:
+        raise LeaderUnreachableError(_explain(error, address, port)) from None
     try:
         return ControlConnection(connection, side="client", token=token)
-    except ConnectionBrokenError as broken:
+    except ConnectionBrokenError as error:
         connection.close()
-        raise LeaderUnreachableError(f"{address}:{port}: {broken}") from None
+        raise LeaderUnreachableError(f"{address}:{port}: {error}") from None
 
 
-def _what_happened(unreached: HostUnreachableError, address: str, port: int) -> str:
-    if unreached.code is None:
+def _explain(error: HostUnreachableError, address: str, port: int) -> str:
+    if error.code is None:
         return f"the name {address} does not resolve here"
-    if unreached.was_refused:
-        return f"nobody listens at {address}:{port}: the job is not started there yet, or with another port"
-    if unreached.was_dropped:
+    if error.was_refused:
+        return f"no process listens at {address}:{port}: the job is not started there yet, or with another port"
+    if error.has_timed_out:
         return f"no answer from {address}:{port}: a firewall drops packets, the port is not mapped, or the host is down"
-    if unreached.has_no_way:
-        return f"no way leads to {address} from here ({unreached}): is the network, or the host, down?"
-    return f"{address}:{port}: {unreached}"
+    if error.has_no_route:
+        return f"no route to {address} from here ({error}): is the network, or the host, down?"
+    return f"{address}:{port}: {error}"

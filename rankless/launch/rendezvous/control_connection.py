@@ -1,10 +1,11 @@
-"""One connection between two agents: frames with a length, a number and a proof.
+"""One authenticated connection between two agents.
 
-Note [proof]: both sides know the job's token, which never travels. Each sends 32 random bytes; the session's key is
-HMAC-SHA-256 of the token over both, and every frame carries the same of that key over its direction, its number in that
-direction and its content (RFC 2104). So a frame cannot be forged, changed, left out, repeated, sent back, or taken over
-from another session. It can be read: no secret travels on the channel. A frame's length is looked at before its content
-is waited for, and is lower until the other side has proven itself.
+Note [authentication]: both sides know the job's token, which is never sent. Each side sends 32 random bytes. The
+session key is HMAC-SHA-256 of the token over both. Every later frame starts with an authentication tag: HMAC-SHA-256 of
+the session key over the frame's direction, its number in that direction, and its content (RFC 2104). An attacker
+therefore cannot forge, change, drop, repeat or reflect a frame, and cannot replay one from another session. Frames are
+not encrypted, so no secret may be sent. The receiver checks a frame's length before it waits for the content; the limit
+is lower until the other side has authenticated itself.
 """
 
 import hashlib
@@ -20,21 +21,25 @@ from rankless.launch.rendezvous.messages import PROTOCOL, ClientHello, ControlMe
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
 NONCE_BYTES = 32
-PROOF_BYTES = 32
+TAG_BYTES = 32
 FRAME_FORMAT = FrameFormat(">I")
-MOST_BYTES_UNPROVEN = 1 << 16
-MOST_BYTES = 4 << 20
+MAX_UNAUTHENTICATED_BYTES = 1 << 16
+MAX_FRAME_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
+_NOT_AN_AGENT = "not a Rankless agent"
 
 Side = Literal["server", "client"]
 
 
 class ConnectionBrokenError(Exception):
-    """The connection cannot be used any more; the text says why, for people."""
+    """The connection is unusable. The text explains why."""
 
 
 class ControlConnection:
-    """One side of a connection. Never blocks; raises BrokenOff where the other side is gone, or not who it must be."""
+    """One side of a connection. It never blocks.
+
+    Its methods raise `ConnectionBrokenError` if the other side is gone or fails to authenticate itself.
+    """
 
     def __init__(self, connection: socket.socket, *, side: Side, token: bytes) -> None:
         self._socket = connection
@@ -44,79 +49,79 @@ class ControlConnection:
         self._side = side
         self._token = token
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._key: bytes | None = None
-        self._sent = self._received = 0
-        self._incoming = FrameDecoder(FRAME_FORMAT, max_bytes=MOST_BYTES_UNPROVEN)
+        self._session_key: bytes | None = None
+        self._sent_count = self._received_count = 0
+        self._incoming = FrameDecoder(FRAME_FORMAT, max_bytes=MAX_UNAUTHENTICATED_BYTES)
         self._outgoing = bytearray()
-        self._kept: list[ControlMessage] = []
-        self._has_said_all = False
+        self._queued_until_key: list[ControlMessage] = []
+        self._is_write_closed = False
         if side == "client":
             self._put(msgspec.msgpack.encode(ClientHello(nonce=self._nonce)))
 
     def fileno(self) -> int:
-        """What to select on."""
+        """Return the descriptor for a selector."""
         return self._socket.fileno()
 
     @property
-    def is_proven(self) -> bool:
-        """Whether the other side has sent a frame that only who has the token can send."""
-        return self._received > 0
+    def is_authenticated(self) -> bool:
+        """Whether the other side has sent a frame that only a holder of the token can send."""
+        return self._received_count > 0
 
     @property
-    def is_behind(self) -> bool:
-        """Whether there is more to send than the connection has taken."""
+    def has_unsent_data(self) -> bool:
+        """Whether the socket has not taken everything that was sent."""
         return bool(self._outgoing)
 
-    def send(self, frame: ControlMessage) -> None:
-        """Send a frame, or, before the session has its key, keep it until then."""
-        if self._key is None:
-            self._kept.append(frame)
+    def send(self, message: ControlMessage) -> None:
+        """Send a message. Until the session key exists, the message waits in a queue."""
+        if self._session_key is None:
+            self._queued_until_key.append(message)
             return
-        data = msgspec.msgpack.encode(frame)
-        self._put(self._proof(self._side, self._sent, data) + data)
-        self._sent += 1
+        content = msgspec.msgpack.encode(message)
+        self._put(self._compute_tag(self._side, self._sent_count, content) + content)
+        self._sent_count += 1
 
     def receive(self) -> list[ControlMessage]:
-        """The frames that have come; also sends what could not be sent before.
+        """Return the messages that have arrived, and send what could not be sent before.
 
-        What came before the other side closed is given first; that it has closed is raised at the next call.
+        If the other side has closed, the messages before that are returned first. The next call raises.
         """
-        end: ConnectionBrokenError | None = None
+        failure: ConnectionBrokenError | None = None
         try:
             self._flush()
-        except ConnectionBrokenError as broken:
-            end = broken
+        except ConnectionBrokenError as error:
+            failure = error
         try:
             if self._read():
-                end = end or ConnectionBrokenError("the connection was closed")
-        except ConnectionBrokenError as broken:
-            end = end or broken
-        frames: list[ControlMessage] = []
+                failure = failure or ConnectionBrokenError("the connection was closed")
+        except ConnectionBrokenError as error:
+            failure = failure or error
+        messages: list[ControlMessage] = []
         try:
-            for data in self._incoming.messages():
-                frame = self._opened(data)
-                if frame is not None:
-                    frames.append(frame)
+            for frame in self._incoming.messages():
+                message = self._decode(frame)
+                if message is not None:
+                    messages.append(message)
         except FrameTooLongError as error:
-            if not self.is_proven:
-                raise ConnectionBrokenError("something that is no agent of Rankless") from None
-            raise ConnectionBrokenError(f"a frame of {error.length} bytes, longer than any can be") from None
-        if end is not None and not frames:
-            raise end
-        return frames
+            if not self.is_authenticated:
+                raise ConnectionBrokenError(_NOT_AN_AGENT) from None
+            raise ConnectionBrokenError(f"a frame of {error.length} bytes, above the limit") from None
+        if failure is not None and not messages:
+            raise failure
+        return messages
 
-    def has_ended(self) -> bool:
-        """Having nothing more to say: say so, drop what comes, and whether the other side has closed, too."""
+    def finish_closing(self) -> bool:
+        """Close the sending direction, drop all input, and return whether the other side has closed too."""
         try:
             self._flush()
-            if not self._outgoing and not self._has_said_all:
-                self._has_said_all = True
+            if not self._outgoing and not self._is_write_closed:
+                self._is_write_closed = True
                 self._socket.shutdown(socket.SHUT_WR)
-            is_over = self._read()
+            is_closed = self._read()
         except (ConnectionBrokenError, OSError):
             return True
         self._incoming.clear()
-        return is_over
+        return is_closed
 
     def close(self) -> None:
         """Send what can be sent at once, and close."""
@@ -124,69 +129,69 @@ class ControlConnection:
             self._flush()
         self._socket.close()
 
-    def _opened(self, data: bytes) -> ControlMessage | None:
-        if self._key is None:
-            self._agree(data)
+    def _decode(self, frame: bytes) -> ControlMessage | None:
+        if self._session_key is None:
+            self._exchange_keys(frame)
             return None
         other: Side = "server" if self._side == "client" else "client"
-        proof, content = data[:PROOF_BYTES], data[PROOF_BYTES:]
-        if not hmac.compare_digest(proof, self._proof(other, self._received, content)):
+        tag, content = frame[:TAG_BYTES], frame[TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._compute_tag(other, self._received_count, content)):
             raise ConnectionBrokenError(
-                "another token" if not self._received else "a frame that was changed or repeated on its way"
+                "a frame that was modified or repeated in transit" if self._received_count else "a different token"
             )
-        self._received += 1
-        self._incoming.max_bytes = MOST_BYTES
+        self._received_count += 1
+        self._incoming.max_bytes = MAX_FRAME_BYTES
         try:
-            frame: ControlMessage = msgspec.msgpack.decode(content, type=ControlMessage)
+            message: ControlMessage = msgspec.msgpack.decode(content, type=ControlMessage)
         except msgspec.MsgspecError as error:
-            raise ConnectionBrokenError(f"a frame that cannot be read ({error})") from None
-        return frame
+            raise ConnectionBrokenError(f"a frame that cannot be decoded ({error})") from None
+        return message
 
-    def _agree(self, data: bytes) -> None:
-        """Take the other side's half of the key."""
+    def _exchange_keys(self, frame: bytes) -> None:
+        """Read the other side's nonce, derive the session key, and send the queued messages."""
         try:
-            opening = msgspec.msgpack.decode(data, type=ClientHello | ServerHello)
+            hello = msgspec.msgpack.decode(frame, type=ClientHello | ServerHello)
         except msgspec.MsgspecError:
-            raise ConnectionBrokenError("something that is no agent of Rankless") from None
-        wanted = ClientHello if self._side == "server" else ServerHello
-        if not isinstance(opening, wanted) or len(opening.nonce) != NONCE_BYTES:
-            raise ConnectionBrokenError("something that is no agent of Rankless")
-        if opening.protocol != PROTOCOL:
+            raise ConnectionBrokenError(_NOT_AN_AGENT) from None
+        expected = ClientHello if self._side == "server" else ServerHello
+        if not isinstance(hello, expected) or len(hello.nonce) != NONCE_BYTES:
+            raise ConnectionBrokenError(_NOT_AN_AGENT)
+        if hello.protocol != PROTOCOL:
             raise ConnectionBrokenError(
-                f"an agent of another version of Rankless (protocol {opening.protocol}, here {PROTOCOL})"
+                f"an agent of another version of Rankless (protocol {hello.protocol}, expected {PROTOCOL})"
             )
         if self._side == "server":
             self._put(msgspec.msgpack.encode(ServerHello(nonce=self._nonce)))
-            halves = opening.nonce + self._nonce
+            nonces = hello.nonce + self._nonce
         else:
-            halves = self._nonce + opening.nonce
-        self._key = hmac.digest(self._token, b"rankless control" + halves, hashlib.sha256)
-        kept, self._kept = self._kept, []
-        for frame in kept:
-            self.send(frame)
+            nonces = self._nonce + hello.nonce
+        self._session_key = hmac.digest(self._token, b"rankless control" + nonces, hashlib.sha256)
+        queued, self._queued_until_key = self._queued_until_key, []
+        for message in queued:
+            self.send(message)
 
-    def _proof(self, sender: Side, number: int, content: bytes) -> bytes:
-        assert self._key is not None
-        return hmac.digest(self._key, sender.encode() + number.to_bytes(8, "big") + content, hashlib.sha256)
+    def _compute_tag(self, sender: Side, number: int, content: bytes) -> bytes:
+        assert self._session_key is not None
+        return hmac.digest(self._session_key, sender.encode() + number.to_bytes(8, "big") + content, hashlib.sha256)
 
-    def _put(self, data: bytes) -> None:
-        if len(data) > MOST_BYTES:
-            raise ConnectionBrokenError(f"a frame of {len(data)} bytes would be too long to send")
-        self._outgoing += FRAME_FORMAT.encode(data)
+    def _put(self, content: bytes) -> None:
+        if len(content) > MAX_FRAME_BYTES:
+            raise ConnectionBrokenError(f"a frame of {len(content)} bytes is too long to send")
+        self._outgoing += FRAME_FORMAT.encode(content)
         self._flush()
 
     def _flush(self) -> None:
         while self._outgoing:
             try:
-                taken = self._socket.send(self._outgoing)
+                sent_bytes = self._socket.send(self._outgoing)
             except BlockingIOError:
                 return
             except OSError as error:
                 raise ConnectionBrokenError(f"the connection was lost ({error.strerror or error})") from None
-            del self._outgoing[:taken]
+            del self._outgoing[:sent_bytes]
 
     def _read(self) -> bool:
-        """Read what has come; True if the other side has closed."""
+        """Read what has arrived. Returns True if the other side has closed."""
         while True:
             try:
                 data = self._socket.recv(_READ_BYTES)
@@ -197,5 +202,5 @@ class ControlConnection:
             if not data:
                 return True
             self._incoming.feed(data)
-            if self._incoming.buffered_bytes > MOST_BYTES + _READ_BYTES:
-                return False  # enough for now: the frames that are whole are taken first
+            if self._incoming.buffered_bytes > MAX_FRAME_BYTES + _READ_BYTES:
+                return False  # decode the complete frames before reading more

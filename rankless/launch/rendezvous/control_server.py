@@ -1,4 +1,4 @@
-"""Host 0's end of the control channel: who has come, what they tell, and who is lost."""
+"""Host 0's end of the control channel: it accepts the other hosts, receives their messages and detects lost ones."""
 
 import selectors
 import socket
@@ -12,6 +12,8 @@ from rankless.config.run_config import UNKNOWN_HOST
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError, ControlConnection
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.rendezvous.messages import (
+    HEARTBEAT_SECONDS,
+    HEARTBEAT_TIMEOUT_SECONDS,
     ControlMessage,
     Heartbeat,
     HostEnded,
@@ -22,64 +24,61 @@ from rankless.launch.rendezvous.messages import (
     WorkerRecords,
 )
 
-BEAT_SECONDS = 1.0
-SILENT_SECONDS = 4.0
-"""Without a word from a host for so long, it is lost."""
-PROVING_SECONDS = 10.0
-LEAVING_SECONDS = 1.0
-MOST_UNPROVEN = 64
+AUTHENTICATION_TIMEOUT_SECONDS = 10.0
+CLOSE_TIMEOUT_SECONDS = 1.0
+MAX_UNAUTHENTICATED_CONNECTIONS = 64
 
 
 @dataclass(frozen=True)
 class HostJoined:
-    """A host has come to the job."""
+    """A host has joined the job."""
 
     host: int
     facts: HostFacts
     received_seconds: float
-    """Host 0's clock then."""
+    """Host 0's clock at that time."""
 
 
 @dataclass(frozen=True)
 class HostReported:
-    """A host tells what has happened there."""
+    """A host has sent a message about its workers."""
 
     host: int
-    frame: WorkerRecords | RecordingChunk | WorkerOutput | HostEnded
+    message: WorkerRecords | RecordingChunk | WorkerOutput | HostEnded
 
 
 @dataclass(frozen=True)
 class HostDisconnected:
-    """A host's agent is gone, or silent."""
+    """A host's agent is gone, or sends no heartbeat."""
 
     host: int
-    how: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class ConnectionRejected:
-    """Somebody connected who is none of the job's hosts, or cannot prove it."""
+    """A client is not one of the job's hosts, or has not authenticated itself."""
 
     address: str
-    why: str
+    reason: str
 
 
 ServerEvent = HostJoined | HostReported | HostDisconnected | ConnectionRejected
 
 
 @dataclass(eq=False)
-class _Connection:
-    session: ControlConnection
+class _Client:
+    connection: ControlConnection
     address: str
-    heard: float
+    last_received_at: float
     host: int | None = None
-    is_over: bool = False
-    """Whether the host has told that it has ended."""
-    writes: bool = field(default=False)
+    has_ended: bool = False
+    """Whether the host has sent `HostEnded`."""
+    waits_for_write: bool = field(default=False)
 
 
 class ControlServer:
-    """All connections of host 0. It is selectable; `turn` then tells what is new."""
+    """All connections of host 0. A selector can wait for it; `poll` then returns what has happened."""
 
     def __init__(self, listening: socket.socket, *, token: bytes, host_count: int) -> None:
         listening.setblocking(False)
@@ -88,150 +87,151 @@ class ControlServer:
         self._host_count = host_count
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ, None)
-        self._connections: list[_Connection] = []
-        self._beaten = 0.0
+        self._clients: list[_Client] = []
+        self._last_heartbeat_at = 0.0
 
     def fileno(self) -> int:
-        """What to select on, if the system has descriptors of selectors: else ask every now and then."""
+        """Return the descriptor for a selector, where the system's selectors have descriptors."""
         return self._selector.fileno()
 
     @property
-    def present(self) -> frozenset[int]:
-        """The other hosts that have come and are not lost."""
-        return frozenset(item.host for item in self._connections if item.host is not None)
+    def connected_hosts(self) -> frozenset[int]:
+        """The other hosts that have joined and are not lost."""
+        return frozenset(client.host for client in self._clients if client.host is not None)
 
     @property
-    def working(self) -> frozenset[int]:
-        """Those of them that have not told that they have ended."""
-        return frozenset(item.host for item in self._connections if item.host is not None and not item.is_over)
+    def running_hosts(self) -> frozenset[int]:
+        """The connected hosts that have not sent `HostEnded`."""
+        return frozenset(client.host for client in self._clients if client.host is not None and not client.has_ended)
 
-    def turn(self, now: float) -> list[ServerEvent]:
-        """What has come since the last call; sends signs of life."""
-        news: list[ServerEvent] = []
+    def poll(self, now: float) -> list[ServerEvent]:
+        """Return the events since the last call, and send heartbeats if they are due."""
+        events: list[ServerEvent] = []
         ready = {key.data for key, _ in self._selector.select(0)}
         if None in ready:
             self._accept(now)
-        for connection in list(self._connections):
-            news += self._hear(connection, now, is_ready=connection in ready)
-        if now - self._beaten >= BEAT_SECONDS:
-            self._beaten = now
-            self.tell_all(Heartbeat())
-        return news
+        for client in list(self._clients):
+            events += self._receive(client, now, is_ready=client in ready)
+        if now - self._last_heartbeat_at >= HEARTBEAT_SECONDS:
+            self._last_heartbeat_at = now
+            self.broadcast(Heartbeat())
+        return events
 
-    def tell(self, host: int, frame: ControlMessage) -> None:
-        """Send a frame to one host, if it is there."""
-        for connection in self._connections:
-            if connection.host == host:
-                self._send(connection, frame)
+    def send(self, host: int, message: ControlMessage) -> None:
+        """Send a message to one host, if it is connected."""
+        for client in self._clients:
+            if client.host == host:
+                self._send(client, message)
 
-    def tell_all(self, frame: ControlMessage) -> None:
-        """Send a frame to every host that is there."""
-        for connection in self._connections:
-            if connection.host is not None:
-                self._send(connection, frame)
+    def broadcast(self, message: ControlMessage) -> None:
+        """Send a message to every connected host."""
+        for client in self._clients:
+            if client.host is not None:
+                self._send(client, message)
 
     def close(self) -> None:
-        """Close all connections, once the others have what was sent to them, or do not take it in time."""
-        # Closing with something unread in it would reset a connection, and the other side might lose the last word.
-        deadline = time.monotonic() + LEAVING_SECONDS
-        waiting = [item for item in self._connections if item.host is not None]
+        """Close all connections, after the hosts have taken what was sent to them or CLOSE_TIMEOUT_SECONDS."""
+        # Closing a socket with unread data would reset the connection, and the other side could lose the last message.
+        deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
+        waiting = [client for client in self._clients if client.host is not None]
         while waiting and time.monotonic() < deadline:
-            waiting = [item for item in waiting if not item.session.has_ended()]
+            waiting = [client for client in waiting if not client.connection.finish_closing()]
             time.sleep(0.002 if waiting else 0)
-        for connection in list(self._connections):
-            self._drop(connection)
+        for client in list(self._clients):
+            self._drop(client)
         with suppress(KeyError):
             self._selector.unregister(self._listening)
         self._listening.close()
         self._selector.close()
 
     def _accept(self, now: float) -> None:
-        unproven = [item for item in self._connections if item.host is None]
+        unauthenticated = [client for client in self._clients if client.host is None]
         try:
             accepted, address = self._listening.accept()
         except OSError:
             return
-        if len(unproven) >= MOST_UNPROVEN:
+        if len(unauthenticated) >= MAX_UNAUTHENTICATED_CONNECTIONS:
             accepted.close()
             return
-        session = ControlConnection(accepted, side="server", token=self._token)
-        connection = _Connection(session, str(address[0]), now)
-        self._connections.append(connection)
-        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        connection = ControlConnection(accepted, side="server", token=self._token)
+        client = _Client(connection, str(address[0]), now)
+        self._clients.append(client)
+        self._selector.register(accepted, selectors.EVENT_READ, client)
 
-    def _hear(self, connection: _Connection, now: float, *, is_ready: bool) -> list[ServerEvent]:
-        news: list[ServerEvent] = []
+    def _receive(self, client: _Client, now: float, *, is_ready: bool) -> list[ServerEvent]:
+        events: list[ServerEvent] = []
         try:
-            for frame in connection.session.receive() if is_ready else ():
-                connection.heard = now
-                news += self._take(connection, frame)
-            self._require_life(connection, now)
-            self._watch_writing(connection)
-        except ConnectionBrokenError as broken:
-            if connection in self._connections:
-                self._drop(connection)
-                if connection.host is None:
-                    news.append(ConnectionRejected(connection.address, str(broken)))
-                elif not connection.is_over:
-                    news.append(HostDisconnected(connection.host, str(broken)))
-        return news
+            for message in client.connection.receive() if is_ready else ():
+                client.last_received_at = now
+                events += self._process(client, message)
+            self._check_timeouts(client, now)
+            self._update_selector(client)
+        except ConnectionBrokenError as error:
+            if client in self._clients:
+                self._drop(client)
+                if client.host is None:
+                    events.append(ConnectionRejected(client.address, str(error)))
+                elif not client.has_ended:
+                    events.append(HostDisconnected(client.host, str(error)))
+        return events
 
-    def _take(self, connection: _Connection, frame: ControlMessage) -> list[ServerEvent]:
-        if isinstance(frame, JoinRequest) and connection.host is None:
-            return self._admit(connection, frame)
-        if connection.host is None:
-            raise ConnectionBrokenError("a frame out of order")
-        if isinstance(frame, WorkerRecords | RecordingChunk | WorkerOutput | HostEnded):
-            connection.is_over = connection.is_over or isinstance(frame, HostEnded)
-            return [HostReported(connection.host, frame)]
-        if not isinstance(frame, Heartbeat):
-            raise ConnectionBrokenError("a frame out of order")
+    def _process(self, client: _Client, message: ControlMessage) -> list[ServerEvent]:
+        if isinstance(message, JoinRequest) and client.host is None:
+            return self._admit(client, message)
+        if client.host is None:
+            raise ConnectionBrokenError("a message out of order")
+        if isinstance(message, WorkerRecords | RecordingChunk | WorkerOutput | HostEnded):
+            client.has_ended = client.has_ended or isinstance(message, HostEnded)
+            return [HostReported(client.host, message)]
+        if not isinstance(message, Heartbeat):
+            raise ConnectionBrokenError("a message out of order")
         return []
 
-    def _admit(self, connection: _Connection, here: JoinRequest) -> list[ServerEvent]:
+    def _admit(self, client: _Client, request: JoinRequest) -> list[ServerEvent]:
         refused = None
-        if here.host == UNKNOWN_HOST:
-            free = [place for place in range(1, self._host_count) if place not in self.present]
-            here = msgspec.structs.replace(here, host=free[0] if free else self._host_count)
-        if not 0 < here.host < self._host_count:
+        if request.host == UNKNOWN_HOST:
+            free = [index for index in range(1, self._host_count) if index not in self.connected_hosts]
+            request = msgspec.structs.replace(request, host=free[0] if free else self._host_count)
+        if not 0 < request.host < self._host_count:
             refused = JoinRefused(
                 expected=f"a host from 1 to {self._host_count - 1}",
-                found=f"{here.facts.name} as host {here.host}",
+                found=f"{request.facts.name} as host {request.host}",
                 fix="start the job with the same hosts on every host; --host-rank counts from 0",
             )
-        elif here.host in self.present:
+        elif request.host in self.connected_hosts:
             refused = JoinRefused(
-                expected=f"one host {here.host}",
-                found=f"{here.facts.name} from {connection.address} as a second one",
+                expected=f"one host {request.host}",
+                found=f"{request.facts.name} from {client.address} as a second one",
                 fix="start the job once on each host; give each its own --host-rank",
             )
         if refused is not None:
-            self._send(connection, refused)
+            self._send(client, refused)
             raise ConnectionBrokenError(refused.found)
-        connection.host = here.host
-        return [HostJoined(here.host, here.facts, time.time())]
+        client.host = request.host
+        return [HostJoined(request.host, request.facts, time.time())]
 
-    def _require_life(self, connection: _Connection, now: float) -> None:
-        silent = now - connection.heard
-        if connection.host is None and silent > PROVING_SECONDS:
-            raise ConnectionBrokenError("no proof that it knows the job's token")
-        if connection.host is not None and silent > SILENT_SECONDS:
-            raise ConnectionBrokenError(f"no sign of life for {silent:.0f} s")
+    def _check_timeouts(self, client: _Client, now: float) -> None:
+        silent_seconds = now - client.last_received_at
+        if client.host is None and silent_seconds > AUTHENTICATION_TIMEOUT_SECONDS:
+            raise ConnectionBrokenError(f"it did not authenticate itself within {AUTHENTICATION_TIMEOUT_SECONDS:.0f} s")
+        if client.host is not None and silent_seconds > HEARTBEAT_TIMEOUT_SECONDS:
+            raise ConnectionBrokenError(f"no heartbeat for {silent_seconds:.0f} s")
 
-    def _send(self, connection: _Connection, frame: ControlMessage) -> None:
-        # What is broken is found when it is listened to.
+    def _send(self, client: _Client, message: ControlMessage) -> None:
+        # A broken connection raises at the next `receive`.
         with suppress(ConnectionBrokenError):
-            connection.session.send(frame)
-            self._watch_writing(connection)
+            client.connection.send(message)
+            self._update_selector(client)
 
-    def _watch_writing(self, connection: _Connection) -> None:
-        if connection.writes != connection.session.is_behind and connection in self._connections:
-            connection.writes = connection.session.is_behind
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writes else 0)
-            self._selector.modify(connection.session, events, connection)
+    def _update_selector(self, client: _Client) -> None:
+        """Wait for a writable socket only while data is unsent."""
+        if client.waits_for_write != client.connection.has_unsent_data and client in self._clients:
+            client.waits_for_write = client.connection.has_unsent_data
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.waits_for_write else 0)
+            self._selector.modify(client.connection, events, client)
 
-    def _drop(self, connection: _Connection) -> None:
-        self._connections.remove(connection)
+    def _drop(self, client: _Client) -> None:
+        self._clients.remove(client)
         with suppress(KeyError, ValueError):
-            self._selector.unregister(connection.session)
-        connection.session.close()
+            self._selector.unregister(client.connection)
+        client.connection.close()

@@ -1,4 +1,4 @@
-"""Another host than host 0, until the job starts: finding host 0, and waiting for its word."""
+"""A host other than host 0 before the start: it connects to host 0 and waits until the job starts."""
 
 import selectors
 import time
@@ -10,98 +10,101 @@ from rankless.launch.rendezvous.control_client import (
     LeaderConnection,
     LeaderUnreachableError,
     TokenRejectedError,
-    connect,
+    connect_to_leader,
 )
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.rendezvous.job_token import TokenSource
-from rankless.launch.rendezvous.leader import TELL_EVERY_SECONDS, RendezvousInterrupted
+from rankless.launch.rendezvous.leader import PROGRESS_SECONDS, RendezvousInterrupted
 from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused, JoinRequest
 from rankless.launch.signals import Interrupts
 
-TRY_SECONDS = 2.0
-NAP_SECONDS = 0.1
+CONNECT_TIMEOUT_SECONDS = 2.0
+RETRY_SECONDS = 0.1
 
 
 def join_leader(
     cluster: Cluster,
-    facts: Callable[[], HostFacts],
-    tokens: TokenSource,
+    collect_facts: Callable[[], HostFacts],
+    token_source: TokenSource,
     *,
     interrupts: Interrupts,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> tuple[LeaderConnection, JobStarted]:
-    """The connection to host 0, and its word to start, once all hosts are there and agree.
+    """Connect to host 0 and wait until it starts the job.
 
-    Raises JoinError if host 0 is not reached in time, or refuses; Interrupted on a signal.
+    Raises `JoinError` if host 0 cannot be reached before the timeout, or refuses this host. Raises
+    `RendezvousInterrupted` on a signal.
     """
-    start = told = time.monotonic()
-    why = "not tried yet"
+    start = last_progress_at = time.monotonic()
+    reason = "no attempt yet"
     while (waited := time.monotonic() - start) < cluster.join_timeout_seconds:
         try:
-            token = tokens.current()
+            token = token_source.read()
             if token is None:
-                raise LeaderUnreachableError("it has not brought the job's token here by ssh yet")
-            session = connect(cluster.hosts[0].address, cluster.port, token=token, timeout_seconds=TRY_SECONDS)
-            session.send(JoinRequest(host=cluster.host_index, facts=facts()))
-            found = _await_start(LeaderConnection(session), cluster, interrupts=interrupts, tell=tell)
-            tokens.used()
-            return found
+                raise LeaderUnreachableError("it has not delivered the job's token here by ssh yet")
+            connection = connect_to_leader(
+                cluster.hosts[0].address, cluster.port, token=token, timeout_seconds=CONNECT_TIMEOUT_SECONDS
+            )
+            connection.send(JoinRequest(host=cluster.host_index, facts=collect_facts()))
+            joined = _wait_for_start(LeaderConnection(connection), cluster, interrupts=interrupts, notify=notify)
+            token_source.discard()
+            return joined
         except LeaderUnreachableError as error:
-            why = str(error)
+            reason = str(error)
         except TokenRejectedError as error:
-            why = "it has another token"
-            if not tokens.refused():
-                raise _not_started(cluster, error) from None
-        if time.monotonic() - told > TELL_EVERY_SECONDS:
-            told = time.monotonic()
-            tell(f"waiting for host 0, {cluster.hosts[0]}: {why}, {waited:.0f} s")
-        _heed(interrupts, NAP_SECONDS)
+            reason = "it has a different token"
+            if not token_source.discard_rejected():
+                raise _make_start_error(cluster, error) from None
+        if time.monotonic() - last_progress_at > PROGRESS_SECONDS:
+            last_progress_at = time.monotonic()
+            notify(f"waiting for host 0, {cluster.hosts[0]}: {reason}, {waited:.0f} s")
+        _wait_or_interrupt(interrupts, RETRY_SECONDS)
     raise JoinError(
         expected=f"host 0 at {cluster.hosts[0]}:{cluster.port} in {cluster.join_timeout_seconds:g} s (--join-timeout)",
-        found=why,
-        fix=f"start the same line on {cluster.hosts[0]}, with the same --port; rankless doctor looks further",
+        found=reason,
+        fix=f"start the same command line on {cluster.hosts[0]}, with the same --port; rankless doctor finds more",
     )
 
 
-def _await_start(
-    uplink: LeaderConnection, cluster: Cluster, *, interrupts: Interrupts, tell: Callable[[str], None]
+def _wait_for_start(
+    leader: LeaderConnection, cluster: Cluster, *, interrupts: Interrupts, notify: Callable[[str], None]
 ) -> tuple[LeaderConnection, JobStarted]:
     try:
         with selectors.DefaultSelector() as selector:
-            selector.register(uplink, selectors.EVENT_READ)
+            selector.register(leader, selectors.EVENT_READ)
             selector.register(interrupts, selectors.EVENT_READ)
             while True:
                 selector.select(0.2)
-                _heed(interrupts, 0)
-                for frame in uplink.turn(time.monotonic()):
-                    if isinstance(frame, JobStarted):
-                        return uplink, frame
-                    if isinstance(frame, JoinRefused):
-                        raise JoinError(expected=frame.expected, found=frame.found, fix=frame.fix)
-                    if isinstance(frame, JoinProgress):
-                        tell(frame.text)
+                _wait_or_interrupt(interrupts, 0)
+                for message in leader.poll(time.monotonic()):
+                    if isinstance(message, JobStarted):
+                        return leader, message
+                    if isinstance(message, JoinRefused):
+                        raise JoinError(expected=message.expected, found=message.found, fix=message.fix)
+                    if isinstance(message, JoinProgress):
+                        notify(message.text)
     except TokenRejectedError:
-        uplink.close()
+        leader.close()
         raise
-    except ConnectionBrokenError as broken:
-        uplink.close()
-        raise _not_started(cluster, broken) from None
+    except ConnectionBrokenError as error:
+        leader.close()
+        raise _make_start_error(cluster, error) from None
     except BaseException:
-        uplink.close()
+        leader.close()
         raise
 
 
-def _not_started(cluster: Cluster, broken: ConnectionBrokenError) -> JoinError:
+def _make_start_error(cluster: Cluster, error: ConnectionBrokenError) -> JoinError:
     return JoinError(
         expected=f"host 0, {cluster.hosts[0]}, to start the job",
-        found=str(broken),
+        found=str(error),
         fix="look at its terminal; all hosts need the same token (RANKLESS_TOKEN_FILE), or none (--insecure)",
     )
 
 
-def _heed(interrupts: Interrupts, seconds: float) -> None:
-    """Wait for a signal. Raises Interrupted if one has come."""
+def _wait_or_interrupt(interrupts: Interrupts, seconds: float) -> None:
+    """Wait for some seconds. Raises `RendezvousInterrupted` as soon as a signal arrives."""
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ)
         selector.select(seconds)

@@ -1,4 +1,4 @@
-"""What hosts compare before a job starts: what would make the same script another program, or a run that hangs."""
+"""The properties that all hosts must share before a job starts: otherwise results may differ, or the run may hang."""
 
 import hashlib
 import os
@@ -13,34 +13,33 @@ import msgspec
 from rankless.config.run_config import Program
 from rankless.version import VERSION
 
-MOST_SKEW_SECONDS = 30.0
-"""Between two hosts' clocks."""
-NOT_THERE = "not installed"
+MAX_CLOCK_SKEW_SECONDS = 30.0
+NOT_INSTALLED = "not installed"
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One host, as it tells of itself when it joins."""
+    """The properties of one host, which it sends when it joins."""
 
     name: str
     versions: Mapping[str, str]
     """Of Python, torch, NCCL and Rankless."""
     program: str
-    """Its kind and what it is called there."""
+    """The kind of the program, and its name on this host."""
     program_digest: str
     arguments: tuple[str, ...]
     hosts: tuple[str, ...]
-    """The job's hosts with their numbers of workers, as this one was told: "a:4"."""
+    """The job's hosts with their numbers of workers, as given on this host: "a:4"."""
     devices: tuple[str, ...]
-    """Of its workers."""
+    """The devices of this host's workers."""
     address: str = ""
-    """By which its way to host 0 leads."""
+    """This host's address on its route to host 0."""
     time_seconds: float
-    """Its clock's, as it was sent."""
+    """This host's clock when it sent the facts."""
 
 
 class HostDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """What one host has otherwise than host 0."""
+    """One property in which a host differs from host 0."""
 
     what: str
     there: str
@@ -51,12 +50,12 @@ class HostDifference(msgspec.Struct, frozen=True, kw_only=True):
 def collect_host_facts(
     program: Program, *, hosts: Sequence[str], devices: Sequence[str], address: str = ""
 ) -> HostFacts:
-    """This host's own."""
+    """Return the facts of this host."""
     return HostFacts(
         name=socket.gethostname(),
         versions=installed_versions(),
         program=f"{program.kind} {program.target}" if program.kind != "code" else "code",
-        program_digest=digest_of(program),
+        program_digest=compute_digest(program),
         arguments=program.arguments,
         hosts=tuple(hosts),
         devices=tuple(devices),
@@ -66,31 +65,31 @@ def collect_host_facts(
 
 
 def installed_versions() -> dict[str, str]:
-    """What all hosts of a job must have alike."""
+    """Return the versions that must be equal on all hosts of a job."""
     return {
         "Python": platform.python_version(),
-        "torch": _version("torch"),
-        "NCCL": next((found for name in NCCL_PACKAGES if (found := _version(name)) != NOT_THERE), NOT_THERE),
+        "torch": _find_version("torch"),
+        "NCCL": next((found for name in NCCL_PACKAGES if (found := _find_version(name)) != NOT_INSTALLED), NOT_INSTALLED),
         "Rankless": VERSION,
     }
 
 
 def find_version_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[HostDifference]:
-    """Where another host has other versions."""
+    """Return the versions in which another host differs."""
     return [
         HostDifference(
             what=f"the version of {name}",
-            there=there.get(name, NOT_THERE),
+            there=there.get(name, NOT_INSTALLED),
             here=version,
             fix=f"install {name} {version} there",
         )
         for name, version in here.items()
-        if there.get(name, NOT_THERE) != version
+        if there.get(name, NOT_INSTALLED) != version
     ]
 
 
 def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -> list[HostDifference]:
-    """In what another host's facts differ from host 0's; `received_seconds` is host 0's clock as they came."""
+    """Return what differs between host 0 and another host. `received_seconds` is host 0's clock when `there` arrived."""
     found = find_version_differences(here.versions, there.versions)
     if there.program_digest != here.program_digest:
         found.append(
@@ -98,7 +97,7 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
                 what=f"the {here.program}",
                 there=f"another text (SHA-256 {there.program_digest[:12]})",
                 here=f"SHA-256 {here.program_digest[:12]}",
-                fix="bring the same script to all hosts; --copy sends host 0's",
+                fix="copy the same script to all hosts; --copy sends host 0's",
             )
         )
     if there.arguments != here.arguments:
@@ -107,7 +106,7 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
                 what="the script's arguments",
                 there=" ".join(there.arguments) or "none",
                 here=" ".join(here.arguments) or "none",
-                fix="type the same line on every host",
+                fix="use the same command line on every host",
             )
         )
     if there.hosts != here.hosts:
@@ -120,7 +119,7 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
             )
         )
     skew = there.time_seconds - received_seconds
-    if abs(skew) > MOST_SKEW_SECONDS:
+    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
         found.append(
             HostDifference(
                 what="the clock",
@@ -132,8 +131,8 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
     return found
 
 
-def digest_of(program: Program) -> str:
-    """SHA-256 of the program's text; of a module's, where it can be found without importing anything."""
+def compute_digest(program: Program) -> str:
+    """Return the SHA-256 of the program's text, or of its name if the text cannot be found without an import."""
     text = program.target.encode()
     path = program.target
     if program.kind == "module":
@@ -145,8 +144,8 @@ def digest_of(program: Program) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _version(package: str) -> str:
+def _find_version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return NOT_THERE
+        return NOT_INSTALLED

@@ -1,50 +1,53 @@
-"""What can be seen from here of a host that does not come: asked in the background, told beside its name."""
+"""Checks in the background why a host has not joined."""
 
 import threading
 import time
 
 from rankless.config.run_config import Cluster
-from rankless.launch.rendezvous.connect import HostUnreachableError, connected
+from rankless.launch.rendezvous.connect import HostUnreachableError, open_connection
 
-PROBE_SECONDS = 2.0
-AGAIN_SECONDS = 4.0
+PROBE_TIMEOUT_SECONDS = 2.0
+PROBE_INTERVAL_SECONDS = 4.0
 SSH_PORT = 22
 
 
-class Probe:
-    """Looks at one host again and again, in a thread of its own, while somebody asks."""
+class HostProbe:
+    """Probes one host repeatedly in a thread, for as long as somebody reads the result."""
 
-    def __init__(self, cluster: Cluster, place: int) -> None:
-        self._address = cluster.hosts[place].address
-        self._found: str | None = None
-        self._asked = time.monotonic()
-        self._thread = threading.Thread(target=self._look, name=f"probe of {self._address}", daemon=True)
+    def __init__(self, cluster: Cluster, host_index: int) -> None:
+        self._address = cluster.hosts[host_index].address
+        self._result: str | None = None
+        self._last_read_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"probe of {self._address}", daemon=True)
         self._thread.start()
 
-    def found(self) -> str | None:
-        """What was seen last, in words; None while nothing was."""
-        self._asked = time.monotonic()
-        return self._found
+    def read_result(self) -> str | None:
+        """Return the last result as text, or None before the first."""
+        self._last_read_at = time.monotonic()
+        return self._result
 
-    def _look(self) -> None:
-        while time.monotonic() - self._asked < 3 * AGAIN_SECONDS:
-            self._found = describe_reachability(self._address)
-            time.sleep(AGAIN_SECONDS)
+    def _run(self) -> None:
+        while time.monotonic() - self._last_read_at < 3 * PROBE_INTERVAL_SECONDS:
+            self._result = describe_reachability(self._address)
+            time.sleep(PROBE_INTERVAL_SECONDS)
 
 
-def describe_reachability(address: str, port: int = SSH_PORT, *, timeout_seconds: float = PROBE_SECONDS) -> str:
-    """Whether a host can be reached, in words: tried with a connection to the port of its ssh, which any host answers
-    that is up and has no firewall that drops.
+def describe_reachability(
+    address: str, port: int = SSH_PORT, *, timeout_seconds: float = PROBE_TIMEOUT_SECONDS
+) -> str:
+    """Return as text whether a host can be reached.
+
+    The probe connects to the host's ssh port. Every host that is up answers it, unless a firewall drops packets.
     """
     try:
-        connected(address, port, timeout_seconds=timeout_seconds).close()
-    except HostUnreachableError as unreached:
-        if unreached.code is None:
+        open_connection(address, port, timeout_seconds=timeout_seconds).close()
+    except HostUnreachableError as error:
+        if error.code is None:
             return "its name does not resolve here"
-        if unreached.was_dropped:
+        if error.has_timed_out:
             return "no answer: it is down, or a firewall drops packets to it"
-        if unreached.has_no_way:
-            return "no way leads to it: its network or it is down"
-        if not unreached.was_refused:
-            return str(unreached)
-    return "it is up, the job is not started there or cannot reach this host"
+        if error.has_no_route:
+            return "no route to it: the host or its network is down"
+        if not error.was_refused:
+            return str(error)
+    return "it is up, but the job is not started there or cannot reach this host"

@@ -1,4 +1,7 @@
-"""The job's token, by which its hosts know each other: never on a command line, never sent on the control channel."""
+"""The job's token, with which its hosts authenticate each other.
+
+The token never appears on a command line, and no host sends it over the control channel.
+"""
 
 import contextlib
 import os
@@ -10,86 +13,83 @@ from rankless.config.environment import user_token_file
 from rankless.config.run_config import Cluster
 from rankless.errors import ConfigError
 
-LEAST_BYTES = 16
+MIN_TOKEN_BYTES = 16
 NO_TOKEN = b""
-FIX = (
-    "head -c 32 /dev/urandom > token; chmod 600 token; bring it to every host and set RANKLESS_TOKEN_FILE to its path; "
+TOKEN_FOLDER = ".cache/rankless"
+"""Where ssh delivers tokens, below a user's home."""
+_FIX = (
+    "head -c 32 /dev/urandom > token; chmod 600 token; copy it to every host and set RANKLESS_TOKEN_FILE to its path; "
     "or, in a network that you trust, --insecure (insecure=True)"
 )
 
 
 class TokenSource(Protocol):
-    """Where a host that comes to host 0 has the token from."""
+    """Where a host that joins host 0 gets the token from."""
 
-    def current(self) -> bytes | None:
-        """The token, or None while it is not there."""
+    def read(self) -> bytes | None:
+        """Return the token, or None while there is none."""
         ...
 
-    def refused(self) -> bool:
-        """Host 0 has another: whether that may still come."""
+    def discard_rejected(self) -> bool:
+        """Drop a token that host 0 has rejected. Returns whether another one may arrive."""
         ...
 
-    def used(self) -> None:
-        """The job has begun."""
+    def discard(self) -> None:
+        """Drop the token, because the job has started."""
         ...
 
 
 class FixedToken:
-    """A token that is there."""
+    """A token that exists from the start and stays."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
 
-    def current(self) -> bytes:
-        """The token."""
+    def read(self) -> bytes:
+        """Return the token."""
         return self._token
 
-    def refused(self) -> bool:
-        """No other will come."""
+    def discard_rejected(self) -> bool:
+        """Return False: no other token will arrive."""
         return False
 
-    def used(self) -> None:
-        """It stays where it is."""
+    def discard(self) -> None:
+        """Do nothing."""
 
 
 class DeliveredToken:
-    """A token that host 0 brings by ssh into a file of this user; one of an earlier job may lie there still."""
+    """A token that host 0 delivers by ssh into a file of this user. The file may still hold an earlier job's token."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._path = Path.home() / folder_of_tokens() / name_of_token(cluster)
+        self._path = Path.home() / TOKEN_FOLDER / token_file_name(cluster)
 
-    def current(self) -> bytes | None:
-        """What the file holds."""
+    def read(self) -> bytes | None:
+        """Return the content of the file, if this user owns it."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_uid == os.getuid():
                 return self._path.read_bytes().strip() or None
         return None
 
-    def refused(self) -> bool:
-        """Take it away: host 0 brings its own again."""
-        self.used()
+    def discard_rejected(self) -> bool:
+        """Delete the file. Host 0 delivers its own token again."""
+        self.discard()
         return True
 
-    def used(self) -> None:
-        """Take it away: it was this job's."""
+    def discard(self) -> None:
+        """Delete the file."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
 
-def folder_of_tokens() -> str:
-    """Below a user's home."""
-    return ".cache/rankless"
-
-
-def name_of_token(cluster: Cluster) -> str:
-    """The file's name, the same for all hosts of a job."""
+def token_file_name(cluster: Cluster) -> str:
+    """Return the name of the delivered file, the same on all hosts of a job."""
     return f"token-{cluster.hosts[0].address}-{cluster.port}"
 
 
-def leader_token(cluster: Cluster) -> bytes:
-    """The token: that of the file RANKLESS_TOKEN_FILE, else a new one where ssh brings it to the others.
+def make_leader_token(cluster: Cluster) -> bytes:
+    """Return host 0's token: from the file RANKLESS_TOKEN_FILE, or a new one that ssh delivers to the other hosts.
 
-    Raises ConfigError where there is neither, and the job was not said to be insecure.
+    Raises `ConfigError` if neither is possible and the job is not insecure.
     """
     path = user_token_file()
     if path is not None:
@@ -97,12 +97,12 @@ def leader_token(cluster: Cluster) -> bytes:
     if cluster.insecure:
         return NO_TOKEN
     if cluster.agent_start == "manual":
-        raise no_token()
+        raise make_missing_token_error()
     return secrets.token_hex(32).encode()
 
 
-def follower_token_source(cluster: Cluster) -> TokenSource:
-    """What another host than host 0 has."""
+def make_follower_token_source(cluster: Cluster) -> TokenSource:
+    """Return where a host other than host 0 gets the token from. Raises `ConfigError` if there is no source."""
     path = user_token_file()
     if path is not None:
         return FixedToken(read_token(path))
@@ -110,25 +110,25 @@ def follower_token_source(cluster: Cluster) -> TokenSource:
         return FixedToken(NO_TOKEN)
     if cluster.agent_start == "script":
         return DeliveredToken(cluster)
-    raise no_token()
+    raise make_missing_token_error()
 
 
 def needs_token_delivery(cluster: Cluster) -> bool:
-    """Whether host 0 brings the token to the others."""
+    """Whether host 0 delivers the token to the other hosts."""
     return cluster.agent_start == "script" and not cluster.insecure and user_token_file() is None
 
 
-def no_token() -> ConfigError:
-    """For a host that was started by hand without one."""
+def make_missing_token_error() -> ConfigError:
+    """Return the error for a host that the user has started without a token."""
     return ConfigError(
-        expected="a token that all hosts of the job share, for whoever starts it by hand",
+        expected="a token that all hosts of the job share, because the job is started by hand on each",
         found="no RANKLESS_TOKEN_FILE in the environment",
-        fix=FIX,
+        fix=_FIX,
     )
 
 
 def read_token(path: str) -> bytes:
-    """The token in a file. Raises ConfigError for one that cannot be read, or is too short."""
+    """Return the token in a file. Raises `ConfigError` if the file cannot be read or the token is too short."""
     try:
         with open(path, "rb") as file:
             token = file.read(4096).strip()
@@ -136,10 +136,10 @@ def read_token(path: str) -> bytes:
         raise ConfigError(
             expected="the file that RANKLESS_TOKEN_FILE names", found=f"{path}: {error.strerror}", fix="check the path"
         ) from None
-    if len(token) < LEAST_BYTES:
+    if len(token) < MIN_TOKEN_BYTES:
         raise ConfigError(
-            expected=f"a token of at least {LEAST_BYTES} bytes in {path}",
+            expected=f"a token of at least {MIN_TOKEN_BYTES} bytes in {path}",
             found=f"{len(token)} bytes",
-            fix=f"head -c 32 /dev/urandom > {path}, and bring it to every host",
+            fix=f"head -c 32 /dev/urandom > {path}, and copy it to every host",
         )
     return token

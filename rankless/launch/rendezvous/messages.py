@@ -1,4 +1,4 @@
-"""What agents of several hosts say to each other, as one tagged union; decoded with types, never unpickled."""
+"""The messages between the agents of several hosts: one tagged union, decoded by type and never unpickled."""
 
 from typing import Literal
 
@@ -9,101 +9,109 @@ from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.worker_output import Source
 from rankless.records.events import AnyRecord
 
-PROTOCOL = 1
+PROTOCOL = 2
+HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_TIMEOUT_SECONDS = 4.0
+"""An agent that sends nothing for so long counts as lost."""
 
 StopMode = Literal["stop", "interrupt", "lost", "kill"]
+"""Why workers end: the job failed, Ctrl-C, a host was lost, or the grace period is over."""
 
 
 class ClientHello(msgspec.Struct, frozen=True, kw_only=True, tag="greeting"):
-    """The first word of who connects, not yet proven: which protocol it speaks, and its half of the session's key."""
+    """The client's first message, not authenticated: its protocol and its half of the session key.
+
+    The tags of the two hello messages and `protocol` never change, so agents of different versions recognize each
+    other.
+    """
 
     protocol: int = PROTOCOL
     nonce: bytes
 
 
 class ServerHello(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
-    """The answer, not yet proven either: the other half. From here on every frame is."""
+    """The server's answer, not authenticated: the other half of the key. All later frames are authenticated."""
 
     protocol: int = PROTOCOL
     nonce: bytes
 
 
-class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
-    """A host has come to the job."""
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag="join_request"):
+    """A host asks to join the job."""
 
     host: int
-    """Its place in the list of hosts, or UNKNOWN_HOST."""
+    """The index in the list of hosts, or UNKNOWN_HOST."""
     facts: HostFacts
 
 
-class JoinRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """Host 0 does not start the job, and why."""
+class JoinRefused(msgspec.Struct, frozen=True, kw_only=True, tag="join_refused"):
+    """Host 0 does not start the job."""
 
     expected: str
     found: str
     fix: str
 
 
-class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """All hosts are there and agree: start the workers."""
+class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag="job_started"):
+    """All hosts have joined and agree. Each starts its workers."""
 
     start: JobStart
     host_index: int
-    """The host's that is told."""
+    """The index of the receiving host."""
 
 
-class JoinProgress(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
-    """Who is missing still, for those who wait on other hosts."""
+class JoinProgress(msgspec.Struct, frozen=True, kw_only=True, tag="join_progress"):
+    """The missing hosts, for the users at the other hosts."""
 
     text: str
 
 
-class WorkerRecords(msgspec.Struct, frozen=True, kw_only=True, tag="happened"):
-    """Records of a host's workers, in their order."""
+class WorkerRecords(msgspec.Struct, frozen=True, kw_only=True, tag="worker_records"):
+    """Records of a host's workers, in order."""
 
     records: tuple[AnyRecord, ...]
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
-    """A sign of life."""
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """The sender is alive."""
 
 
-class RankStatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag="where_are_you"):
-    """Some rank of the job has stood still for long: tell where each of yours is, by `Where` records."""
+class RankStatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag="rank_status_request"):
+    """Some rank of the job has stalled. The receiver answers with a `RankStatus` record for each of its ranks."""
 
 
-class StopWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """End the workers: politely, as Ctrl-C does, because a host is lost, or at once."""
+class StopWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="stop_workers"):
+    """End the workers."""
 
-    how: StopMode
+    mode: StopMode
 
 
-class HostEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Nothing of the job is alive any more on a host; `interrupted_by` is the signal that told its agent to end."""
+class HostEnded(msgspec.Struct, frozen=True, kw_only=True, tag="host_ended"):
+    """No process of the job is alive on a host; `interrupted_by` is the signal that its agent received."""
 
-    parent_exit_code: int | None = None
+    fork_server_exit_code: int | None = None
     interrupted_by: int | None = None
-    last_words: str = ""
-    """Of the workers' parent, if it failed."""
+    fork_server_output: str = ""
+    """The last output of the workers' fork server, if it failed."""
 
 
-class RecordingChunk(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
-    """A piece of a file that a worker has written for `rankless verify`."""
+class RecordingChunk(msgspec.Struct, frozen=True, kw_only=True, tag="recording_chunk"):
+    """A chunk of a file that a worker has written for `rankless verify`."""
 
     name: str
     data: bytes
     is_last: bool
 
 
-class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="shown"):
-    """What a host's workers have written, for host 0 to show; only under horovodrun, which shows all of it."""
+class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="worker_output"):
+    """Output of a host's workers, for host 0 to show. Only horovodrun shows the output of all hosts."""
 
     source: Source
     data: bytes
 
 
-class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
-    """The job is over everywhere: what its exit code is, and what the host shows of its end."""
+class JobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="job_ended"):
+    """The job has ended on all hosts, with this exit code. The receiving host shows `text`."""
 
     exit_code: int
     text: str = ""

@@ -1,4 +1,7 @@
-"""The other hosts of a run, as its watch sees them: none, those that this host leads, or the one that leads it."""
+"""The other hosts of a run, as a host's supervisor sees them.
+
+There are three cases: no other hosts, the followers that host 0 leads, and the leader (host 0) that a follower sees.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +11,12 @@ from typing import Protocol
 from rankless.config.run_config import JobStart
 from rankless.launch.rendezvous.control_client import LeaderConnection
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
-from rankless.launch.rendezvous.control_server import ConnectionRejected, ControlServer, HostDisconnected, HostReported
+from rankless.launch.rendezvous.control_server import (
+    ConnectionRejected,
+    ControlServer,
+    HostDisconnected,
+    HostReported,
+)
 from rankless.launch.rendezvous.messages import (
     HostEnded,
     JobEnded,
@@ -19,274 +27,275 @@ from rankless.launch.rendezvous.messages import (
     WorkerOutput,
     WorkerRecords,
 )
-from rankless.launch.rendezvous.recording_transfer import PIECE_BYTES, recorded, take_recorded
+from rankless.launch.rendezvous.recording_transfer import CHUNK_BYTES, read_recording, write_recording
 from rankless.launch.worker_output import Source
 from rankless.records.events import AnyRecord, HostInterrupted, HostLost, Notice
 
 
 @dataclass(frozen=True)
 class PeerUpdate:
-    """What the other hosts have told since the last time."""
+    """What the other hosts have sent since the last poll."""
 
     records: Sequence[AnyRecord] = ()
     stop: StopMode | None = None
-    """Host 0 says so."""
+    """Host 0's request to end the workers."""
 
 
 class Peers(Protocol):
     """The other hosts of a run."""
 
     attributes_failures: bool
-    """Whether this host judges who has failed."""
+    """Whether this host decides which rank caused a failure."""
 
     def fileno(self) -> int | None:
-        """What to select on; None if there is nothing."""
+        """Return the descriptor for a selector, or None if there is none."""
         ...
 
     def host_of(self, rank: int) -> int:
-        """The place of a rank's host."""
+        """Return the index of the host on which a rank runs."""
         ...
 
-    def turn(self, now: float) -> PeerUpdate:
-        """What is new."""
+    def poll(self, now: float) -> PeerUpdate:
+        """Return what has arrived since the last call."""
         ...
 
-    def report(self, records: Sequence[AnyRecord]) -> None:
-        """Tell what has happened here."""
+    def send_records(self, records: Sequence[AnyRecord]) -> None:
+        """Send what has happened on this host."""
         ...
 
-    def stop(self, how: StopMode) -> None:
-        """Tell the others to end their workers."""
+    def stop_workers(self, mode: StopMode) -> None:
+        """Request the other hosts to end their workers."""
         ...
 
-    def ask_where(self) -> None:
-        """Ask the others where their ranks are: they tell it by records."""
+    def request_rank_status(self) -> None:
+        """Request a `RankStatus` record of every rank of the other hosts."""
         ...
 
-    def is_asked_where(self) -> bool:
-        """Whether host 0 has asked that since the last call."""
+    def take_rank_status_request(self) -> bool:
+        """Return whether host 0 has requested the status of this host's ranks since the last call."""
         ...
 
-    def told_to_end(self, number: int) -> None:
-        """Tell that a signal has told this host's agent to end."""
+    def send_interrupt(self, number: int) -> None:
+        """Report that this host's agent has received a signal."""
         ...
 
-    def ended(self, ended: HostEnded) -> None:
-        """Tell that nothing lives here any more."""
+    def send_end(self, end: HostEnded) -> None:
+        """Report that no process of the job is alive on this host."""
         ...
 
     @property
-    def are_busy(self) -> bool:
-        """Whether something of the job lives on another host."""
+    def are_running(self) -> bool:
+        """Whether a process of the job is alive on another host."""
         ...
 
 
 class NoPeers:
-    """A run on one host."""
+    """A run on one host has no peers: nothing arrives, and whatever is sent is dropped."""
 
     attributes_failures = True
 
     def fileno(self) -> int | None:
-        """Nothing."""
+        """Return None."""
         return None
 
-    def host_of(self, rank: int) -> int:  # noqa: ARG002  # the protocol's
-        """There is one."""
+    def host_of(self, rank: int) -> int:  # noqa: ARG002  # the protocol's signature
+        """Return 0, the only host."""
         return 0
 
-    def turn(self, now: float) -> PeerUpdate:  # noqa: ARG002  # the protocol's
-        """Nothing."""
+    def poll(self, now: float) -> PeerUpdate:  # noqa: ARG002  # the protocol's signature
+        """Return an empty update."""
         return PeerUpdate()
 
-    def report(self, records: Sequence[AnyRecord]) -> None:
-        """Nobody hears it."""
+    def send_records(self, records: Sequence[AnyRecord]) -> None:
+        """Do nothing."""
 
-    def stop(self, how: StopMode) -> None:
-        """Nobody hears it."""
+    def stop_workers(self, mode: StopMode) -> None:
+        """Do nothing."""
 
-    def ask_where(self) -> None:
-        """Nobody hears it."""
+    def request_rank_status(self) -> None:
+        """Do nothing."""
 
-    def is_asked_where(self) -> bool:
-        """Never."""
+    def take_rank_status_request(self) -> bool:
+        """Return False."""
         return False
 
-    def told_to_end(self, number: int) -> None:
-        """Nobody hears it."""
+    def send_interrupt(self, number: int) -> None:
+        """Do nothing."""
 
-    def ended(self, ended: HostEnded) -> None:
-        """Nobody hears it."""
+    def send_end(self, end: HostEnded) -> None:
+        """Do nothing."""
 
     @property
-    def are_busy(self) -> bool:
-        """Never."""
+    def are_running(self) -> bool:
+        """Always False."""
         return False
 
 
 class FollowerPeers:
-    """The hosts that host 0 leads."""
+    """The hosts that host 0 leads, as host 0 sees them."""
 
     attributes_failures = True
 
-    def __init__(self, hub: ControlServer, start: JobStart, names: Sequence[str]) -> None:
-        self._hub = hub
+    def __init__(self, server: ControlServer, start: JobStart, names: Sequence[str]) -> None:
+        self._server = server
         self._start = start
         self._names = names
         self._show: Callable[[Source, bytes], None] = lambda _source, _data: None
 
-    def hand_output_to(self, show: Callable[[Source, bytes], None]) -> None:
-        """Give what workers of other hosts write to `show`."""
+    def set_output_sink(self, show: Callable[[Source, bytes], None]) -> None:
+        """Pass the output of other hosts' workers to `show` from now on."""
         self._show = show
 
     def host_of(self, rank: int) -> int:
-        """The place of a rank's host."""
+        """Return the index of the host on which a rank runs."""
         return self._start.host_of(rank)
 
     def fileno(self) -> int | None:
-        """The hub's."""
-        return self._hub.fileno()
+        """Return the server's descriptor."""
+        return self._server.fileno()
 
-    def turn(self, now: float) -> PeerUpdate:
-        """The records of all of them, and who is lost."""
+    def poll(self, now: float) -> PeerUpdate:
+        """Return the records of all followers; a lost follower gives a `HostLost` record."""
         records: list[AnyRecord] = []
-        for news in self._hub.turn(now):
-            if isinstance(news, HostReported) and isinstance(news.frame, WorkerRecords):
-                records += news.frame.records
-            elif isinstance(news, HostReported) and isinstance(news.frame, RecordingChunk):
-                take_recorded(news.frame, self._start)
-            elif isinstance(news, HostReported) and isinstance(news.frame, WorkerOutput):
-                self._show(news.frame.source, news.frame.data)
-            elif isinstance(news, HostReported):
-                assert isinstance(news.frame, HostEnded)
-                records += self._end_of(news.host, news.frame)
-            elif isinstance(news, HostDisconnected):
-                records.append(self._lost(news.host, f"was lost: {news.how}"))
-            elif isinstance(news, ConnectionRejected):
-                text = f"somebody at {news.address} tried to join, and was turned away: {news.why}"
+        for event in self._server.poll(now):
+            if isinstance(event, HostReported) and isinstance(event.message, WorkerRecords):
+                records += event.message.records
+            elif isinstance(event, HostReported) and isinstance(event.message, RecordingChunk):
+                write_recording(event.message, self._start)
+            elif isinstance(event, HostReported) and isinstance(event.message, WorkerOutput):
+                self._show(event.message.source, event.message.data)
+            elif isinstance(event, HostReported):
+                assert isinstance(event.message, HostEnded)
+                records += self._make_end_records(event.host, event.message)
+            elif isinstance(event, HostDisconnected):
+                records.append(self._make_lost_record(event.host, f"was lost: {event.reason}"))
+            elif isinstance(event, ConnectionRejected):
+                text = f"a client at {event.address} tried to join, and was rejected: {event.reason}"
                 records.append(Notice(rank=0, time_ns=time.monotonic_ns(), text=text))
         return PeerUpdate(records)
 
-    def report(self, records: Sequence[AnyRecord]) -> None:
-        """Host 0 hears it itself."""
+    def send_records(self, records: Sequence[AnyRecord]) -> None:
+        """Do nothing: host 0 has its own records."""
 
-    def stop(self, how: StopMode) -> None:
-        """Tell all of them."""
-        self._hub.tell_all(StopWorkers(how=how))
+    def stop_workers(self, mode: StopMode) -> None:
+        """Request all followers to end their workers."""
+        self._server.broadcast(StopWorkers(mode=mode))
 
-    def ask_where(self) -> None:
-        """Ask all of them."""
-        self._hub.tell_all(RankStatusRequest())
+    def request_rank_status(self) -> None:
+        """Request the status of every follower's ranks."""
+        self._server.broadcast(RankStatusRequest())
 
-    def is_asked_where(self) -> bool:
-        """Never: this host asks."""
+    def take_rank_status_request(self) -> bool:
+        """Return False: only host 0 sends requests."""
         return False
 
-    def told_to_end(self, number: int) -> None:
-        """They are stopped; why is said at the end."""
+    def send_interrupt(self, number: int) -> None:
+        """Do nothing: followers receive `StopWorkers`, and the reason at the end."""
 
-    def ended(self, ended: HostEnded) -> None:
-        """They need not know."""
+    def send_end(self, end: HostEnded) -> None:
+        """Do nothing: followers do not wait for host 0's workers."""
 
     @property
-    def are_busy(self) -> bool:
-        """Whether one of them has not ended."""
-        return bool(self._hub.working)
+    def are_running(self) -> bool:
+        """Whether a follower has not ended."""
+        return bool(self._server.running_hosts)
 
-    def conclude(self, exit_code: int, texts: Sequence[str]) -> None:
-        """Tell each host how the job ended."""
+    def send_job_end(self, exit_code: int, texts: Sequence[str]) -> None:
+        """Send each host the job's exit code and its own text, by host index."""
         for host, text in enumerate(texts):
-            self._hub.tell(host, JobEnded(exit_code=exit_code, text=text))
+            self._server.send(host, JobEnded(exit_code=exit_code, text=text))
 
-    def _end_of(self, host: int, ended: HostEnded) -> list[AnyRecord]:
-        if ended.interrupted_by is not None or not ended.parent_exit_code:
+    def _make_end_records(self, host: int, end: HostEnded) -> list[AnyRecord]:
+        if end.interrupted_by is not None or not end.fork_server_exit_code:
             return []
-        words = f":\n{ended.last_words}" if ended.last_words else ""
-        return [self._lost(host, f"could not see its workers to their end (exit code {ended.parent_exit_code}){words}")]
+        output = f":\n{end.fork_server_output}" if end.fork_server_output else ""
+        reason = f"lost the process that starts its workers (exit code {end.fork_server_exit_code}){output}"
+        return [self._make_lost_record(host, reason)]
 
-    def _lost(self, host: int, how: str) -> HostLost:
-        first = self._start.first_rank(host)
-        return HostLost(rank=first, time_ns=time.monotonic_ns(), host=self._names[host], how=how)
+    def _make_lost_record(self, host: int, reason: str) -> HostLost:
+        first_rank = self._start.first_rank(host)
+        return HostLost(rank=first_rank, time_ns=time.monotonic_ns(), host=self._names[host], how=reason)
 
 
 class LeaderPeer:
-    """Host 0, which leads this one."""
+    """Host 0, as a follower sees it."""
 
     attributes_failures = False
 
-    def __init__(self, uplink: LeaderConnection, start: JobStart, place: int, name: str) -> None:
-        self._uplink = uplink
+    def __init__(self, connection: LeaderConnection, start: JobStart, host_index: int, name: str) -> None:
+        self._connection = connection
         self._start = start
-        self._place = place
+        self._host_index = host_index
         self._name = name
-        self.lost: str | None = None
-        self.over: JobEnded | None = None
-        self._is_asked_where = False
+        self.lost_reason: str | None = None
+        self.job_end: JobEnded | None = None
+        self._has_status_request = False
 
     def host_of(self, rank: int) -> int:
-        """The place of a rank's host."""
+        """Return the index of the host on which a rank runs."""
         return self._start.host_of(rank)
 
     def fileno(self) -> int | None:
-        """The connection's."""
-        return None if self.lost is not None else self._uplink.fileno()
+        """Return the connection's descriptor, or None once host 0 is lost."""
+        return None if self.lost_reason is not None else self._connection.fileno()
 
-    def turn(self, now: float) -> PeerUpdate:
-        """What host 0 wants."""
-        if self.lost is not None:
+    def poll(self, now: float) -> PeerUpdate:
+        """Return host 0's request to stop, if there is one. A lost host 0 is such a request too."""
+        if self.lost_reason is not None:
             return PeerUpdate()
         stop: StopMode | None = None
         try:
-            for frame in self._uplink.turn(now):
-                if isinstance(frame, StopWorkers):
-                    stop = frame.how
-                elif isinstance(frame, RankStatusRequest):
-                    self._is_asked_where = True
-                elif isinstance(frame, JobEnded):
-                    self.over = frame
-        except ConnectionBrokenError as broken:
-            self.lost = str(broken)
-            stop = None if self.over is not None else "lost"
+            for message in self._connection.poll(now):
+                if isinstance(message, StopWorkers):
+                    stop = message.mode
+                elif isinstance(message, RankStatusRequest):
+                    self._has_status_request = True
+                elif isinstance(message, JobEnded):
+                    self.job_end = message
+        except ConnectionBrokenError as error:
+            self.lost_reason = str(error)
+            stop = None if self.job_end is not None else "lost"
         return PeerUpdate(stop=stop)
 
-    def report(self, records: Sequence[AnyRecord]) -> None:
-        """Tell host 0."""
+    def send_records(self, records: Sequence[AnyRecord]) -> None:
+        """Send records to host 0."""
         if records:
-            self._uplink.tell(WorkerRecords(records=tuple(records)))
+            self._connection.send(WorkerRecords(records=tuple(records)))
 
     @property
-    def is_behind(self) -> bool:
-        """Whether host 0 has not taken all that it was sent."""
-        return self._uplink.is_behind
+    def has_unsent_data(self) -> bool:
+        """Whether host 0 has not taken everything that was sent."""
+        return self._connection.has_unsent_data
 
-    def show(self, source: Source, data: bytes) -> None:
-        """Have host 0 show what a worker has written here."""
-        for start in range(0, len(data), PIECE_BYTES):
-            self._uplink.tell(WorkerOutput(source=source, data=data[start : start + PIECE_BYTES]))
+    def send_output(self, source: Source, data: bytes) -> None:
+        """Send a worker's output to host 0, which shows it."""
+        for start in range(0, len(data), CHUNK_BYTES):
+            self._connection.send(WorkerOutput(source=source, data=data[start : start + CHUNK_BYTES]))
 
-    def stop(self, how: StopMode) -> None:
-        """Not this host's to say."""
+    def stop_workers(self, mode: StopMode) -> None:
+        """Do nothing: only host 0 stops other hosts."""
 
-    def ask_where(self) -> None:
-        """Not this host's to ask."""
+    def request_rank_status(self) -> None:
+        """Do nothing: only host 0 requests the status of other hosts' ranks."""
 
-    def is_asked_where(self) -> bool:
-        """Whether host 0 has asked."""
-        asked, self._is_asked_where = self._is_asked_where, False
-        return asked
+    def take_rank_status_request(self) -> bool:
+        """Return whether host 0 has requested the status of this host's ranks since the last call."""
+        has_request, self._has_status_request = self._has_status_request, False
+        return has_request
 
-    def told_to_end(self, number: int) -> None:
-        """Tell host 0 that this host's agent was, by a signal."""
-        first = self._start.first_rank(self._place)
-        record = HostInterrupted(rank=first, time_ns=time.monotonic_ns(), host=self._name, signal=number)
-        self.report([record])
+    def send_interrupt(self, number: int) -> None:
+        """Report to host 0 that this host's agent has received a signal."""
+        first_rank = self._start.first_rank(self._host_index)
+        record = HostInterrupted(rank=first_rank, time_ns=time.monotonic_ns(), host=self._name, signal=number)
+        self.send_records([record])
 
-    def ended(self, ended: HostEnded) -> None:
-        """Tell host 0 that nothing lives here any more, and give it what was recorded here."""
-        for frame in recorded(self._start, self._place):
-            self._uplink.tell(frame)
-        self._uplink.tell(ended)
+    def send_end(self, end: HostEnded) -> None:
+        """Send this host's recordings to host 0, then report that nothing is alive here."""
+        for chunk in read_recording(self._start, self._host_index):
+            self._connection.send(chunk)
+        self._connection.send(end)
 
     @property
-    def are_busy(self) -> bool:
-        """Until host 0 has said how the job ended."""
-        return self.over is None and self.lost is None
+    def are_running(self) -> bool:
+        """True until host 0 has sent the job's end, or is lost."""
+        return self.job_end is None and self.lost_reason is None

@@ -1,4 +1,4 @@
-"""What workers of other hosts have recorded for `rankless verify`, brought to host 0 over the control channel."""
+"""Transfers what workers of other hosts record for `rankless verify` to host 0, over the control channel."""
 
 import os
 import re
@@ -8,37 +8,37 @@ from pathlib import Path
 from rankless.config.run_config import JobStart
 from rankless.launch.rendezvous.messages import RecordingChunk
 
-PIECE_BYTES = 1 << 20
-NAME = re.compile(r"rank(\d+)\.(results|safetensors|values)")
+CHUNK_BYTES = 1 << 20
+_FILE_NAME = re.compile(r"rank(\d+)\.(results|safetensors|values)")
 
 
-def recorded(start: JobStart, place: int) -> Iterator[RecordingChunk]:
-    """The files of a host's workers, in pieces."""
+def read_recording(start: JobStart, host_index: int) -> Iterator[RecordingChunk]:
+    """Yield the files that a host's workers have recorded, in chunks."""
     if start.recording is None:
         return
     for path in sorted(Path(start.recording).glob("rank*")):
-        match = NAME.fullmatch(path.name)
-        if match is None or int(match[1]) >= start.world_size or start.host_of(int(match[1])) != place:
+        match = _FILE_NAME.fullmatch(path.name)
+        if match is None or int(match[1]) >= start.world_size or start.host_of(int(match[1])) != host_index:
             continue
         with path.open("rb") as file:
-            data = file.read(PIECE_BYTES)
+            data = file.read(CHUNK_BYTES)
             while True:
-                following = file.read(PIECE_BYTES)
-                yield RecordingChunk(name=path.name, data=data, is_last=not following)
-                if not following:
+                next_data = file.read(CHUNK_BYTES)
+                yield RecordingChunk(name=path.name, data=data, is_last=not next_data)
+                if not next_data:
                     break
-                data = following
+                data = next_data
 
 
-def take_recorded(frame: RecordingChunk, start: JobStart) -> None:
-    """Write a piece of a file to where this host's own workers record; whole once its last piece has come."""
-    match = NAME.fullmatch(frame.name)
+def write_recording(chunk: RecordingChunk, start: JobStart) -> None:
+    """Append a chunk of a file in the folder where this host's workers record. The last chunk completes the file."""
+    match = _FILE_NAME.fullmatch(chunk.name)
     if match is None or start.recording is None or int(match[1]) >= start.world_size:
         return
     folder = Path(start.recording)
     folder.mkdir(parents=True, exist_ok=True)
-    growing = folder / f".{frame.name}.coming"
-    with growing.open("ab") as file:
-        file.write(frame.data)
-    if frame.is_last:
-        os.replace(growing, folder / frame.name)  # hosts may share a disk, and the file be there already
+    partial = folder / f".{chunk.name}.partial"
+    with partial.open("ab") as file:
+        file.write(chunk.data)
+    if chunk.is_last:
+        os.replace(partial, folder / chunk.name)  # on a shared disk the file exists already

@@ -1,8 +1,8 @@
-"""Agents of other hosts, started by the system's ssh, with the user's own configuration of it.
+"""Starts the agents of other hosts through the system's ssh, with the user's own ssh configuration.
 
-Note [what goes over ssh]: the command line names a folder, an interpreter and this package; all else, the token too,
-goes through standard input. That stays open: an agent whose standard input ends before it has joined gives up. Once it
-has joined, the control channel is its lifeline, and ssh may die without harm to the job.
+Note [what goes over ssh]: the command line names a folder, an interpreter and this package. Everything else, the token
+included, goes through standard input, which stays open. An agent whose standard input ends before it has joined exits.
+After it has joined, the control channel shows whether host 0 is alive, and the end of ssh does no harm.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from rankless.config.run_config import Cluster, Program, RunRequest
-from rankless.launch.rendezvous.job_token import folder_of_tokens, name_of_token
+from rankless.launch.rendezvous.job_token import TOKEN_FOLDER, token_file_name
 from rankless.launch.rendezvous.ssh_failures import find_ssh_cause
 from rankless.runtime.python_command import python_command
 
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
-LAST_LINES = 4
-REFUSED = 2
-"""An agent ends with it that has said itself why it does not start."""
-LEAVING_SECONDS = 2.0
-BRING_AGAIN_SECONDS = 5.0
+AGENT_REFUSED_EXIT_CODE = 2
+"""The exit code of an agent that has printed why it does not start."""
+_MAX_SHOWN_LINES = 4
+_CLOSE_TIMEOUT_SECONDS = 2.0
+_DELIVERY_RETRY_SECONDS = 5.0
 
 
 class RemoteTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent that ssh has started is told through its standard input."""
+    """The input of an agent that ssh has started."""
 
     program: Program
     request: RunRequest
@@ -40,123 +40,125 @@ class RemoteTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SshAgent:
-    """The ssh process of one other host, which starts its agent and keeps its standard input."""
+    """The ssh process of one other host. It starts the agent there and holds its standard input open."""
 
-    def __init__(self, task: RemoteTask, *, tell: Callable[[str], None]) -> None:
+    def __init__(self, task: RemoteTask, *, notify: Callable[[str], None]) -> None:
         cluster = task.request.cluster
         assert cluster is not None
         self._name = cluster.hosts[cluster.host_index].address
-        self._tell = tell
+        self._notify = notify
         self._has_joined = False
-        self._login = SshSession(cluster, cluster.host_index, remote_command(), on_line=self._show)
-        self._login.say(msgspec.json.encode(task) + b"\n")
+        self._session = SshSession(cluster, cluster.host_index, make_agent_command(), on_line=self._show)
+        self._session.write(msgspec.json.encode(task) + b"\n")
 
-    def joined(self) -> None:
-        """Its agent has come: what it has to say from now on comes over the control channel."""
+    def mark_joined(self) -> None:
+        """Note that the agent has joined: its messages now arrive over the control channel."""
         self._has_joined = True
 
-    def ended(self) -> str | None:
-        """Why it has ended, if it has, in words."""
-        return None if self._login.is_running() else self._login.why_ended()
+    def find_failure(self) -> str | None:
+        """Return why ssh has ended, or None while it runs."""
+        return None if self._session.is_running() else self._session.explain_end()
 
     def close(self) -> None:
-        """Wait a little for its end, then end it."""
-        self._login.close()
+        """Wait a little for ssh to end, then kill it."""
+        self._session.close()
 
     def _show(self, text: str) -> None:
         if not self._has_joined:
-            self._tell(f"{self._name}: {text.removeprefix('rankless: ')}")
+            self._notify(f"{self._name}: {text.removeprefix('rankless: ')}")
 
 
 class SshTokenDelivery:
-    """Brings the job's token to a host where a script is started by hand, again and again until its agent has come."""
+    """Delivers the job's token to a host where the user starts a script, repeatedly until the agent has joined."""
 
-    def __init__(self, cluster: Cluster, place: int, token: bytes) -> None:
-        self._host = (cluster, place)
+    def __init__(self, cluster: Cluster, host_index: int, token: bytes) -> None:
+        self._host = (cluster, host_index)
         self._token = token
-        folder, name = folder_of_tokens(), shlex.quote(name_of_token(cluster))
+        folder, name = TOKEN_FOLDER, shlex.quote(token_file_name(cluster))
         self._command = f"umask 077; cd && mkdir -p {folder} && cd {folder} && cat > {name}.new && mv {name}.new {name}"
         self._has_joined = False
-        self._bring()
+        self._deliver()
 
-    def joined(self) -> None:
-        """The agent has come."""
+    def mark_joined(self) -> None:
+        """Note that the agent has joined."""
         self._has_joined = True
 
-    def ended(self) -> str | None:
-        """Why the token could not be brought, in words."""
-        if self._login.is_running():
+    def find_failure(self) -> str | None:
+        """Return why the token could not be delivered, or None."""
+        if self._session.is_running():
             return None
-        if not self._login.has_succeeded():
-            return f"{self._login.why_ended()}; RANKLESS_TOKEN_FILE on all hosts, or insecure=True, does without ssh"
-        if not self._has_joined and time.monotonic() - self._begun > BRING_AGAIN_SECONDS:
-            self._bring()
+        if not self._session.has_succeeded():
+            return f"{self._session.explain_end()}; with RANKLESS_TOKEN_FILE on all hosts, or insecure=True, no ssh is used"
+        if not self._has_joined and time.monotonic() - self._delivered_at > _DELIVERY_RETRY_SECONDS:
+            self._deliver()
         return None
 
     def close(self) -> None:
-        """End what runs."""
-        self._login.close()
+        """End ssh if it runs."""
+        self._session.close()
 
-    def _bring(self) -> None:
-        self._begun = time.monotonic()
-        self._login = SshSession(*self._host, self._command, on_line=lambda _: None)
-        self._login.say(self._token + b"\n")
-        self._login.end_input()
+    def _deliver(self) -> None:
+        self._delivered_at = time.monotonic()
+        self._session = SshSession(*self._host, self._command, on_line=lambda _: None)
+        self._session.write(self._token + b"\n")
+        self._session.close_input()
 
 
 class SshSession:
-    """One ssh to one host, and what it prints."""
+    """One ssh process that runs a command on one host, and the output of that command."""
 
-    def __init__(self, cluster: Cluster, place: int, command: str, *, on_line: Callable[[str], None]) -> None:
-        host = cluster.hosts[place]
+    def __init__(
+        self, cluster: Cluster, host_index: int, command: str, *, on_line: Callable[[str], None]
+    ) -> None:
+        host = cluster.hosts[host_index]
         self._target = host.address if host.user is None else f"{host.user}@{host.address}"
         self._on_line = on_line
         self._lines: list[str] = []
         self._process = subprocess.Popen(
-            ["ssh", *SSH_OPTIONS, *_own_options(cluster), self._target, "--", command],
+            ["ssh", *SSH_OPTIONS, *_make_cluster_options(cluster), self._target, "--", command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the agents: they end their workers in order
+            start_new_session=True,  # Ctrl-C reaches the agents only: they end their workers in order
         )
         self._reader = threading.Thread(target=self._read, name=f"ssh {self._target}", daemon=True)
         self._reader.start()
 
-    def say(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Write to the command's standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
-    def end_input(self) -> None:
-        """Let the command find the end of its standard input."""
+    def close_input(self) -> None:
+        """Close the command's standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether ssh has not ended."""
         return self._process.poll() is None
 
     def has_succeeded(self) -> bool:
-        """Whether the command has, once it is over."""
+        """Whether the command has ended with exit code 0."""
         return self._process.poll() == 0
 
-    def why_ended(self) -> str:
-        """In words, from the last that it has printed."""
+    def explain_end(self) -> str:
+        """Return why ssh has ended, from its last lines of output."""
         self._reader.join(1.0)
-        said = " / ".join(self._lines[-LAST_LINES:])
-        cause = find_ssh_cause(said, self._target)
-        if cause is not None and self._process.returncode != REFUSED:
-            return f"{cause.seen} ({said}): {cause.fix}"
-        return f"ssh ended with {self._process.returncode}" + (f": {said}" if said else "")
+        output = " / ".join(self._lines[-_MAX_SHOWN_LINES:])
+        cause = find_ssh_cause(output, self._target)
+        if cause is not None and self._process.returncode != AGENT_REFUSED_EXIT_CODE:
+            return f"{cause.seen} ({output}): {cause.fix}"
+        return f"ssh ended with {self._process.returncode}" + (f": {output}" if output else "")
 
     def close(self) -> None:
-        """Wait a little for its end, then end it."""
-        self.end_input()
+        """Wait a little for ssh to end, then kill it."""
+        self.close_input()
         try:
-            self._process.wait(LEAVING_SECONDS)
+            self._process.wait(_CLOSE_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -169,12 +171,12 @@ class SshSession:
             self._on_line(text)
 
 
-def _own_options(cluster: Cluster) -> list[str]:
+def _make_cluster_options(cluster: Cluster) -> list[str]:
     port = [] if cluster.ssh_port is None else ["-p", str(cluster.ssh_port)]
     return port + ([] if cluster.ssh_identity_file is None else ["-i", cluster.ssh_identity_file])
 
 
-def remote_command() -> str:
-    """The command line on the other host: the same folder, interpreter and flags as here."""
+def make_agent_command() -> str:
+    """Return the shell command for the other host: the same folder, interpreter and flags as here."""
     command = shlex.join(python_command("rankless.launch.remote_agent"))
     return f"cd {shlex.quote(os.getcwd())} && exec {command}"

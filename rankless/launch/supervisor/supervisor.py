@@ -50,7 +50,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: Verdict | None = None
     interrupted_by: int | None = None
-    parent_exit_code: int | None = None
+    fork_server_exit_code: int | None = None
 
 
 class Supervisor:
@@ -123,7 +123,7 @@ class Supervisor:
         """Once the parent has ended: whether nothing lives on the other hosts either."""
         if not self._told_end:
             self._told_end = True
-            self._others.ended(HostEnded(parent_exit_code=exit_code, interrupted_by=self._interrupted_by))
+            self._others.ended(HostEnded(fork_server_exit_code=exit_code, interrupted_by=self._interrupted_by))
             for key in list(selector.get_map().values()):
                 if isinstance(key.fileobj, int):  # what told of the parent's end does so for ever
                     selector.unregister(key.fileobj)
@@ -208,9 +208,9 @@ class Supervisor:
         self._phase, self._deadline = phase, deadline
         self._parent.tell(word)
 
-    def _outcome(self, parent_exit_code: int | None) -> RunOutcome:
+    def _outcome(self, fork_server_exit_code: int | None) -> RunOutcome:
         return RunOutcome(
             verdict=None if self._interrupted_by is not None else self._verdict,
             interrupted_by=self._interrupted_by,
-            parent_exit_code=parent_exit_code,
+            fork_server_exit_code=fork_server_exit_code,
         )
