@@ -120,7 +120,7 @@ class Run:
                 worker_configs=[worker.config for worker in self._workers],
                 pages=pages,
                 timeout_seconds=config.hang_timeout_seconds,
-                others=job.others,
+                peers=job.peers,
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.account.host_name,
             )
@@ -130,11 +130,11 @@ class Run:
         configs = [worker.config for worker in self._workers]
         streams = self._profile.shown_streams(config, folder, configs) if shows else []
         writes: dict[Source, Write] = {"out": writer_to(out, making_room), "err": writer_to(err, making_room)}
-        if isinstance(job.others, LeaderPeer) and self._profile.output_hosts == "gathered":
-            writes = {source: functools.partial(job.others.show, source) for source in SOURCES}
+        if isinstance(job.peers, LeaderPeer) and self._profile.output_hosts == "gathered":
+            writes = {source: functools.partial(job.peers.send_output, source) for source in SOURCES}
         self._terminal = Terminal(streams, writes=writes)
-        if isinstance(job.others, FollowerPeers):
-            job.others.hand_output_to(self._terminal.show)
+        if isinstance(job.peers, FollowerPeers):
+            job.peers.set_output_sink(self._terminal.show)
 
     def to_end(
         self,
@@ -154,7 +154,7 @@ class Run:
         def take(record: AnyRecord) -> None:
             text = None
             if isinstance(record, FileOpened) and job.start.host_of(record.rank) == job.host_index:
-                text = files.notice(record)
+                text = files.check(record)
             elif isinstance(record, Notice):
                 text = record.text
             if text is not None and text not in said and job.host_index == 0:
@@ -166,22 +166,22 @@ class Run:
         def look() -> list[AnyRecord]:
             if parent.poll() is not None:
                 self._terminal.finish()  # host 0 may not listen any more once it is told that nothing lives here
-            elif not (isinstance(job.others, LeaderPeer) and job.others.has_unsent_data):
+            elif not (isinstance(job.peers, LeaderPeer) and job.peers.has_unsent_data):
                 self._terminal.pump()  # what a slow line cannot take yet stays in the files
             return self._watchdog.tick(time.monotonic())
 
         try:
             watch = Supervisor(
                 parent,
-                others=job.others,
+                peers=job.peers,
                 interrupts=self._interrupts,
                 on_record=take,
-                on_turn=look,
+                on_tick=look,
                 forwarding=self._profile.signal_forwarding,
             )
             return watch.run_to_end()
         finally:
-            parent.close(patience_seconds=1.0)
+            parent.close(timeout_seconds=1.0)
             self._terminal.close()
             self._watchdog.close()
 
@@ -193,9 +193,9 @@ class Run:
             config,
             self._workers,
             log_path=self.account.parent_log,
-            handed=InheritedSockets(store=job.store),
+            sockets=InheritedSockets(store=job.store),
             other_hosts=[each for host, each in enumerate(job.start.addresses) if host != job.host_index],
-            fork_server=fork_server,
+            pool=fork_server,
         )
 
 

@@ -37,7 +37,7 @@ from rankless.launch.signals import Interrupts
 class Assembled:
     """A job whose hosts are there."""
 
-    others: NoPeers | FollowerPeers | LeaderPeer
+    peers: NoPeers | FollowerPeers | LeaderPeer
     start: JobStart
     host_index: int = 0
     names: Sequence[str] = ("",)
@@ -61,7 +61,7 @@ def assembled(
             start = _start(config, [config.devices], store=store, reserved=reserved)
             variables = stack.enter_context(_services(config, start, [config.master_address]))
             start = msgspec.structs.replace(start, launcher_variables=variables)
-            yield Assembled(others=NoPeers(), start=start, devices=(config.devices,), store=store)
+            yield Assembled(peers=NoPeers(), start=start, devices=(config.devices,), store=store)
         return
     run_preflight(config, tell)
     if config.cluster.host_index == 0:
@@ -82,8 +82,8 @@ def _as_host_0(
     interface, address = own_address(cluster)
     own = _facts(config, cluster, address)
     with contextlib.ExitStack() as stack:
-        hub = ControlServer(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
-        stack.callback(hub.close)
+        server = ControlServer(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
+        stack.callback(server.close)
         starters: Mapping[int, SshAgent | SshTokenDelivery] = {}
         if cluster.agent_start == "ssh":
             starters = {place: _started(config, cluster, place, token, tell) for place in range(1, len(cluster.hosts))}
@@ -93,7 +93,7 @@ def _as_host_0(
             stack.callback(starter.close)
         store = stack.enter_context(open_store_socket(address))
         reserved = stack.enter_context(reserve_master_port())
-        facts = wait_for_hosts(hub, cluster, own=own, starters=starters, interrupts=interrupts, tell=tell)
+        facts = wait_for_hosts(server, cluster, own=own, starters=starters, interrupts=interrupts, notify=tell)
         devices = [config.devices, *(facts[place].devices for place in sorted(facts))]
         addresses = [_address(cluster, place, facts, own=address) for place in range(len(cluster.hosts))]
         start = _start(config, devices, store=store, reserved=reserved)
@@ -102,10 +102,10 @@ def _as_host_0(
             addresses=(address, *(facts[place].address for place in sorted(facts))),
             launcher_variables=stack.enter_context(_services(config, start, addresses)),
         )
-        start_hosts(hub, start)
+        start_hosts(server, start)
         names = [cluster.hosts[0].address, *(_name(cluster, place, facts) for place in sorted(facts))]
-        others = FollowerPeers(hub, start, names)
-        yield Assembled(others=others, start=start, names=names, devices=devices, interface=interface, store=store)
+        peers = FollowerPeers(server, start, names)
+        yield Assembled(peers=peers, start=start, names=names, devices=devices, interface=interface, store=store)
 
 
 @contextlib.contextmanager
@@ -118,13 +118,13 @@ def _as_another(
         _, address = interface_towards(cluster.hosts[0].address)
         return _facts(config, cluster, address)
 
-    uplink, told = join_leader(cluster, facts, tokens, interrupts=interrupts, tell=tell)
+    connection, told = join_leader(cluster, facts, tokens, interrupts=interrupts, notify=tell)
     try:
         interface, _ = interface_towards(cluster.hosts[0].address)
         name = cluster.hosts[told.host_index].address
         names = [host.address for host in cluster.hosts]
         yield Assembled(
-            others=LeaderPeer(uplink, told.start, told.host_index, name),
+            peers=LeaderPeer(connection, told.start, told.host_index, name),
             start=told.start,
             host_index=told.host_index,
             names=names,
@@ -132,7 +132,7 @@ def _as_another(
             interface=interface,
         )
     finally:
-        uplink.close()
+        connection.close()
 
 
 def require_own_name(cluster: Cluster) -> None:
@@ -192,7 +192,7 @@ def _started(config: RunConfig, cluster: Cluster, place: int, token: bytes, tell
         environment=carried | dict(cluster.variables),
         script=script,
     )
-    return SshAgent(task, tell=tell)
+    return SshAgent(task, notify=tell)
 
 
 def _facts(config: RunConfig, cluster: Cluster, address: str) -> HostFacts:

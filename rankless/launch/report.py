@@ -102,16 +102,16 @@ class Account:
 
 def conclude(outcome: RunOutcome, account: Account, *, tell_text: Callable[[str], None]) -> int:
     """The exit code of the run, once the user and the other hosts are told how it ended."""
-    others = account.job.others
-    if isinstance(others, LeaderPeer):
-        return _conclude_led(outcome, account, others, tell_text=tell_text)
+    peers = account.job.peers
+    if isinstance(peers, LeaderPeer):
+        return _conclude_led(outcome, account, peers, tell_text=tell_text)
     words = account.parents_last_words()
     code, text = _verdict_on(outcome, account)
     failed_alone = code == 0 and outcome.fork_server_exit_code not in (0, None)
-    if isinstance(others, FollowerPeers) and failed_alone:
-        others.conclude(2, ["rankless: host 0 could not see its workers to their end\n"] * len(account.job.names))
-    elif isinstance(others, FollowerPeers):
-        others.conclude(code, [_text_for(host, outcome, account, text) for host in range(len(account.job.names))])
+    if isinstance(peers, FollowerPeers) and failed_alone:
+        peers.send_job_end(2, ["rankless: host 0 could not see its workers to their end\n"] * len(account.job.names))
+    elif isinstance(peers, FollowerPeers):
+        peers.send_job_end(code, [_text_for(host, outcome, account, text) for host in range(len(account.job.names))])
     tell_text(text)
     if failed_alone:
         raise LaunchError(
@@ -153,10 +153,10 @@ def _conclude_led(
 
 def _verdict_led(outcome: RunOutcome, account: Account, leading: LeaderPeer) -> tuple[int, str]:
     words = account.parents_last_words()
-    if leading.over is not None:
-        return leading.over.exit_code, leading.over.text
+    if leading.job_end is not None:
+        return leading.job_end.exit_code, leading.job_end.text
     if outcome.interrupted_by is not None:
         return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
     text = f"rankless: the process that starts the workers wrote: {words}\n" if words else ""
     ended = format_count(account.job.start.workers[account.job.host_index], "worker")
-    return 1, f"{text}rankless: host 0, {account.job.names[0]}, was lost: {leading.lost}; {ended} here ended\n"
+    return 1, f"{text}rankless: host 0, {account.job.names[0]}, was lost: {leading.lost_reason}; {ended} here ended\n"

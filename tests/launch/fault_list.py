@@ -196,14 +196,14 @@ FAULTS = [
     Fault(
         name="Ctrl-C on host 1",
         outside=_signal("b", signal.SIGINT),
-        told=r"host {b} was told to end \(SIGINT\)",
+        told=r"host {b} received SIGINT",
         code=130,
         hosts=(2,),
     ),
     Fault(
         name="host 1 loses its power",
         outside=_kill_host("b"),
-        told="host {b} was lost: no sign of life",
+        told="host {b} was lost: no heartbeat",
         code=1,
         hosts=(2,),
         limit_seconds=5,
@@ -211,7 +211,7 @@ FAULTS = [
     Fault(
         name="host 0 loses its power",
         outside=_kill_host("a"),
-        told="host 0, {a}, was lost: no sign of life",
+        told="host 0, {a}, was lost: no heartbeat",
         code=1,
         hosts=(2,),
         limit_seconds=5,
@@ -219,7 +219,7 @@ FAULTS = [
     Fault(
         name="link down in a collective",
         outside=_cut,
-        told="host {b} was lost: no sign of life",
+        told="host {b} was lost: no heartbeat",
         code=1,
         hosts=(2,),
         limit_seconds=5,

@@ -180,7 +180,7 @@ def test_when_a_host_is_lost_the_ranks_of_both_sides_raise_and_clean_up(way: str
         reports = [job.communicate(timeout=30)[1] for job in jobs]
     finally:
         hosts.link("b", up=True)
-    assert f"host {hosts.addresses[1]} was lost: no sign of life" in reports[0]
+    assert f"host {hosts.addresses[1]} was lost: no heartbeat" in reports[0]
     wanted = {f"{name}{rank}" for name in ("raised", "cleaned") for rank in range(4)}
     assert notes(tmp_path) >= wanted, "\n".join(reports)
     assert not any(is_alive(process_id) for process_id in marked(tmp_path).values())

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from rankless.config.run_config import Program
-from rankless.launch.rendezvous import control_server as hub_module
+from rankless.launch.rendezvous import control_server, messages
 from rankless.launch.rendezvous.control_client import (
     LeaderConnection,
     LeaderUnreachableError,
     TokenRejectedError,
-    connect,
+    connect_to_leader,
 )
-from rankless.launch.rendezvous.control_connection import MOST_BYTES, ConnectionBrokenError, ControlConnection
+from rankless.launch.rendezvous.control_connection import MAX_FRAME_BYTES, ConnectionBrokenError, ControlConnection
 from rankless.launch.rendezvous.control_server import (
     ConnectionRejected,
     ControlServer,
@@ -115,14 +115,14 @@ def test_who_has_another_token_is_not_heard():
     relay, client, server = agreed(secrets.token_bytes(32))
     client.send(Heartbeat())
     relay.carry()
-    with pytest.raises(ConnectionBrokenError, match="another token"):
+    with pytest.raises(ConnectionBrokenError, match="a different token"):
         server.receive()
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_the_last_word_is_heard_although_the_other_side_has_gone(is_reset: bool):
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = connect("127.0.0.1", listening.getsockname()[1], token=TOKEN, timeout_seconds=2)
+        client = connect_to_leader("127.0.0.1", listening.getsockname()[1], token=TOKEN, timeout_seconds=2)
         accepted, _ = listening.accept()
     server = ControlConnection(accepted, side="server", token=TOKEN)
     for _ in range(3):
@@ -142,12 +142,12 @@ def test_who_has_said_all_waits_until_the_other_has_heard_it():
     client.send(Heartbeat())
     relay.carry()
     server.send(JobEnded(exit_code=0))
-    assert not server.has_ended()
+    assert not server.finish_closing()
     relay.carry()
     assert client.receive() == [JobEnded(exit_code=0)]
     client.close()
     relay.at_server.close()
-    assert server.has_ended()
+    assert server.finish_closing()
 
 
 TAMPERED: dict[str, Callable[[bytes], bytes]] = {
@@ -165,7 +165,7 @@ def test_what_is_tampered_with_ends_the_session(name: str):
     assert server.receive() == [Heartbeat()]
     client.send(JobEnded(exit_code=0))
     relay.carry(TAMPERED[name])
-    with pytest.raises(ConnectionBrokenError, match="changed or repeated"):
+    with pytest.raises(ConnectionBrokenError, match="modified or repeated"):
         server.receive()
 
 
@@ -192,7 +192,7 @@ def test_what_was_recorded_of_one_session_is_refused_in_another():
     later.at_server.sendall(msgspec_frame(ClientHello(nonce=b"n" * 32)))
     assert victim.receive() == []
     later.at_server.sendall(recorded)
-    with pytest.raises(ConnectionBrokenError, match="another token"):
+    with pytest.raises(ConnectionBrokenError, match="a different token"):
         victim.receive()
 
 
@@ -218,19 +218,19 @@ def test_who_is_no_agent_is_turned_away_before_anything_is_kept(name: str):
     relay = Relay()
     server = ControlConnection(relay.server_end, side="server", token=TOKEN)
     relay.at_server.sendall(STRANGE[name])
-    with pytest.raises(ConnectionBrokenError, match=r"no agent|another version"):
+    with pytest.raises(ConnectionBrokenError, match=r"not a Rankless agent|another version"):
         server.receive()
 
 
 def test_a_frame_that_is_too_long_is_neither_sent_nor_waited_for():
     relay, client, server = agreed()
     with pytest.raises(ConnectionBrokenError, match="too long"):
-        client.send(JobEnded(exit_code=0, text="x" * MOST_BYTES))
+        client.send(JobEnded(exit_code=0, text="x" * MAX_FRAME_BYTES))
     client.send(Heartbeat())
     relay.carry()
     assert server.receive() == [Heartbeat()]
-    relay.at_server.sendall((MOST_BYTES + 1).to_bytes(4, "big"))
-    with pytest.raises(ConnectionBrokenError, match="longer than any"):
+    relay.at_server.sendall((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+    with pytest.raises(ConnectionBrokenError, match="above the limit"):
         server.receive()
 
 
@@ -244,7 +244,7 @@ def hub() -> Iterator[ControlServer]:
 
 
 def come(hub: ControlServer, *, host: int = 1, token: bytes = TOKEN) -> LeaderConnection:
-    session = connect("127.0.0.1", hub.port, token=token, timeout_seconds=2)  # type: ignore[attr-defined]
+    session = connect_to_leader("127.0.0.1", hub.port, token=token, timeout_seconds=2)  # type: ignore[attr-defined]
     session.send(JoinRequest(host=host, facts=facts()))
     return LeaderConnection(session)
 
@@ -254,37 +254,37 @@ def turn(hub: ControlServer, *uplinks: LeaderConnection, until: int = 1) -> list
     found: list[Any] = []
     deadline = time.monotonic() + 5
     while len(found) < until and time.monotonic() < deadline:
-        found += hub.turn(time.monotonic())
+        found += hub.poll(time.monotonic())
         for uplink in uplinks:
-            uplink.turn(time.monotonic())
+            uplink.poll(time.monotonic())
     return found
 
 
 def take_turns(hub: ControlServer, uplink: LeaderConnection, news: list[Any]) -> None:
     """Until one of them raises."""
     while True:
-        news += hub.turn(time.monotonic())
-        uplink.turn(time.monotonic())
+        news += hub.poll(time.monotonic())
+        uplink.poll(time.monotonic())
 
 
 def test_hosts_come_report_and_end(hub: ControlServer):
     one, two = come(hub), come(hub, host=2)
     arrived = turn(hub, one, two, until=2)
-    assert {news.host for news in arrived} == {1, 2} == hub.present == hub.working
+    assert {news.host for news in arrived} == {1, 2} == hub.connected_hosts == hub.running_hosts
     assert all(
         isinstance(news, HostJoined) and not find_differences(facts(), news.facts, received_seconds=time.time())
         for news in arrived
     )
-    one.tell(WorkerRecords(records=(ScriptFinished(rank=1, time_ns=0, exit_code=0),)))
+    one.send(WorkerRecords(records=(ScriptFinished(rank=1, time_ns=0, exit_code=0),)))
     (reported,) = turn(hub, one, two)
     assert isinstance(reported, HostReported)
-    one.tell(HostEnded(fork_server_exit_code=0))
+    one.send(HostEnded(fork_server_exit_code=0))
     turn(hub, one, two)
-    assert hub.working == {2}
+    assert hub.running_hosts == {2}
     one.close()
     two.close()
     assert turn(hub) == [HostDisconnected(2, "the connection was closed")]
-    assert hub.present == frozenset()
+    assert hub.connected_hosts == frozenset()
 
 
 def test_a_second_host_of_one_number_is_refused_and_the_first_stays(hub: ControlServer):
@@ -294,12 +294,12 @@ def test_a_second_host_of_one_number_is_refused_and_the_first_stays(hub: Control
     told: list[Any] = []
     news: list[Any] = []
     while not told:
-        news += hub.turn(time.monotonic())
-        one.turn(time.monotonic())
-        told += again.turn(time.monotonic())
+        news += hub.poll(time.monotonic())
+        one.poll(time.monotonic())
+        told += again.poll(time.monotonic())
     assert isinstance(told[0], JoinRefused)
     assert isinstance(news[0], ConnectionRejected)
-    assert hub.present == {1}
+    assert hub.connected_hosts == {1}
 
 
 def test_another_token_is_told_on_both_sides(hub: ControlServer):
@@ -308,28 +308,28 @@ def test_another_token_is_told_on_both_sides(hub: ControlServer):
     with pytest.raises(TokenRejectedError, match="token"):
         take_turns(hub, uplink, news)
     assert isinstance(news[0], ConnectionRejected)
-    assert "another token" in news[0].why
+    assert "a different token" in news[0].reason
 
 
 def test_a_host_without_a_sign_of_life_is_lost(hub: ControlServer):
     one = come(hub)
     turn(hub, one)
-    later = time.monotonic() + hub_module.SILENT_SECONDS + 1
-    (lost,) = hub.turn(later)
+    later = time.monotonic() + messages.HEARTBEAT_TIMEOUT_SECONDS + 1
+    (lost,) = hub.poll(later)
     assert isinstance(lost, HostDisconnected)
-    assert "no sign of life" in lost.how
+    assert "no heartbeat" in lost.reason
     two = come(hub, host=2)
     turn(hub, two)
-    with pytest.raises(ConnectionBrokenError, match=r"no sign of life|closed"):
-        two.turn(time.monotonic() + hub_module.SILENT_SECONDS + 1)
+    with pytest.raises(ConnectionBrokenError, match=r"no heartbeat|closed"):
+        two.poll(time.monotonic() + messages.HEARTBEAT_TIMEOUT_SECONDS + 1)
 
 
 def test_who_connects_and_says_nothing_is_dropped_and_hinders_nobody(hub: ControlServer):
     silent = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(100)]  # type: ignore[attr-defined]
     start = time.monotonic()
     while time.monotonic() - start < 0.2:
-        hub.turn(start)
-    strangers = hub.turn(start + hub_module.PROVING_SECONDS + 1)
+        hub.poll(start)
+    strangers = hub.poll(start + control_server.AUTHENTICATION_TIMEOUT_SECONDS + 1)
     assert strangers
     assert all(isinstance(news, ConnectionRejected) for news in strangers)
     one = come(hub)
@@ -341,10 +341,10 @@ def test_who_connects_and_says_nothing_is_dropped_and_hinders_nobody(hub: Contro
 def test_a_host_that_is_not_reached_is_told_why():
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    with pytest.raises(LeaderUnreachableError, match="nobody listens at"):
-        connect("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
+    with pytest.raises(LeaderUnreachableError, match="no process listens at"):
+        connect_to_leader("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
     with pytest.raises(LeaderUnreachableError, match="does not resolve"):
-        connect("no-such-host.invalid", port, token=TOKEN, timeout_seconds=1)
+        connect_to_leader("no-such-host.invalid", port, token=TOKEN, timeout_seconds=1)
 
 
 class ToldLate(socket.socket):
@@ -359,16 +359,16 @@ def test_a_connection_whose_failure_is_told_late_is_none(monkeypatch: pytest.Mon
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     monkeypatch.setattr("rankless.launch.rendezvous.connect.socket.socket", ToldLate)
-    with pytest.raises(LeaderUnreachableError, match="nobody listens at"):
-        connect("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
+    with pytest.raises(LeaderUnreachableError, match="no process listens at"):
+        connect_to_leader("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
 
 
 def test_a_connection_that_breaks_at_the_first_word_has_not_reached_host_0(monkeypatch: pytest.MonkeyPatch):
     here, there = socket.socketpair()
     there.close()
-    monkeypatch.setattr("rankless.launch.rendezvous.control_client.connected", lambda *_, **__: here)
+    monkeypatch.setattr("rankless.launch.rendezvous.control_client.open_connection", lambda *_, **__: here)
     with pytest.raises(LeaderUnreachableError, match="the connection was lost"):
-        connect("127.0.0.1", 1, token=TOKEN, timeout_seconds=1)
+        connect_to_leader("127.0.0.1", 1, token=TOKEN, timeout_seconds=1)
     assert here.fileno() == -1
 
 

@@ -169,7 +169,7 @@ def test_each_pair_is_measured_once_and_no_host_twice_in_a_round(count: int):
         ("ssh: connect to host b port 22: Connection refused", "it is up, but no sshd listens"),
         ("ssh: connect to host b port 22: Connection timed out", "no answer: it is down, or a firewall drops packets"),
         ("ssh: Could not resolve hostname b: Name or service not known", "its name does not resolve here"),
-        ("ssh: connect to host b port 22: No route to host", "no way leads to it: its network or it is down"),
+        ("ssh: connect to host b port 22: No route to host", "no route to it: the host or its network is down"),
         ("ModuleNotFoundError: No module named 'rankless'", "Rankless is not installed there"),
     ],
 )

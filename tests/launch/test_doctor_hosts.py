@@ -224,9 +224,7 @@ FAULTS = {
     "changed host key": InjectedFault("10.77.0.2 ssh", "another key.*ssh-keygen -R 10.77.0.2", change_host_key),
     "no sshd": InjectedFault("10.77.0.2 ssh", "no sshd listens.*start sshd there", host_options={"sshd": ("a",)}),
     "no such name": InjectedFault("nowhere ssh", "does not resolve here.*/etc/hosts", listed="10.77.0.1,nowhere"),
-    "cable": InjectedFault(
-        "10.77.0.2 ssh", "(no way leads to it|no answer: it is down)", lambda h: h.link("b", up=False)
-    ),
+    "cable": InjectedFault("10.77.0.2 ssh", "(no route to it|no answer: it is down)", lambda h: h.link("b", up=False)),
     "no route": InjectedFault(
         "10.99.0.9 ssh", "network is down, or knows no route.*ip route", listed="10.77.0.1,10.99.0.9"
     ),
@@ -280,7 +278,7 @@ FAULTS = {
     ),
     "by hand": InjectedFault(
         "10.77.0.2 from here",
-        "(no way leads to it|no answer: it is down)",
+        "(no route to it|no answer: it is down)",
         lambda h: h.link("b", up=False),
         options=("--no-ssh", "--quick"),
     ),

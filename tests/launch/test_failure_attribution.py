@@ -140,7 +140,7 @@ def test_if_none_is_found_it_is_said_where_a_rank_waited_and_who_was_not_heard()
     verdict = verdict_on(*started, timed_out(0), timed_out(2))
     assert verdict.cause == "timeout"
     assert "waited in all_reduce at" in verdict.headline
-    assert "train.py:12 until its timeout of 3 s; not heard to wait there: rank 1" in verdict.headline
+    assert "train.py:12 until its timeout of 3 s; did not report waiting there: rank 1" in verdict.headline
 
 
 def test_a_timeout_of_something_else_is_an_error_like_any_other() -> None:

@@ -214,7 +214,10 @@ def test_without_the_watchdog_a_timeout_still_names_the_waiting_ranks(tmp_path):
     done = run_script(TIMED_OUT, "-n", "2", folder=tmp_path, RANKLESS_HANG_TIMEOUT="0")
     verdict = find_verdict(done)
     here = f"script.py:{line_number(TIMED_OUT, 'here')}"
-    assert f"rank 0 waited in all_reduce at {here} until its timeout of 3 s; not heard to wait there: rank 1" in verdict
+    assert (
+        f"rank 0 waited in all_reduce at {here} until its timeout of 3 s; did not report waiting there: rank 1"
+        in verdict
+    )
 
 
 FOR_5_SECONDS = "import time; end = time.monotonic() + 5\nwhile time.monotonic() < end: pass"

@@ -234,8 +234,8 @@ def test_a_host_that_is_cut_off_is_noticed_on_both_sides(hosts: Hosts, folder: P
     finally:
         hosts.link("b", up=True)
     assert [code for code, _, _ in told.values()] == [1, 1]
-    assert f"host {hosts.addresses[1]} was lost: no sign of life for" in told["a"][2]
-    assert f"host 0, {hosts.addresses[0]}, was lost: no sign of life for" in told["b"][2]
+    assert f"host {hosts.addresses[1]} was lost: no heartbeat for" in told["a"][2]
+    assert f"host 0, {hosts.addresses[0]}, was lost: no heartbeat for" in told["b"][2]
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -290,7 +290,7 @@ def test_another_token_is_turned_away_on_both_sides(hosts: Hosts, folder: Path):
     job = hosts.start("a", words, cwd=folder, env={"RANKLESS_TOKEN_FILE": str(folder / "token")})
     code, _, err = ended(job)
     assert code == 2
-    assert f"{hosts.addresses[1]} tried to join, and was turned away: another token" in err
+    assert f"{hosts.addresses[1]} tried to join, and was rejected: a different token" in err
     code, _, err = ended(other)
     assert code == 2
     assert "token the same on both" in err
@@ -304,7 +304,7 @@ def test_who_waits_says_for_whom_and_what_it_sees(hosts: Hosts, folder: Path):
     assert "all 2 hosts within 6.5 s" in err
     code, _, err = ended(hosts.start("b", words, cwd=folder))
     assert code == 2
-    assert "nobody listens at" in err
+    assert "no process listens at" in err
 
 
 def test_a_host_that_is_not_in_the_list_says_so(folder: Path):

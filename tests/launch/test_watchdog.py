@@ -52,7 +52,7 @@ class FakeLeader(NoPeers):
     attributes_failures = False
     asks = False
 
-    def is_asked_where(self):
+    def take_rank_status_request(self):
         asks, self.asks = self.asks, False
         return asks
 
@@ -62,19 +62,19 @@ class FakeFollowers(NoPeers):
 
     count = 0
 
-    def ask_where(self):
+    def request_rank_status(self):
         self.count += 1
 
 
 @contextlib.contextmanager
-def watch_rank_0(process_id, folder, *, others=None, timeout_seconds=None):
+def watch_rank_0(process_id, folder, *, peers=None, timeout_seconds=None):
     """Yield the watchdog of rank 0's host, in a job of two hosts with one worker each."""
     pages = open_status_pages(1, timeout_seconds=timeout_seconds)
     scene = WatchdogConfig(
         worker_configs=[make_worker_config(0, 2)],
         pages=pages,
         timeout_seconds=timeout_seconds,
-        others=others or NoPeers(),
+        peers=peers or NoPeers(),
         stacks_file=str(folder / "stacks.txt"),
         host_name=lambda rank: "ab"[rank],
     )
@@ -120,7 +120,7 @@ def test_the_users_timeout_ends_the_job_and_gives_the_verdict(sleeper, tmp_path)
 
 
 def test_a_follower_host_sends_the_status_of_its_ranks(sleeper, tmp_path):
-    with watch_rank_0(sleeper, tmp_path, others=FakeLeader()) as watchdog:
+    with watch_rank_0(sleeper, tmp_path, peers=FakeLeader()) as watchdog:
         records = collect_records(watchdog, int(STARTUP_STALL_SECONDS) + 5)
     assert [(record.rank, record.state) for record in records] == [(0, "blocked")]
 
@@ -155,7 +155,7 @@ def test_a_process_without_our_handler_never_gets_the_signal(sleeper):
 
 def test_a_follower_host_responds_at_once_and_then_reports_recovery(sleeper, tmp_path):
     leader = FakeLeader()
-    with watch_rank_0(sleeper, tmp_path, others=leader) as watchdog:
+    with watch_rank_0(sleeper, tmp_path, peers=leader) as watchdog:
         start = time.monotonic()
         assert collect_records(watchdog, 3, start) == []
         leader.asks = True
@@ -166,15 +166,15 @@ def test_a_follower_host_responds_at_once_and_then_reports_recovery(sleeper, tmp
 
 
 def test_host_0_requests_the_statuses_and_waits_for_the_responses(sleeper, tmp_path):
-    others = FakeFollowers()
-    with watch_rank_0(sleeper, tmp_path, others=others) as watchdog:
+    peers = FakeFollowers()
+    with watch_rank_0(sleeper, tmp_path, peers=peers) as watchdog:
         watchdog.receive(waiting_status(still=40.0))
         start = time.monotonic()
         watchdog.tick(start)
-        assert others.count == 1
+        assert peers.count == 1
         assert watchdog.tick(start + 1) == []
         watchdog.receive(msgspec.structs.replace(waiting_status(still=41.0), doing="barrier", asked=True))
         notices = [record.text for record in collect_records(watchdog, 1, start + 1) if isinstance(record, Notice)]
         assert collect_records(watchdog, 20, start + 2) == []  # a response starts no new check
     assert "rank 1 waits in barrier" in notices[0]
-    assert others.count == 1
+    assert peers.count == 1

@@ -34,8 +34,8 @@ def test_whole_lines_wait_for_their_end_and_a_beginning_for_a_turn_without_more(
 def test_a_file_that_two_ranks_write_is_named_to_a_foreign_script_in_its_own_words():
     files = SharedFiles(foreign=True)
     first, second = (FileOpened(rank=rank, time_ns=0, path="/data/x", line="main.py:3") for rank in range(2))
-    assert files.notice(first) is None
-    said = files.notice(second)
+    assert files.check(first) is None
+    said = files.check(second)
     assert said is not None
     assert "ranks 0 and 1 both write" in said
     assert "RANK is 0" in said

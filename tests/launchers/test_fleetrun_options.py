@@ -55,7 +55,7 @@ def job_of(config: RunConfig) -> Assembled:
         store_port=1,
         launcher_variables={ENDPOINTS: ",".join(f"127.0.0.1:{6070 + rank}" for rank in range(count))},
     )
-    return Assembled(others=NoPeers(), start=start, devices=(config.devices,))
+    return Assembled(peers=NoPeers(), start=start, devices=(config.devices,))
 
 
 def environments(config: RunConfig) -> list[dict[str, str | None]]:

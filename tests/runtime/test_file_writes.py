@@ -93,7 +93,7 @@ def opened(rank: int, path: str) -> FileOpened:
 
 def test_at_most_three_files_are_named() -> None:
     files = SharedFiles()
-    said = [files.notice(opened(rank, f"file{number}")) for number in range(9) for rank in (1, 0, 2)]
+    said = [files.check(opened(rank, f"file{number}")) for number in range(9) for rank in (1, 0, 2)]
     told = [text for text in said if text is not None]
     assert [text[:28] for text in told] == ["ranks 0 and 1 both write fil"] * 3
     assert "further files are not named" in told[2]

@@ -30,7 +30,9 @@ class LocalWorkers:
         self._selector = selector
         self._orders, orders_end = open_message_channel()
         with orders_end:
-            self._parent = ForkServerClient(config, [], log_path=log_path, handed=InheritedSockets(orders=orders_end))
+            self._parent = ForkServerClient(
+                config, [], log_path=log_path, sockets=InheritedSockets(launches=orders_end)
+            )
         self._ends: dict[int, socket.socket] = {}
         self._watched = WorkerWatchdog(timeout_seconds=config.hang_timeout_seconds)
         selector.register(self._parent.records, selectors.EVENT_READ)
@@ -73,13 +75,13 @@ class LocalWorkers:
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and start no others."""
         self._orders.close()
-        self._parent.tell(encode_signal(number))
+        self._parent.send(encode_signal(number))
 
     def kill(self) -> None:
         """End all workers at once."""
         self._orders.close()
         self._parent.wake()
-        self._parent.tell(KILL)
+        self._parent.send(KILL)
 
     def has_ended(self) -> bool:
         """Whether the workers' parent has, and so all workers."""
@@ -89,7 +91,7 @@ class LocalWorkers:
         """See to it that nothing is left."""
         self._orders.close()
         self._selector.unregister(self._parent.records)
-        self._parent.close(patience_seconds=1.0)
+        self._parent.close(timeout_seconds=1.0)
         self._watched.close()
         for number in list(self._ends):
             self._close_end(number)

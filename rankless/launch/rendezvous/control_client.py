@@ -47,7 +47,9 @@ class LeaderConnection:
             messages = self._connection.receive()
         except ConnectionBrokenError as error:
             if not self._connection.is_authenticated:
-                raise TokenRejectedError(f"{error} at this host's authentication: do both have the same token?") from None
+                raise TokenRejectedError(
+                    f"{error} at this host's authentication: do both have the same token?"
+                ) from None
             raise
         if messages:
             self._last_received_at = now

@@ -69,7 +69,9 @@ def installed_versions() -> dict[str, str]:
     return {
         "Python": platform.python_version(),
         "torch": _find_version("torch"),
-        "NCCL": next((found for name in NCCL_PACKAGES if (found := _find_version(name)) != NOT_INSTALLED), NOT_INSTALLED),
+        "NCCL": next(
+            (found for name in NCCL_PACKAGES if (found := _find_version(name)) != NOT_INSTALLED), NOT_INSTALLED
+        ),
         "Rankless": VERSION,
     }
 
@@ -89,7 +91,10 @@ def find_version_differences(here: Mapping[str, str], there: Mapping[str, str]) 
 
 
 def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: float) -> list[HostDifference]:
-    """Return what differs between host 0 and another host. `received_seconds` is host 0's clock when `there` arrived."""
+    """Return what differs between host 0 and another host.
+
+    `received_seconds` is host 0's clock when `there` arrived.
+    """
     found = find_version_differences(here.versions, there.versions)
     if there.program_digest != here.program_digest:
         found.append(

@@ -32,9 +32,7 @@ class HostProbe:
             time.sleep(PROBE_INTERVAL_SECONDS)
 
 
-def describe_reachability(
-    address: str, port: int = SSH_PORT, *, timeout_seconds: float = PROBE_TIMEOUT_SECONDS
-) -> str:
+def describe_reachability(address: str, port: int = SSH_PORT, *, timeout_seconds: float = PROBE_TIMEOUT_SECONDS) -> str:
     """Return as text whether a host can be reached.
 
     The probe connects to the host's ssh port. Every host that is up answers it, unless a firewall drops packets.

@@ -88,7 +88,7 @@ class SshTokenDelivery:
         if self._session.is_running():
             return None
         if not self._session.has_succeeded():
-            return f"{self._session.explain_end()}; with RANKLESS_TOKEN_FILE on all hosts, or insecure=True, no ssh is used"
+            return f"{self._session.explain_end()}; RANKLESS_TOKEN_FILE on all hosts, or insecure=True, needs no ssh"
         if not self._has_joined and time.monotonic() - self._delivered_at > _DELIVERY_RETRY_SECONDS:
             self._deliver()
         return None
@@ -107,9 +107,7 @@ class SshTokenDelivery:
 class SshSession:
     """One ssh process that runs a command on one host, and the output of that command."""
 
-    def __init__(
-        self, cluster: Cluster, host_index: int, command: str, *, on_line: Callable[[str], None]
-    ) -> None:
+    def __init__(self, cluster: Cluster, host_index: int, command: str, *, on_line: Callable[[str], None]) -> None:
         host = cluster.hosts[host_index]
         self._target = host.address if host.user is None else f"{host.user}@{host.address}"
         self._on_line = on_line

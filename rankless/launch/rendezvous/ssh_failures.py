@@ -17,7 +17,7 @@ class SshCause:
 _CAUSES = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": SshCause(
         "the host's key differs from the one in known_hosts",
-        "if the host was reinstalled: ssh-keygen -R {host}, then log in once by hand; if not, find out who answers there",
+        "if it was reinstalled: ssh-keygen -R {host}, then log in once by hand; if not, find out who answers there",
     ),
     "Host key verification failed": SshCause(
         "the host's key is not known here",
@@ -65,7 +65,8 @@ _CAUSES = {
     ),
     "No module named": SshCause("the interpreter there lacks a package", "install the same packages there as here"),
     "No such file or directory": SshCause(
-        "the folder or the interpreter of this host does not exist there", "copy {folder} and {python} there, or share them"
+        "the folder or the interpreter of this host does not exist there",
+        "copy {folder} and {python} there, or share them",
     ),
     "not found": SshCause("the interpreter of this host does not exist there", "copy {python} there, or share it"),
     "not available": SshCause("the user may not log in there", "log in as another user: user@{host}"),

@@ -1,4 +1,4 @@
-"""Supervising the workers of a run on this host: starting them, reading their records, and deciding why the run ended.
+"""Supervises the workers of a run on this host: starts them, reads their records and attributes a failure to a rank.
 
-A `HostConfig` enters; records and an exit code leave. `launch.agent` calls it.
+A `HostConfig` enters; records and a `RunOutcome` leave. `launch.agent` calls it.
 """

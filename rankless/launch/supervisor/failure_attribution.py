@@ -1,10 +1,10 @@
-"""The one place that judges: who ended the job, and why, from the records in the order in which they arrived.
+"""Decides which rank caused a failure, from the records in the order in which they arrived.
 
-Note [culprits and victims]: a rank that loses its connection to a peer is a victim, whatever it says
-itself; so is one whose wait for its peers has timed out. The order of exits misleads too: a culprit may
-destroy its groups and clean up for long, while its victims die at once. So the first rank counts that
-reported something of its own: an exception that is no lost connection, an exit code, a death by signal,
-or that it left its groups before the others lost it.
+Note [root cause and secondary failures]: a rank that loses its connection to a peer is a secondary failure, whatever it
+reports itself. So is a rank whose wait for its peers has timed out. The order of exits misleads: the root cause may
+destroy its groups and clean up for a long time, while the secondary failures exit at once. The root cause is therefore
+the first rank that reported a failure of its own: an exception other than a lost connection, an exit code, death by a
+signal, or the destruction of its process groups before other ranks lost it.
 """
 
 import re
@@ -30,15 +30,15 @@ from rankless.records.events import (
 ATTRIBUTED_RECORDS = (
     Started | Raised | GroupTeardown | ScriptFinished | Exited | HostLost | HostInterrupted | HangDetected
 )
-"""The records that matter to a verdict: of all others a long job has too many to keep."""
+"""The records that affect a verdict. A long job has too many others to keep them."""
 
 SETTLING_SECONDS = 0.3
-"""After a victim's record: how long the culprit's own may take to arrive, as that of a killed process."""
+"""How long the record of the root cause may take to arrive after a secondary failure's, if its process was killed."""
 UNEXPLAINED_SETTLING_SECONDS = 0.6
-"""As long as nobody has told why: on a busy machine another host's word takes its time."""
-SURE_SETTLING_SECONDS = 0.05
+"""The same while no record explains the failure: records of another busy host take longer."""
+EXPLAINED_SETTLING_SECONDS = 0.05
 TIMEOUT_SETTLING_SECONDS = 1.5
-"""After a wait that has timed out: how long the hang watch may take to find who did not come."""
+"""How long the watchdog may take to find the missing rank after a collective has timed out."""
 
 _LOST_CONNECTION = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Connection was likely closed"
@@ -46,61 +46,65 @@ _LOST_CONNECTION = re.compile(
     r"|rank \d+ (raised|failed)\b|Horovod has been shut down"
 )
 
-MOST_SHOWN = 400
-"""Characters of what a rank has not submitted; all of it is in its error."""
+MAX_SHOWN_CHARS = 400
+"""Limit for the names that a rank has not submitted. Its error has all of them."""
 _STALLED = re.compile(r"Stalled for more than (\S+) seconds\.\nMissing ranks:\n((?:\d+: \[.*\]\n?)+)")
-"""What Horovod's stall check ends a job with, where it is asked to."""
+"""The message with which Horovod's stall check ends a job, if the user has enabled that."""
 
 Cause = Literal["raised", "left", "signal", "exit", "lost", "timeout", "host", "interrupted", "hang", "stalled"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Who ended the job, how, and what the job's exit code is."""
+    """The rank that caused the end of the job, what happened to it, and the job's exit code."""
 
     root_cause_rank: int
-    """A rank; of a host that is to blame as a whole its first."""
+    """If a whole host is the root cause, its first rank."""
     cause: Cause
     exit_code: int
     headline: str
     traceback: str = ""
-    settling_seconds: float = SURE_SETTLING_SECONDS
+    settling_seconds: float = EXPLAINED_SETTLING_SECONDS
+    """How long to wait for a record that changes the verdict."""
 
 
 def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int] = lambda _rank: 0) -> Verdict | None:
-    """The verdict as far as `records` go, or None while nothing has failed. `host_of` tells a rank's host."""
-    own = [verdict for index in range(len(records)) if (verdict := _own_failure(records, index)) is not None]
+    """Return the verdict that the records so far allow, or None while nothing has failed.
+
+    `host_of` maps a rank to its host.
+    """
+    own = [verdict for index in range(len(records)) if (verdict := _find_own_failure(records, index)) is not None]
     if own and own[0].cause == "left":
-        # Perhaps it caught a lost connection and gave up politely. A death by signal, which another process
-        # reports a little later than it happens, is then the first cause.
+        # The rank may have caught a lost connection and exited in order. A death by signal is then the root cause:
+        # another process reports it, a little later than it happens.
         return next((verdict for verdict in own if verdict.cause == "signal"), own[0])
     if own:
         return own[0]
-    victims = [record for record in records if isinstance(record, Raised)]
-    if not victims:
+    secondary = [record for record in records if isinstance(record, Raised)]
+    if not secondary:
         return None
     return (
-        _stalled(victims)
-        or _who_left(records, victims[0], host_of)
-        or _timed_out(records, victims)
+        _find_stalled_rank(secondary)
+        or _find_early_exit(records, secondary[0], host_of)
+        or _find_timeout(records, secondary)
         or Verdict(
-            root_cause_rank=victims[0].rank,
+            root_cause_rank=secondary[0].rank,
             cause="lost",
             exit_code=1,
-            headline=f"lost its connection to a peer, and no peer reported why ({_first_line(victims[0])})",
-            traceback=victims[0].traceback,
+            headline=f"lost its connection to a peer, and no peer reported why ({_first_line(secondary[0])})",
+            traceback=secondary[0].traceback,
             settling_seconds=UNEXPLAINED_SETTLING_SECONDS,
         )
     )
 
 
 def is_secondary_failure(record: Raised | GroupTeardown) -> bool:
-    """Whether an exception, or one that it came from, is a lost connection."""
+    """Whether an exception, or one of its causes, is a lost connection."""
     return _LOST_CONNECTION.search(record.traceback + record.message) is not None
 
 
-def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
+def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
+    """Return the verdict if the record at `index` reports a failure of the rank itself."""
     record = records[index]
-    before = [earlier for earlier in records[:index] if earlier.rank == record.rank]
     if isinstance(record, Raised) and not is_secondary_failure(record) and parse_timeout(record) is None:
         code = 130 if record.error_type == "KeyboardInterrupt" else 1
         return Verdict(
@@ -110,19 +114,9 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
             headline=f"raised {_first_line(record)}",
             traceback=record.traceback,
         )
-    told = any(
-        isinstance(earlier, Raised) or (isinstance(earlier, ScriptFinished) and earlier.exit_code) for earlier in before
-    )
-    if isinstance(record, ScriptFinished) and record.exit_code != 0 and not told:
-        return Verdict(
-            root_cause_rank=record.rank,
-            cause="left",
-            exit_code=record.exit_code,
-            headline=f"left with exit code {record.exit_code}",
-            settling_seconds=SETTLING_SECONDS,
-        )
-    if isinstance(record, Exited) and record.exit_code != 0 and not told:
-        return _judge_exit(record)
+    if isinstance(record, ScriptFinished | Exited):
+        earlier = [each for each in records[:index] if each.rank == record.rank]
+        return None if any(map(_reports_failure, earlier)) else _attribute_exit(record)
     if isinstance(record, HangDetected):
         return Verdict(
             root_cause_rank=record.rank,
@@ -132,33 +126,47 @@ def _own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | None:
             traceback=record.traceback,
         )
     if isinstance(record, HostLost):
-        return Verdict(
-            root_cause_rank=record.rank, cause="host", exit_code=1, headline=f"host {record.host} {record.how}"
-        )
+        headline = f"host {record.host} {record.how}"
+        return Verdict(root_cause_rank=record.rank, cause="host", exit_code=1, headline=headline)
     if isinstance(record, HostInterrupted):
         return Verdict(
             root_cause_rank=record.rank,
             cause="interrupted",
             exit_code=128 + record.signal,
-            headline=f"host {record.host} was told to end ({name_signal(record.signal)})",
+            headline=f"host {record.host} received {name_signal(record.signal)}",
         )
     return None
 
 
-def _judge_exit(record: Exited) -> Verdict:
+def _reports_failure(record: AnyRecord) -> bool:
+    return isinstance(record, Raised) or (isinstance(record, ScriptFinished) and record.exit_code != 0)
+
+
+def _attribute_exit(record: ScriptFinished | Exited) -> Verdict | None:
+    if record.exit_code == 0:
+        return None
+    if isinstance(record, ScriptFinished):
+        return Verdict(
+            root_cause_rank=record.rank,
+            cause="left",
+            exit_code=record.exit_code,
+            headline=f"left with exit code {record.exit_code}",
+            settling_seconds=SETTLING_SECONDS,
+        )
     if record.exit_code < 0:
         number = -record.exit_code
         headline = f"was killed by signal {number} ({name_signal(number)})"
         return Verdict(root_cause_rank=record.rank, cause="signal", exit_code=128 + number, headline=headline)
-    headline = f"ended with exit code {record.exit_code}, without a word from its script"
+    headline = f"ended with exit code {record.exit_code}, and its script reported no error"
     return Verdict(root_cause_rank=record.rank, cause="exit", exit_code=record.exit_code, headline=headline)
 
 
-def _who_left(records: Sequence[AnyRecord], victim: Raised, host_of: Callable[[int], int]) -> Verdict | None:
-    at = records.index(victim)
-    far = [record for record in records[at:] if host_of(record.rank) != host_of(victim.rank)]
-    for record in [*records[:at], *_silent_ends(records, after=at), *_good_ends(far)]:
-        if record.rank == victim.rank:
+def _find_early_exit(records: Sequence[AnyRecord], secondary: Raised, host_of: Callable[[int], int]) -> Verdict | None:
+    """Find a rank that ended, or destroyed its process groups, while other ranks still needed it."""
+    at = records.index(secondary)
+    remote = [record for record in records[at:] if host_of(record.rank) != host_of(secondary.rank)]
+    for record in [*records[:at], *_find_unreported_exits(records, after=at), *_find_orderly_ends(remote)]:
+        if record.rank == secondary.rank:
             continue
         if isinstance(record, GroupTeardown) and record.traceback and not is_secondary_failure(record):
             return Verdict(
@@ -181,8 +189,11 @@ def _who_left(records: Sequence[AnyRecord], victim: Raised, host_of: Callable[[i
     return None
 
 
-def _good_ends(records: Sequence[AnyRecord]) -> list[AnyRecord]:
-    """Who left without having lost a peer: from another host this may arrive after its victim's word has."""
+def _find_orderly_ends(records: Sequence[AnyRecord]) -> list[AnyRecord]:
+    """Return the ends of ranks that have not lost a peer.
+
+    From another host, such a record may arrive later than the secondary failure that it explains.
+    """
     raised = {record.rank for record in records if isinstance(record, Raised)}
     return [
         record
@@ -195,45 +206,49 @@ def _good_ends(records: Sequence[AnyRecord]) -> list[AnyRecord]:
     ]
 
 
-def _stalled(victims: Sequence[Raised]) -> Verdict | None:
-    found = next((found for record in victims if (found := _STALLED.search(record.message))), None)
-    if found is None:
+def _find_unreported_exits(records: Sequence[AnyRecord], *, after: int) -> list[Exited]:
+    """Return the exits of ranks whose script has not reported its end, as with `os._exit(0)`.
+
+    The kernel closes a process's connections before the parent process learns of its end.
+    """
+    reported = {record.rank for record in records if isinstance(record, ScriptFinished)}
+    return [record for record in records[after:] if isinstance(record, Exited) and record.rank not in reported]
+
+
+def _find_stalled_rank(secondary: Sequence[Raised]) -> Verdict | None:
+    """Find the rank that Horovod's stall check names."""
+    match = next((match for record in secondary if (match := _STALLED.search(record.message))), None)
+    if match is None:
         return None
-    missing = found[2].splitlines()
-    rank, _, keys = missing[0].partition(": ")
+    missing = match[2].splitlines()
+    rank, _, names = missing[0].partition(": ")
     others = "".join(f"; rank {line.replace(': ', ' not ', 1)}" for line in missing[1:])
-    keys = keys if len(keys) <= MOST_SHOWN else f"{keys[:MOST_SHOWN]}…"
+    names = names if len(names) <= MAX_SHOWN_CHARS else f"{names[:MAX_SHOWN_CHARS]}…"
     return Verdict(
         root_cause_rank=int(rank),
         cause="stalled",
         exit_code=1,
-        headline=f"did not submit {keys}, for which others waited more than {found[1]} s{others[:MOST_SHOWN]}",
+        headline=f"did not submit {names}, for which others waited more than {match[1]} s{others[:MAX_SHOWN_CHARS]}",
     )
 
 
-def _timed_out(records: Sequence[AnyRecord], victims: Sequence[Raised]) -> Verdict | None:
-    waited = [where for record in victims if (where := parse_timeout(record)) is not None]
-    if not waited:
+def _find_timeout(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> Verdict | None:
+    """Blame the first rank whose collective timed out, and name the ranks that did not report waiting in it."""
+    waits = [status for record in secondary if (status := parse_timeout(record)) is not None]
+    if not waits:
         return None
-    first = waited[0]
-    unheard = sorted(
-        {record.rank for record in records if isinstance(record, Started)} - {each.rank for each in waited}
-    )
-    others = f"; not heard to wait there: {', '.join(f'rank {rank}' for rank in unheard)}" if unheard else ""
+    first = waits[0]
+    started = {record.rank for record in records if isinstance(record, Started)}
+    silent = sorted(started - {each.rank for each in waits})
+    others = f"; did not report waiting there: {', '.join(f'rank {rank}' for rank in silent)}" if silent else ""
     return Verdict(
         root_cause_rank=first.rank,
         cause="timeout",
         exit_code=1,
         headline=f"waited in {first.doing} at {first.line} until its timeout of {first.still_seconds:g} s{others}",
-        traceback=next(record.traceback for record in victims if record.rank == first.rank),
+        traceback=next(record.traceback for record in secondary if record.rank == first.rank),
         settling_seconds=TIMEOUT_SETTLING_SECONDS,
     )
-
-
-def _silent_ends(records: Sequence[AnyRecord], *, after: int) -> list[Exited]:
-    # As `os._exit(0)` does: the kernel closes a process's connections before its parent learns of its end.
-    told = {record.rank for record in records if isinstance(record, ScriptFinished)}
-    return [record for record in records[after:] if isinstance(record, Exited) and record.rank not in told]
 
 
 def _first_line(record: Raised | GroupTeardown) -> str:
@@ -242,5 +257,5 @@ def _first_line(record: Raised | GroupTeardown) -> str:
 
 
 def name_signal(number: int) -> str:
-    """A signal's name, as SIGKILL."""
+    """Return a signal's name, such as "SIGKILL"."""
     return signal.Signals(number).name if number in signal.valid_signals() else "unknown"

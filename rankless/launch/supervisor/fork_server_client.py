@@ -1,4 +1,4 @@
-"""The agent's end of the workers' parent: starting it, talking to it on its lifeline, outliving it."""
+"""The agent's side of the fork server that starts a run's workers: it starts it, sends commands and ends it."""
 
 import contextlib
 import os
@@ -23,18 +23,18 @@ from rankless.runtime.python_command import python_command
 
 @dataclass(frozen=True, kw_only=True)
 class InheritedSockets:
-    """Sockets that the parent inherits."""
+    """Sockets that the fork server inherits."""
 
     store: socket.socket | None = None
-    """On which rank 0 will serve."""
-    orders: socket.socket | None = None
-    """On which further workers are ordered."""
+    """The listening socket on which rank 0 serves the store."""
+    launches: socket.socket | None = None
+    """The socket on which an elastic job requests further workers."""
 
 
 class ForkServerClient:
-    """The living parent of a run's workers.
+    """The fork server of a run's workers.
 
-    When the agent ends, however it does, its end of the lifeline closes, and the parent ends all workers.
+    When the agent ends for any reason, its end of the control socket closes, and the fork server ends all workers.
     """
 
     def __init__(
@@ -43,52 +43,52 @@ class ForkServerClient:
         workers: Sequence[WorkerLaunch],
         *,
         log_path: str,
-        handed: InheritedSockets,
+        sockets: InheritedSockets,
         other_hosts: Sequence[str] = (),
-        fork_server: ForkServerPoolClient | None = None,
+        pool: ForkServerPoolClient | None = None,
     ) -> None:
         self._spared = descendants()
         self._control, control_end = socket.socketpair()
         self.records, records_end = open_channel()
         self.records.setblocking(False)
-        host_plan = HostConfig(
+        host_config = HostConfig(
             program=config.program,
             warm=config.warm,
             workers=tuple(workers),
             other_hosts=tuple(other_hosts),
             control_descriptor=control_end.fileno(),
             records_descriptor=records_end.fileno(),
-            store_descriptor=None if handed.store is None else handed.store.fileno(),
-            launches_descriptor=None if handed.orders is None else handed.orders.fileno(),
+            store_descriptor=None if sockets.store is None else sockets.store.fileno(),
+            launches_descriptor=None if sockets.launches is None else sockets.launches.fileno(),
         )
-        adopt_orphans()  # if the parent itself is killed, its workers' children come to the agent
+        adopt_orphans()  # if the fork server is killed, the agent becomes the parent of its descendants
         with open(log_path, "wb") as log, control_end, records_end:
-            forked = None if fork_server is None else fork_server.fork(host_plan, log)
-            self._process = forked or _started(config, host_plan, log)
+            forked = None if pool is None else pool.fork(host_config, log)
+            self._process = forked or _start_process(config, host_config, log)
 
     @property
     def process_id(self) -> int:
-        """The parent's own."""
+        """The id of the fork server's process."""
         return self._process.pid
 
-    def tell(self, word: bytes) -> None:
-        """Say one of the lifeline's words."""
+    def send(self, command: bytes) -> None:
+        """Send a command of `runtime.spawn_protocol`. Does nothing if the fork server is gone."""
         with contextlib.suppress(OSError):
-            self._control.send(word)
+            self._control.send(command)
 
     def poll(self) -> int | None:
-        """The parent's exit code, or None while it lives."""
+        """Return the fork server's exit code, or None while it runs."""
         return self._process.poll()
 
     def wake(self) -> None:
-        """Have it go on if somebody has stopped it."""
+        """Continue the process if a signal has stopped it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGCONT)
 
-    def close(self, *, patience_seconds: float) -> None:
-        """See to it that nothing is left: the parent ends its workers, the agent what is left then."""
+    def close(self, *, timeout_seconds: float) -> None:
+        """End all processes of the run. The fork server ends its workers; after the timeout the agent ends the rest."""
         self._control.close()
-        deadline = time.monotonic() + patience_seconds
+        deadline = time.monotonic() + timeout_seconds
         while self._process.poll() is None and time.monotonic() < deadline:
             self.wake()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -101,18 +101,18 @@ class ForkServerClient:
         self.records.close()
 
 
-def _started(config: RunConfig, host_plan: HostConfig, log: BinaryIO) -> subprocess.Popen[bytes]:
-    """A warm parent that imports for itself."""
+def _start_process(config: RunConfig, host_config: HostConfig, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start a fork server that imports torch itself."""
     process = subprocess.Popen(
         python_command("rankless.runtime.fork_server"),
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
         env=parent_environment(config),
-        pass_fds=host_plan.descriptors(),
+        pass_fds=host_config.descriptors(),
         start_new_session=True,
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        pipe.write(msgspec.json.encode(host_plan))
+        pipe.write(msgspec.json.encode(host_config))
     return process

@@ -1,4 +1,4 @@
-"""The agent's end of a fork server: runs that follow each other get their warm parents from it."""
+"""The agent's side of the fork server pool, a process with torch imported that forks the fork server of each run."""
 
 import contextlib
 import os
@@ -18,58 +18,61 @@ from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
 from rankless.runtime.python_command import python_command
 from rankless.runtime.spawn_protocol import MOST_DESCRIPTORS, READY, receive_process_id, send_host_config
 
-IMPORT_SECONDS = 120.0
-"""Whoever has not imported by then is stopped, and the run imports for itself."""
-FORK_SECONDS = 10.0
-"""Two forks take 20 ms: who has not answered by then is stopped."""
+IMPORT_TIMEOUT_SECONDS = 120.0
+"""A pool that has not imported by then is ended, and the run imports torch itself."""
+FORK_TIMEOUT_SECONDS = 10.0
+"""Two forks take 20 ms. A pool that has not answered by then is ended."""
 
 
 class Readable(Protocol):
-    """What can be selected on."""
+    """An object that `select` can wait for."""
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Return the descriptor."""
 
 
 class AdoptedProcess:
-    """A child that another process has forked, as `subprocess.Popen` is one that this process has started."""
+    """A child that another process has forked, with the interface of `subprocess.Popen`."""
 
     def __init__(self, process_id: int) -> None:
         self.pid = process_id
         self._exit_code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, or None while it lives."""
+        """Return the exit code, or None while the process runs."""
         if self._exit_code is None:
             try:
                 process_id, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # reaped with the rest of what was below the agent
+            except ChildProcessError:  # the agent has reaped it with its other descendants
                 process_id, status = self.pid, signal.SIGKILL
             if process_id:
                 self._exit_code = os.waitstatus_to_exitcode(status)
         return self._exit_code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended; raises `subprocess.TimeoutExpired`."""
+        """Wait for the end and return the exit code. Raises `subprocess.TimeoutExpired`."""
         if self.poll() is None:
-            ended = os.pidfd_open(self.pid)
+            descriptor = os.pidfd_open(self.pid)
             try:
-                select.select([ended], [], [], timeout)
+                select.select([descriptor], [], [], timeout)
             finally:
-                os.close(ended)
+                os.close(descriptor)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return code
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServerPoolClient:
-    """A fork server, started for the first run that can use it; a context manager that leaves nothing behind."""
+    """A fork server pool, which starts with the first run that can use it.
+
+    As a context manager it ends the pool's process at the exit.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,12 +89,13 @@ class ForkServerPoolClient:
 
     @property
     def process_id(self) -> int | None:
-        """Its own, while there is one."""
+        """The id of the pool's process, or None if it does not run."""
         return None if self._process is None else self._process.pid
 
     def is_ready(self, config: RunConfig, *, until: Readable) -> bool:
-        """Whether it can fork the parent of this run's workers: waits for its imports, but not for ever, and only till
-        `until` is readable.
+        """Return whether the pool can fork this run's fork server.
+
+        Waits until the pool has imported torch, the timeout is over, or `until` is readable.
         """
         if not config.warm or not hasattr(os, "pidfd_open"):
             return False
@@ -99,34 +103,37 @@ class ForkServerPoolClient:
         if self._environment is None:
             self._environment, self._has_jobs = environment, with_jobs
             self._start(environment, with_jobs=with_jobs)
-        # What torch has read at its import stays; what jobs need is no hindrance to a program without any.
+        # torch reads the environment when it is imported. A pool that has imported jobs also serves programs without.
         if self._connection is None or self._environment != environment or with_jobs > self._has_jobs:
             return False
         if not self._is_ready:
-            readable, _, _ = select.select([self._connection, until], [], [], IMPORT_SECONDS)
-            self._is_ready = self._connection in readable and _is_said(self._connection)
+            readable, _, _ = select.select([self._connection, until], [], [], IMPORT_TIMEOUT_SECONDS)
+            self._is_ready = self._connection in readable and _receive_ready(self._connection)
         if not self._is_ready:
             self.close()
         return self._is_ready
 
     def fork(self, config: HostConfig, log: BinaryIO) -> AdoptedProcess | None:
-        """A warm parent with this plan, a child of this process, which adopts orphans; None if the server has gone."""
+        """Fork a fork server with this config, or return None if the pool is gone.
+
+        The new process is a child of this one, because this process adopts orphans.
+        """
         inherited = config.descriptors()
         if self._connection is None or len(inherited) > MOST_DESCRIPTORS - 2:
             return None
-        number = None
-        with contextlib.suppress(OSError), _opened_folder() as folder:
+        process_id = None
+        with contextlib.suppress(OSError), _open_current_folder() as folder:
             send_host_config(self._connection, config, [folder, log.fileno(), *inherited])
-            self._connection.settimeout(FORK_SECONDS)
-            number = receive_process_id(self._connection)
-        if number is None:
+            self._connection.settimeout(FORK_TIMEOUT_SECONDS)
+            process_id = receive_process_id(self._connection)
+        if process_id is None:
             self._end()
-            number = receive_process_id(self._connection)  # it may have been slow, and there is one parent, not two
+            process_id = receive_process_id(self._connection)  # a slow pool may have forked after the timeout
             self.close()
-        return None if number is None else AdoptedProcess(number)
+        return None if process_id is None else AdoptedProcess(process_id)
 
     def close(self) -> None:
-        """End it: it has no children, and nothing to put away."""
+        """Kill the pool's process. It has no children, and nothing to clean up."""
         self._end()
         if self._connection is not None:
             self._connection.close()
@@ -145,7 +152,7 @@ class ForkServerPoolClient:
             self._process = subprocess.Popen(
                 python_command("rankless.runtime.fork_server_pool"),
                 stdin=subprocess.PIPE,
-                # If it fails, the run's parent is started without it, fails likewise, and has a log.
+                # If the pool fails, the run starts its own fork server, which fails likewise and has a log.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,
@@ -157,7 +164,7 @@ class ForkServerPoolClient:
             pipe.write(msgspec.json.encode(config))
 
 
-def _is_said(connection: socket.socket) -> bool:
+def _receive_ready(connection: socket.socket) -> bool:
     try:
         return connection.recv(len(READY)) == READY
     except OSError:
@@ -165,8 +172,8 @@ def _is_said(connection: socket.socket) -> bool:
 
 
 @contextlib.contextmanager
-def _opened_folder() -> Iterator[int]:
-    """The current folder, to be handed on."""
+def _open_current_folder() -> Iterator[int]:
+    """Open the current folder, for the new process to inherit."""
     folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
     try:
         yield folder

@@ -1,39 +1,39 @@
-"""Noticing that several ranks write one file: a script's lines outside jobs run on every rank."""
+"""Detects that several ranks write the same file, because a script's lines outside jobs run on every rank."""
 
 import os
 
 from rankless.records.events import FileOpened
 
-MOST_NOTICES = 3
-MOST_FILES = 10_000
+MAX_WARNINGS = 3
+MAX_TRACKED_FILES = 10_000
 
 _FIX = "let one do it with rankless.once(…), save models with rankless.save, or put rankless.rank() into the name"
-_FIX_APART = "let one do it, where RANK is 0, or put the rank into the name"
+_FIX_WITHOUT_RANKLESS = "let one do it, where RANK is 0, or put the rank into the name"
 
 
 class SharedFiles:
-    """Which rank writes which file, as the records tell."""
+    """Tracks which rank writes which file."""
 
     def __init__(self, *, foreign: bool = False) -> None:
-        self._fix = _FIX_APART if foreign else _FIX
+        self._fix = _FIX_WITHOUT_RANKLESS if foreign else _FIX
         self._writers: dict[str, int] = {}
         self._shared: set[str] = set()
 
-    def notice(self, record: FileOpened) -> str | None:
-        """What to tell the user when a second rank writes a file; None otherwise, and for the fourth file on."""
+    def check(self, record: FileOpened) -> str | None:
+        """Return a warning when a second rank writes a file. Only MAX_WARNINGS files give one."""
         first = self._writers.get(record.path)
-        if first is None and len(self._writers) < MOST_FILES:
+        if first is None and len(self._writers) < MAX_TRACKED_FILES:
             self._writers[record.path] = record.rank
-        if first is None or first == record.rank or record.path in self._shared or len(self._shared) >= MOST_NOTICES:
+        if first is None or first == record.rank or record.path in self._shared or len(self._shared) >= MAX_WARNINGS:
             return None
         self._shared.add(record.path)
         low, high = sorted((first, record.rank))
-        where = f" ({_short(record.line)})" if record.line else ""
-        more = "" if len(self._shared) < MOST_NOTICES else "; further files are not named"
-        return f"ranks {low} and {high} both write {_short(record.path)}{where}: {self._fix}{more}"
+        where = f" ({_shorten(record.line)})" if record.line else ""
+        more = "" if len(self._shared) < MAX_WARNINGS else "; further files are not named"
+        return f"ranks {low} and {high} both write {_shorten(record.path)}{where}: {self._fix}{more}"
 
 
-def _short(path: str) -> str:
-    """A path as a user would name it here."""
+def _shorten(path: str) -> str:
+    """Return a path relative to the current folder if it lies below it."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

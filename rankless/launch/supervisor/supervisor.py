@@ -1,10 +1,11 @@
-"""Watching a run: records in, phases on, until nothing is left to watch, here and on other hosts.
+"""Supervises a run: it reads records, moves through the phases of the run's end, and returns the outcome.
 
-Note [asking and cutting]: workers that are to end are asked by a signal. Who waits in a collective for a rank that does
-not answer cannot heed it: so half of the grace later the connections between ranks are cut (runtime.connections), and
-handlers and `finally` have the other half. If a host is lost it is the other way round: its ranks' connections would be
-silent for minutes, so they are cut first, and scripts see what they see when a rank dies on their own host:
-RuntimeError. Only half a second later comes the signal, by which a script without a handler ends at once.
+Note [signal and shutdown]: the supervisor asks workers to end with a signal. A rank that waits in a collective for
+another rank cannot react to it. After half of the grace period the supervisor therefore shuts down the connections
+between ranks (`runtime.connections`), and signal handlers and `finally` blocks have the other half. If a host is lost,
+the order is reversed: connections to its ranks would be silent for minutes. The supervisor shuts them down first, and
+scripts raise `RuntimeError`, as if a rank on their own host had died. The signal follows after half of the grace
+period, because it ends a script without a handler at once.
 """
 
 import contextlib
@@ -34,19 +35,19 @@ KILL_GRACE_SECONDS = 1.0
 
 
 class Phase(Enum):
-    """Where a run is."""
+    """The phases of a run; they follow each other in this order."""
 
     RUNNING = "running"
-    STOPPING = "asked to stop"
-    KILLING = "told to be killed"
+    STOPPING = "workers have received a signal"
+    KILLING = "workers are being killed"
 
 
-HOWS: dict[int, StopMode] = {signal.SIGINT: "interrupt"}
-SIGNALS: dict[StopMode, int] = {"interrupt": signal.SIGINT, "stop": signal.SIGTERM, "lost": signal.SIGTERM}
+_STOP_MODES: dict[int, StopMode] = {signal.SIGINT: "interrupt"}
+_STOP_SIGNALS: dict[StopMode, int] = {"interrupt": signal.SIGINT, "stop": signal.SIGTERM, "lost": signal.SIGTERM}
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended: the verdict if it failed by itself, the signal if the agent was told to end it."""
+    """How a run ended: the verdict if it failed, or the signal that the agent received."""
 
     verdict: Verdict | None = None
     interrupted_by: int | None = None
@@ -54,161 +55,165 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervisor:
-    """One run, from its start until its workers' parent is gone or beyond asking."""
+    """One run, from its start until its fork server has ended or no longer answers."""
 
     def __init__(
         self,
-        parent: ForkServerClient,
+        fork_server: ForkServerClient,
         *,
-        others: Peers,
+        peers: Peers,
         interrupts: Interrupts,
         on_record: Callable[[AnyRecord], None],
-        on_turn: Callable[[], Sequence[AnyRecord]],
+        on_tick: Callable[[], Sequence[AnyRecord]],
         forwarding: SignalForwarding | None = None,
     ) -> None:
-        self._parent = parent
-        self._others = others
+        self._fork_server = fork_server
+        self._peers = peers
         self._interrupts = interrupts
         self._on_record = on_record
-        self._on_turn = on_turn
+        self._on_tick = on_tick
         self._forwarding = forwarding
         self._records: list[AnyRecord] = []
         self._phase = Phase.RUNNING
         self._deadline = float("inf")
-        self._turned_at = time.monotonic()
-        self._second_word = b""
-        self._second_word_at = float("inf")
+        self._last_tick_at = time.monotonic()
+        self._second_command = b""
+        self._second_command_at = float("inf")
         self._verdict: Verdict | None = None
         self._interrupted_by: int | None = None
-        self._told_end = False
+        self._has_sent_end = False
 
     def run_to_end(self) -> RunOutcome:
-        """Watch until the parent has ended, or does not answer any more, and the other hosts have, too."""
+        """Supervise until the fork server has ended, or no longer answers, and the other hosts have ended too."""
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-            selector.register(self._parent.records, selectors.EVENT_READ)
-            selector.register(self._interrupts, selectors.EVENT_READ)
-            if self._others.fileno() is not None:
-                selector.register(self._others, selectors.EVENT_READ)  # type: ignore[arg-type]  # it has a number now
-            if hasattr(os, "pidfd_open"):
-                ended = os.pidfd_open(self._parent.process_id)
-                stack.callback(os.close, ended)
-                selector.register(ended, selectors.EVENT_READ)
+            self._register_sources(selector, stack)
             while True:
-                exit_code = self._parent.poll()  # before reading: what it sent before it ended is there now
+                exit_code = self._fork_server.poll()  # before reading: its last records have arrived by then
                 self._read_records()
-                self._take_found(self._on_turn())
+                self._process_local_records(self._on_tick())
                 now = time.monotonic()
-                self._pass_time(now)
-                self._hear_others(now)
-                if exit_code is not None and self._has_all_ended(exit_code, selector):
-                    return self._outcome(exit_code)
+                self._extend_deadlines(now)
+                self._process_peers(now)
+                if exit_code is not None and self._has_everything_ended(exit_code, selector):
+                    return self._make_outcome(exit_code)
                 signals: list[int | None] = [*self._interrupts.read()]
                 for number in signals or [None]:
-                    if not self._move_on(number, now):
-                        return self._outcome(None)
+                    if not self._advance_phase(number, now):
+                        return self._make_outcome(None)
                 left = self._deadline - now
                 selector.select(min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS)
 
-    def _pass_time(self, now: float) -> None:
-        """Give those who are to end the seconds again in which this process stood still: a host that is out of breath,
-        or a container that was frozen, has held them up, too.
-        """
-        stood_still = now - self._turned_at - POLL_SECONDS
-        self._turned_at = now
-        if self._phase is Phase.STOPPING and stood_still > POLL_SECONDS:
-            self._deadline += stood_still
-            self._second_word_at += stood_still
+    def _register_sources(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:
+        selector.register(self._fork_server.records, selectors.EVENT_READ)
+        selector.register(self._interrupts, selectors.EVENT_READ)
+        if self._peers.fileno() is not None:
+            selector.register(self._peers, selectors.EVENT_READ)  # type: ignore[arg-type]  # fileno is not None here
+        if hasattr(os, "pidfd_open"):
+            process_descriptor = os.pidfd_open(self._fork_server.process_id)
+            stack.callback(os.close, process_descriptor)
+            selector.register(process_descriptor, selectors.EVENT_READ)
 
-    def _has_all_ended(self, exit_code: int, selector: selectors.BaseSelector) -> bool:
-        """Once the parent has ended: whether nothing lives on the other hosts either."""
-        if not self._told_end:
-            self._told_end = True
-            self._others.ended(HostEnded(fork_server_exit_code=exit_code, interrupted_by=self._interrupted_by))
+    def _extend_deadlines(self, now: float) -> None:
+        """Extend the grace period by the time in which this process did not run.
+
+        An overloaded host or a frozen container has delayed the workers too.
+        """
+        delay = now - self._last_tick_at - POLL_SECONDS
+        self._last_tick_at = now
+        if self._phase is Phase.STOPPING and delay > POLL_SECONDS:
+            self._deadline += delay
+            self._second_command_at += delay
+
+    def _has_everything_ended(self, exit_code: int, selector: selectors.BaseSelector) -> bool:
+        """After the fork server's end: return whether the other hosts have ended too."""
+        if not self._has_sent_end:
+            self._has_sent_end = True
+            self._peers.send_end(HostEnded(fork_server_exit_code=exit_code, interrupted_by=self._interrupted_by))
             for key in list(selector.get_map().values()):
-                if isinstance(key.fileobj, int):  # what told of the parent's end does so for ever
+                if isinstance(key.fileobj, int):  # the descriptor of an ended process stays readable
                     selector.unregister(key.fileobj)
-        return not self._others.are_busy
+        return not self._peers.are_running
 
     def _read_records(self) -> None:
-        records, _ = receive_records(self._parent.records)
-        self._others.report(records)
-        self._take(records)
+        records, _ = receive_records(self._fork_server.records)
+        self._peers.send_records(records)
+        self._process_records(records)
 
-    def _take_found(self, records: Sequence[AnyRecord]) -> None:
-        """What this agent has found itself; nothing of it counts once the run is to end."""
-        is_open = self._verdict is None or self._verdict.cause == "timeout"
-        if records and self._phase is Phase.RUNNING and is_open:
-            self._others.report(records)
-            self._take(records)
+    def _process_local_records(self, records: Sequence[AnyRecord]) -> None:
+        """Process records that this agent has made itself. They are dropped once the run has a verdict."""
+        is_undecided = self._verdict is None or self._verdict.cause == "timeout"
+        if records and self._phase is Phase.RUNNING and is_undecided:
+            self._peers.send_records(records)
+            self._process_records(records)
 
-    def _hear_others(self, now: float) -> None:
-        turn = self._others.turn(now)
-        self._take(turn.records)
-        if turn.stop == "kill" and self._phase is not Phase.KILLING:
-            self._end_at_once(now)
-        elif turn.stop is not None and self._phase is Phase.RUNNING:
-            self._ask_to_end(SIGNALS[turn.stop], now, is_lost=turn.stop == "lost")
+    def _process_peers(self, now: float) -> None:
+        update = self._peers.poll(now)
+        self._process_records(update.records)
+        if update.stop == "kill" and self._phase is not Phase.KILLING:
+            self._kill_workers(now)
+        elif update.stop is not None and self._phase is Phase.RUNNING:
+            self._stop_workers(_STOP_SIGNALS[update.stop], now, is_lost=update.stop == "lost")
 
-    def _take(self, records: Sequence[AnyRecord]) -> None:
-        judged = [record for record in records if isinstance(record, ATTRIBUTED_RECORDS)]
+    def _process_records(self, records: Sequence[AnyRecord]) -> None:
+        relevant = [record for record in records if isinstance(record, ATTRIBUTED_RECORDS)]
         for record in records:
             self._on_record(record)
-        if judged and self._phase is Phase.RUNNING:
-            self._records += judged
-            if self._others.attributes_failures:
-                self._judge()
+        if relevant and self._phase is Phase.RUNNING:
+            self._records += relevant
+            if self._peers.attributes_failures:
+                self._update_verdict()
 
-    def _judge(self) -> None:
-        before, self._verdict = self._verdict, attribute_failure(self._records, self._others.host_of)
+    def _update_verdict(self) -> None:
+        before, self._verdict = self._verdict, attribute_failure(self._records, self._peers.host_of)
         if self._verdict is not None and self._verdict != before:
             self._deadline = min(self._deadline, time.monotonic() + self._verdict.settling_seconds)
 
-    def _move_on(self, number: int | None, now: float) -> bool:
-        """Pass to the next phase if it is time, or a signal has come; False when there is none left."""
+    def _advance_phase(self, number: int | None, now: float) -> bool:
+        """Enter the next phase at its deadline or on a signal. Returns False when there is no further phase."""
         if self._phase is Phase.RUNNING and number is not None:
             self._interrupted_by = number
-            self._others.told_to_end(number)
-            self._ask_to_end(number, now)
+            self._peers.send_interrupt(number)
+            self._stop_workers(number, now)
         elif self._phase is Phase.RUNNING and now >= self._deadline:
             is_lost = self._verdict is not None and self._verdict.cause == "host"
-            self._ask_to_end(signal.SIGTERM, now, is_lost=is_lost)
-        elif self._phase is Phase.STOPPING and number is None and now >= self._second_word_at:
-            self._second_word_at = float("inf")
-            self._parent.tell(self._second_word)
+            self._stop_workers(signal.SIGTERM, now, is_lost=is_lost)
+        elif self._phase is Phase.STOPPING and number is None and now >= self._second_command_at:
+            self._second_command_at = float("inf")
+            self._fork_server.send(self._second_command)
         elif self._phase is Phase.STOPPING and (number is not None or now >= self._deadline):
-            self._end_at_once(now)
+            self._kill_workers(now)
         elif self._phase is Phase.KILLING:
-            # With nothing left here, another host than host 0 waits for its word: it comes, or the connection ends.
-            awaits_word = self._told_end and not self._others.attributes_failures
-            return now < self._deadline or (awaits_word and number is None)
+            # A follower without workers waits for host 0's final message, or for the end of the connection.
+            waits_for_leader = self._has_sent_end and not self._peers.attributes_failures
+            return now < self._deadline or (waits_for_leader and number is None)
         return True
 
-    def _end_at_once(self, now: float) -> None:
-        self._parent.wake()
-        self._others.stop("kill")
-        self._enter(Phase.KILLING, KILL, now + KILL_GRACE_SECONDS)
+    def _kill_workers(self, now: float) -> None:
+        self._fork_server.wake()
+        self._peers.stop_workers("kill")
+        self._enter_phase(Phase.KILLING, KILL, now + KILL_GRACE_SECONDS)
 
-    def _ask_to_end(self, number: int, now: float, *, is_lost: bool = False) -> None:
-        """Ask the workers to end, and cut their connections: see the note at the top."""
-        self._others.stop("lost" if is_lost else HOWS.get(number, "stop"))
-        grace = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
+    def _stop_workers(self, number: int, now: float, *, is_lost: bool = False) -> None:
+        """Signal the workers and shut down their connections. See Note [signal and shutdown]."""
+        self._peers.stop_workers("lost" if is_lost else _STOP_MODES.get(number, "stop"))
+        grace_seconds = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
         if self._forwarding is not None:
-            grace = self._forwarding.grace_seconds
+            grace_seconds = self._forwarding.grace_seconds
         elif number != signal.SIGINT:
             number = signal.SIGTERM
-        words = (encode_signal(number), CUT)
-        self._second_word_at = now + grace / 2
+        commands = (encode_signal(number), CUT)
+        self._second_command_at = now + grace_seconds / 2
         if is_lost:
-            words = (CUT, encode_signal(number))
-            self._second_word_at = now + min(grace, STOP_GRACE_SECONDS) / 2
-        self._second_word = words[1]
-        self._enter(Phase.STOPPING, words[0], now + grace)
+            commands = (CUT, encode_signal(number))
+            self._second_command_at = now + min(grace_seconds, STOP_GRACE_SECONDS) / 2
+        self._second_command = commands[1]
+        self._enter_phase(Phase.STOPPING, commands[0], now + grace_seconds)
 
-    def _enter(self, phase: Phase, word: bytes, deadline: float) -> None:
+    def _enter_phase(self, phase: Phase, command: bytes, deadline: float) -> None:
         self._phase, self._deadline = phase, deadline
-        self._parent.tell(word)
+        self._fork_server.send(command)
 
-    def _outcome(self, fork_server_exit_code: int | None) -> RunOutcome:
+    def _make_outcome(self, fork_server_exit_code: int | None) -> RunOutcome:
         return RunOutcome(
             verdict=None if self._interrupted_by is not None else self._verdict,
             interrupted_by=self._interrupted_by,

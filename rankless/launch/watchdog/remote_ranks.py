@@ -12,8 +12,8 @@ RESPONSE_TIMEOUT_SECONDS = 2.5
 class RemoteRanks:
     """The latest status of each rank on another host."""
 
-    def __init__(self, others: Peers, ranks: Collection[int]) -> None:
-        self._others = others
+    def __init__(self, peers: Peers, ranks: Collection[int]) -> None:
+        self._peers = peers
         self._ranks = frozenset(ranks)
         self._pending: frozenset[int] = frozenset()
         self._requested_at = 0.0
@@ -27,7 +27,7 @@ class RemoteRanks:
     def request_statuses(self, now: float) -> None:
         """Request the status of every remote rank."""
         if self._ranks:
-            self._others.ask_where()
+            self._peers.request_rank_status()
             self._pending, self._requested_at = self._ranks, now
 
     def is_complete(self, now: float, *, ended: Collection[int]) -> bool:

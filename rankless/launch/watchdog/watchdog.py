@@ -41,8 +41,8 @@ class WatchdogConfig:
     """Descriptors of the workers' shared memory; empty turns the watchdog off."""
     timeout_seconds: float | None
     """The user's `--hang-timeout`; None if the user gave none, 0 to never end the job."""
-    others: Peers
-    """The other hosts. The host whose `others.attributes_failures` is True reports hangs and ends the job."""
+    peers: Peers
+    """The other hosts. The host whose `peers.attributes_failures` is True reports hangs and ends the job."""
     stacks_file: str
     """The file to which the watchdog appends the stacks of all threads."""
     host_name: Callable[[int], str] = lambda _rank: ""
@@ -59,7 +59,7 @@ class Watchdog:
         self._ended: set[int] = set()
         size = config.worker_configs[0].world_size
         self._remote_ranks = RemoteRanks(
-            config.others, set(range(size)) - set(self._worker_configs) if config.others.attributes_failures else ()
+            config.peers, set(range(size)) - set(self._worker_configs) if config.peers.attributes_failures else ()
         )
         self._timed_out: dict[int, RankStatus] = {}
         self._is_requested = False
@@ -90,7 +90,7 @@ class Watchdog:
         """Check the workers if a check is due, and return the records to send."""
         if not self._workers or self._is_finished:
             return []
-        self._is_requested = self._config.others.is_asked_where() or self._is_requested
+        self._is_requested = self._config.peers.take_rank_status_request() or self._is_requested
         if self._is_collecting:
             # Ask every worker, without a short circuit: each may have further processes to query.
             completed = [worker.is_complete(now) for worker in self._live_workers()]
@@ -155,7 +155,7 @@ class Watchdog:
         self._next_check_at = 0.0
         if self._reported_seconds:
             self._step_rate.record_pause(self._reported_seconds)
-            if self._config.others.attributes_failures:
+            if self._config.peers.attributes_failures:
                 yield _make_notice(f"the job continues after a pause of {format_seconds(self._reported_seconds)}")
             else:
                 for rank in self._worker_configs:
@@ -171,7 +171,7 @@ class Watchdog:
             local = self._local_statuses(now, gpu_waits=True)
         yield from (msgspec.structs.replace(where, asked=self._is_requested) for where in local.values())
         self._is_requested = False
-        if not self._config.others.attributes_failures:
+        if not self._config.peers.attributes_failures:
             self._reported_seconds = stalled
             write_stacks(self._config.stacks_file, self._live_workers())
         elif self._timed_out:
