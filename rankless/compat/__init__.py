@@ -1,6 +1,5 @@
-"""APIs of other systems, for scripts that were written for them.
+"""The APIs of other systems, for scripts that were written for them.
 
-Enters: a script's calls, in that system's words. Leaves: the same results, from Rankless. Nobody of Rankless
-calls it:
-scripts do, under the other system's import name (`runtime.hooks.import_aliases`).
+Enters: a script's calls, under the other system's names. Leaves: the same results, from Rankless. No other package of
+Rankless calls it. Scripts import it under the other system's name (see `runtime.hooks.horovod_imports`).
 """

@@ -1,62 +1,62 @@
-"""What the coordinator decides, without processes: order, fusion, groups, numbers, joins, disagreements."""
+"""The coordinator without processes: order, fusion, groups, cache ids, joins, mismatches."""
 
 from collections.abc import Sequence
 
 import pytest
 
-from rankless.compat.horovod.engine.coordinator import Coordinator, Decision, fusion_limit
-from rankless.compat.horovod.engine.messages import Request
+from rankless.compat.horovod.engine.coordinator import Coordinator, ScheduledBatch, round_fusion_threshold
+from rankless.compat.horovod.engine.messages import RequestMetadata
 
 
-def combine(_request: Request, values: Sequence[bytes], _size: int) -> bytes:
+def combine(_request: RequestMetadata, values: Sequence[bytes], _size: int) -> bytes:
     return b"+".join(values)
 
 
-def coordinator(size: int = 2, **settings: object) -> Coordinator:
+def make_coordinator(size: int = 2, **settings: object) -> Coordinator:
     return Coordinator(size, combine=combine, **settings)  # type: ignore[arg-type]
 
 
-def request(name: str, *, kind: str = "allreduce", **fields: object) -> Request:
+def request(name: str, *, kind: str = "allreduce", **fields: object) -> RequestMetadata:
     plain: dict[str, object] = {"dtype": "float32", "shape": (1000,), **fields}
-    return Request(kind=kind, key=f"{kind}.{name}", **plain)  # type: ignore[arg-type]
+    return RequestMetadata(kind=kind, key=f"{kind}.{name}", **plain)  # type: ignore[arg-type]
 
 
-def submit(made: Coordinator, rank: int, *requests: Request, values: bytes = b"") -> None:
+def submit(coordinator: Coordinator, rank: int, *requests: RequestMetadata, values: bytes = b"") -> None:
     for one in requests:
-        made.submit(rank, one, values, 0.0)
+        coordinator.submit(rank, one, values, 0.0)
 
 
-def decided(made: Coordinator, *, is_idle: bool = True) -> list[Decision]:
-    return list(made.decide(is_idle=is_idle))
+def schedule(coordinator: Coordinator, *, is_idle: bool = True) -> list[ScheduledBatch]:
+    return list(coordinator.schedule(is_idle=is_idle))
 
 
-def keys(decision: Decision) -> list[str]:
-    return [one.waiting.key.partition(".")[2] for one in decision.chosen]
+def keys(batch: ScheduledBatch) -> list[str]:
+    return [one.submitted.key.partition(".")[2] for one in batch.operations]
 
 
-def all_decided(made: Coordinator) -> list[list[str]]:
+def schedule_all(coordinator: Coordinator) -> list[list[str]]:
     found = []
-    while batch := decided(made):
-        found += [keys(decision) for decision in batch]
+    while batches := schedule(coordinator):
+        found += [keys(one) for one in batches]
     return found
 
 
-def test_what_all_have_ready_is_executed_whatever_their_orders():
-    made = coordinator()
-    submit(made, 0, request("a"), request("b"))
-    assert decided(made) == []
-    submit(made, 1, request("b"))
-    assert [keys(one) for one in decided(made)] == [["b"]]
-    submit(made, 1, request("a"))
-    assert [keys(one) for one in decided(made)] == [["a"]]
+def test_an_operation_that_all_ranks_have_ready_is_executed_in_any_order_of_submission():
+    coordinator = make_coordinator()
+    submit(coordinator, 0, request("a"), request("b"))
+    assert schedule(coordinator) == []
+    submit(coordinator, 1, request("b"))
+    assert [keys(one) for one in schedule(coordinator)] == [["b"]]
+    submit(coordinator, 1, request("a"))
+    assert [keys(one) for one in schedule(coordinator)] == [["a"]]
 
 
-def test_what_gets_ready_while_something_is_executed_is_executed_as_one():
-    made = coordinator()
+def test_operations_that_get_ready_during_an_execution_are_fused():
+    coordinator = make_coordinator()
     for rank in (0, 1):
-        submit(made, rank, *(request(name) for name in "abc"))
-    assert decided(made, is_idle=False) == []
-    assert all_decided(made) == [["a", "b", "c"]]
+        submit(coordinator, rank, *(request(name) for name in "abc"))
+    assert schedule(coordinator, is_idle=False) == []
+    assert schedule_all(coordinator) == [["a", "b", "c"]]
 
 
 @pytest.mark.parametrize(
@@ -69,159 +69,159 @@ def test_what_gets_ready_while_something_is_executed_is_executed_as_one():
         {"kind": "broadcast"},
     ],
 )
-def test_only_what_is_alike_is_fused_and_the_rest_is_looked_past(other: dict[str, object]):
-    made = coordinator()
+def test_only_compatible_operations_are_fused_and_others_are_skipped(other: dict[str, object]):
+    coordinator = make_coordinator()
     for rank in (0, 1):
-        submit(made, rank, request("a"), request("odd", **other), request("b"))
-    assert all_decided(made) == [["a", "b"], ["odd"]]
+        submit(coordinator, rank, request("a"), request("odd", **other), request("b"))
+    assert schedule_all(coordinator) == [["a", "b"], ["odd"]]
 
 
-def test_a_batch_is_no_larger_than_the_threshold_but_for_a_group():
-    made = coordinator(fusion_bytes=8000)
+def test_a_batch_is_no_larger_than_the_threshold_except_for_a_group():
+    coordinator = make_coordinator(fusion_bytes=8000)
     for rank in (0, 1):
-        submit(made, rank, *(request(name) for name in "abc"))
-        submit(made, rank, *(request(name, group="g", group_size=3) for name in "xyz"))
-    assert all_decided(made) == [["a", "b"], ["c"], ["x", "y", "z"]]
+        submit(coordinator, rank, *(request(name) for name in "abc"))
+        submit(coordinator, rank, *(request(name, group="g", group_size=3) for name in "xyz"))
+    assert schedule_all(coordinator) == [["a", "b"], ["c"], ["x", "y", "z"]]
 
 
-def test_the_threshold_is_rounded_up_to_what_a_hosts_ranks_share_evenly():
-    assert [fusion_limit(threshold, 2) for threshold in (0, 1, 1024, 1025)] == [0, 1024, 1024, 2048]
-    assert fusion_limit(128 << 20, 3) == 134_218_752
+def test_the_threshold_is_rounded_up_to_equal_shares_of_a_hosts_ranks():
+    assert [round_fusion_threshold(threshold, 2) for threshold in (0, 1, 1024, 1025)] == [0, 1024, 1024, 2048]
+    assert round_fusion_threshold(128 << 20, 3) == 134_218_752
 
 
 def test_a_group_waits_for_all_its_members_unless_groups_may_be_split():
     grouped = [request(name, group="g", group_size=2) for name in "xy"]
-    whole, split = coordinator(), coordinator(splits=True)
-    for made in (whole, split):
+    whole, split = make_coordinator(), make_coordinator(splits_groups=True)
+    for coordinator in (whole, split):
         for rank in (0, 1):
-            submit(made, rank, grouped[0])
-    assert all_decided(whole) == []
-    assert all_decided(split) == [["x"]]
+            submit(coordinator, rank, grouped[0])
+    assert schedule_all(whole) == []
+    assert schedule_all(split) == [["x"]]
     for rank in (0, 1):
         submit(whole, rank, grouped[1])
-    assert all_decided(whole) == [["x", "y"]]
+    assert schedule_all(whole) == [["x", "y"]]
 
 
-def test_operations_of_sets_that_overlap_have_one_order_and_go_to_their_members():
-    made = coordinator(3)
+def test_operations_of_overlapping_sets_have_one_order_and_go_to_their_members():
+    coordinator = make_coordinator(3)
     for number, ranks in enumerate([(0, 1), (1, 2)], start=1):
         for rank in range(3):
-            submit(made, rank, request(str(number), kind="add_process_set", ranks=ranks, shape=(), dtype=""))
-    assert [one.chosen[0].answer for one in decided(made)] == [(1,), (2,)]
+            submit(coordinator, rank, request(str(number), kind="add_process_set", ranks=ranks, shape=(), dtype=""))
+    assert [one.operations[0].result for one in schedule(coordinator)] == [(1,), (2,)]
     for set_id, ranks in ((2, (1, 2)), (1, (0, 1))):
         for rank in ranks:
-            submit(made, rank, request("a", set_id=set_id))
-    first, second = decided(made)
+            submit(coordinator, rank, request("a", set_id=set_id))
+    first, second = schedule(coordinator)
     assert (first.set_id, first.members) == (2, (1, 2))
     assert (second.set_id, second.members) == (1, (0, 1))
 
 
-def test_rank_0_is_not_kept_from_deciding_by_what_it_does_not_execute():
-    made = coordinator(3)
+def test_rank_0_schedules_on_while_only_other_ranks_execute():
+    coordinator = make_coordinator(3)
     for rank in range(3):
-        submit(made, rank, request("s", kind="add_process_set", ranks=(1, 2), shape=(), dtype=""))
-    decided(made)
+        submit(coordinator, rank, request("s", kind="add_process_set", ranks=(1, 2), shape=(), dtype=""))
+    schedule(coordinator)
     for rank in (1, 2):
-        submit(made, rank, request("a", set_id=1), request("b", set_id=1, dtype="float64"))
-    assert [keys(one) for one in decided(made)] == [["a"], ["b"]]
+        submit(coordinator, rank, request("a", set_id=1), request("b", set_id=1, dtype="float64"))
+    assert [keys(one) for one in schedule(coordinator)] == [["a"], ["b"]]
 
 
-def test_small_tensors_are_answered_at_once_in_the_order_of_ranks():
-    made = coordinator()
-    small = request("a", shape=(2,), rides=True)
-    submit(made, 1, small, values=b"one")
-    submit(made, 0, small, values=b"zero")
-    (decision,) = decided(made, is_idle=False)
-    assert decision.values == [b"zero+one"]
-    assert decision.message(1).items[0].rides
+def test_inline_tensors_are_reduced_at_once_in_rank_order():
+    coordinator = make_coordinator()
+    small = request("a", shape=(2,), is_inline=True)
+    submit(coordinator, 1, small, values=b"one")
+    submit(coordinator, 0, small, values=b"zero")
+    (batch,) = schedule(coordinator, is_idle=False)
+    assert batch.values == [b"zero+one"]
+    assert batch.make_message(1).items[0].is_inline
 
 
-def test_what_does_not_fit_together_is_an_error_for_all_and_spoils_no_batch():
-    made = coordinator()
+def test_a_mismatch_is_an_error_on_all_ranks_and_leaves_other_operations_alone():
+    coordinator = make_coordinator()
     for rank in (0, 1):
-        submit(made, rank, request("good"), request("bad", shape=(3 + rank,)), request("fine"))
-    first, second = decided(made)
-    assert first.chosen[0].error == (
+        submit(coordinator, rank, request("good"), request("bad", shape=(3 + rank,)), request("fine"))
+    first, second = schedule(coordinator)
+    assert first.operations[0].error == (
         "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [3], "
         "but another rank sent a tensor of shape [4]."
     )
     assert keys(second) == ["good", "fine"]
-    assert all(not one.error for one in second.chosen)
+    assert all(not one.error for one in second.operations)
 
 
-def test_a_number_stands_for_what_each_rank_has_described():
-    made = coordinator()
+def test_a_cache_id_stands_for_what_each_rank_has_described():
+    coordinator = make_coordinator()
     for rank in (0, 1):
-        submit(made, rank, request("a", kind="allgather", shape=(rank + 1, 2)))
-    (decision,) = decided(made)
-    number = decision.message(0).items[0].number
-    assert number >= 0
-    assert made.submit_again(0, number, b"", 0.0)
-    assert made.submit_again(1, number, b"", 0.0)
-    (decision,) = decided(made)
-    assert decision.message(1).items[0].details == (1, 2)
-    assert decision.message(1).items[0].number == -1
+        submit(coordinator, rank, request("a", kind="allgather", shape=(rank + 1, 2)))
+    (batch,) = schedule(coordinator)
+    cache_id = batch.make_message(0).items[0].cache_id
+    assert cache_id >= 0
+    assert coordinator.submit_cached(0, cache_id, b"", 0.0)
+    assert coordinator.submit_cached(1, cache_id, b"", 0.0)
+    (batch,) = schedule(coordinator)
+    assert batch.make_message(1).items[0].details == (1, 2)
+    assert batch.make_message(1).items[0].cache_id == -1
 
 
-def test_numbers_are_forgotten_the_least_used_first():
-    made = coordinator(1, capacity=2)
-    numbers = {}
+def test_the_least_recently_used_cache_id_is_evicted_first():
+    coordinator = make_coordinator(1, capacity=2)
+    cache_ids = {}
     for name in "abc":
-        submit(made, 0, request(name))
-        numbers[name] = decided(made)[0].message(0).items[0].number
-    assert not made.submit_again(0, numbers["a"], b"", 0.0)
-    assert made.submit_again(0, numbers["b"], b"", 0.0)
-    assert not made.submit_again(0, 99, b"", 0.0)
+        submit(coordinator, 0, request(name))
+        cache_ids[name] = schedule(coordinator)[0].make_message(0).items[0].cache_id
+    assert not coordinator.submit_cached(0, cache_ids["a"], b"", 0.0)
+    assert coordinator.submit_cached(0, cache_ids["b"], b"", 0.0)
+    assert not coordinator.submit_cached(0, 99, b"", 0.0)
 
 
 @pytest.mark.parametrize("name", ["noname.7", "a"])
-def test_unnamed_operations_and_those_without_a_cache_get_no_number(name: str):
-    made = coordinator(1, capacity=1024 if "noname" in name else 0)
-    submit(made, 0, request(name))
-    assert decided(made)[0].message(0).items[0].number == -1
+def test_unnamed_operations_and_those_without_a_cache_get_no_cache_id(name: str):
+    coordinator = make_coordinator(1, capacity=1024 if "noname" in name else 0)
+    submit(coordinator, 0, request(name))
+    assert schedule(coordinator)[0].make_message(0).items[0].cache_id == -1
 
 
-def test_who_has_joined_takes_part_with_zeros_until_all_have():
-    made = coordinator(3)
-    join = Request(kind="join", key="join")
-    submit(made, 0, request("a"))
-    submit(made, 1, request("a"))
-    submit(made, 2, join)
-    (decision,) = decided(made)
-    assert decision.message(2).items[0].request == request("a")
-    assert decision.message(0).items[0].request is None
-    submit(made, 0, join)
-    assert decided(made) == []
-    submit(made, 1, join)
-    (decision,) = decided(made)
-    assert decision.message(0).items[0].details == (1,)
-    submit(made, 0, request("b"))
-    assert decided(made) == []
+def test_a_joined_rank_takes_part_with_zeros_until_all_have_joined():
+    coordinator = make_coordinator(3)
+    join = RequestMetadata(kind="join", key="join")
+    submit(coordinator, 0, request("a"))
+    submit(coordinator, 1, request("a"))
+    submit(coordinator, 2, join)
+    (batch,) = schedule(coordinator)
+    assert batch.make_message(2).items[0].request == request("a")
+    assert batch.make_message(0).items[0].request is None
+    submit(coordinator, 0, join)
+    assert schedule(coordinator) == []
+    submit(coordinator, 1, join)
+    (batch,) = schedule(coordinator)
+    assert batch.make_message(0).items[0].details == (1,)
+    submit(coordinator, 0, request("b"))
+    assert schedule(coordinator) == []
 
 
-def test_only_allreduce_goes_on_after_a_join():
-    made = coordinator()
-    submit(made, 1, Request(kind="join", key="join"))
-    submit(made, 0, request("a", kind="allgather"))
-    (decision,) = decided(made)
-    assert decision.chosen[0].error.startswith("Allgather is not supported with Join at this time.")
+def test_only_allreduce_continues_after_a_join():
+    coordinator = make_coordinator()
+    submit(coordinator, 1, RequestMetadata(kind="join", key="join"))
+    submit(coordinator, 0, request("a", kind="allgather"))
+    (batch,) = schedule(coordinator)
+    assert batch.operations[0].error.startswith("Allgather is not supported with Join at this time.")
 
 
-def test_a_barrier_is_met_by_every_member():
-    made = coordinator()
-    barrier = Request(kind="barrier", key="barrier")
-    submit(made, 0, barrier)
-    assert decided(made) == []
-    submit(made, 1, barrier)
-    assert [one.waiting.key for one in decided(made)[0].chosen] == ["barrier"]
+def test_a_barrier_waits_for_every_member():
+    coordinator = make_coordinator()
+    barrier = RequestMetadata(kind="barrier", key="barrier")
+    submit(coordinator, 0, barrier)
+    assert schedule(coordinator) == []
+    submit(coordinator, 1, barrier)
+    assert [one.submitted.key for one in schedule(coordinator)[0].operations] == ["barrier"]
 
 
-def test_who_keeps_others_waiting_is_known():
-    made = coordinator(3)
-    submit(made, 0, request("a"), request("b"))
-    submit(made, 1, request("b"))
-    assert made.stalled(before=1.0) == {1: ["allreduce.a"], 2: ["allreduce.a", "allreduce.b"]}
-    assert made.stalled(before=0.0) == {}
+def test_the_ranks_that_others_wait_for_are_known():
+    coordinator = make_coordinator(3)
+    submit(coordinator, 0, request("a"), request("b"))
+    submit(coordinator, 1, request("b"))
+    assert coordinator.find_missing_ranks(before=1.0) == {1: ["allreduce.a"], 2: ["allreduce.a", "allreduce.b"]}
+    assert coordinator.find_missing_ranks(before=0.0) == {}
 
 
 MISMATCHES = {
@@ -257,8 +257,8 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("text", MISMATCHES)
-def test_disagreements_have_horovods_words(text: str):
-    made = coordinator()
+def test_mismatches_have_horovods_texts(text: str):
+    coordinator = make_coordinator()
     for rank, fields in enumerate(MISMATCHES[text]):
-        submit(made, rank, request("a", **fields))  # type: ignore[arg-type]
-    assert decided(made)[0].chosen[0].error == text
+        submit(coordinator, rank, request("a", **fields))  # type: ignore[arg-type]
+    assert schedule(coordinator)[0].operations[0].error == text

@@ -1,4 +1,4 @@
-"""A rank's desk without processes: what it says by numbers, and what it describes anew when it is asked."""
+"""A rank's coordinator client without processes: when it submits cache ids, and when full descriptions."""
 
 import selectors
 import socket
@@ -6,45 +6,45 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from rankless.compat.horovod.engine.coordinator_client import Ended, Spoke
+from rankless.compat.horovod.engine.coordinator_client import RemoteCoordinatorClient, ShutdownReceived
 from rankless.compat.horovod.engine.messages import (
-    Again,
+    CacheMiss,
+    CoordinatorMessage,
     Execute,
-    FromCoordinator,
-    FromRank,
-    Item,
-    Request,
-    Resend,
+    OperationResponse,
+    RankMessage,
+    RequestMetadata,
     Submit,
-    decode_from_rank,
+    SubmitCached,
+    decode_rank_message,
     encode,
 )
 
 
-class Wire:
-    """A link whose other side is the test."""
+class FakeConnection:
+    """A connection whose other side is the test."""
 
     has_more_to_send = False
 
     def __init__(self) -> None:
         self._ends = socket.socketpair()
-        self.said: list[FromRank] = []
-        self.answers: list[FromCoordinator] = []
+        self.sent: list[RankMessage] = []
+        self.replies: list[CoordinatorMessage] = []
 
     def fileno(self) -> int:
         return self._ends[0].fileno()
 
-    def keep(self, said: bytes, _values: Sequence[bytes] = ()) -> None:
-        self.said.append(decode_from_rank(said))
+    def enqueue(self, data: bytes, _values: Sequence[bytes] = ()) -> None:
+        self.sent.append(decode_rank_message(data))
 
-    send = keep
+    send = enqueue
 
     def flush(self) -> None:
         return
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
-        answers, self.answers = self.answers, []
-        return iter([(encode(one), b"") for one in answers])
+        replies, self.replies = self.replies, []
+        return iter([(encode(one), b"") for one in replies])
 
     def close(self) -> None:
         for end in self._ends:
@@ -52,53 +52,55 @@ class Wire:
 
 
 @pytest.fixture
-def wire() -> Iterator[Wire]:
-    made = Wire()
+def connection() -> Iterator[FakeConnection]:
+    made = FakeConnection()
     yield made
     made.close()
 
 
-def desk(wire: Wire, capacity: int) -> Spoke:
-    return Spoke(wire, selectors.SelectSelector(), capacity=capacity)  # type: ignore[arg-type]  # it is told all it asks for
+def make_client(connection: FakeConnection, capacity: int) -> RemoteCoordinatorClient:
+    return RemoteCoordinatorClient(connection, selectors.SelectSelector(), capacity=capacity)  # type: ignore[arg-type]  # it has all the methods that are called
 
 
-def request(name: str) -> Request:
-    return Request(kind="allreduce", key=name)
+def request(name: str) -> RequestMetadata:
+    return RequestMetadata(kind="allreduce", key=name)
 
 
-def submit(made: Spoke, *names: str) -> None:
+def submit(client: RemoteCoordinatorClient, *names: str) -> None:
     for name in names:
-        made.submit((0, name), request(name), b"")
+        client.submit((0, name), request(name), b"")
 
 
-def executed(made: Spoke, wire: Wire, **numbers: int) -> None:
-    wire.answers.append(Execute(0, tuple(Item(key=name, number=number) for name, number in numbers.items())))
-    list(made.told(is_idle=True))
+def execute(client: RemoteCoordinatorClient, connection: FakeConnection, **cache_ids: int) -> None:
+    connection.replies.append(
+        Execute(0, tuple(OperationResponse(key=name, cache_id=cache_id) for name, cache_id in cache_ids.items()))
+    )
+    list(client.receive(is_idle=True))
 
 
-def test_what_has_a_number_is_called_by_it(wire: Wire):
-    made = desk(wire, 10)
-    submit(made, "a")
-    executed(made, wire, a=7)
-    submit(made, "a")
-    assert wire.said == [Submit(request("a")), Again(7)]
+def test_a_cached_operation_is_submitted_by_its_cache_id(connection: FakeConnection):
+    client = make_client(connection, 10)
+    submit(client, "a")
+    execute(client, connection, a=7)
+    submit(client, "a")
+    assert connection.sent == [Submit(request("a")), SubmitCached(7)]
 
 
-def test_what_is_asked_for_is_described_though_its_number_had_to_make_room_meanwhile(wire: Wire):
-    made = desk(wire, 1)
-    submit(made, "a", "b")
-    executed(made, wire, a=0, b=1)
-    submit(made, "a", "c", "d")
-    executed(made, wire, c=2, d=3)  # at most twice the capacity is kept: a's and b's numbers go
-    wire.said.clear()
-    wire.answers.append(Resend(0))
-    list(made.told(is_idle=True))
-    assert wire.said == [Submit(request("a"))]
+def test_a_cache_miss_is_answered_in_full_although_the_client_has_dropped_the_id(connection: FakeConnection):
+    client = make_client(connection, 1)
+    submit(client, "a", "b")
+    execute(client, connection, a=0, b=1)
+    submit(client, "a", "c", "d")
+    execute(client, connection, c=2, d=3)  # the client keeps twice the capacity: it drops the ids of a and b
+    connection.sent.clear()
+    connection.replies.append(CacheMiss(0))
+    list(client.receive(is_idle=True))
+    assert connection.sent == [Submit(request("a"))]
 
 
-def test_a_number_that_was_never_said_ends_it(wire: Wire):
-    made = desk(wire, 1)
-    submit(made, "a")
-    wire.answers.append(Resend(5))
-    with pytest.raises(Ended, match="asks for number 5, which is not known here"):
-        list(made.told(is_idle=True))
+def test_a_miss_of_an_id_that_was_never_submitted_is_an_error(connection: FakeConnection):
+    client = make_client(connection, 1)
+    submit(client, "a")
+    connection.replies.append(CacheMiss(5))
+    with pytest.raises(ShutdownReceived, match="asks for cache id 5, which this rank has not submitted"):
+        list(client.receive(is_idle=True))

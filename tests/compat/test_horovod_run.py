@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rankless.compat.horovod import run
-from rankless.compat.horovod.runner.function_job import options_of
-from rankless.compat.horovod.runner.keywords import flags_of
+from rankless.compat.horovod.runner.function_job import format_options
+from rankless.compat.horovod.runner.keywords import make_flags
 from rankless.config.environment import python_path_from
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.runtime.hooks.import_aliases import AT_START
@@ -75,27 +75,27 @@ def test_a_function_of_a_script_runs_on_each_process_and_its_results_come_back_b
 
 
 def test_its_keywords_are_horovodruns_options():
-    flags = flags_of(
+    flags = make_flags(
         {
             **GIVEN,
             **{"num_proc": 4, "hosts": "a:2,b:2", "ssh_port": 2222, "verbose": True, "use_gloo": True},
             **{"network_interface": "eth0,eth1", "cooldown_range": (1, 2), "slots": 2, "mpi_args": "--x y"},
         }
     )
-    assert list(options_of(flags)) == [
+    assert list(format_options(flags)) == [
         *("--num-proc=4", "--network-interfaces=eth0,eth1", "--verbose", "--ssh-port=2222", "--slots-per-host=2"),
         *("--blacklist-cooldown-range", "1", "2", "--mpi-args=--x y", "--hosts=a:2,b:2", "--gloo"),
     ]
-    assert flags_of(GIVEN) == HorovodrunFlags(num_proc=1)
+    assert make_flags(GIVEN) == HorovodrunFlags(num_proc=1)
 
 
 def test_old_names_of_keywords_still_count_and_say_so():
     with pytest.warns(DeprecationWarning, match="min_np is deprecated, use min_num_proc instead"):
-        assert flags_of({**GIVEN, "min_np": 2}).min_num_proc == 2
+        assert make_flags({**GIVEN, "min_np": 2}).min_num_proc == 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert flags_of({**GIVEN, "np": 3}).num_proc == 3
-        assert flags_of({**GIVEN, "np": 3, "num_proc": 2}).num_proc == 2
+        assert make_flags({**GIVEN, "np": 3}).num_proc == 3
+        assert make_flags({**GIVEN, "np": 3, "num_proc": 2}).num_proc == 2
 
 
 def test_what_excludes_each_other_is_refused_in_horovods_words():

@@ -1,4 +1,4 @@
-"""A rank that does not call hvd.init: the others say so, and end."""
+"""A rank does not call hvd.init: the others raise an error that names it."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ hvd.init()
 """
 
 
-def test_who_does_not_come_to_init_is_named_with_what_to_do(tmp_path: Path):
+def test_a_rank_that_does_not_call_init_is_named_with_a_fix(tmp_path: Path):
     done = run_script(SCRIPT, "-n", "2", "--show", "all", folder=tmp_path, HOROVOD_START_TIMEOUT="1")
     assert done.returncode == 1
-    for text in ("expected: every process of the job to call hvd.init()", "rank 1 did not come within 1 s", "fix:"):
+    for text in ("expected: every process of the job to call hvd.init()", "rank 1 did not call it within 1 s", "fix:"):
         assert text in done.stderr

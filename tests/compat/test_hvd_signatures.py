@@ -109,9 +109,13 @@ def test_methods_and_elastic_parts_take_what_horovods_take():
     for name in ("commit", "check_host_updates", "save", "restore", "sync", "on_reset"):
         assert written(getattr(TorchState, name)) == "self"
     assert written(TorchState.register_reset_callbacks) == "self, callbacks"
-    assert written(optimizer.Reducing.synchronize) == written(optimizer.Reducing.skip_synchronize) == "self"
-    assert written(optimizer.Reducing.set_backward_passes_per_step) == "self, passes"
-    assert written(optimizer.Reducing.step) == "self, closure=None"
+    assert (
+        written(optimizer.AllreduceOptimizer.synchronize)
+        == written(optimizer.AllreduceOptimizer.skip_synchronize)
+        == "self"
+    )
+    assert written(optimizer.AllreduceOptimizer.set_backward_passes_per_step) == "self, passes"
+    assert written(optimizer.AllreduceOptimizer.step) == "self, closure=None"
 
 
 def test_horovod_run_takes_the_keywords_of_the_original():

@@ -1,4 +1,4 @@
-"""Negotiated operations between real processes: results, orders, ends."""
+"""The operation scheduler between real processes: results, orders, shutdowns."""
 
 import os
 import time
@@ -13,21 +13,23 @@ from rankless.compat.horovod import context
 from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.engine import inline_payload
 from rankless.compat.horovod.engine.operation_scheduler import OperationScheduler
-from rankless.compat.horovod.engine.requests import Kind, Reduction, Submission
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, Reduction
 from rankless.parallel.mesh import Mesh
 
-SIZES = {"rides": 100, "is reduced in shared memory": 40_000, "takes several pieces": 700_001}
+SIZES = {"is sent inline": 100, "is reduced in shared memory": 40_000, "takes several chunks": 700_001}
 
 
-def begin(negotiator: OperationScheduler, tensor: torch.Tensor, name: str, **fields: object) -> int:
-    handle = negotiator.new_handle()
-    one = Submission(kind=Kind.ALLREDUCE, name=name, tensor=tensor, output=torch.empty_like(tensor), **fields)  # type: ignore[arg-type]
-    negotiator.submit(handle, [one])
+def begin(scheduler: OperationScheduler, tensor: torch.Tensor, name: str, **fields: object) -> int:
+    handle = scheduler.new_handle()
+    one = OperationRequest(
+        kind=OperationKind.ALLREDUCE, name=name, tensor=tensor, output=torch.empty_like(tensor), **fields
+    )  # type: ignore[arg-type]
+    scheduler.submit(handle, [one])
     return handle
 
 
-def reduce(negotiator: OperationScheduler, tensor: torch.Tensor, name: str, **fields: object) -> torch.Tensor:
-    return negotiator.synchronize(begin(negotiator, tensor, name, **fields))[0]
+def reduce(scheduler: OperationScheduler, tensor: torch.Tensor, name: str, **fields: object) -> torch.Tensor:
+    return scheduler.synchronize(begin(scheduler, tensor, name, **fields))[0]
 
 
 def values(rank: int, count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -37,7 +39,7 @@ def values(rank: int, count: int, dtype: torch.dtype = torch.float64) -> torch.T
 def _reduced(mesh: Mesh, count: int, reduction: Reduction, dtype: torch.dtype) -> torch.Tensor:
     context.init()
     try:
-        return reduce(context.current().negotiator, values(mesh.rank, count, dtype), "a", reduction=reduction)
+        return reduce(context.current().scheduler, values(mesh.rank, count, dtype), "a", reduction=reduction)
     finally:
         context.shutdown()
 
@@ -66,9 +68,9 @@ def test_values_are_reduced_alike_on_all_ranks(how: str, reduction: Reduction, s
 def _by_group(mesh: Mesh, dtype: torch.dtype) -> torch.Tensor:
     context.init()
     try:
-        negotiator = context.current().negotiator
-        negotiator._execution._memories[0] = None  # as on ranks that share no memory
-        return reduce(negotiator, values(mesh.rank, 40_000, dtype), "a")
+        scheduler = context.current().scheduler
+        scheduler._executor._shared_memory[0] = None  # as on ranks that share no memory
+        return reduce(scheduler, values(mesh.rank, 40_000, dtype), "a")
     finally:
         context.shutdown()
 
@@ -84,17 +86,17 @@ def test_ranks_without_shared_memory_use_a_group(dtype: torch.dtype):
 def _in_orders_of_their_own(mesh: Mesh) -> list[float]:
     context.init()
     try:
-        negotiator = context.current().negotiator
+        scheduler = context.current().scheduler
         names = [f"t{number}" for number in range(30)]
         order = names if mesh.rank == 0 else names[::-1]
-        # Some ride, some do not; values tell the names apart.
+        # Some are sent inline, some are not. The values identify the names.
         handles = {
-            name: begin(negotiator, torch.full((30_000 if number % 3 else 10,), float(number + mesh.rank)), name)
+            name: begin(scheduler, torch.full((30_000 if number % 3 else 10,), float(number + mesh.rank)), name)
             for number, name in enumerate(names)
             for name in [order[number]]
             for number in [names.index(name)]
         }
-        return [negotiator.synchronize(handles[name])[0][-1].item() for name in names]
+        return [scheduler.synchronize(handles[name])[0][-1].item() for name in names]
     finally:
         context.shutdown()
 
@@ -105,32 +107,32 @@ def test_ranks_may_submit_in_any_order():
     assert found == [[2.0 * number + 1 for number in range(30)]] * 2
 
 
-def _without_asking(_mesh: Mesh) -> bool:
-    """Operations that nobody waits for are done by the thread."""
+def _without_waiting(_mesh: Mesh) -> bool:
+    """The background thread executes operations that nobody waits for."""
     context.init()
     try:
-        negotiator = context.current().negotiator
-        handle = begin(negotiator, torch.ones(100_000), "a")
+        scheduler = context.current().scheduler
+        handle = begin(scheduler, torch.ones(100_000), "a")
         deadline = time.monotonic() + 30
-        while not negotiator.poll(handle) and time.monotonic() < deadline:
+        while not scheduler.poll(handle) and time.monotonic() < deadline:
             pass
-        return negotiator.poll(handle)
+        return scheduler.poll(handle)
     finally:
-        negotiator.synchronize(begin(negotiator, torch.ones(1), "end"))
+        scheduler.synchronize(begin(scheduler, torch.ones(1), "end"))
         context.shutdown()
 
 
 @pytest.mark.slow
-def test_what_nobody_waits_for_is_done_all_the_same():
-    assert on_mesh(2, _without_asking) == [True, True]
+def test_an_operation_that_nobody_waits_for_is_executed_too():
+    assert on_mesh(2, _without_waiting) == [True, True]
 
 
 def _many_times(_mesh: Mesh) -> list[float]:
     found = []
     for number in range(20):
         context.init()
-        found.append(reduce(context.current().negotiator, torch.full((20_000,), float(number)), "a")[0].item())
-        reduce(context.current().negotiator, torch.ones(1), "end")
+        found.append(reduce(context.current().scheduler, torch.full((20_000,), float(number)), "a")[0].item())
+        reduce(context.current().scheduler, torch.ones(1), "end")
         context.shutdown()
     return found
 
@@ -141,16 +143,16 @@ def test_a_process_may_join_and_leave_any_number_of_times():
     assert on_mesh(2, _many_times) == [expected, expected]
 
 
-def _forgetting(_mesh: Mesh) -> list[float]:
+def _evicting(_mesh: Mesh) -> list[float]:
     os.environ["HOROVOD_CACHE_CAPACITY"] = "3"
     try:
         context.init()
     finally:
         del os.environ["HOROVOD_CACHE_CAPACITY"]
     try:
-        negotiator = context.current().negotiator
+        scheduler = context.current().scheduler
         return [
-            reduce(negotiator, torch.full((count,), float(number)), f"t{number}")[0].item()
+            reduce(scheduler, torch.full((count,), float(number)), f"t{number}")[0].item()
             for _ in range(3)
             for number in range(8)
             for count in (5, 20_000)
@@ -162,39 +164,40 @@ def _forgetting(_mesh: Mesh) -> list[float]:
 @pytest.mark.slow
 def test_a_small_cache_changes_nothing():
     expected = [2.0 * number for _ in range(3) for number in range(8) for _ in range(2)]
-    assert on_mesh(2, _forgetting) == [expected, expected]
+    assert on_mesh(2, _evicting) == [expected, expected]
 
 
 DYING = """
 import os, sys, torch
 from rankless.compat.horovod import context
-from rankless.compat.horovod.engine.requests import Kind, Submission
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
 context.init()
-negotiator, rank = context.current().negotiator, context.current().world.rank
+scheduler, rank = context.current().scheduler, context.current().world.rank
 if rank == int(sys.argv[1]):
     os._exit(0)
 tensor = torch.ones(int(sys.argv[2]))
 for number in range(2):
     try:
-        handle = negotiator.new_handle()
-        negotiator.submit(handle, [Submission(kind=Kind.ALLREDUCE, name="a", tensor=tensor, output=tensor)])
-        negotiator.synchronize(handle)
+        handle = scheduler.new_handle()
+        request = OperationRequest(kind=OperationKind.ALLREDUCE, name="a", tensor=tensor, output=tensor)
+        scheduler.submit(handle, [request])
+        scheduler.synchronize(handle)
     except RuntimeError as error:
         print(rank, number, type(error).__name__, error, flush=True)
-open(f"{sys.argv[3]}/told{rank}", "w").write("yes")
+open(f"{sys.argv[3]}/error{rank}", "w").write("yes")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 1_000_000])
 @pytest.mark.parametrize("who", [0, 1])
-def test_when_a_peer_is_gone_the_others_are_told_and_nobody_aborts(who: int, count: int, tmp_path: Path):
+def test_when_a_peer_is_gone_the_others_raise_an_error_and_nobody_aborts(who: int, count: int, tmp_path: Path):
     script = DYING.replace("sys.argv[1]", str(who)).replace("sys.argv[2]", str(count))
     job = run_script(script.replace("{sys.argv[3]}", str(tmp_path)), "-n", "3", "--show", "all", folder=tmp_path)
-    told = [line for line in job.stdout.splitlines() if "HorovodInternalError Horovod has been shut down." in line]
-    assert len(told) == 4, job
+    errors = [line for line in job.stdout.splitlines() if "HorovodInternalError Horovod has been shut down." in line]
+    assert len(errors) == 4, job
     assert f"Rank {who} is gone." in job.stdout
-    assert all((tmp_path / f"told{rank}").exists() for rank in range(3) if rank != who)
+    assert all((tmp_path / f"error{rank}").exists() for rank in range(3) if rank != who)
 
 
 def _stalling(mesh: Mesh, folder: str) -> str:
@@ -203,19 +206,19 @@ def _stalling(mesh: Mesh, folder: str) -> str:
         context.init()
     finally:
         del os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"], os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
-    negotiator = context.current().negotiator
-    told: list[str] = []
+    scheduler = context.current().scheduler
+    warnings: list[str] = []
     if mesh.rank == 0:
-        negotiator._desk._stalls._tell = told.append  # type: ignore[attr-defined]
+        scheduler._client._stall_detector._warn = warnings.append  # type: ignore[attr-defined]
     done = Path(folder) / "done"
     try:
         if mesh.rank == 0:
-            reduce(negotiator, torch.ones(1), "x")
+            reduce(scheduler, torch.ones(1), "x")
         deadline = time.monotonic() + 30
         while not done.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
     except HorovodInternalError as error:
-        return f"{told[0]}\n{error}"
+        return f"{warnings[0]}\n{error}"
     finally:
         done.touch()
         context.shutdown()
@@ -223,21 +226,21 @@ def _stalling(mesh: Mesh, folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_who_does_not_submit_is_named_and_the_job_is_ended_if_that_is_asked(tmp_path: Path):
+def test_a_rank_that_does_not_submit_is_named_and_can_end_the_job(tmp_path: Path):
     found = on_mesh(2, _stalling, str(tmp_path))[0]
     assert "waiting for remainder of ranks for more than 0.2 seconds" in found
     assert found.count("Missing ranks:\n1: [allreduce.x]") == 2
     assert "Horovod has been shut down." in found
 
 
-def test_only_small_tensors_on_the_cpu_ride():
-    def one(count: int, **fields: object) -> Submission:
+def test_only_small_tensors_on_the_cpu_are_sent_inline():
+    def one(count: int, **fields: object) -> OperationRequest:
         tensor = torch.empty(count, dtype=torch.uint8)
-        return Submission(kind=Kind.ALLREDUCE, tensor=tensor, **fields)  # type: ignore[arg-type]
+        return OperationRequest(kind=OperationKind.ALLREDUCE, tensor=tensor, **fields)  # type: ignore[arg-type]
 
-    assert inline_payload.rides([one(inline_payload.MOST_BYTES)], 2)
-    assert not inline_payload.rides([one(inline_payload.MOST_BYTES + 1)], 2)
-    assert not inline_payload.rides([one(inline_payload.MOST_BYTES // 2 + 1)] * 2, 2)
-    assert not inline_payload.rides([one(inline_payload.MOST_BYTES)], 8)
-    assert not inline_payload.rides([one(8, reduction=Reduction.ADASUM)], 2)
-    assert not inline_payload.rides([one(8)], 1)
+    assert inline_payload.fits_inline([one(inline_payload.MAX_BYTES)], 2)
+    assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES + 1)], 2)
+    assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES // 2 + 1)] * 2, 2)
+    assert not inline_payload.fits_inline([one(inline_payload.MAX_BYTES)], 8)
+    assert not inline_payload.fits_inline([one(8, reduction=Reduction.ADASUM)], 2)
+    assert not inline_payload.fits_inline([one(8)], 1)

@@ -1,11 +1,12 @@
-"""Horovod's API for PyTorch, on Rankless: nothing to compile.
+"""Horovod's API for PyTorch, on Rankless. Nothing needs to be compiled.
 
-Enters: scripts' calls, as `import horovod.torch as hvd`. The folders are named as Horovod's, so that every
-`import horovod.…` of a script finds its counterpart; `negotiated`, `context`, `settings` and `selftest` are ours.
+Enters: the calls of scripts, as `import horovod.torch as hvd`. Leaves: the results, from `engine`. The folders have the
+names of Horovod's, so that every `import horovod.…` of a script finds its counterpart. `engine`, `context`,
+`exceptions`, `settings` and `selftest` are Rankless's own.
 """
 
 from rankless.compat.horovod.runner import run
 
 __all__ = ["run"]
 __version__ = "0.28.1"
-"""The release whose API and behaviour this is."""
+"""The release of Horovod whose API and behaviour this package has."""

@@ -1,4 +1,4 @@
-"""The process's one Horovod: made by `init`, asked by every call, ended by `shutdown`."""
+"""The Horovod context of this process: `init` creates it, every call uses it, `shutdown` ends it."""
 
 import atexit
 import os
@@ -10,127 +10,136 @@ import msgspec
 import torch.distributed as dist
 
 from rankless.compat.horovod.engine.operation_scheduler import OperationScheduler
-from rankless.compat.horovod.engine.rendezvous import Met, meet
+from rankless.compat.horovod.engine.rendezvous import ConnectedRanks, connect_ranks
 from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.config import environment
 from rankless.config.horovod_variables import read_rank_assignment
 from rankless.config.rank_layout import assign_ranks
 from rankless.records.elastic_messages import RankAssignment
-from rankless.runtime import current_process as runtime
+from rankless.runtime.current_process import current_rendezvous
 from rankless.runtime.elastic_round import membership
 from rankless.runtime.rendezvous.job_store import RendezvousInfo
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
-class World(RankAssignment, frozen=True, kw_only=True):
-    """Where this process is among all; `local` is on its host, `cross` among the processes of its local rank."""
+class HorovodWorld(RankAssignment, frozen=True, kw_only=True):
+    """This process's position: among all, `local` on its host, and `cross` among the processes of its local rank."""
 
     is_homogeneous: bool
-    """Whether every host has as many processes."""
+    """Whether every host has equally many processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What `init` has made."""
+    """What `init` creates."""
 
-    world: World
-    negotiator: OperationScheduler
+    world: HorovodWorld
+    scheduler: OperationScheduler
     settings: Settings
     process_id: int
 
 
 _context: Context | None = None
-_times = 0
+_init_count = 0
 
 
 def init(comm: Any = None) -> None:
-    """Come together with all other processes of the job; once more does nothing.
+    """Connect with all other processes of the job. A second call does nothing.
 
-    `comm`: ranks that are to be a world of their own; the others are each alone. Raises JoinError, or
-    HorovodInternalError, that names who does not come, and ValueError for a communicator of MPI.
+    Args:
+        comm: The ranks that form this job's world. Each other rank forms a world of its own. Default all.
+
+    Raises:
+        JoinError or HorovodInternalError: A process did not join within the timeout. The text names it.
+        ValueError: `comm` is an MPI communicator.
     """
-    global _context, _times  # Horovod's API is global by nature (DESIGN.md)
+    global _context, _init_count  # one context per process, as Horovod's API requires
     if is_initialized():
         return
     settings = read_settings(environment.horovod_variables())
     member = membership()
     if member is not None:
-        # Each round has a store of its own, and a worker that has just come knows of no round before.
-        _context = member.meet(lambda met: _made(met.place, comm, "once", settings))
-        member.when_over(_context.negotiator.give_up)
+        # Each round has its own store, and a new worker does not know the number of earlier rounds.
+        _context = member.meet(lambda round: _make_context(round.place, comm, "once", settings))
+        member.when_over(_context.scheduler.abort)
     else:
-        _times += 1
-        _context = _made(runtime.current_rendezvous(), comm, str(_times), settings)
+        _init_count += 1
+        _context = _make_context(current_rendezvous(), comm, str(_init_count), settings)
     atexit.register(shutdown)
 
 
-def _made(whole: RendezvousInfo, comm: Any, times: str, settings: Settings) -> Context:
-    place, name = _among(whole, comm)
-    store = dist.PrefixStore(f"horovod/{times}/{name}", place.store)  # type: ignore[attr-defined]  # not in the stubs
-    met = meet(
+def _make_context(job_rendezvous: RendezvousInfo, comm: Any, generation: str, settings: Settings) -> Context:
+    rendezvous, name = _select_ranks(job_rendezvous, comm)
+    store = dist.PrefixStore(f"horovod/{generation}/{name}", rendezvous.store)  # type: ignore[attr-defined]  # not in the stubs
+    connected = connect_ranks(
         store,
-        rank=place.rank,
-        size=place.size,
-        address=place.address,
+        rank=rendezvous.rank,
+        size=rendezvous.size,
+        address=rendezvous.address,
         timeout_seconds=settings.start_timeout_seconds,
     )
-    negotiator = OperationScheduler(met, rank=place.rank, store=store, settings=settings)
-    world = _world(place, met)
+    scheduler = OperationScheduler(connected, rank=rendezvous.rank, store=store, settings=settings)
+    world = _make_world(rendezvous, connected)
     if world.rank == 0 and settings.timeline not in ("", "DYNAMIC"):
-        negotiator.timeline.start(settings.timeline, mark_cycles=settings.marks_cycles)
-    return Context(world=world, negotiator=negotiator, settings=settings, process_id=os.getpid())
+        scheduler.timeline.start(settings.timeline, mark_cycles=settings.marks_cycles)
+    return Context(world=world, scheduler=scheduler, settings=settings, process_id=os.getpid())
 
 
 def shutdown() -> None:
-    """Leave; other processes that still wait for this one get an error. After that `init` may come again."""
-    global _context  # as above
+    """Leave the job. Pending operations of other processes with this one fail. `init` may be called again."""
+    global _context  # one context per process, as Horovod's API requires
     context, _context = _context, None
     atexit.unregister(shutdown)
     if context is not None and context.process_id == os.getpid():
-        context.negotiator.close()
+        context.scheduler.close()
 
 
 def is_initialized() -> bool:
-    """Whether this process, itself and not the one it was forked from, has come through `init`."""
+    """Whether this process has called `init`. A call in the process from which it was forked does not count."""
     return _context is not None and _context.process_id == os.getpid()
 
 
 def current() -> Context:
-    """What `init` has made. Raises ValueError before it."""
+    """Return the context. Raises ValueError before `init`."""
     if _context is None or _context.process_id != os.getpid():
         raise ValueError(NOT_INITIALIZED)
     return _context
 
 
-def _among(place: RendezvousInfo, comm: Any) -> tuple[RendezvousInfo, str]:
-    """The place in the world of the ranks named, and a name for that world."""
+def _select_ranks(rendezvous: RendezvousInfo, comm: Any) -> tuple[RendezvousInfo, str]:
+    """Return this process's rendezvous in the world of the ranks in `comm`, and a name for that world."""
     if comm is None:
-        return place, "all"
+        return rendezvous, "all"
     if not isinstance(comm, Sequence):
         raise ValueError(
             "Horovod MPI is not enabled: pass a list of ranks, or nothing. Rankless needs no MPI, and cannot use a "
             "communicator of mpi4py."
         )
     ranks = sorted(set(comm))
-    if list(comm) == list(range(place.size)) or not ranks:
-        return place, "all"
-    if place.rank not in ranks:
-        return RendezvousInfo(rank=0, size=1, store=place.store), f"alone-{place.rank}"
+    if list(comm) == list(range(rendezvous.size)) or not ranks:
+        return rendezvous, "all"
+    if rendezvous.rank not in ranks:
+        return RendezvousInfo(rank=0, size=1, store=rendezvous.store), f"alone-{rendezvous.rank}"
     name = "-".join(map(str, ranks))
-    return RendezvousInfo(rank=ranks.index(place.rank), size=len(ranks), store=place.store, address=place.address), name
+    return RendezvousInfo(
+        rank=ranks.index(rendezvous.rank), size=len(ranks), store=rendezvous.store, address=rendezvous.address
+    ), name
 
 
-def _world(place: RendezvousInfo, met: Met) -> World:
-    assignment = _told(place) or place.assignment or assign_ranks(met.hosts)[place.rank]
-    sizes = {met.hosts.count(host) for host in met.hosts}
-    return World(**msgspec.structs.asdict(assignment), is_homogeneous=len(sizes) == 1)
+def _make_world(rendezvous: RendezvousInfo, connected: ConnectedRanks) -> HorovodWorld:
+    position = (
+        _read_launcher_position(rendezvous) or rendezvous.assignment or assign_ranks(connected.hosts)[rendezvous.rank]
+    )
+    sizes = {connected.hosts.count(host) for host in connected.hosts}
+    return HorovodWorld(**msgspec.structs.asdict(position), is_homogeneous=len(sizes) == 1)
 
 
-def _told(place: RendezvousInfo) -> RankAssignment | None:
-    """Where this process is by Horovod's variables, if a launcher has set them for this place: two names of hosts may
-    mean one machine.
+def _read_launcher_position(rendezvous: RendezvousInfo) -> RankAssignment | None:
+    """Return the position in Horovod's environment variables if a launcher has set them for this rank.
+
+    They take precedence over the host names, since two names may mean one machine.
     """
-    told = environment.horovod_variables()
-    is_this_place = (told.get("RANK"), told.get("SIZE")) == (str(place.rank), str(place.size))
-    return read_rank_assignment(told) if is_this_place and told.get("ELASTIC") != "1" else None
+    variables = environment.horovod_variables()
+    is_same_rank = (variables.get("RANK"), variables.get("SIZE")) == (str(rendezvous.rank), str(rendezvous.size))
+    return read_rank_assignment(variables) if is_same_rank and variables.get("ELASTIC") != "1" else None

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import rankless.compat.horovod.torch as hvd
-from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.exceptions import HorovodInternalError
 
 DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -33,15 +33,15 @@ Faults = Iterator[str]
 
 def rank_and_size() -> Faults:
     """Each rank is there once, and all agree on how many there are."""
-    places = hvd.allgather_object((hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank()))
-    if [place[0] for place in places] != list(range(hvd.size())):
-        yield f"ranks {[place[0] for place in places]} of {hvd.size()}"
-    if len({place[1] for place in places}) != 1:
-        yield f"sizes {[place[1] for place in places]}"
+    positions = hvd.allgather_object((hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank()))
+    if [position[0] for position in positions] != list(range(hvd.size())):
+        yield f"ranks {[position[0] for position in positions]} of {hvd.size()}"
+    if len({position[1] for position in positions}) != 1:
+        yield f"sizes {[position[1] for position in positions]}"
     if not 0 <= hvd.local_rank() < hvd.local_size() <= hvd.size() or not 0 <= hvd.cross_rank() < hvd.cross_size():
         yield f"local rank {hvd.local_rank()} of {hvd.local_size()}, cross rank {hvd.cross_rank()}/{hvd.cross_size()}"
-    if len({(local, cross) for _, _, local, cross in places}) != hvd.size():
-        yield f"two ranks have one place: {places}"
+    if len({(local, cross) for _, _, local, cross in positions}) != hvd.size():
+        yield f"two ranks have one place: {positions}"
 
 
 def sums_of_every_dtype() -> Faults:
@@ -65,8 +65,8 @@ def gathering_and_sending() -> Faults:
     """Allgather of as many rows as the rank says, broadcast from each rank, alltoall with splits."""
     rank, size = hvd.rank(), hvd.size()
     rows = torch.full((rank + 1, 2), rank)
-    wanted = torch.cat([torch.full((other + 1, 2), other) for other in range(size)])
-    if not torch.equal(hvd.allgather(rows, name="rows"), wanted):
+    expected = torch.cat([torch.full((other + 1, 2), other) for other in range(size)])
+    if not torch.equal(hvd.allgather(rows, name="rows"), expected):
         yield "allgather of uneven rows"
     for root in range(size):
         if hvd.broadcast(torch.tensor([rank * 7]), root, name=f"from.{root}").item() != root * 7:
@@ -92,25 +92,25 @@ def mismatches_are_errors() -> Faults:
 
 def broadcast_makes_all_equal() -> Faults:
     """Models and optimizers that began apart are rank 0's everywhere after the broadcasts."""
-    model, optimizer = _apart()
+    model, optimizer = _make_divergent_training()
     cross_entropy(model(torch.randn(4, FEATURES).double()), torch.randint(CLASSES, (4,))).backward()
     optimizer.step()
-    before = hvd.allgather_object(_bytes_of(model))
+    before = hvd.allgather_object(_model_bytes(model))
     if hvd.size() > 1 and len(set(before)) == 1:
         yield "the models were equal before the broadcast: nothing is shown"
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    if set(hvd.allgather_object(_bytes_of(model))) != {before[0]}:
+    if set(hvd.allgather_object(_model_bytes(model))) != {before[0]}:
         yield "parameters differ after broadcast_parameters"
     momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
-    states = hvd.allgather_object((_bytes(momenta), [group["lr"] for group in optimizer.param_groups]))
+    states = hvd.allgather_object((_join_bytes(momenta), [group["lr"] for group in optimizer.param_groups]))
     if any(state != states[0] for state in states):
         yield "optimizer states differ after broadcast_optimizer_state"
 
 
 def every_rank_sees_other_data() -> Faults:
     """A DistributedSampler gives each sample to one rank, in another order each epoch that set_epoch names."""
-    sampler = _sampler(SAMPLES * hvd.size())
+    sampler = _make_sampler(SAMPLES * hvd.size())
     orders = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -124,33 +124,35 @@ def every_rank_sees_other_data() -> Faults:
 
 def training_stays_together() -> Faults:
     """After each step of a DistributedOptimizer all parameters are equal, and the training is that of one process."""
-    data = _data()
-    sampler = _sampler(len(data))
-    model, optimizer = _apart()
+    data = _make_dataset()
+    sampler = _make_sampler(len(data))
+    model, optimizer = _make_divergent_training()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    alone = copy.deepcopy(model)
-    reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    reference_model = copy.deepcopy(model)
+    reference = torch.optim.SGD(reference_model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     losses = []
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        seen = 0.0
+        loss_sum = 0.0
         for inputs, labels in DataLoader(data, batch_size=BATCH, sampler=sampler):
             loss = _step(model, optimizer, inputs, labels)
-            _step(alone, reference, hvd.allgather(inputs, name="inputs"), hvd.allgather(labels, name="labels"))
-            if len(set(hvd.allgather_object(_bytes_of(model)))) != 1:
+            _step(
+                reference_model, reference, hvd.allgather(inputs, name="inputs"), hvd.allgather(labels, name="labels")
+            )
+            if len(set(hvd.allgather_object(_model_bytes(model)))) != 1:
                 yield f"parameters differ between ranks after a step of epoch {epoch}"
                 return
-            seen += loss
-        losses.append(hvd.allreduce(torch.tensor(seen), name="loss").item() / (SAMPLES // BATCH))
-    for own, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        if not torch.allclose(own, wanted, rtol=1e-9, atol=1e-12):
-            yield f"parameters are {(own - wanted).abs().max():.1e} away from those of one process"
-    yield from _unsteady(losses)
+            loss_sum += loss
+        losses.append(hvd.allreduce(torch.tensor(loss_sum), name="loss").item() / (SAMPLES // BATCH))
+    for own, expected in zip(model.parameters(), reference_model.parameters(), strict=True):
+        if not torch.allclose(own, expected, rtol=1e-9, atol=1e-12):
+            yield f"parameters are {(own - expected).abs().max():.1e} away from those of one process"
+    yield from _check_losses(losses)
 
 
-def _unsteady(losses: Sequence[float]) -> Faults:
+def _check_losses(losses: Sequence[float]) -> Faults:
     """What is wrong with the mean losses of the epochs, which are known on all ranks."""
     if hvd.allgather_object(losses) != [losses] * hvd.size():
         yield "the ranks have different mean losses"
@@ -169,14 +171,14 @@ def _step(
     return loss.item()
 
 
-def _apart() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def _make_divergent_training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and an optimizer that are different on each rank."""
     torch.manual_seed(1 + hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1 if hvd.rank() == 0 else 0.2, momentum=0.9)
 
 
-def _data() -> TensorDataset:
+def _make_dataset() -> TensorDataset:
     """Samples that a small model can tell apart, the same on every rank."""
     generator = torch.Generator().manual_seed(7)
     labels = torch.arange(SAMPLES * hvd.size()) % CLASSES
@@ -185,15 +187,15 @@ def _data() -> TensorDataset:
     return TensorDataset(centres[labels] + noise, labels)
 
 
-def _sampler(length: int) -> "DistributedSampler[int]":
-    return DistributedSampler(range(length), num_replicas=hvd.size(), rank=hvd.rank())  # type: ignore[arg-type]  # it has a length, which is all that is asked of it
+def _make_sampler(length: int) -> "DistributedSampler[int]":
+    return DistributedSampler(range(length), num_replicas=hvd.size(), rank=hvd.rank())  # type: ignore[arg-type]  # it only needs a length
 
 
-def _bytes_of(model: torch.nn.Module) -> bytes:
-    return _bytes(list(model.parameters()))
+def _model_bytes(model: torch.nn.Module) -> bytes:
+    return _join_bytes(list(model.parameters()))
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> bytes:
+def _join_bytes(tensors: Sequence[torch.Tensor]) -> bytes:
     return torch.cat([tensor.detach().flatten() for tensor in tensors]).numpy().tobytes()
 
 

@@ -174,7 +174,7 @@ def check_a_timeline_of_a_fused_group():
     grown; MEMCPY_IN_FUSION_BUFFER, GLOO_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER.
     """
     with Trace() as trace:
-        context.current().negotiator._execution._memories[0] = None  # as on ranks that share no memory
+        context.current().scheduler._executor._shared_memory[0] = None  # as on ranks that share no memory
         for name, count in (("one", 30_000), ("two", 30_000), ("three", 40_000)):
             given = [torch.full((count,), float(number)) for number in range(3)]
             found = hvd.grouped_allreduce(given, name=name, op=hvd.Sum)

@@ -1,1 +1,1 @@
-"""What Horovod keeps under this name for all frameworks: exceptions, process sets, elastic runs, what was built."""
+"""What Horovod keeps under this name for all frameworks: exceptions, process sets, elastic training, utilities."""

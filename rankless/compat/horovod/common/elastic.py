@@ -1,8 +1,8 @@
-"""Training that goes on when workers come and go: a state that can be committed and restored, and the loop around it.
+"""Elastic training: a state that can be committed and restored, and the loop that continues when workers change.
 
-Note [who sends the state]: whether the state is sent around after a round is not for one worker to say. In Horovod (its
-issue #3494) those that had seen workers go left it out, while a worker that had come meanwhile waited for it, for ever.
-Here each worker says in which way it left its round, and the driver tells all of the next one the same.
+Note [one decision about sync]: a worker cannot decide alone whether the state is synchronized after a round. In Horovod
+(issue #3494), workers that had seen other workers leave skipped it, while a new worker waited for it forever. Here each
+worker reports how it left its round, and the driver sends the same decision to all workers of the next round.
 """
 
 import copy
@@ -11,17 +11,19 @@ import queue
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from rankless.compat.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from rankless.compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from rankless.runtime.elastic_round import membership
 
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2
-"""What happened to hosts, as Horovod numbers it; both together are 3."""
+"""How the hosts changed, in Horovod's numbers. 3 means both."""
 
 
 class State:
-    """What a training goes on from. Subclasses say how it is saved, restored and sent around.
+    """The state of an elastic training. Subclasses define how it is saved, restored and synchronized.
 
-    `bcast_object` gives every rank rank 0's object, `get_rank` this process's rank.
+    Args:
+        bcast_object: Broadcasts an object from rank 0 to all ranks, and returns it.
+        get_rank: Returns this process's rank.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -32,30 +34,30 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have these called after each reset, as to scale the learning rate by the new number of workers."""
+        """Call these after each reset: to scale the learning rate by the new number of workers, for example."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Begin anew with other workers: called after each reset."""
+        """Adapt to the new workers. Called after each reset."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """Hosts have come or are to go; what comes later has a greater timestamp."""
+        """Record that hosts were added or will be removed. Later changes have greater timestamps."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, to be restored if a worker fails, and see whether hosts have come or gone.
+        """Save the state, which is restored if a worker fails, and check for changed hosts.
 
-        Raises HostsUpdatedInterrupt if they have. All ranks commit at the same step.
+        Raises HostsUpdatedInterrupt if hosts have changed. All ranks commit at the same step.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has been told that hosts have come or are to go."""
+        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has received a change of hosts."""
         before = latest = self._last_updated_timestamp
         update = NO_UPDATE
         while not self._host_messages.empty():
@@ -72,19 +74,25 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore the state that was saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all ranks rank 0's state."""
+        """Copy rank 0's state to all ranks."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Fit the state to the new workers."""
+        """Adapt the state to the new workers."""
 
 
 class ObjectState(State):
-    """A state of plain Python objects, each an attribute under its keyword."""
+    """A state of plain Python objects. Each keyword argument becomes an attribute.
+
+    Args:
+        bcast_object: Broadcasts an object from rank 0 to all ranks, and returns it.
+        get_rank: Returns this process's rank.
+        kwargs: The objects. They are copied with `copy.deepcopy`.
+    """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
@@ -93,19 +101,19 @@ class ObjectState(State):
         self._saved_state = copy.deepcopy(kwargs)
 
     def save(self) -> None:
-        """Keep copies of the attributes of now."""
+        """Copy the current attributes."""
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Set the attributes as they were saved."""
+        """Set the attributes to the saved copies."""
         for name, value in self._saved_state.items():
             setattr(self, name, copy.deepcopy(value))
 
     def sync(self) -> None:
-        """Give all ranks rank 0's attributes of now, and save them.
+        """Copy rank 0's current attributes to all ranks, and save them.
 
-        Horovod sends those that were saved last, though it sends a model as it is now; after an interrupt without a
-        commit the two do not belong together.
+        Horovod sends the attributes saved last, but the current model. After an interrupt without a commit these do
+        not match.
         """
         if not self._saved_state:
             return
@@ -115,39 +123,40 @@ class ObjectState(State):
             ObjectState.restore(self)
 
 
-class _Notices(Protocol):
+class _HostUpdateTarget(Protocol):
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None: ...
 
 
-class _Listening:
-    """Hands a worker's notices on to its state."""
+class _HostUpdateListener:
+    """Forwards changes of hosts to a worker's state."""
 
-    def __init__(self, state: _Notices) -> None:
+    def __init__(self, state: _HostUpdateTarget) -> None:
         self._state = state
 
     def on_hosts_changed(self, round: int, *, removed: bool, added: bool) -> None:
-        # A round's second notice is greater than its first, and those of a later round greater than both.
+        # Timestamps rise within a round (its second change includes the first) and from round to round.
         change = (REMOVED if removed else NO_UPDATE) | (ADDED if added else NO_UPDATE)
         self._state.on_hosts_updated(4 * round + change, change)
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """`func`, called again after each reset until it comes to its end: with the state restored if a worker has failed,
-    and as it was if hosts have come or gone.
+    """Return a function that calls `func` again after each reset, until it returns.
+
+    If a worker has failed, the state is restored first. If hosts have changed, the current state is kept.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         member = membership()
-        listening = _Listening(state)
+        listener = _HostUpdateListener(state)
         if member is not None:
-            member.add(listening)
+            member.add(listener)
         skip_sync = is_reset_due = False
         try:
             while True:
                 try:
                     if is_reset_due:
-                        skip_sync = _begin_anew(state, reset, listening, skip_sync)
+                        skip_sync = _reset_and_rejoin(state, reset, listener, skip_sync)
                     if not skip_sync:
                         state.sync()
                     if member is not None:
@@ -161,20 +170,20 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                 is_reset_due = True
         finally:
             if member is not None:
-                member.remove(listening)
+                member.remove(listener)
 
     return wrapper
 
 
-def _begin_anew(state: State, reset: Callable[[], None], listening: _Listening, skip_sync: bool) -> bool:
-    """Meet the others again; returns whether the state need not be sent around."""
+def _reset_and_rejoin(state: State, reset: Callable[[], None], listener: _HostUpdateListener, skip_sync: bool) -> bool:
+    """Join the next round, and return whether synchronizing the state can be skipped."""
     member = membership()
     if member is not None:
-        member.remove(listening)
+        member.remove(listener)
         member.keeps_state = skip_sync
     reset()
     state.on_reset()
     if member is None:
         return skip_sync
-    member.add(listening)  # it hears again what this round's members were told before the state was reset
+    member.add(listener)  # it receives the changes of this round again, which came before the state was reset
     return member.round is not None and not member.round.must_sync

@@ -1,15 +1,15 @@
-"""Sets of ranks that run operations of their own, as Horovod's `ProcessSet`.
+"""Sets of ranks that run their own operations, as Horovod's `ProcessSet`.
 
-Note [ids are looked up]: which sets exist, and under which ids, is known to the negotiated operations alone. A
-ProcessSet holds its ranks and asks for its id, so an object is right after a shutdown, after elastic training has
-started anew with other ranks, and after another object of the same ranks was removed.
+Note [ids are looked up]: only the operation scheduler knows which sets exist, and their ids. A ProcessSet stores its
+ranks and looks its id up. So it stays correct after a shutdown, after elastic training has restarted with other ranks,
+and after another ProcessSet of the same ranks was removed.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rankless.compat.horovod import context
-from rankless.compat.horovod.engine.requests import Kind, Submission
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
 
 NOT_RANKS = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
 NO_MPI = (
@@ -21,10 +21,16 @@ NEEDS_DYNAMIC = "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {} process sets aft
 
 
 class ProcessSet:
-    """Some of the ranks. Give it to `hvd.init(process_sets=[…])` or `hvd.add_process_set`, then to operations."""
+    """Some of the ranks, for operations among them.
+
+    Register it first, with `hvd.init(process_sets=[…])` or `hvd.add_process_set`.
+
+    Args:
+        ranks_or_comm: The ranks, counted over the whole job. Raises ValueError for an MPI communicator.
+    """
 
     mpi_comm = None
-    """Always None: there is no MPI here."""
+    """Always None: Rankless does not use MPI."""
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if not isinstance(ranks_or_comm, Iterable):
@@ -36,24 +42,24 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """In ascending order, counted over the whole job."""
+        """The ranks in ascending order, counted over the whole job."""
         return self._ranks
 
     @property
     def process_set_id(self) -> int | None:
-        """The number under which the set is registered on all ranks; None if it is not."""
+        """The id under which the set is registered on all ranks, or None if it is not registered."""
         if not context.is_initialized():
             return None
-        return id_of(tuple(self.ranks), context.current().negotiator.sets)
+        return find_set_id(tuple(self.ranks), context.current().scheduler.process_sets)
 
     def size(self) -> int | None:
-        """How many ranks it has; None if it is not registered."""
+        """Return the number of ranks, or None if the set is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's place among the set's ranks; None if the set is not registered.
+        """Return this process's index among the set's ranks, or None if the set is not registered.
 
-        Raises ValueError in a process that is not part of it.
+        Raises ValueError in a process that is not part of the set.
         """
         if self.process_set_id is None:
             return None
@@ -70,7 +76,7 @@ class ProcessSet:
 
 
 class GlobalProcessSet(ProcessSet):
-    """All ranks of the job, under the id 0; none before `hvd.init()`."""
+    """All ranks of the job, under the id 0. It has no ranks before `hvd.init()`."""
 
     process_set_id = 0
 
@@ -79,30 +85,37 @@ class GlobalProcessSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int]:
-        """From 0 to size() - 1."""
+        """The ranks from 0 to size() - 1."""
         return list(range(context.current().world.size)) if context.is_initialized() else []
 
     def size(self) -> int:
-        """How many ranks the job has."""
+        """Return the number of ranks in the job."""
         return context.current().world.size
 
     def rank(self) -> int:
-        """This process's rank."""
+        """Return this process's rank."""
         return context.current().world.rank
 
     def included(self) -> bool:
-        """True: every process is part of it."""
+        """Return True: every process is part of the set."""
         return context.current().world.rank >= 0
 
 
 global_process_set = GlobalProcessSet()
-"""What operations use unless told otherwise."""
+"""The default process set of operations: all ranks."""
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """The set, registered. Every rank of the job calls this, also those that are not part of it.
+    """Register a process set. Every rank of the job calls this, also those that are not part of the set.
 
-    Raises ValueError if the set exists already, and unless HOROVOD_DYNAMIC_PROCESS_SETS=1 was set before `hvd.init()`.
+    Args:
+        process_set: The set, or its ranks.
+
+    Returns:
+        The registered set.
+
+    Raises:
+        ValueError: The set exists already, or HOROVOD_DYNAMIC_PROCESS_SETS=1 was not set before `hvd.init()`.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if not context.current().settings.dynamic_process_sets:
@@ -114,34 +127,41 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def register(process_set: ProcessSet) -> None:
-    """Make the set known on all ranks, which call this together. Raises ValueError for ranks that there are not."""
+    """Register a set on all ranks, which all call this. Raises ValueError for ranks that do not exist."""
     size = context.current().world.size
     if not process_set.ranks or not all(0 <= rank < size for rank in process_set.ranks):
         raise ValueError(f"A process set needs ranks from 0 to {size - 1}; found {process_set.ranks}.")
-    _together(Submission(kind=Kind.ADD_SET, ranks=tuple(process_set.ranks)))
+    _run_on_all_ranks(OperationRequest(kind=OperationKind.ADD_SET, ranks=tuple(process_set.ranks)))
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Whether the set was there and is now removed. Every rank of the job calls this. All ranks stay a set for ever.
+    """Remove a process set. Every rank of the job calls this.
 
-    Raises ValueError unless HOROVOD_DYNAMIC_PROCESS_SETS=1 was set before `hvd.init()`.
+    Args:
+        process_set: A registered set. The set of all ranks cannot be removed.
+
+    Returns:
+        Whether the set existed and is removed.
+
+    Raises:
+        ValueError: HOROVOD_DYNAMIC_PROCESS_SETS=1 was not set before `hvd.init()`.
     """
     set_id = process_set.process_set_id
     if set_id is None or set_id == 0:
         return False
     if not context.current().settings.dynamic_process_sets:
         raise ValueError(NEEDS_DYNAMIC.format("removing"))
-    _together(Submission(kind=Kind.REMOVE_SET, set_id=set_id))
+    _run_on_all_ranks(OperationRequest(kind=OperationKind.REMOVE_SET, set_id=set_id))
     return True
 
 
-def id_of(ranks: tuple[int, ...], sets: Mapping[int, tuple[int, ...]]) -> int | None:
-    """Under which number `ranks` are registered in `sets`, if they are."""
+def find_set_id(ranks: tuple[int, ...], sets: Mapping[int, tuple[int, ...]]) -> int | None:
+    """Return the id under which the ranks are registered in `sets`, or None."""
     return next((set_id for set_id, members in sets.items() if tuple(members) == ranks), None)
 
 
-def _together(submission: Submission) -> Any:
-    negotiator = context.current().negotiator
-    handle = negotiator.new_handle()
-    negotiator.submit(handle, [submission])
-    return negotiator.synchronize(handle)[0]
+def _run_on_all_ranks(request: OperationRequest) -> Any:
+    scheduler = context.current().scheduler
+    handle = scheduler.new_handle()
+    scheduler.submit(handle, [request])
+    return scheduler.synchronize(handle)[0]

@@ -1,7 +1,7 @@
-"""Named operations that every rank may submit in an order of its own, and that all execute in one order.
+"""Named operations that each rank may submit in its own order, and that all ranks execute in one order.
 
-Enters: submissions, by a `negotiator`. Leaves: their results, by handle. Inside: at its desk (`desks`) every rank hands
-in what it has ready; `links` bring it to rank 0, whose `coordinator` decides what is executed next, and finds what does
-not fit together (`agreement`); `execution` executes it, on the `planes` that move data. `context` makes one negotiator
-per `hvd.init`.
+Enters: operation requests, at an `operation_scheduler`. Leaves: their results, by handle. `hvd.init` makes one
+scheduler, through `compat.horovod.context`. The scheduler submits requests with a `coordinator_client`, over
+`connections`, to the `coordinator` of rank 0. The coordinator decides what is executed next, and finds requests that do
+not match (`consistency_check`). `execution` executes a batch on the `backends`, which move the data.
 """

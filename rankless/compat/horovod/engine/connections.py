@@ -1,6 +1,6 @@
-"""Connections between every rank and rank 0: whole messages, out and in, without ever waiting.
+"""Non-blocking connections between every rank and rank 0, which carry whole messages.
 
-A message is a length of what is said, a length of the values behind it, what is said, and the values.
+A frame consists of the length of the message, the length of the values that follow it, the message and the values.
 """
 
 import select
@@ -14,20 +14,21 @@ from itertools import islice
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
 FRAME_FORMAT = FrameFormat("<II")
-MOST_SAID = 16 << 20
-MOST_VALUES = 64 << 20
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_VALUE_BYTES = 64 << 20
 BUFFER_BYTES = 1 << 20
-LEAVING_SECONDS = 1.0
-MOST_AT_ONCE = 256
-"""Messages in one call of the operating system's; it takes 1024."""
+CLOSE_SECONDS = 1.0
+"""How long `close_gracefully` waits for the other sides."""
+MAX_MESSAGES_PER_SEND = 256
+"""The operating system accepts 1024 in one call."""
 
 
-class Closed(Exception):
-    """The other side has gone."""
+class ConnectionClosed(Exception):
+    """The other side has closed the connection."""
 
 
-class Link:
-    """One connection. What cannot be sent at once is kept, and sent by `flush`."""
+class RankConnection:
+    """One connection. It keeps what it cannot send at once, and `flush` sends it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -37,33 +38,33 @@ class Link:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._incoming = FrameDecoder(FRAME_FORMAT, max_bytes=MOST_SAID, max_attachment_bytes=MOST_VALUES)
+        self._incoming = FrameDecoder(FRAME_FORMAT, max_bytes=MAX_MESSAGE_BYTES, max_attachment_bytes=MAX_VALUE_BYTES)
         self._outgoing: deque[memoryview] = deque()
         self.is_closed = False
 
     def fileno(self) -> int:
-        """The connection's."""
+        """Return the socket's file descriptor."""
         return self._socket.fileno()
 
     @property
     def has_more_to_send(self) -> bool:
-        """Whether something is kept."""
+        """Whether messages wait for `flush`."""
         return bool(self._outgoing)
 
-    def send(self, said: bytes, values: Sequence[bytes] = ()) -> None:
-        """Send a message. Raises Closed."""
-        self.keep(said, values)
+    def send(self, message: bytes, values: Sequence[bytes] = ()) -> None:
+        """Send a message. Raises ConnectionClosed."""
+        self.enqueue(message, values)
         self.flush()
 
-    def keep(self, said: bytes, values: Sequence[bytes] = ()) -> None:
-        """Let a message go with the next `flush`, together with others."""
-        self._outgoing.append(memoryview(FRAME_FORMAT.encode_with_attachment(said, *values)))
+    def enqueue(self, message: bytes, values: Sequence[bytes] = ()) -> None:
+        """Keep a message for the next `flush`, which sends it together with others."""
+        self._outgoing.append(memoryview(FRAME_FORMAT.encode_with_attachment(message, *values)))
 
     def flush(self) -> None:
-        """Send what is kept, as far as the other side takes it. Raises Closed."""
+        """Send the kept messages as far as the other side accepts them. Raises ConnectionClosed."""
         try:
             while self._outgoing:
-                sent = self._socket.sendmsg(list(islice(self._outgoing, MOST_AT_ONCE)))
+                sent = self._socket.sendmsg(list(islice(self._outgoing, MAX_MESSAGES_PER_SEND)))
                 while sent:
                     data = self._outgoing.popleft()
                     if sent < len(data):
@@ -73,10 +74,10 @@ class Link:
             return
         except OSError as error:
             self.is_closed = True
-            raise Closed(str(error)) from None
+            raise ConnectionClosed(str(error)) from None
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
-        """The messages that have come. Raises Closed once there are none and there will be none."""
+        """Yield the messages that have arrived, then raise ConnectionClosed if no more can arrive."""
         try:
             while data := self._socket.recv(BUFFER_BYTES):
                 self._incoming.feed(data)
@@ -91,19 +92,19 @@ class Link:
         try:
             yield from self._incoming.messages_with_attachments()
         except FrameTooLongError:
-            raise Closed("what comes is no message of ours") from None
+            raise ConnectionClosed("the other side sent no message of the Horovod engine") from None
         if self.is_closed:
-            raise Closed("the connection was closed")
+            raise ConnectionClosed("the connection was closed")
 
-    def say_no_more(self) -> None:
-        """Send what is kept, as far as it goes, and let the other side know that it was the last."""
-        with suppress(Closed):
+    def shut_down_sending(self) -> None:
+        """Send the kept messages as far as possible, then the end of the stream."""
+        with suppress(ConnectionClosed):
             self.flush()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
-    def is_over(self) -> bool:
-        """Drop what has come; whether nothing will come any more."""
+    def drain(self) -> bool:
+        """Discard what has arrived. Returns whether the other side has closed the connection."""
         try:
             while data := self._socket.recv(BUFFER_BYTES):
                 del data
@@ -114,25 +115,25 @@ class Link:
         return True
 
     def close(self) -> None:
-        """Close it, with what can still be sent at once."""
-        with suppress(Closed):
+        """Close the connection, after sending the kept messages as far as possible."""
+        with suppress(ConnectionClosed):
             self.flush()
         self._socket.close()
 
 
-def see_off(links: Collection[Link]) -> None:
-    """Close links once their other sides have closed theirs, too, or do not in time.
+def close_gracefully(connections: Collection[RankConnection]) -> None:
+    """Close connections once the other sides have closed them, too, or after a timeout.
 
-    Closing a connection in which something is unread would reset it, and the last words to the other side be lost.
+    Closing a connection with unread data would reset it, and the other side would lose the last messages.
     """
-    deadline = time.monotonic() + LEAVING_SECONDS
-    open_links = list(links)
-    for link in open_links:
-        link.say_no_more()
+    deadline = time.monotonic() + CLOSE_SECONDS
+    still_open = list(connections)
+    for connection in still_open:
+        connection.shut_down_sending()
     while (left := deadline - time.monotonic()) > 0:
-        open_links = [link for link in open_links if not link.is_over()]
-        if not open_links:
+        still_open = [connection for connection in still_open if not connection.drain()]
+        if not still_open:
             break
-        select.select(open_links, [], [], left)
-    for link in links:
-        link.close()
+        select.select(still_open, [], [], left)
+    for connection in connections:
+        connection.close()

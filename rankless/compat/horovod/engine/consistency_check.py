@@ -1,77 +1,77 @@
-"""Whether what the ranks have submitted under one key fits together. The texts are Horovod's.
+"""Checks that the requests of all ranks for one key match. The error texts are Horovod's.
 
-Groups and the ranks of new sets need no look: they are part of the key.
+Groups and the ranks of new process sets need no check: they are part of the key.
 """
 
 from collections.abc import Mapping, Sequence
 
-from rankless.compat.horovod.engine.messages import Request
+from rankless.compat.horovod.engine.messages import RequestMetadata
 
 
-def disagreement(requests: Mapping[int, Request], joined: Sequence[int]) -> str:
-    """What does not fit together, or nothing; `requests` by rank, in the order of ranks."""
+def find_mismatch(requests: Mapping[int, RequestMetadata], joined: Sequence[int]) -> str:
+    """Return how the requests differ, or an empty string. The requests are by rank."""
     first, *others = [requests[rank] for rank in sorted(requests)]
     for other in others:
-        if other is not first and other != first and (text := _between(first, other)):
+        if other is not first and other != first and (text := _compare(first, other)):
             return text
     if joined and first.kind != "allreduce":
-        return _with_joined(first.kind)
+        return _format_join_error(first.kind)
     if first.kind == "allgather" and not first.shape:
         return "Rank zero tried to gather a rank-zero tensor."
     return ""
 
 
-def _between(one: Request, other: Request) -> str:
-    kind = one.kind.upper()
-    if one.kind != other.kind:
+def _compare(first: RequestMetadata, other: RequestMetadata) -> str:
+    kind = first.kind.upper()
+    if first.kind != other.kind:
         return f"Mismatched operations: One rank did an {kind}, but another rank did an {other.kind.upper()}."
-    if one.dtype != other.dtype:
-        return f"Mismatched data types: One rank had type {one.dtype}, but another rank had type {other.dtype}."
-    if one.device != other.device:
-        here, there = ("CPU" if item.device == "cpu" else "GPU" for item in (one, other))
+    if first.dtype != other.dtype:
+        return f"Mismatched data types: One rank had type {first.dtype}, but another rank had type {other.dtype}."
+    if first.device != other.device:
+        here, there = ("CPU" if item.device == "cpu" else "GPU" for item in (first, other))
         return (
             f"Mismatched {kind} CPU/GPU device selection: One rank specified device {here}, "
             f"but another rank specified device {there}."
         )
-    return _shapes(one, other) or _settings(one, other)
+    return _compare_shapes(first, other) or _compare_settings(first, other)
 
 
-def _shapes(one: Request, other: Request) -> str:
-    what = f"Mismatched {one.kind.upper()} tensor shapes: One rank sent a tensor"
-    if one.kind in ("allgather", "alltoall"):
-        if len(one.shape) != len(other.shape):
-            return f"{what} of rank {len(one.shape)}, but another rank sent a tensor of rank {len(other.shape)}."
-        for dim in range(1, len(one.shape)):
-            if one.shape[dim] != other.shape[dim]:
+def _compare_shapes(first: RequestMetadata, other: RequestMetadata) -> str:
+    prefix = f"Mismatched {first.kind.upper()} tensor shapes: One rank sent a tensor"
+    if first.kind in ("allgather", "alltoall"):
+        if len(first.shape) != len(other.shape):
+            return f"{prefix} of rank {len(first.shape)}, but another rank sent a tensor of rank {len(other.shape)}."
+        for dim in range(1, len(first.shape)):
+            if first.shape[dim] != other.shape[dim]:
                 return (
-                    f"{what} with dimension {dim} equal to {one.shape[dim]}, "
+                    f"{prefix} with dimension {dim} equal to {first.shape[dim]}, "
                     f"but another rank sent a tensor with dimension {dim} equal to {other.shape[dim]}."
                 )
-    elif one.shape != other.shape:
-        return f"{what} of shape {list(one.shape)}, but another rank sent a tensor of shape {list(other.shape)}."
+    elif first.shape != other.shape:
+        return f"{prefix} of shape {list(first.shape)}, but another rank sent a tensor of shape {list(other.shape)}."
     return ""
 
 
-def _settings(one: Request, other: Request) -> str:
-    if one.root != other.root:
+def _compare_settings(first: RequestMetadata, other: RequestMetadata) -> str:
+    if first.root != other.root:
         return (
-            f"Mismatched {one.kind.upper()} root ranks: One rank specified root rank {one.root}, "
+            f"Mismatched {first.kind.upper()} root ranks: One rank specified root rank {first.root}, "
             f"but another rank specified root rank {other.root}."
         )
-    if one.reduction != other.reduction:
+    if first.reduction != other.reduction:
         return (
-            f"Mismatched reduction operation: One rank sent reduction op {one.reduction}, "
+            f"Mismatched reduction operation: One rank sent reduction op {first.reduction}, "
             f"but another rank sent reduction op {other.reduction}."
         )
-    if (one.prescale, one.postscale) != (other.prescale, other.postscale):
+    if (first.prescale, first.postscale) != (other.prescale, other.postscale):
         return (
             "Mismatched prescale and/or postscale factors: "
-            f"One rank sent factors ({one.prescale:g}, {one.postscale:g}), "
+            f"One rank sent factors ({first.prescale:g}, {first.postscale:g}), "
             f"but another rank sent factors ({other.prescale:g}, {other.postscale:g})."
         )
     return ""
 
 
-def _with_joined(kind: str) -> str:
+def _format_join_error(kind: str) -> str:
     hint = " Specify sparse_to_dense=True if using DistributedOptimizer" if kind == "allgather" else ""
     return f"{kind.capitalize()} is not supported with Join at this time.{hint}"

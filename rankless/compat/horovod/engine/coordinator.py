@@ -1,13 +1,14 @@
-"""Rank 0's judgement: what every rank has ready is executed, in one order for all, what fits together as one.
+"""Rank 0's scheduling: every rank executes the submitted operations in one order, compatible ones fused into one batch.
 
-Pure but for the timeline, which it tells: no sockets, no clock, no tensors. `submit` takes what ranks have ready,
-`decide` gives what is to be told to them.
+The coordinator uses no sockets, clocks or tensors, and only writes to the timeline. `submit` takes what the ranks have
+ready. `schedule` returns the batches that the ranks must execute.
 
-Note [one order]: operations of different process sets are put in one order, too. Every rank executes its own in that
-order, so two sets that overlap can never wait for each other.
+Note [one order]: operations of different process sets are put into one order, too. Every rank executes its own
+operations in that order, so two overlapping sets never wait for each other.
 
-Note [numbers]: an operation that has been described in full gets a number, which stands for it from then on. Who sends
-a number that has been forgotten (there are at most `capacity`, the least used go first) is asked to describe it anew.
+Note [response cache]: an operation that a rank has described in full gets a cache id, and the rank then submits only
+the id. The cache has `capacity` entries and evicts the least recently used one. The coordinator asks a rank that
+submits an evicted id to submit the full description again. Horovod calls this its response cache.
 """
 
 from collections import OrderedDict
@@ -15,117 +16,117 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from rankless.compat.horovod.engine.consistency_check import disagreement
-from rankless.compat.horovod.engine.messages import Execute, Item, Request
-from rankless.compat.horovod.engine.requests import UNNAMED
+from rankless.compat.horovod.engine.consistency_check import find_mismatch
+from rankless.compat.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
+from rankless.compat.horovod.engine.requests import UNNAMED_PREFIX
 from rankless.compat.horovod.engine.timeline import Timeline
 
-Combine = Callable[[Request, Sequence[bytes], int], bytes]
-"""The reduced values of a request, from those of the ranks that take part, in their order, and the size of the set."""
+Combine = Callable[[RequestMetadata, Sequence[bytes], int], bytes]
+"""Reduces the values of the ranks that take part, in rank order. The last argument is the size of the process set."""
 
 ITEM_BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 ALL_RANKS = 0
-MOVING = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
-"""Operations on tensors; the others are only agreed upon."""
+TENSOR_KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+"""Operations on tensors. The ranks only agree on the others."""
 
 
 @dataclass
-class Waiting:
+class SubmittedOperation:
     """An operation that some ranks have ready."""
 
     set_id: int
     key: str
     since: float
-    requests: dict[int, Request] = field(default_factory=dict)
+    requests: dict[int, RequestMetadata] = field(default_factory=dict)
     values: dict[int, bytes] = field(default_factory=dict)
-    was_described: bool = False
-    """In full by some rank, who is to learn its number."""
+    has_full_metadata: bool = False
+    """Whether a rank has described it in full, and must learn its cache id."""
 
     @property
-    def request(self) -> Request:
-        """One of them; the others agree with it."""
+    def request(self) -> RequestMetadata:
+        """One of the requests; the others agree with it."""
         return next(iter(self.requests.values()))
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Operations that all ranks have ready and that are executed together."""
+class ReadyGroup:
+    """Operations that all ranks have ready and execute together."""
 
-    operations: tuple[Waiting, ...]
+    operations: tuple[SubmittedOperation, ...]
     joined: tuple[int, ...]
     """Ranks that take part with zeros."""
     error: str
 
     @property
-    def moves(self) -> bool:
-        """Whether ranks must come together to execute it."""
+    def transfers_data(self) -> bool:
+        """Whether the ranks must communicate to execute it."""
         requests = [one.request for one in self.operations]
-        return not self.error and any(one.kind in MOVING and not one.rides for one in requests)
+        return not self.error and any(one.kind in TENSOR_KINDS and not one.is_inline for one in requests)
 
     @property
     def byte_count(self) -> int:
-        """Of one rank's tensors."""
-        return sum(byte_count(one.request) for one in self.operations)
+        """The size of one rank's tensors."""
+        return sum(count_bytes(one.request) for one in self.operations)
 
 
 @dataclass
-class Known:
-    """What a number stands for, as each rank has described it."""
+class CacheEntry:
+    """The operation that a cache id stands for, as each rank has described it."""
 
     set_id: int
     key: str
-    requests: dict[int, Request] = field(default_factory=dict)
+    requests: dict[int, RequestMetadata] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """An operation that all have ready."""
+class ScheduledOperation:
+    """An operation of a batch."""
 
-    waiting: Waiting
+    submitted: SubmittedOperation
     joined: tuple[int, ...]
     error: str
-    number: int = -1
-    answer: tuple[int, ...] = ()
+    cache_id: int = -1
+    result: tuple[int, ...] = ()
     values: bytes = b""
 
-    def item(self, rank: int, members: Sequence[int]) -> Item:
-        """What a rank is told of it."""
-        request = self.waiting.request
-        return Item(
-            key=self.waiting.key,
-            number=self.number,
+    def make_response(self, rank: int, members: Sequence[int]) -> OperationResponse:
+        """Return the response for one rank."""
+        request = self.submitted.request
+        return OperationResponse(
+            key=self.submitted.key,
+            cache_id=self.cache_id,
             error=self.error,
-            details=self.answer or _details(request, self.waiting.requests, rank, members),
+            details=self.result or _make_details(request, self.submitted.requests, rank, members),
             request=request if rank in self.joined or request.kind == "add_process_set" else None,
-            rides=request.rides and not self.error,
+            is_inline=request.is_inline and not self.error,
         )
 
 
 @dataclass(frozen=True)
-class Decision:
-    """Operations to be executed as one by the ranks of a process set."""
+class ScheduledBatch:
+    """Operations that the ranks of a process set execute as one."""
 
     set_id: int
     members: tuple[int, ...]
-    chosen: tuple[Chosen, ...]
+    operations: tuple[ScheduledOperation, ...]
 
     @property
     def values(self) -> list[bytes]:
-        """Of the items that ride, in their order."""
-        return [one.values for one in self.chosen if one.waiting.request.rides and not one.error]
+        """The results of the inline operations, in order."""
+        return [one.values for one in self.operations if one.submitted.request.is_inline and not one.error]
 
     @property
     def is_same_for_all(self) -> bool:
-        """Whether every rank is told the same."""
-        return not any(one.joined or one.waiting.request.kind == "alltoall" for one in self.chosen)
+        """Whether every rank gets the same message."""
+        return not any(one.joined or one.submitted.request.kind == "alltoall" for one in self.operations)
 
-    def message(self, rank: int) -> Execute:
-        """What a rank is told."""
-        return Execute(self.set_id, tuple(one.item(rank, self.members) for one in self.chosen))
+    def make_message(self, rank: int) -> Execute:
+        """Return the message for one rank."""
+        return Execute(self.set_id, tuple(one.make_response(rank, self.members) for one in self.operations))
 
 
 class Coordinator:
-    """Who has what ready, and what comes next."""
+    """Records which rank has which operation ready, and decides what the ranks execute next."""
 
     def __init__(
         self,
@@ -134,227 +135,236 @@ class Coordinator:
         combine: Combine,
         capacity: int = 1024,
         fusion_bytes: int = 128 << 20,
-        splits: bool = False,
+        splits_groups: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
-        self.sets: dict[int, tuple[int, ...]] = {ALL_RANKS: tuple(range(size))}
+        self.process_sets: dict[int, tuple[int, ...]] = {ALL_RANKS: tuple(range(size))}
         self._combine = combine
         self._capacity = capacity
         self._fusion_bytes = fusion_bytes
-        self._splits_groups = splits
+        self._splits_groups = splits_groups
         self._timeline = timeline or Timeline()
         self._next_set = 1
-        self._waiting: dict[tuple[int, str], Waiting] = {}
-        self._groups: dict[tuple[int, str], list[Waiting]] = {}
-        self._ready: list[Unit] = []
+        self._submitted: dict[tuple[int, str], SubmittedOperation] = {}
+        self._incomplete_groups: dict[tuple[int, str], list[SubmittedOperation]] = {}
+        self._ready: list[ReadyGroup] = []
         self._joined: dict[int, None] = {}
-        self._known: OrderedDict[int, Known] = OrderedDict()
-        self._numbers: dict[tuple[int, str], int] = {}
-        self._last_number = -1
+        self._cache: OrderedDict[int, CacheEntry] = OrderedDict()
+        self._cache_ids: dict[tuple[int, str], int] = {}
+        self._last_cache_id = -1
 
-    def submit(self, rank: int, request: Request, values: bytes, now: float) -> None:
-        """A rank has something ready, described in full."""
+    def submit(self, rank: int, request: RequestMetadata, values: bytes, now: float) -> None:
+        """Record that a rank has an operation ready, which it describes in full."""
         if request.kind == "join":
             self._join(rank, now)
             return
-        waiting = self._wait(request.set_id, request.key, now)
-        waiting.was_described = True
-        self._add(waiting, rank, request, values)
-        known = self._known.get(self._numbers.get((request.set_id, request.key), -1))
-        if known is not None:
-            known.requests[rank] = request
+        submitted = self._get_or_create(request.set_id, request.key, now)
+        submitted.has_full_metadata = True
+        self._add(submitted, rank, request, values)
+        entry = self._cache.get(self._cache_ids.get((request.set_id, request.key), -1))
+        if entry is not None:
+            entry.requests[rank] = request
 
-    def submit_again(self, rank: int, number: int, values: bytes, now: float) -> bool:
-        """A rank has ready what a number stands for. False if it must describe it anew."""
-        known = self._known.get(number)
-        request = None if known is None else known.requests.get(rank)
-        if known is None or request is None:
+    def submit_cached(self, rank: int, cache_id: int, values: bytes, now: float) -> bool:
+        """Record that a rank has a cached operation ready. Returns False if the rank must describe it in full."""
+        entry = self._cache.get(cache_id)
+        request = None if entry is None else entry.requests.get(rank)
+        if entry is None or request is None:
             return False
-        self._known.move_to_end(number)
-        self._add(self._wait(known.set_id, known.key, now), rank, request, values)
+        self._cache.move_to_end(cache_id)
+        self._add(self._get_or_create(entry.set_id, entry.key, now), rank, request, values)
         return True
 
-    def decide(self, *, is_idle: bool) -> Iterator[Decision]:
-        """What is to be executed next. Unless `is_idle`, only what rank 0 need not execute: the rest waits, and grows
+    def schedule(self, *, is_idle: bool) -> Iterator[ScheduledBatch]:
+        """Yield the next batches.
+
+        Unless rank 0 `is_idle`, only operations without data transfer are scheduled. The others wait, and are fused
         into larger batches.
         """
-        at_once = [unit for unit in self._ready if not unit.moves]
-        self._ready = [unit for unit in self._ready if unit.moves]
-        for unit in at_once:
-            yield self._decision([unit])
+        immediate = [group for group in self._ready if not group.transfers_data]
+        self._ready = [group for group in self._ready if group.transfers_data]
+        for group in immediate:
+            yield self._make_batch([group])
         while is_idle and self._ready:
-            decision = self._decision(self._take_batch())
-            yield decision
-            is_idle = 0 not in decision.members
+            batch = self._make_batch(self._take_fusible())
+            yield batch
+            is_idle = 0 not in batch.members
 
     @property
     def has_ready(self) -> bool:
-        """Whether something waits only until it is decided."""
+        """Whether operations are ready and not scheduled."""
         return bool(self._ready)
 
-    def stalled(self, *, before: float) -> dict[int, list[str]]:
-        """By rank, the keys of what others have submitted before then, and it has not."""
+    def find_missing_ranks(self, *, before: float) -> dict[int, list[str]]:
+        """Return, by rank, the keys of operations that others submitted before that time and this rank did not."""
         missing: dict[int, list[str]] = {}
-        for waiting in self._waiting.values():
-            if waiting.since < before:
-                for rank in self.sets[waiting.set_id]:
-                    if rank not in waiting.requests and rank not in self._joined:
-                        missing.setdefault(rank, []).append(waiting.key)
+        for submitted in self._submitted.values():
+            if submitted.since < before:
+                for rank in self.process_sets[submitted.set_id]:
+                    if rank not in submitted.requests and rank not in self._joined:
+                        missing.setdefault(rank, []).append(submitted.key)
         return dict(sorted(missing.items()))
 
-    def _wait(self, set_id: int, key: str, now: float) -> Waiting:
-        found = self._waiting.get((set_id, key))
+    def _get_or_create(self, set_id: int, key: str, now: float) -> SubmittedOperation:
+        found = self._submitted.get((set_id, key))
         if found is None:
-            found = self._waiting[set_id, key] = Waiting(set_id, key, now)
+            found = self._submitted[set_id, key] = SubmittedOperation(set_id, key, now)
         return found
 
-    def _add(self, waiting: Waiting, rank: int, request: Request, values: bytes) -> None:
-        self._timeline.negotiating(waiting.key, request.kind, rank)
-        waiting.requests[rank] = request
-        if request.rides:
-            waiting.values[rank] = values
-        self._advance(waiting)
+    def _add(self, submitted: SubmittedOperation, rank: int, request: RequestMetadata, values: bytes) -> None:
+        self._timeline.record_submission(submitted.key, request.kind, rank)
+        submitted.requests[rank] = request
+        if request.is_inline:
+            submitted.values[rank] = values
+        self._advance(submitted)
 
-    def _advance(self, waiting: Waiting) -> None:
-        """Move it on if every rank that has not joined has it ready."""
-        members = self.sets.get(waiting.set_id, ())
-        if len(waiting.requests) < len(members) and not (
-            self._joined and all(rank in waiting.requests or rank in self._joined for rank in members)
+    def _advance(self, submitted: SubmittedOperation) -> None:
+        """Mark the operation as ready if every rank that has not joined has submitted it."""
+        members = self.process_sets.get(submitted.set_id, ())
+        if len(submitted.requests) < len(members) and not (
+            self._joined and all(rank in submitted.requests or rank in self._joined for rank in members)
         ):
             return
-        del self._waiting[waiting.set_id, waiting.key]
-        request = waiting.request
+        del self._submitted[submitted.set_id, submitted.key]
+        request = submitted.request
         if not request.group or self._splits_groups:
-            self._timeline.negotiated(waiting.key, is_whole=True)
-            self._ready.append(self._unit([waiting]))
+            self._timeline.end_negotiation(submitted.key, is_whole=True)
+            self._ready.append(self._make_group([submitted]))
             return
-        group = self._groups.setdefault((waiting.set_id, request.group), [])
-        group.append(waiting)
-        self._timeline.negotiated(waiting.key, is_whole=len(group) == request.group_size)
+        group = self._incomplete_groups.setdefault((submitted.set_id, request.group), [])
+        group.append(submitted)
+        self._timeline.end_negotiation(submitted.key, is_whole=len(group) == request.group_size)
         if len(group) == request.group_size:
             for one in group:
-                self._timeline.gathered(one.key)
-            self._ready.append(self._unit(self._groups.pop((waiting.set_id, request.group))))
+                self._timeline.end_group_wait(one.key)
+            self._ready.append(self._make_group(self._incomplete_groups.pop((submitted.set_id, request.group))))
 
-    def _unit(self, operations: Sequence[Waiting]) -> Unit:
+    def _make_group(self, operations: Sequence[SubmittedOperation]) -> ReadyGroup:
         first = operations[0]
-        members = self.sets.get(first.set_id, ())
-        joined = tuple(rank for rank in members if rank in self._joined) if first.request.kind in MOVING else ()
-        errors = (disagreement(one.requests, joined) for one in operations)
-        return Unit(tuple(operations), joined, next((text for text in errors if text), ""))
+        members = self.process_sets.get(first.set_id, ())
+        joined = tuple(rank for rank in members if rank in self._joined) if first.request.kind in TENSOR_KINDS else ()
+        errors = (find_mismatch(one.requests, joined) for one in operations)
+        return ReadyGroup(tuple(operations), joined, next((text for text in errors if text), ""))
 
     def _join(self, rank: int, now: float) -> None:
-        self._timeline.negotiating("join", "join", rank)
+        self._timeline.record_submission("join", "join", rank)
         self._joined[rank] = None
-        if len(self._joined) == len(self.sets[ALL_RANKS]):
+        if len(self._joined) == len(self.process_sets[ALL_RANKS]):
             self._joined = {}
-            self._timeline.negotiated("join", is_whole=True)
-            request = Request(kind="join", key="join", root=rank)
-            self._ready.append(Unit((Waiting(ALL_RANKS, "join", now, requests={rank: request}),), (), ""))
+            self._timeline.end_negotiation("join", is_whole=True)
+            request = RequestMetadata(kind="join", key="join", root=rank)
+            submitted = SubmittedOperation(ALL_RANKS, "join", now, requests={rank: request})
+            self._ready.append(ReadyGroup((submitted,), (), ""))
             return
-        for waiting in list(self._waiting.values()):
-            self._advance(waiting)
+        for submitted in list(self._submitted.values()):
+            self._advance(submitted)
 
-    def _take_batch(self) -> list[Unit]:
-        """The first unit that is ready, and those after it that can be executed as one with it."""
+    def _take_fusible(self) -> list[ReadyGroup]:
+        """Remove and return the first ready group, and the later ones that can be fused with it."""
         first, *others = self._ready
         batch, rest = [first], []
-        common, size = _common_of(first), first.byte_count
-        for unit in others:
-            more = unit.byte_count
-            if common is not None and _common_of(unit) == common and size + more <= self._fusion_bytes:
-                batch.append(unit)
+        fusion_key, size = _get_fusion_key(first), first.byte_count
+        for group in others:
+            more = group.byte_count
+            if fusion_key is not None and _get_fusion_key(group) == fusion_key and size + more <= self._fusion_bytes:
+                batch.append(group)
                 size += more
             else:
-                rest.append(unit)
+                rest.append(group)
         self._ready = rest
         return batch
 
-    def _decision(self, batch: Sequence[Unit]) -> Decision:
-        set_id = batch[0].operations[0].set_id
-        members = self.sets.get(set_id, ())
-        chosen = [self._chosen(one, unit, len(members)) for unit in batch for one in unit.operations]
-        return Decision(set_id, members, tuple(chosen))
+    def _make_batch(self, groups: Sequence[ReadyGroup]) -> ScheduledBatch:
+        set_id = groups[0].operations[0].set_id
+        members = self.process_sets.get(set_id, ())
+        operations = [self._make_scheduled(one, group, len(members)) for group in groups for one in group.operations]
+        return ScheduledBatch(set_id, members, tuple(operations))
 
-    def _chosen(self, waiting: Waiting, unit: Unit, size: int) -> Chosen:
-        request = waiting.request
-        if unit.error:
-            self._forget(waiting)
-            return Chosen(waiting, (), unit.error)
+    def _make_scheduled(self, submitted: SubmittedOperation, group: ReadyGroup, size: int) -> ScheduledOperation:
+        request = submitted.request
+        if group.error:
+            self._evict(submitted)
+            return ScheduledOperation(submitted, (), group.error)
         values = b""
-        if request.rides:
-            values = self._combine(request, [waiting.values[rank] for rank in sorted(waiting.values)], size)
-        number = self._number_of(waiting) if request.kind in MOVING else -1
-        return Chosen(waiting, unit.joined, "", number, self._answer(request), values)
+        if request.is_inline:
+            values = self._combine(request, [submitted.values[rank] for rank in sorted(submitted.values)], size)
+        cache_id = self._assign_cache_id(submitted) if request.kind in TENSOR_KINDS else -1
+        return ScheduledOperation(submitted, group.joined, "", cache_id, self._update_process_sets(request), values)
 
-    def _answer(self, request: Request) -> tuple[int, ...]:
+    def _update_process_sets(self, request: RequestMetadata) -> tuple[int, ...]:
+        """Add or remove a process set if that is requested, and return the result for the ranks."""
         if request.kind == "add_process_set":
-            self.sets[self._next_set] = request.ranks
+            self.process_sets[self._next_set] = request.ranks
             self._next_set += 1
             return (self._next_set - 1,)
         if request.kind == "remove_process_set":
-            self.sets.pop(request.root, None)
+            self.process_sets.pop(request.root, None)
             return (request.root,)
         return (request.root,) if request.kind == "join" else ()
 
-    def _number_of(self, waiting: Waiting) -> int:
-        """The number by which it is called from now on, if somebody is to learn it."""
-        if not waiting.was_described or not self._capacity or _is_unnamed(waiting.key):
+    def _assign_cache_id(self, submitted: SubmittedOperation) -> int:
+        """Return the operation's cache id if a rank must learn it, else -1."""
+        if not submitted.has_full_metadata or not self._capacity or _is_unnamed(submitted.key):
             return -1
-        place = (waiting.set_id, waiting.key)
-        number = self._numbers.get(place)
-        if number is None:
-            number = self._numbers[place] = self._last_number = self._last_number + 1
-            self._known[number] = Known(*place)
-            if len(self._known) > self._capacity:
-                _, oldest = self._known.popitem(last=False)
-                del self._numbers[oldest.set_id, oldest.key]
-        self._known[number].requests.update(waiting.requests)
-        return number
+        operation_id = (submitted.set_id, submitted.key)
+        cache_id = self._cache_ids.get(operation_id)
+        if cache_id is None:
+            cache_id = self._cache_ids[operation_id] = self._last_cache_id = self._last_cache_id + 1
+            self._cache[cache_id] = CacheEntry(*operation_id)
+            if len(self._cache) > self._capacity:
+                _, oldest = self._cache.popitem(last=False)
+                del self._cache_ids[oldest.set_id, oldest.key]
+        self._cache[cache_id].requests.update(submitted.requests)
+        return cache_id
 
-    def _forget(self, waiting: Waiting) -> None:
-        number = self._numbers.pop((waiting.set_id, waiting.key), None)
-        if number is not None:
-            del self._known[number]
+    def _evict(self, submitted: SubmittedOperation) -> None:
+        cache_id = self._cache_ids.pop((submitted.set_id, submitted.key), None)
+        if cache_id is not None:
+            del self._cache[cache_id]
 
 
-def fusion_limit(threshold: int, local_size: int) -> int:
-    """How many bytes are fused at most: as Horovod, so many as can be dealt out evenly to the ranks of a host."""
+def round_fusion_threshold(threshold: int, local_size: int) -> int:
+    """Return the largest batch in bytes: the threshold rounded up so that the ranks of a host get equal shares.
+
+    Horovod rounds in the same way.
+    """
     unit = local_size * 8 * 64
     return -(-threshold // unit) * unit
 
 
-def byte_count(request: Request) -> int:
-    """How large a request's tensor is."""
+def count_bytes(request: RequestMetadata) -> int:
+    """Return the size of a request's tensor."""
     return prod(request.shape) * ITEM_BYTES.get(request.dtype, 4)
 
 
 def _is_unnamed(key: str) -> bool:
-    """Whether nobody will ever use the key again."""
-    return key.partition(".")[2].startswith(UNNAMED)
+    """Whether no later operation has this key."""
+    return key.partition(".")[2].startswith(UNNAMED_PREFIX)
 
 
-def _common_of(unit: Unit) -> tuple[object, ...] | None:
-    """What operations that are executed as one have in common; None if these cannot be executed with others."""
+def _get_fusion_key(group: ReadyGroup) -> tuple[object, ...] | None:
+    """Return the properties that fused operations share, or None if the group cannot be fused with others."""
     found = {
-        (one.set_id, one.request.dtype, one.request.device, one.request.reduction, *_factors(one.request))
-        for one in unit.operations
+        (one.set_id, one.request.dtype, one.request.device, one.request.reduction, *_get_factors(one.request))
+        for one in group.operations
         if one.request.kind == "allreduce"
     }
-    is_alike = len(found) == 1 and all(one.request.kind == "allreduce" for one in unit.operations)
+    is_alike = len(found) == 1 and all(one.request.kind == "allreduce" for one in group.operations)
     return found.pop() if is_alike else None
 
 
-def _factors(request: Request) -> tuple[float, float]:
+def _get_factors(request: RequestMetadata) -> tuple[float, float]:
     return request.prescale, request.postscale
 
 
-def _details(request: Request, requests: Mapping[int, Request], rank: int, members: Sequence[int]) -> tuple[int, ...]:
+def _make_details(
+    request: RequestMetadata, requests: Mapping[int, RequestMetadata], rank: int, members: Sequence[int]
+) -> tuple[int, ...]:
     if len(requests) < len(members):
         return ()
     if request.kind == "allgather":
         return tuple(requests[member].shape[0] if requests[member].shape else 1 for member in members)
     if request.kind == "alltoall" and rank in members:
-        place = members.index(rank)
-        return tuple(requests[member].splits[place] for member in members)
+        index = members.index(rank)
+        return tuple(requests[member].splits[index] for member in members)
     return ()

@@ -1,6 +1,4 @@
-"""Where a rank hands in what it has ready, and is told what to execute: rank 0 at its own coordinator, the others by
-their link to it. None of it waits.
-"""
+"""A rank's access to the coordinator. Rank 0 calls it directly, the others send messages to rank 0. Nothing blocks."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -10,250 +8,249 @@ from typing import Protocol
 
 import msgspec
 
-from rankless.compat.horovod.engine.connections import Closed, Link, see_off
-from rankless.compat.horovod.engine.coordinator import Coordinator, Decision
+from rankless.compat.horovod.engine.connections import ConnectionClosed, RankConnection, close_gracefully
+from rankless.compat.horovod.engine.coordinator import Coordinator, ScheduledBatch
 from rankless.compat.horovod.engine.messages import (
-    Again,
-    Down,
+    CacheMiss,
     Execute,
     Leave,
-    Request,
-    Resend,
+    RequestMetadata,
+    Shutdown,
     Submit,
-    decode_from_coordinator,
-    decode_from_rank,
+    SubmitCached,
+    decode_coordinator_message,
+    decode_rank_message,
     encode,
 )
-from rankless.compat.horovod.engine.pending_operations import Place
-from rankless.compat.horovod.engine.stall_check import Stalls
+from rankless.compat.horovod.engine.pending_operations import OperationId
+from rankless.compat.horovod.engine.stall_check import StallDetector
 from rankless.compat.horovod.engine.timeline import Timeline
 
-Told = tuple[Execute, bytes]
-"""What is to be executed, and the values of the items that ride."""
+ReceivedBatch = tuple[Execute, bytes]
+"""A batch to execute, and the values of its inline operations."""
 
 
-class Ended(Exception):
-    """Some rank has shut down, or is gone: nothing more will be executed."""
+class ShutdownReceived(Exception):
+    """A rank has shut down or is gone: nothing more is executed."""
 
 
-class Desk(Protocol):
-    """One rank's way to the coordinator."""
+class CoordinatorClient(Protocol):
+    """One rank's access to the coordinator."""
 
-    def submit(self, place: Place, request: Request, values: bytes) -> None:
-        """Something is ready; it goes with the next `told`, together with what else is ready until then."""
+    def submit(self, operation_id: OperationId, request: RequestMetadata, values: bytes) -> None:
+        """Submit an operation. The next `receive` sends it, together with others submitted before."""
         ...
 
-    def told(self, *, is_idle: bool) -> Iterator[Told]:
-        """What has been decided since the last time. Raises Ended once there is nothing more."""
+    def receive(self, *, is_idle: bool) -> Iterator[ReceivedBatch]:
+        """Yield the batches scheduled since the last call. Raises ShutdownReceived after the last one."""
         ...
 
     def poll_seconds(self) -> float:
-        """How long to wait at most before asking again."""
+        """Return how long to wait at most before the next call of `receive`."""
         ...
 
     def leave(self) -> None:
-        """Tell that this rank shuts down, and close."""
+        """Notify the other ranks that this rank shuts down, and close the connections."""
         ...
 
 
-class Spoke:
-    """The desk of every rank but 0."""
+class RemoteCoordinatorClient:
+    """The client of every rank but 0."""
 
-    def __init__(self, link: Link, selector: BaseSelector, *, capacity: int) -> None:
-        self._link = link
+    def __init__(self, connection: RankConnection, selector: BaseSelector, *, capacity: int) -> None:
+        self._connection = connection
         self._capacity = capacity
-        self._numbers: dict[Place, tuple[int, Request]] = {}
-        self._outstanding: dict[Place, tuple[Request, bytes, int]] = {}
-        """What was handed in, and under which number, if it is not negative."""
-        self._again: dict[int, Place] = {}
-        """Of what is outstanding: `_numbers` may have no room for it any more."""
+        self._cache_ids: dict[OperationId, tuple[int, RequestMetadata]] = {}
+        self._submitted: dict[OperationId, tuple[RequestMetadata, bytes, int]] = {}
+        """Pending requests with their values, and the cache id under which they were submitted, or -1."""
+        self._submitted_cached: dict[int, OperationId] = {}
+        """Pending requests by cache id: `_cache_ids` may have dropped them since."""
         self._selector = selector
         self._is_closed = False
-        selector.register(link, EVENT_READ)
+        selector.register(connection, EVENT_READ)
 
-    def submit(self, place: Place, request: Request, values: bytes) -> None:
-        """Something is ready."""
-        number, described = self._numbers.get(place, (-1, None))
-        if described == request:
-            self._again[number] = place
+    def submit(self, operation_id: OperationId, request: RequestMetadata, values: bytes) -> None:
+        """Submit an operation: by its cache id if it is cached."""
+        cache_id, cached_request = self._cache_ids.get(operation_id, (-1, None))
+        if cached_request == request:
+            self._submitted_cached[cache_id] = operation_id
         else:
-            number = -1
-        self._outstanding[place] = (request, values, number)
-        self._link.keep(encode(Submit(request) if number < 0 else Again(number)), (values,))
+            cache_id = -1
+        self._submitted[operation_id] = (request, values, cache_id)
+        self._connection.enqueue(encode(Submit(request) if cache_id < 0 else SubmitCached(cache_id)), (values,))
 
-    def told(self, *, is_idle: bool) -> Iterator[Told]:  # noqa: ARG002  # the protocol's
-        """What has been decided since the last time. Raises Ended once there is nothing more."""
-        # If it has closed, what came before is still there to be read, and may say why.
-        with suppress(Closed):
-            self._link.flush()
+    def receive(self, *, is_idle: bool) -> Iterator[ReceivedBatch]:  # noqa: ARG002  # the protocol's
+        """Yield the batches scheduled since the last call. Raises ShutdownReceived after the last one."""
+        # Messages that arrived before the connection closed can still be read, and may give the reason.
+        with suppress(ConnectionClosed):
+            self._connection.flush()
         try:
-            for said, values in self._link.receive():
-                message = decode_from_coordinator(said)
+            for data, values in self._connection.receive():
+                message = decode_coordinator_message(data)
                 if isinstance(message, Execute):
-                    self._take_numbers(message)
+                    self._update_cache_ids(message)
                     yield message, values
-                elif isinstance(message, Resend):
-                    self._describe(message.number)
-                elif isinstance(message, Down):
-                    self._close()  # rank 0 waits for that, so that its last word is not lost
-                    raise Ended(message.why)
-        except Closed:
-            raise Ended("Rank 0 is gone.") from None
+                elif isinstance(message, CacheMiss):
+                    self._resubmit(message.cache_id)
+                elif isinstance(message, Shutdown):
+                    self._close()  # rank 0 waits for this, so that its last message is not lost
+                    raise ShutdownReceived(message.reason)
+        except ConnectionClosed:
+            raise ShutdownReceived("Rank 0 is gone.") from None
 
     def poll_seconds(self) -> float:
-        """How long to wait at most before asking again."""
-        return 0.001 if self._link.has_more_to_send else 1.0
+        """Return how long to wait at most before the next call of `receive`."""
+        return 0.001 if self._connection.has_more_to_send else 1.0
 
     def leave(self) -> None:
-        """Tell that this rank shuts down, and close."""
-        with suppress(Closed):
-            self._link.send(encode(Leave()))
+        """Notify rank 0 that this rank shuts down, and close the connection."""
+        with suppress(ConnectionClosed):
+            self._connection.send(encode(Leave()))
         self._close()
 
     def _close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._selector.unregister(self._link)
-            see_off([self._link])
+            self._selector.unregister(self._connection)
+            close_gracefully([self._connection])
 
-    def _take_numbers(self, message: Execute) -> None:
+    def _update_cache_ids(self, message: Execute) -> None:
         for item in message.items:
-            place = (message.set_id, item.key)
-            request, _, number = self._outstanding.pop(place, (None, b"", -1))
-            self._again.pop(number, None)
+            operation_id = (message.set_id, item.key)
+            request, _, cache_id = self._submitted.pop(operation_id, (None, b"", -1))
+            self._submitted_cached.pop(cache_id, None)
             if item.error:
-                self._numbers.pop(place, None)
-            elif item.number >= 0 and request is not None:
-                self._numbers.pop(place, None)
-                self._numbers[place] = (item.number, request)
-                if len(self._numbers) > 2 * self._capacity:
-                    del self._numbers[next(iter(self._numbers))]
+                self._cache_ids.pop(operation_id, None)
+            elif item.cache_id >= 0 and request is not None:
+                self._cache_ids.pop(operation_id, None)
+                self._cache_ids[operation_id] = (item.cache_id, request)
+                if len(self._cache_ids) > 2 * self._capacity:
+                    del self._cache_ids[next(iter(self._cache_ids))]
 
-    def _describe(self, number: int) -> None:
-        place = self._again.pop(number, None)
-        if place is None:
-            raise Ended(f"Rank 0 asks for number {number}, which is not known here.")
-        self._numbers.pop(place, None)
-        request, values, _ = self._outstanding[place]
-        with suppress(Closed):
-            self._link.send(encode(Submit(request)), (values,))
+    def _resubmit(self, cache_id: int) -> None:
+        """Submit in full an operation whose cache id the coordinator has evicted."""
+        operation_id = self._submitted_cached.pop(cache_id, None)
+        if operation_id is None:
+            raise ShutdownReceived(f"Rank 0 asks for cache id {cache_id}, which this rank has not submitted.")
+        self._cache_ids.pop(operation_id, None)
+        request, values, _ = self._submitted[operation_id]
+        with suppress(ConnectionClosed):
+            self._connection.send(encode(Submit(request)), (values,))
 
 
-class Hub:
-    """Rank 0's desk, with the coordinator behind it."""
+class LocalCoordinatorClient:
+    """The client of rank 0, which also serves the coordinator to the other ranks."""
 
     def __init__(
         self,
-        links: Mapping[int, Link],
+        connections: Mapping[int, RankConnection],
         selector: BaseSelector,
         *,
         coordinator: Coordinator,
         timeline: Timeline,
-        stalls: Stalls,
+        stall_detector: StallDetector,
         cycle_seconds: float,
     ) -> None:
-        self._links = dict(links)
-        self._told_all: list[Link] = []
-        """Those whose other sides know that all is over, and have perhaps not read it yet."""
+        self._connections = dict(connections)
+        self._closing: list[RankConnection] = []
+        """Connections on which Shutdown was sent, and whose other sides may not have read it yet."""
         self._coordinator = coordinator
         self._timeline = timeline
-        self._stalls = stalls
+        self._stall_detector = stall_detector
         self._cycle_seconds = cycle_seconds
-        self._decided = 0.0
+        self._last_batch_time = 0.0
         self._selector = selector
-        for rank, link in links.items():
-            selector.register(link, EVENT_READ, rank)
+        for rank, connection in connections.items():
+            selector.register(connection, EVENT_READ, rank)
 
-    def submit(self, place: Place, request: Request, values: bytes) -> None:  # noqa: ARG002  # the protocol's
-        """Something is ready."""
-        self._take(0, request, values)
+    def submit(self, operation_id: OperationId, request: RequestMetadata, values: bytes) -> None:  # noqa: ARG002  # the protocol's
+        """Submit an operation."""
+        self._coordinator.submit(0, request, values, time.monotonic())
 
-    def told(self, *, is_idle: bool) -> Iterator[Told]:
-        """What has been decided since the last time. Raises Ended once there is nothing more."""
-        for rank in [key.data for key, _ in self._selector.select(0)] if self._links else ():
-            self._hear(rank)
+    def receive(self, *, is_idle: bool) -> Iterator[ReceivedBatch]:
+        """Yield the batches scheduled since the last call. Raises ShutdownReceived after the last one."""
+        for rank in [key.data for key, _ in self._selector.select(0)] if self._connections else ():
+            self._receive_from(rank)
         now = time.monotonic()
-        if self._cycle_seconds and now - self._decided < self._cycle_seconds:
+        if self._cycle_seconds and now - self._last_batch_time < self._cycle_seconds:
             is_idle = False
-        for decision in self._coordinator.decide(is_idle=is_idle):
-            self._decided = now
-            self._timeline.cycle()
-            yield from self._tell(decision)
-        for link in self._links.values():
-            if link.has_more_to_send:
-                self._flush(link)
-        if (why := self._stalls.look(self._coordinator, now)) is not None:
-            self._end(why)
+        for batch in self._coordinator.schedule(is_idle=is_idle):
+            self._last_batch_time = now
+            self._timeline.mark_cycle()
+            yield from self._send_batch(batch)
+        for connection in self._connections.values():
+            if connection.has_more_to_send:
+                self._flush(connection)
+        if (reason := self._stall_detector.check(self._coordinator, now)) is not None:
+            self._end(reason)
 
     def poll_seconds(self) -> float:
-        """How long to wait at most before asking again."""
-        if any(link.has_more_to_send for link in self._links.values()):
+        """Return how long to wait at most before the next call of `receive`."""
+        if any(connection.has_more_to_send for connection in self._connections.values()):
             return 0.001
         return min(self._cycle_seconds, 1.0) if self._coordinator.has_ready and self._cycle_seconds else 1.0
 
     def leave(self) -> None:
-        """Tell that this rank shuts down, and close."""
-        self._say_down("")
-        see_off(self._told_all)
-        self._told_all = []
+        """Notify the other ranks that this rank shuts down, and close the connections."""
+        self._send_shutdown("")
+        close_gracefully(self._closing)
+        self._closing = []
 
-    def _hear(self, rank: int) -> None:
-        link = self._links[rank]
+    def _receive_from(self, rank: int) -> None:
+        connection = self._connections[rank]
         try:
-            for said, values in link.receive():
-                message = decode_from_rank(said)
+            for data, values in connection.receive():
+                message = decode_rank_message(data)
                 if isinstance(message, Submit):
-                    self._take(rank, message.request, values)
-                elif isinstance(message, Again):
+                    self._coordinator.submit(rank, message.request, values, time.monotonic())
+                elif isinstance(message, SubmitCached):
                     now = time.monotonic()
-                    if not self._coordinator.submit_again(rank, message.number, values, now):
-                        link.send(encode(Resend(message.number)))
+                    if not self._coordinator.submit_cached(rank, message.cache_id, values, now):
+                        connection.send(encode(CacheMiss(message.cache_id)))
                 elif isinstance(message, Leave):
-                    self._end("", but=rank)
-        except Closed:
-            self._end(f"Rank {rank} is gone.", but=rank)
+                    self._end("", excluded=rank)
+        except ConnectionClosed:
+            self._end(f"Rank {rank} is gone.", excluded=rank)
         except msgspec.DecodeError as error:
             self._end(f"Rank {rank} sent something that is no message: {error}.")
 
-    def _take(self, rank: int, request: Request, values: bytes) -> None:
-        self._coordinator.submit(rank, request, values, time.monotonic())
-
-    def _tell(self, decision: Decision) -> Iterator[Told]:
-        values = b"".join(decision.values)
-        said = encode(decision.message(0)) if decision.is_same_for_all else None
-        for rank in decision.members:
+    def _send_batch(self, batch: ScheduledBatch) -> Iterator[ReceivedBatch]:
+        """Send a batch to the other ranks of its process set, and yield rank 0's own message if it is one of them."""
+        values = b"".join(batch.values)
+        shared = encode(batch.make_message(0)) if batch.is_same_for_all else None
+        for rank in batch.members:
             if rank:
-                self._send(rank, said or encode(decision.message(rank)), values)
-        if 0 in decision.members:
-            yield decision.message(0), values
+                self._send(rank, shared or encode(batch.make_message(rank)), values)
+        if 0 in batch.members:
+            yield batch.make_message(0), values
 
-    def _send(self, rank: int, said: bytes, values: bytes) -> None:
+    def _send(self, rank: int, message: bytes, values: bytes) -> None:
         try:
-            self._links[rank].send(said, (values,))
-        except Closed:
-            self._end(f"Rank {rank} is gone.", but=rank)
+            self._connections[rank].send(message, (values,))
+        except ConnectionClosed:
+            self._end(f"Rank {rank} is gone.", excluded=rank)
 
-    def _flush(self, link: Link) -> None:
+    def _flush(self, connection: RankConnection) -> None:
         try:
-            link.flush()
-        except Closed:
-            rank = next(rank for rank, each in self._links.items() if each is link)
-            self._end(f"Rank {rank} is gone.", but=rank)
+            connection.flush()
+        except ConnectionClosed:
+            rank = next(rank for rank, other in self._connections.items() if other is connection)
+            self._end(f"Rank {rank} is gone.", excluded=rank)
 
-    def _end(self, why: str, *, but: int | None = None) -> None:
-        self._say_down(why, but=but)
-        raise Ended(why)
+    def _end(self, reason: str, *, excluded: int | None = None) -> None:
+        self._send_shutdown(reason, excluded=excluded)
+        raise ShutdownReceived(reason)
 
-    def _say_down(self, why: str, *, but: int | None = None) -> None:
-        for rank, link in self._links.items():
-            if rank != but:
-                with suppress(Closed):
-                    link.send(encode(Down(why)))
-        for rank, link in self._links.items():
-            self._selector.unregister(link)
-            if rank == but:
-                link.close()
+    def _send_shutdown(self, reason: str, *, excluded: int | None = None) -> None:
+        for rank, connection in self._connections.items():
+            if rank != excluded:
+                with suppress(ConnectionClosed):
+                    connection.send(encode(Shutdown(reason)))
+        for rank, connection in self._connections.items():
+            self._selector.unregister(connection)
+            if rank == excluded:
+                connection.close()
             else:
-                link.say_no_more()
-                self._told_all.append(link)
-        self._links = {}
+                connection.shut_down_sending()
+                self._closing.append(connection)
+        self._connections = {}

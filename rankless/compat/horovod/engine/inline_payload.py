@@ -1,62 +1,62 @@
-"""Small tensors whose values travel with the negotiation: their bytes, and their reduction on rank 0."""
+"""Small tensors whose values are sent with the request: their bytes, and their reduction on rank 0."""
 
 from collections.abc import Sequence
 
 import torch
 
-from rankless.compat.horovod.engine.messages import Request
-from rankless.compat.horovod.engine.requests import Kind, Reduction, Submission
-from rankless.compat.horovod.engine.scaling import DTYPES, Reducing
+from rankless.compat.horovod.engine.messages import RequestMetadata
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, Reduction
+from rankless.compat.horovod.engine.scaling import DTYPES, ScaledReduction
 
-MOST_BYTES = 1 << 16
-MOST_BYTES_OF_ALL = 1 << 18
-"""What rank 0 takes in and gives out for one operation, at most."""
+MAX_BYTES = 1 << 16
+MAX_TOTAL_BYTES = 1 << 18
+"""How many bytes rank 0 receives from all ranks, and sends to them, for one operation at most."""
 
 
-def rides(submissions: Sequence[Submission], size: int) -> bool:
-    """Whether the values of these submissions travel in their messages: one that is no group's, or all of a group."""
-    if size == 1 or any(not _may_ride(one) for one in submissions):
+def fits_inline(requests: Sequence[OperationRequest], size: int) -> bool:
+    """Whether the values of these requests are sent inline: one request outside a group, or all of a group."""
+    if size == 1 or any(not _can_be_inline(request) for request in requests):
         return False
-    count = sum(one.tensor.numel() * one.tensor.element_size() for one in submissions if one.tensor is not None)
-    return count <= min(MOST_BYTES, MOST_BYTES_OF_ALL // size)
+    count = sum(one.tensor.numel() * one.tensor.element_size() for one in requests if one.tensor is not None)
+    return count <= min(MAX_BYTES, MAX_TOTAL_BYTES // size)
 
 
-def _may_ride(one: Submission) -> bool:
+def _can_be_inline(request: OperationRequest) -> bool:
     return (
-        one.kind is Kind.ALLREDUCE
-        and one.may_ride
-        and one.tensor is not None
-        and one.tensor.device.type == "cpu"
-        and one.reduction is not Reduction.ADASUM
+        request.kind is OperationKind.ALLREDUCE
+        and request.allow_inline
+        and request.tensor is not None
+        and request.tensor.device.type == "cpu"
+        and request.reduction is not Reduction.ADASUM
     )
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The values of a contiguous tensor on the CPU."""
+def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the values of a contiguous tensor on the CPU."""
     if not tensor.numel():
         return b""
     return bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-def put(values: bytes | memoryview, output: torch.Tensor) -> None:
-    """Write values into a contiguous tensor on the CPU."""
+def write_bytes(values: bytes | memoryview, output: torch.Tensor) -> None:
+    """Copy values into a contiguous tensor on the CPU."""
     if output.numel():
         output.detach().reshape(-1).copy_(torch.frombuffer(bytearray(values), dtype=output.dtype))
 
 
-def combine(request: Request, values: Sequence[bytes], size: int) -> bytes:
-    """The values reduced, in the order in which they are given: for all ranks the same bits.
+def combine(request: RequestMetadata, values: Sequence[bytes], size: int) -> bytes:
+    """Reduce the values in the given order, so that all ranks get the same bits.
 
-    Ranks that have joined give none, and count as zeros.
+    Ranks that have joined give no values, and count as zeros.
     """
     if not values[0]:
         return b""
     dtype = DTYPES[request.dtype]
-    reducing = Reducing(Reduction(request.reduction), request.prescale, request.postscale, size)
-    tensors = [reducing.before(torch.frombuffer(bytearray(one), dtype=dtype)) for one in values]
+    reduction = ScaledReduction(Reduction(request.reduction), request.prescale, request.postscale, size)
+    tensors = [reduction.apply_prescale(torch.frombuffer(bytearray(one), dtype=dtype)) for one in values]
     if len(tensors) < size:
         tensors.append(torch.zeros_like(tensors[0]))
     total = tensors[0]
     for other in tensors[1:]:
-        total = reducing.combine(total, other)
-    return bytes_of(reducing.after(total))
+        total = reduction.combine(total, other)
+    return tensor_to_bytes(reduction.finish(total))

@@ -1,10 +1,10 @@
-"""What ranks and the coordinator say to each other: typed, checked on decoding, no pickle."""
+"""The messages between the ranks and the coordinator: typed, checked on decoding, without pickle."""
 
 import msgspec
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
-    """A submission as the coordinator sees it: everything but the values."""
+class RequestMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """An operation request as the coordinator receives it, without the tensor's values."""
 
     kind: str
     key: str
@@ -12,7 +12,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     device: str = "cpu"
-    """Its type, without a number."""
+    """The device type, without an index."""
     reduction: int = 1
     prescale: float = 1.0
     postscale: float = 1.0
@@ -21,12 +21,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[int, ...] = ()
     group: str = ""
     group_size: int = 0
-    rides: bool = False
-    """Whether the values travel in the same message."""
+    is_inline: bool = False
+    """Whether the values follow in the same message."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank's first word; `token` is the coordinator's, told through the store."""
+    """A rank's first message. The rank has read the coordinator's `token` from the store."""
 
     rank: int
     token: str
@@ -35,68 +35,68 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All ranks are there: where each runs, in the order of ranks."""
+    """All ranks have connected. The fields are in rank order."""
 
     hosts: tuple[str, ...]
     process_ids: tuple[int, ...]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank has something ready."""
+    """A rank has an operation ready."""
 
-    request: Request
+    request: RequestMetadata
 
 
-class Again(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank has ready what it has described before, under the number that it got for it."""
+class SubmitCached(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A rank has an operation ready that it described before, under the cache id that it received for it."""
 
-    number: int
+    cache_id: int
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A rank shuts down."""
 
 
-FromRank = Hello | Submit | Again | Leave
+RankMessage = Hello | Submit | SubmitCached | Leave
 
 
-class Item(msgspec.Struct, frozen=True, array_like=True):
-    """One operation that all ranks are to execute now."""
+class OperationResponse(msgspec.Struct, frozen=True, array_like=True):
+    """One operation that all ranks execute now."""
 
     key: str
-    number: int = -1
-    """To be said in its place from now on, if it is not negative."""
+    cache_id: int = -1
+    """The id under which ranks submit the operation from now on, unless it is negative."""
     error: str = ""
-    """Ranks do not agree: nothing is executed, each raises this."""
+    """How the ranks' requests differ. Each rank raises this instead of executing the operation."""
     details: tuple[int, ...] = ()
     """ALLGATHER: rows of every rank. ALLTOALL: rows from every rank. JOIN: the last rank. ADD_SET: the new set's id."""
-    request: Request | None = None
-    """For a rank that has joined, and takes part with zeros; for ADD_SET, what was asked."""
-    rides: bool = False
-    """Whether the result's values travel in the same message."""
+    request: RequestMetadata | None = None
+    """For a rank that has joined and takes part with zeros, and for ADD_SET: what the others requested."""
+    is_inline: bool = False
+    """Whether the result's values follow in the same message."""
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Operations that are executed as one; each rank gets all of its own in the same order."""
+    """Operations that the ranks execute as one. Each rank receives all of its own in the same order."""
 
     set_id: int
-    items: tuple[Item, ...]
+    items: tuple[OperationResponse, ...]
 
 
-class Resend(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The coordinator has forgotten a number: describe it anew."""
+class CacheMiss(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The coordinator has evicted a cache id: the rank must describe the operation in full."""
 
-    number: int
-
-
-class Down(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The end of it all, for every rank; `why` is empty where a rank has shut down in order."""
-
-    why: str = ""
+    cache_id: int
 
 
-FromCoordinator = Welcome | Execute | Resend | Down
+class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nothing more is executed on any rank. The reason is empty if a rank has shut down in order."""
+
+    reason: str = ""
+
+
+CoordinatorMessage = Welcome | Execute | CacheMiss | Shutdown
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
-decode_from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
+decode_rank_message = msgspec.msgpack.Decoder(RankMessage).decode
+decode_coordinator_message = msgspec.msgpack.Decoder(CoordinatorMessage).decode

@@ -1,4 +1,4 @@
-"""What has been submitted and not yet been asked for: by handle, and by key."""
+"""The operations whose results the script has not fetched yet: by handle, and by process set and key."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rankless.compat.horovod.engine.requests import Kind, Submission
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
 
 DUPLICATE = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
@@ -15,90 +15,90 @@ DUPLICATE = (
 
 
 @dataclass
-class Ticket:
-    """What a handle stands for."""
+class PendingOperation:
+    """The requests that were submitted under one handle."""
 
-    submissions: tuple[Submission, ...]
+    requests: tuple[OperationRequest, ...]
     results: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
     event: torch.cuda.Event | None = None
-    """When the tensors are ready on their device, and later when the results are."""
+    """Until execution: when the tensors are ready on their device. After it: when the results are."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the results, or an error, are there."""
-        return self.error is not None or len(self.results) == len(self.submissions)
+        """Whether the results, or an error, have arrived."""
+        return self.error is not None or len(self.results) == len(self.requests)
 
 
 @dataclass(frozen=True)
-class Outstanding:
-    """One submission that has no result yet."""
+class PendingRequest:
+    """One request without a result."""
 
-    ticket: Ticket
-    submission: Submission
-
-
-Place = tuple[int, str]
-"""A process set and a key."""
+    operation: PendingOperation
+    request: OperationRequest
 
 
-class Tickets:
-    """All of one rank."""
+OperationId = tuple[int, str]
+"""A process set and a key: what identifies an operation on all ranks."""
+
+
+class PendingOperations:
+    """All pending operations of one rank."""
 
     def __init__(self) -> None:
-        self._tickets: dict[int, Ticket] = {}
-        self._outstanding: dict[Place, Outstanding] = {}
+        self._operations: dict[int, PendingOperation] = {}
+        self._requests: dict[OperationId, PendingRequest] = {}
 
-    def open(self, handle: int, submissions: Sequence[Submission]) -> Ticket:
-        """Take note of submissions. Raises ValueError if a name is being processed already."""
-        places = [place_of(one) for one in submissions]
-        if len(set(places)) < len(places) or any(place in self._outstanding for place in places):
+    def add(self, handle: int, requests: Sequence[OperationRequest]) -> PendingOperation:
+        """Add requests under a handle. Raises ValueError if a name is being processed already."""
+        ids = [get_operation_id(request) for request in requests]
+        if len(set(ids)) < len(ids) or any(operation_id in self._requests for operation_id in ids):
             raise ValueError(DUPLICATE)
-        ticket = self._tickets[handle] = Ticket(tuple(submissions))
-        for place, one in zip(places, submissions, strict=True):
-            self._outstanding[place] = Outstanding(ticket, one)
-        return ticket
+        operation = self._operations[handle] = PendingOperation(tuple(requests))
+        for operation_id, request in zip(ids, requests, strict=True):
+            self._requests[operation_id] = PendingRequest(operation, request)
+        return operation
 
-    def __getitem__(self, handle: int) -> Ticket:
-        return self._tickets[handle]
+    def __getitem__(self, handle: int) -> PendingOperation:
+        return self._operations[handle]
 
     def __contains__(self, handle: int) -> bool:
-        return handle in self._tickets
+        return handle in self._operations
 
     def __bool__(self) -> bool:
-        return bool(self._outstanding)
+        return bool(self._requests)
 
-    def get(self, place: Place) -> Outstanding | None:
-        """What has been submitted there."""
-        return self._outstanding.get(place)
+    def get(self, operation_id: OperationId) -> PendingRequest | None:
+        """Return this rank's request, or None if it has submitted none."""
+        return self._requests.get(operation_id)
 
-    def finish(self, place: Place, result: Any) -> None:
-        """The result of a submission, or what went wrong; nothing happens if this rank has not submitted it."""
-        found = self._outstanding.pop(place, None)
-        if found is None:
+    def finish(self, operation_id: OperationId, result: Any) -> None:
+        """Store a request's result or exception. Does nothing if this rank has not submitted the request."""
+        pending = self._requests.pop(operation_id, None)
+        if pending is None:
             return
         if isinstance(result, Exception):
-            found.ticket.error = result
-        found.ticket.results[place[1]] = result
+            pending.operation.error = result
+        pending.operation.results[operation_id[1]] = result
 
-    def fail_all(self, error: Exception, *, but: Collection[Place] = ()) -> None:
-        """Nothing that is outstanding will have a result, but what is at these places."""
-        for place in [place for place in self._outstanding if place not in but]:
-            self.finish(place, error)
+    def fail_all(self, error: Exception, *, excluded: Collection[OperationId] = ()) -> None:
+        """Finish all requests with an error, except the excluded ones."""
+        for operation_id in [operation_id for operation_id in self._requests if operation_id not in excluded]:
+            self.finish(operation_id, error)
 
-    def forget(self, handle: int) -> Ticket:
-        """A ticket, for the last time."""
-        return self._tickets.pop(handle)
+    def pop(self, handle: int) -> PendingOperation:
+        """Remove and return an operation."""
+        return self._operations.pop(handle)
 
 
-def place_of(one: Submission) -> Place:
-    """Where ranks look for the same operation."""
-    if one.kind is Kind.BARRIER:
-        return one.set_id, "barrier"
-    if one.kind is Kind.JOIN:
+def get_operation_id(request: OperationRequest) -> OperationId:
+    """Return the id that the request has on all ranks."""
+    if request.kind is OperationKind.BARRIER:
+        return request.set_id, "barrier"
+    if request.kind is OperationKind.JOIN:
         return 0, "join"
-    if one.kind is Kind.ADD_SET:
-        return 0, f"add_process_set.{','.join(map(str, one.ranks))}"
-    if one.kind is Kind.REMOVE_SET:
-        return 0, f"remove_process_set.{one.set_id}"
-    return one.set_id, one.key
+    if request.kind is OperationKind.ADD_SET:
+        return 0, f"add_process_set.{','.join(map(str, request.ranks))}"
+    if request.kind is OperationKind.REMOVE_SET:
+        return 0, f"remove_process_set.{request.set_id}"
+    return request.set_id, request.key

@@ -1,7 +1,7 @@
-"""How the ranks of a job come together: each connects to rank 0, whose address it finds in the store.
+"""Connects the ranks of a job: each connects to rank 0, whose endpoint it reads from the store.
 
-Rank 0 listens at a Unix socket for the ranks of its own host, and at its address for those of other hosts. A token,
-told through the store, keeps others out.
+Rank 0 listens on a Unix socket for the ranks of its own host, and on a TCP port for the ranks of other hosts. A token
+in the store keeps other processes out.
 """
 
 import hmac
@@ -20,161 +20,165 @@ import msgspec
 
 from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.shared_memory import host_identity
-from rankless.compat.horovod.common.exceptions import HorovodInternalError
-from rankless.compat.horovod.engine.connections import Closed, Link
+from rankless.compat.horovod.engine.connections import ConnectionClosed, RankConnection
 from rankless.compat.horovod.engine.messages import (
     Hello,
     Welcome,
-    decode_from_coordinator,
-    decode_from_rank,
+    decode_coordinator_message,
+    decode_rank_message,
     encode,
 )
+from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.errors import JoinError
 
-TELL_AFTER_SECONDS = 5.0
+LOG_INTERVAL_SECONDS = 5.0
 HELLO_SECONDS = 10.0
-NAP_SECONDS = 0.001
-LONGEST_NAP_SECONDS = 0.02
+MIN_SLEEP_SECONDS = 0.001
+MAX_SLEEP_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Met:
-    """The ranks of a job: on which host each runs, and the links; rank 0's to all, the others' to rank 0."""
+class ConnectedRanks:
+    """The ranks of a job after the rendezvous."""
 
-    links: Mapping[int, Link]
+    connections: Mapping[int, RankConnection]
+    """On rank 0 those to all other ranks, on the others the one to rank 0, by rank."""
     hosts: tuple[str, ...]
+    """The host of each rank."""
 
 
-def meet(store: Any, *, rank: int, size: int, address: str, timeout_seconds: float) -> Met:
-    """Meet at a store. Raises HorovodInternalError that names who has not come in time."""
+def connect_ranks(store: Any, *, rank: int, size: int, address: str, timeout_seconds: float) -> ConnectedRanks:
+    """Connect this rank with the others. Raises HorovodInternalError that names the ranks missing after the timeout."""
     host = host_identity()
     if size == 1:
-        return Met({}, (host,))
+        return ConnectedRanks({}, (host,))
     store.set(f"host/{rank}", host)
-    patience = _Patience(store, timeout_seconds)
+    waiter = _StoreWaiter(store, timeout_seconds)
     if rank == 0:
-        hosts = tuple(patience.get(f"host/{other}", other) for other in range(size))
-        return _receive(store, hosts, address, patience)
-    place = json.loads(patience.get("coordinator", 0))
-    return _visit(place, rank, host, patience)
+        hosts = tuple(waiter.get(f"host/{other}", other) for other in range(size))
+        return _accept_ranks(store, hosts, address, waiter)
+    endpoint = json.loads(waiter.get("coordinator", 0))
+    return _connect_to_coordinator(endpoint, rank, host, waiter)
 
 
-class _Patience:
-    """Waits for what ranks put into the store; tells, every few seconds, for whom."""
+class _StoreWaiter:
+    """Waits for other ranks with one timeout for all, and logs every few seconds which ranks are missing."""
 
     def __init__(self, store: Any, seconds: float) -> None:
         self._store = store
         self._seconds = seconds
-        self._start = self._told = time.monotonic()
-        self._nap = NAP_SECONDS
+        self._start = self._last_log = time.monotonic()
+        self._sleep_seconds = MIN_SLEEP_SECONDS
 
     def get(self, key: str, rank: int) -> str:
-        """What is under a key, which a rank sets."""
+        """Return the value of a key once the rank has set it."""
         while not self._store.check([key]):
             self.wait(f"rank {rank}")
         return bytes(self._store.get(key)).decode()
 
-    def wait(self, whom: str) -> None:
-        """Nap. Raises HorovodInternalError when the time is over."""
+    def wait(self, missing: str) -> None:
+        """Sleep for a moment. Raises HorovodInternalError after the timeout."""
         now = time.monotonic()
         if now - self._start > self._seconds:
             error = JoinError(
                 expected="every process of the job to call hvd.init()",
-                found=f"{whom} did not come within {self._seconds:.0f} s",
-                fix="look at what it does instead: its log, or py-spy dump --pid; HOROVOD_START_TIMEOUT waits longer",
+                found=f"{missing} did not call it within {self._seconds:.0f} s",
+                fix="see what it does instead: its log, or py-spy dump --pid; HOROVOD_START_TIMEOUT sets a longer wait",
             )
             raise HorovodInternalError(f"hvd.init: {error}")
-        if now - self._told > TELL_AFTER_SECONDS:
-            self._told = now
-            print(f"rankless: hvd.init: waiting for {whom}, {now - self._start:.0f} s", file=sys.stderr, flush=True)
+        if now - self._last_log > LOG_INTERVAL_SECONDS:
+            self._last_log = now
+            print(f"rankless: hvd.init: waiting for {missing}, {now - self._start:.0f} s", file=sys.stderr, flush=True)
         self._store.check(["host/0"])  # raises once the round of an elastic job is over, and its store closed
-        time.sleep(self._nap)
-        self._nap = min(self._nap * 1.5, LONGEST_NAP_SECONDS)
+        time.sleep(self._sleep_seconds)
+        self._sleep_seconds = min(self._sleep_seconds * 1.5, MAX_SLEEP_SECONDS)
 
 
-def _receive(store: Any, hosts: tuple[str, ...], address: str, patience: _Patience) -> Met:
+def _accept_ranks(store: Any, hosts: tuple[str, ...], address: str, waiter: _StoreWaiter) -> ConnectedRanks:
+    """Accept the connections of all other ranks, then send each a Welcome."""
     token = secrets.token_hex(16)
     local = socket.socket(socket.AF_UNIX)
     local.bind(f"\0rankless-horovod-{secrets.token_hex(8)}")
     local.listen(1024)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    distant = socket.create_server((address, 0), family=family, backlog=1024)
-    listening = (local, distant)
+    remote = socket.create_server((address, 0), family=family, backlog=1024)
+    listeners = (local, remote)
     name = local.getsockname()[1:].decode()
-    place = {"token": token, "local": name, "address": address, "port": distant.getsockname()[1]}
-    for each in listening:
-        each.setblocking(False)
-    store.set("coordinator", json.dumps(place))
-    links: dict[int, Link] = {}
-    arriving: list[tuple[Link, float]] = []
+    endpoint = {"token": token, "local": name, "address": address, "port": remote.getsockname()[1]}
+    for listener in listeners:
+        listener.setblocking(False)
+    store.set("coordinator", json.dumps(endpoint))
+    connections: dict[int, RankConnection] = {}
+    unidentified: list[tuple[RankConnection, float]] = []
     process_ids = [0] * len(hosts)
-    while len(links) < len(hosts) - 1:
-        for each in listening:
+    while len(connections) < len(hosts) - 1:
+        for listener in listeners:
             with suppress(BlockingIOError):
-                arriving.append((Link(each.accept()[0]), time.monotonic()))
-        for link, since in list(arriving):
-            hello = _hello(link, token)
+                unidentified.append((RankConnection(listener.accept()[0]), time.monotonic()))
+        for connection, since in list(unidentified):
+            hello = _read_hello(connection, token)
             if hello is not None:
-                links[hello.rank] = link
+                connections[hello.rank] = connection
                 process_ids[hello.rank] = hello.process_id
-            if hello is not None or link.is_closed or time.monotonic() - since > HELLO_SECONDS:
-                arriving.remove((link, since))
-        missing = [rank for rank in range(1, len(hosts)) if rank not in links]
+            if hello is not None or connection.is_closed or time.monotonic() - since > HELLO_SECONDS:
+                unidentified.remove((connection, since))
+        missing = [rank for rank in range(1, len(hosts)) if rank not in connections]
         if missing:
-            patience.wait(format_ranks(missing))
-    for each in listening:
-        each.close()
+            waiter.wait(format_ranks(missing))
+    for listener in listeners:
+        listener.close()
     welcome = encode(Welcome(hosts, tuple(process_ids)))
-    for link in links.values():
-        with suppress(Closed):  # who has gone by now is missed at the first operation
-            link.send(welcome)
-    return Met(links, hosts)
+    for connection in connections.values():
+        with suppress(ConnectionClosed):  # the first operation finds that the rank is gone
+            connection.send(welcome)
+    return ConnectedRanks(connections, hosts)
 
 
-def _hello(link: Link, token: str) -> Hello | None:
-    """Who has connected, if it has said so and has the token."""
+def _read_hello(connection: RankConnection, token: str) -> Hello | None:
+    """Return the Hello of a connection if it has arrived with the right token."""
     try:
-        for said, _ in link.receive():
-            hello = decode_from_rank(said)
+        for data, _ in connection.receive():
+            hello = decode_rank_message(data)
             if isinstance(hello, Hello) and hmac.compare_digest(hello.token, token):
                 return hello
-            link.close()
-            link.is_closed = True
-    except (Closed, msgspec.DecodeError):
-        link.is_closed = True
+            connection.close()
+            connection.is_closed = True
+    except (ConnectionClosed, msgspec.DecodeError):
+        connection.is_closed = True
     return None
 
 
-def _visit(place: dict[str, Any], rank: int, host: str, patience: _Patience) -> Met:
-    link = Link(_connected(place, patience))
-    hello: bytes | None = encode(Hello(rank=rank, token=place["token"], host=host, process_id=os.getpid()))
+def _connect_to_coordinator(endpoint: dict[str, Any], rank: int, host: str, waiter: _StoreWaiter) -> ConnectedRanks:
+    connection = RankConnection(_open_socket(endpoint, waiter))
+    hello: bytes | None = encode(Hello(rank=rank, token=endpoint["token"], host=host, process_id=os.getpid()))
     while True:
         try:
             if hello is not None:
-                link.send(hello)
+                connection.send(hello)
             hello = None
-            for said, _ in link.receive():
-                welcome = decode_from_coordinator(said)
+            for data, _ in connection.receive():
+                welcome = decode_coordinator_message(data)
                 if isinstance(welcome, Welcome):
-                    return Met({0: link}, welcome.hosts)
-        except Closed:
+                    return ConnectedRanks({0: connection}, welcome.hosts)
+        except ConnectionClosed:
             error = JoinError(
-                expected="rank 0 to stay until all ranks have come",
+                expected="rank 0 to stay connected until all ranks have called hvd.init()",
                 found="it closed the connection",
-                fix="look at rank 0's log: it has failed, or been told to end",
+                fix="see rank 0's log: it has failed, or was stopped",
             )
             raise HorovodInternalError(f"hvd.init: {error}") from None
-        patience.wait("the other ranks")
+        waiter.wait("the other ranks")
 
 
-def _connected(place: dict[str, Any], patience: _Patience) -> socket.socket:
+def _open_socket(endpoint: dict[str, Any], waiter: _StoreWaiter) -> socket.socket:
+    """Connect to rank 0's Unix socket, or to its TCP port from another host."""
     local = socket.socket(socket.AF_UNIX)
     try:
-        local.connect("\0" + place["local"])
+        local.connect("\0" + endpoint["local"])
         return local
     except OSError:
         local.close()
     while True:
         with suppress(OSError):
-            return socket.create_connection((place["address"], place["port"]), timeout=TELL_AFTER_SECONDS)
-        patience.wait(f"rank 0 at {place['address']}:{place['port']}")
+            return socket.create_connection((endpoint["address"], endpoint["port"]), timeout=LOG_INTERVAL_SECONDS)
+        waiter.wait(f"rank 0 at {endpoint['address']}:{endpoint['port']}")

@@ -1,18 +1,18 @@
-"""What a rank asks the negotiated operations to do, one tensor at a time."""
+"""The requests of a rank to the engine: one operation on at most one tensor each."""
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 import torch
 
-UNNAMED = "noname."
-"""How the names of operations begin that the script has not named."""
-GROUPED = "grouped_"
-"""How the keys of a group's members begin: a group `x` and an operation `x_1of2` never collide."""
+UNNAMED_PREFIX = "noname."
+"""The start of the names of operations that the script has not named."""
+GROUPED_PREFIX = "grouped_"
+"""The start of the keys of a group's members: a group `x` and an operation `x_1of2` have different keys."""
 
 
-class Kind(Enum):
-    """The operations. The value is the word that begins an operation's key: names of two kinds never collide."""
+class OperationKind(Enum):
+    """The operations. The key of an operation starts with the value, so names of two kinds never collide."""
 
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
@@ -26,7 +26,7 @@ class Kind(Enum):
 
 
 class Reduction(IntEnum):
-    """How values are combined; the numbers are Horovod's, and show in its error texts."""
+    """How values are combined. Horovod uses the same numbers, and its error texts contain them."""
 
     AVERAGE = 0
     SUM = 1
@@ -37,39 +37,39 @@ class Reduction(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submission:
+class OperationRequest:
     """One operation on at most one tensor. Which fields matter depends on `kind`."""
 
-    kind: Kind
+    kind: OperationKind
     name: str = ""
-    """Of the operation among those of its kind and process set; the same on all ranks."""
+    """The name among operations of the same kind and process set. It is the same on all ranks."""
     tensor: torch.Tensor | None = None
     """Contiguous. ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER."""
     output: torch.Tensor | None = None
-    """ALLREDUCE and BROADCAST: where the result goes, of the tensor's shape; may be the tensor itself."""
+    """ALLREDUCE and BROADCAST: receives the result. It has the tensor's shape, and may be the tensor itself."""
     reduction: Reduction = Reduction.SUM
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
-    """BROADCAST: a rank of the job, not a place in the process set."""
+    """BROADCAST: a rank of the job, not an index in the process set."""
     splits: tuple[int, ...] | None = None
     """ALLTOALL: rows for each rank of the process set."""
     ranks: tuple[int, ...] = ()
     """ADD_SET: the ranks of the new process set."""
     set_id: int = 0
-    """The process set; 0 is all ranks. REMOVE_SET: the one to be removed."""
+    """The process set; 0 is all ranks. REMOVE_SET: the set to remove."""
     group: str = ""
-    """Submissions of one group are executed together, once all of them are ready on all ranks."""
+    """Requests of one group are executed together, once all of them are ready on all ranks."""
     group_size: int = 0
-    may_ride: bool = True
-    """Whether the values may travel with the negotiation if they are few; the same on all ranks."""
+    allow_inline: bool = True
+    """Whether a small tensor's values may be sent with the request. It is the same on all ranks."""
 
     @property
     def key(self) -> str:
-        """By which ranks recognise the operation as the same."""
-        return f"{GROUPED if self.group else ''}{self.kind.value}.{self.name}"
+        """The string by which ranks recognize the same operation."""
+        return f"{GROUPED_PREFIX if self.group else ''}{self.kind.value}.{self.name}"
 
 
-def kind_of(key: str) -> Kind:
-    """The operation that a key, or a key of a group's member, stands for."""
-    return Kind(key.partition(".")[0].removeprefix(GROUPED))
+def parse_operation_kind(key: str) -> OperationKind:
+    """Return the kind of operation from its key, which may be that of a group's member."""
+    return OperationKind(key.partition(".")[0].removeprefix(GROUPED_PREFIX))

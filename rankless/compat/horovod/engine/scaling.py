@@ -13,7 +13,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )}  # fmt: skip
 
-COMBINING: dict[Reduction, Callable[..., Any]] = {
+COMBINE_FUNCTIONS: dict[Reduction, Callable[..., Any]] = {
     Reduction.AVERAGE: torch.add,
     Reduction.SUM: torch.add,
     Reduction.MIN: torch.minimum,
@@ -23,8 +23,8 @@ COMBINING: dict[Reduction, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class Reducing:
-    """How the values of so many ranks are reduced. All but `combine` work in place and give what they got."""
+class ScaledReduction:
+    """How the values of `size` ranks are reduced. All methods work in place and return their argument."""
 
     reduction: Reduction
     prescale: float
@@ -33,25 +33,25 @@ class Reducing:
 
     @property
     def combine(self) -> Callable[..., Any]:
-        """Two values into one."""
-        return COMBINING[self.reduction]
+        """The function that combines two values."""
+        return COMBINE_FUNCTIONS[self.reduction]
 
-    def before(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One rank's values, before they are combined with others."""
-        return scaled(tensor, self.prescale)
+    def apply_prescale(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Scale one rank's values before they are combined with others."""
+        return scale_in_place(tensor, self.prescale)
 
-    def after(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of all, once they are combined: divided for an average, and scaled."""
+    def finish(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Divide the combined values for an average, and scale them."""
         if self.reduction is Reduction.AVERAGE:
             if tensor.dtype.is_floating_point:
                 tensor.div_(self.size)
             elif tensor.dtype is not torch.bool:
                 tensor.div_(self.size, rounding_mode="trunc")
-        return scaled(tensor, self.postscale)
+        return scale_in_place(tensor, self.postscale)
 
 
-def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """The tensor times a factor, in place; integers are truncated toward zero."""
+def scale_in_place(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply the tensor by a factor. Integers are truncated toward zero."""
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating_point:

@@ -1,7 +1,8 @@
-"""A record of what became of each operation, in the format of Chrome's tracing: rank 0's view, as Horovod writes it.
+"""Records what happens to each operation, in the format of Chrome's tracing. As in Horovod, only rank 0 writes it.
 
-Note [two lanes]: what was begun last in a lane is ended first. An operation has one for its negotiation and one for its
-execution, since another rank may submit a name again before rank 0 has come to the end of it.
+Note [two threads per operation]: in this format, what begins last in a thread ends first. Each operation has one thread
+id for its negotiation and one for its execution, since another rank may submit a name again before rank 0 has finished
+executing it.
 """
 
 import json
@@ -17,96 +18,96 @@ NEGOTIATION, EXECUTION = 0, 1
 POLL_SECONDS = 1e-5
 
 
-class Ready(Protocol):
+class DeviceEvent(Protocol):
     """An event on a device."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Whether the device has reached it."""
         ...
 
 
 class Timeline:
-    """Writes while it is started; otherwise its methods do nothing. Rows are operations, by their keys."""
+    """Writes events between `start` and `stop`, and ignores them otherwise. Each operation is a process, by its key."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
         self._lock = threading.RLock()
         self._rows: dict[str, int] = {}
         self._open: Counter[tuple[str, int]] = Counter()
-        """How much has begun and not ended, by key and lane."""
+        """How many events have begun and not ended, by key and thread id."""
         self._start = 0.0
         self.marks_cycles = False
 
     def start(self, path: str, *, mark_cycles: bool = False) -> None:
-        """Begin a new file; one that is being written is finished."""
+        """Begin a new file, after completing the current one."""
         self.stop()
         with self._lock:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = Path(path).open("w")  # noqa: SIM115  # it is written to until `stop`
+            self._file = Path(path).open("w")  # noqa: SIM115  # `stop` closes it
             self._file.write("[\n")
             self._rows, self._open, self._start = {}, Counter(), time.monotonic()
             self.marks_cycles = mark_cycles
 
     def stop(self) -> None:
-        """Finish the file: what is under way ends there."""
+        """Complete the file: end all open events."""
         with self._lock:
             if self._file is not None:
-                for (key, lane), count in self._open.items():
+                for (key, thread_id), count in self._open.items():
                     for _ in range(count):
-                        self._write(key, "E", lane)
+                        self._write(key, "E", thread_id)
                 self._file.write("{}]\n")
                 self._file.close()
                 self._file = None
 
     @property
     def is_on(self) -> bool:
-        """Whether something is written."""
+        """Whether events are written."""
         return self._file is not None
 
-    def negotiating(self, key: str, kind: str, rank: int) -> None:
-        """A rank has submitted an operation; the first one begins its negotiation."""
+    def record_submission(self, key: str, kind: str, rank: int) -> None:
+        """Record that a rank has submitted an operation. The first rank begins the negotiation."""
         if self._file is None:
             return
         if not self._open[key, NEGOTIATION]:
             self._begin(key, f"NEGOTIATE_{kind.upper()}", NEGOTIATION)
         self._write(key, "X", NEGOTIATION, name=str(rank), dur=0)
 
-    def negotiated(self, key: str, *, is_whole: bool) -> None:
-        """All ranks have; unless it `is_whole`, others of its group are yet to come."""
+    def end_negotiation(self, key: str, *, is_whole: bool) -> None:
+        """Record that all ranks have submitted an operation. Unless `is_whole`, it waits for others of its group."""
         self._end(key, NEGOTIATION)
         if not is_whole:
             self._begin(key, "WAIT_FOR_OTHER_TENSOR_DATA", NEGOTIATION)
 
-    def gathered(self, key: str) -> None:
-        """All others of its group have come."""
+    def end_group_wait(self, key: str) -> None:
+        """Record that all ranks have submitted the others of its group."""
         self._end(key, NEGOTIATION)
 
-    def decided(self, key: str, kind: str, *, is_queued: bool) -> None:
-        """It is to be executed, or (unless `is_queued`) its result is there already."""
+    def begin_execution(self, key: str, kind: str, *, is_queued: bool) -> None:
+        """Record that an operation is scheduled. Unless `is_queued`, its result has arrived already."""
         self._begin(key, kind.upper())
         if is_queued:
             self._begin(key, "QUEUE")
         else:
             self._end(key)
 
-    def started(self, keys: Sequence[str]) -> None:
-        """Their turn has come."""
+    def end_queue(self, keys: Sequence[str]) -> None:
+        """Record that the operations leave the queue."""
         for key in keys:
             self._end(key)
 
-    def finished(self, keys: Sequence[str]) -> None:
-        """Their results are there."""
+    def end_execution(self, keys: Sequence[str]) -> None:
+        """Record that the operations have their results."""
         for key in keys:
             self._end(key)
 
-    def cycle(self) -> None:
-        """Something is decided."""
+    def mark_cycle(self) -> None:
+        """Mark the start of a cycle, if marks are switched on."""
         if self._file is not None and self.marks_cycles:
             self._write("", "i", EXECUTION, name="CYCLE_START", s="g")
 
     @contextmanager
     def activity(self, keys: Sequence[str], name: str) -> Iterator[None]:
-        """Within, something is done to these operations."""
+        """Record an activity of these operations, for the duration of the block."""
         for key in keys:
             self._begin(key, name)
         try:
@@ -115,8 +116,8 @@ class Timeline:
             for key in keys:
                 self._end(key)
 
-    def await_data(self, ready: Mapping[str, Ready]) -> None:
-        """Wait until the tensors of all keys are there: how long for its own, and how long for the others'."""
+    def wait_for_data(self, ready: Mapping[str, DeviceEvent]) -> None:
+        """Wait for the tensors of all keys. Record how long each waits for its own tensor, and then for the others."""
         waiting = dict(ready)
         for key in waiting:
             self._begin(key, "WAIT_FOR_DATA")
@@ -129,24 +130,24 @@ class Timeline:
         for key in ready:
             self._end(key)
 
-    def _begin(self, key: str, name: str, lane: int = EXECUTION) -> None:
+    def _begin(self, key: str, name: str, thread_id: int = EXECUTION) -> None:
         if self._file is None:
             return
-        with self._lock:  # one with what is counted: `stop` ends what it finds begun
-            self._open[key, lane] += 1
-            self._write(key, "B", lane, name=name)
+        with self._lock:  # together with the count: `stop` ends every open event
+            self._open[key, thread_id] += 1
+            self._write(key, "B", thread_id, name=name)
 
-    def _end(self, key: str, lane: int = EXECUTION) -> None:
-        """What was begun last in the lane; nothing if that was before the start."""
+    def _end(self, key: str, thread_id: int = EXECUTION) -> None:
+        """End the event begun last in the thread. Does nothing if it began before `start`."""
         if self._file is None:
             return
         with self._lock:
-            if self._open[key, lane]:
-                self._open[key, lane] -= 1
-                self._write(key, "E", lane)
+            if self._open[key, thread_id]:
+                self._open[key, thread_id] -= 1
+                self._write(key, "E", thread_id)
 
-    def _write(self, key: str, phase: str, lane: int, **more: object) -> None:
-        event = {"ph": phase, "ts": int((time.monotonic() - self._start) * 1e6), "tid": lane, **more}
+    def _write(self, key: str, phase: str, thread_id: int, **more: object) -> None:
+        event = {"ph": phase, "ts": int((time.monotonic() - self._start) * 1e6), "tid": thread_id, **more}
         with self._lock:
             if self._file is None:
                 return

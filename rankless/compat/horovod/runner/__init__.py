@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankless.compat.horovod.runner.function_job import run_function
-from rankless.compat.horovod.runner.keywords import flags_of
+from rankless.compat.horovod.runner.keywords import make_flags
 
 
 def run(
@@ -44,5 +44,5 @@ def run(
     RuntimeError if a process fails, with the traceback of the first that raised; ValueError for two that exclude each
     other.
     """
-    given = dict(locals())
-    return run_function(func, tuple(args), dict(kwargs or {}), flags_of(given), executable=executable)
+    keywords = dict(locals())
+    return run_function(func, tuple(args), dict(kwargs or {}), make_flags(keywords), executable=executable)

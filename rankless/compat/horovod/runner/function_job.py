@@ -24,8 +24,8 @@ from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.runtime.python_command import rankless_command
 
 KEY_BYTES = 32
-TASK = "rankless.compat.horovod.runner.run_task"
-_OPTIONS = {
+TASK_MODULE = "rankless.compat.horovod.runner.run_task"
+_OPTION_NAMES = {
     "blacklist_cooldown_range": "--blacklist-cooldown-range",
     "network_interfaces": "--network-interfaces",
     "mpi_args": "--mpi-args",
@@ -50,7 +50,7 @@ class FunctionServer:
         return self._key
 
     @property
-    def place(self) -> tuple[str, int]:
+    def address(self) -> tuple[str, int]:
         """Address and port."""
         address = self._listener.address
         assert isinstance(address, tuple)
@@ -98,19 +98,19 @@ def run_function(
     with contextlib.closing(
         FunctionServer(payload, address="127.0.0.1" if cluster is None else cluster.hosts[0].address)
     ) as server:
-        host, port = server.place
-        program = [executable or sys.executable, "-m", TASK, host, str(port)]
-        command = rankless_command("horovodrun", *options_of(flags), *program)
-        done = subprocess.run(command, env=with_function_key(server.key), stdin=subprocess.DEVNULL)
-    if done.returncode or len(server.results) < flags.num_proc:
-        raise RuntimeError(_failure(server, done.returncode))
+        host, port = server.address
+        program = [executable or sys.executable, "-m", TASK_MODULE, host, str(port)]
+        command = rankless_command("horovodrun", *format_options(flags), *program)
+        completed = subprocess.run(command, env=with_function_key(server.key), stdin=subprocess.DEVNULL)
+    if completed.returncode or len(server.results) < flags.num_proc:
+        raise RuntimeError(_describe_failure(server, completed.returncode))
     return [server.results[rank] for rank in sorted(server.results)]
 
 
-def options_of(flags: HorovodrunFlags) -> Iterator[str]:
+def format_options(flags: HorovodrunFlags) -> Iterator[str]:
     """The words of a command line that say the same as the flags."""
     for name, value in msgspec.structs.asdict(flags).items():
-        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        option = _OPTION_NAMES.get(name, f"--{name.replace('_', '-')}")
         if value is True:
             yield option
         elif name == "network_interfaces" and value:
@@ -121,7 +121,7 @@ def options_of(flags: HorovodrunFlags) -> Iterator[str]:
             yield f"{option}={value}"
 
 
-def _failure(server: FunctionServer, code: int) -> str:
+def _describe_failure(server: FunctionServer, code: int) -> str:
     if not server.errors:
         return f"horovod.run: the job ended with exit code {code} without all results; what it printed says why"
     rank, trace = server.errors[0]

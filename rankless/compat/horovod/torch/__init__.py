@@ -1,6 +1,6 @@
 """Horovod's API for PyTorch: `import horovod.torch as hvd`."""
 
-from rankless.compat.horovod.common.exceptions import HorovodInternalError
+from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.compat.horovod.torch import elastic
 from rankless.compat.horovod.torch.compression import Compression
 from rankless.compat.horovod.torch.functions import (

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from rankless.compat.horovod import context
-from rankless.compat.horovod.engine.requests import Kind, Reduction, Submission
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest, Reduction
 from rankless.compat.horovod.torch.backward_passes import BackwardPasses
 from rankless.compat.horovod.torch.compression import Compressor
-from rankless.compat.horovod.torch.operations.checks import sendable
+from rankless.compat.horovod.torch.operations.checks import validate_tensor
 
 
-class DeltaReduction:
+class AdasumReduction:
     """Combines the changes that a step makes to some parameters."""
 
     def __init__(self, names: Mapping[torch.Tensor, str], passes: int, compression: type[Compressor]) -> None:
@@ -26,21 +26,27 @@ class DeltaReduction:
     @torch.no_grad()
     def step(self, step: Callable[[], object]) -> None:
         """Let `step` change the parameters, and replace its changes by the Adasum of all ranks'."""
-        starts = {parameter: parameter.detach().clone() for parameter in self._names}
+        initial_values = {parameter: parameter.detach().clone() for parameter in self._names}
         step()
-        negotiator = context.current().negotiator
-        handle = negotiator.new_handle()
-        submissions, contexts = [], []
-        for parameter, start in starts.items():
-            small, compression_context = self._compression.compress((parameter.detach() - start).contiguous())
-            row = sendable(small)
+        scheduler = context.current().scheduler
+        handle = scheduler.new_handle()
+        requests, contexts = [], []
+        for parameter, initial_value in initial_values.items():
+            compressed, compression_context = self._compression.compress(
+                (parameter.detach() - initial_value).contiguous()
+            )
+            buffer = validate_tensor(compressed)
             name = self._names[parameter]
-            submissions.append(
-                Submission(kind=Kind.ALLREDUCE, name=name, tensor=row, output=row, reduction=Reduction.ADASUM)
+            requests.append(
+                OperationRequest(
+                    kind=OperationKind.ALLREDUCE, name=name, tensor=buffer, output=buffer, reduction=Reduction.ADASUM
+                )
             )
             contexts.append(compression_context)
-        negotiator.submit(handle, submissions)
-        results = negotiator.synchronize(handle)
-        for (parameter, start), result, compression_context in zip(starts.items(), results, contexts, strict=True):
-            parameter.copy_(start + self._compression.decompress(result, compression_context))
+        scheduler.submit(handle, requests)
+        results = scheduler.synchronize(handle)
+        for (parameter, initial_value), result, compression_context in zip(
+            initial_values.items(), results, contexts, strict=True
+        ):
+            parameter.copy_(initial_value + self._compression.decompress(result, compression_context))
         self.restart()

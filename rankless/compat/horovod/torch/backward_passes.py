@@ -15,17 +15,17 @@ class BackwardPasses:
     """Counts each parameter's passes, by hooks that live as long as this object, and tells when one is complete."""
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], passes: int, complete: Callable[[torch.Tensor], None]
+        self, parameters: Iterable[torch.Tensor], passes: int, on_complete: Callable[[torch.Tensor], None]
     ) -> None:
-        self.have_begun = False
+        self.has_gradients = False
         """Whether a gradient was computed since the last `restart`."""
         self._passes = passes
-        self._complete = complete
-        self._left = dict.fromkeys(parameters, passes)
-        itself = weakref.ref(self)
+        self._on_complete = on_complete
+        self._remaining = dict.fromkeys(parameters, passes)
+        reference = weakref.ref(self)
         # A parameter outlives the optimizers that were made for it: their hooks must not.
-        hooks = [parameter.register_post_accumulate_grad_hook(_hook(itself)) for parameter in self._left]
-        self._ends = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        hooks = [parameter.register_post_accumulate_grad_hook(_make_hook(reference)) for parameter in self._remaining]
+        self._finalizer = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     @property
     def passes(self) -> int:
@@ -35,35 +35,35 @@ class BackwardPasses:
     @passes.setter
     def passes(self, passes: int) -> None:
         self._passes = passes
-        self._left = dict.fromkeys(self._left, passes)
+        self._remaining = dict.fromkeys(self._remaining, passes)
 
-    def unfinished(self) -> list[torch.Tensor]:
+    def get_incomplete(self) -> list[torch.Tensor]:
         """The parameters whose gradients are not complete."""
-        return [parameter for parameter, left in self._left.items() if left > 0]
+        return [parameter for parameter, remaining in self._remaining.items() if remaining > 0]
 
     def restart(self) -> None:
         """Begin to count anew, as after a step."""
-        self._left = dict.fromkeys(self._left, self._passes)
-        self.have_begun = False
+        self._remaining = dict.fromkeys(self._remaining, self._passes)
+        self.has_gradients = False
 
     def count(self, parameter: torch.Tensor) -> None:
         """A pass has computed the parameter's gradient."""
-        left = self._left[parameter] - 1
-        if left < 0:
+        remaining = self._remaining[parameter] - 1
+        if remaining < 0:
             raise AssertionError(TOO_MANY)
         gradient = parameter.grad
         if gradient is None or gradient.requires_grad:
             raise AssertionError("Gradients that have gradients themselves (create_graph=True) cannot be reduced.")
-        self._left[parameter] = left
-        self.have_begun = True
-        if left == 0:
-            self._complete(parameter)
+        self._remaining[parameter] = remaining
+        self.has_gradients = True
+        if remaining == 0:
+            self._on_complete(parameter)
 
 
-def _hook(passes: weakref.ref[BackwardPasses]) -> Callable[[torch.Tensor], None]:
-    def accumulated(parameter: torch.Tensor) -> None:
-        counting = passes()
-        if counting is not None:
-            counting.count(parameter)
+def _make_hook(passes: weakref.ref[BackwardPasses]) -> Callable[[torch.Tensor], None]:
+    def count_pass(parameter: torch.Tensor) -> None:
+        counter = passes()
+        if counter is not None:
+            counter.count(parameter)
 
-    return accumulated
+    return count_pass

@@ -20,22 +20,23 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             raise ValueError(f'process_sets is a list of hvd.ProcessSet, or "dynamic"; found {process_sets!r}.')
         environment.apply({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
         process_sets = None
-    asked = list(process_sets or ())
-    _check_once(asked)
+    requested_sets = list(process_sets or ())
+    _reject_duplicates(requested_sets)
     if not context.is_initialized():
         context.init(comm)
-        for each in asked:
-            sets.register(each)
+        for process_set in requested_sets:
+            sets.register(process_set)
 
 
-def _check_once(process_sets: list[ProcessSet]) -> None:
+def _reject_duplicates(process_sets: list[ProcessSet]) -> None:
     seen: set[tuple[int, ...]] = set()
-    for place, each in enumerate(process_sets):
-        if tuple(each.ranks) in seen or each is sets.global_process_set:
+    for index, process_set in enumerate(process_sets):
+        if tuple(process_set.ranks) in seen or process_set is sets.global_process_set:
             raise ValueError(
-                f"Horovod could not be initialized because process_sets entry number {place} is a duplicate: {each}"
+                "Horovod could not be initialized because process_sets entry number "
+                f"{index} is a duplicate: {process_set}"
             )
-        seen.add(tuple(each.ranks))
+        seen.add(tuple(process_set.ranks))
 
 
 def shutdown() -> None:
@@ -88,13 +89,13 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises ValueError unless HOROVOD_TIMELINE=DYNAMIC.
     """
-    here = context.current()
-    if here.settings.timeline != "DYNAMIC":
+    current = context.current()
+    if current.settings.timeline != "DYNAMIC":
         raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
-    if here.world.rank == 0:
-        here.negotiator.timeline.start(file_path, mark_cycles=mark_cycles)
+    if current.world.rank == 0:
+        current.scheduler.timeline.start(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
     """Write no more, and complete the file."""
-    context.current().negotiator.timeline.stop()
+    context.current().scheduler.timeline.stop()

@@ -56,5 +56,5 @@ def make_groups(
         parts: Sequence[Sequence[torch.Tensor]] = split_list([by_name[name] for name in order], groups)
     else:
         parts = [[parameter for parameter in group if parameter in names] for group in groups]
-    made = [GradientGroup(part) for part in parts if part]
-    return {parameter: group for group in made for parameter in group.parameters}
+    gradient_groups = [GradientGroup(part) for part in parts if part]
+    return {parameter: group for group in gradient_groups for parameter in group.parameters}

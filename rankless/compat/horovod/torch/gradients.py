@@ -18,14 +18,14 @@ import torch
 from torch.autograd import Variable
 
 from rankless.compat.horovod import context
-from rankless.compat.horovod.common.exceptions import HorovodInternalError
-from rankless.compat.horovod.engine.requests import Kind, Submission
+from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
+from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.compat.horovod.torch.backward_passes import BackwardPasses
 from rankless.compat.horovod.torch.compression import Compressor
 from rankless.compat.horovod.torch.gradient_groups import GradientGroup
-from rankless.compat.horovod.torch.operations.checks import sendable, set_id_of
-from rankless.compat.horovod.torch.operations.handles import named_group
-from rankless.compat.horovod.torch.operations.reductions import Combining
+from rankless.compat.horovod.torch.operations.checks import resolve_set_id, validate_tensor
+from rankless.compat.horovod.torch.operations.handles import make_group_requests
+from rankless.compat.horovod.torch.operations.reductions import ReductionRule
 from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
 
 BATCH_BYTES = 4 << 20
@@ -36,17 +36,17 @@ SMALL_BYTES = 1 << 16
 class GradientRule:
     """What is done to every gradient."""
 
-    combining: Combining
+    reduction: ReductionRule
     compression: type[Compressor]
     sparse_as_dense: bool
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentGradient:
     """A gradient on its way."""
 
     gradient: torch.Tensor
-    row: torch.Tensor
+    buffer: torch.Tensor
     """What travels, and what the result is written to; often the gradient itself."""
     context: Any
     """What the compressor needs to know."""
@@ -97,14 +97,14 @@ class GradientReduction:
         self._batch: list[torch.Tensor] = []
         self._batch_bytes = 0
         self._is_flush_queued = False
-        self._sent: list[tuple[int, list[Sent]]] = []
+        self._sent: list[tuple[int, list[SentGradient]]] = []
         self._sparse_sent: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
 
     def _complete(self, parameter: torch.Tensor) -> None:
         """The parameter's gradient is complete."""
         with self._lock:
             if self._groups and (group := self._groups.get(parameter)) is not None:
-                self._complete_in(group)
+                self._count_in_group(group)
                 return
             self._batch.append(parameter)
             self._batch_bytes += self._sizes[parameter]
@@ -114,7 +114,7 @@ class GradientReduction:
                 self._is_flush_queued = True
                 Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _complete_in(self, group: GradientGroup) -> None:
+    def _count_in_group(self, group: GradientGroup) -> None:
         group.missing -= 1
         if group.missing == 0:
             self._send_group(group)
@@ -126,73 +126,80 @@ class GradientReduction:
 
     def _complete_all(self) -> None:
         """Let also those gradients go that backward has not completed."""
-        for parameter in self.passes.unfinished():
+        for parameter in self.passes.get_incomplete():
             if parameter.grad is None:
                 parameter.grad = self._zero_gradient(parameter)
             group = self._groups.get(parameter)
             if group is None:
                 self._batch.append(parameter)
             else:
-                self._complete_in(group)
+                self._count_in_group(group)
 
     def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         dims = self._sparse_dims.get(parameter)
         if dims is None:
             return torch.zeros_like(parameter, requires_grad=False)
         values = parameter.new_empty((0, *parameter.shape[dims:]), requires_grad=False)
-        places = torch.empty((dims, 0), dtype=torch.int64, device=parameter.device)
-        return torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
+        indices = torch.empty((dims, 0), dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
     def _send_batch(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, [], 0
         if not batch:
             return
         set_id = self._set_id()
-        sent: list[Sent] = []
-        submissions: list[Submission] = []
+        sent: list[SentGradient] = []
+        requests: list[OperationRequest] = []
         for parameter in batch:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 self._sparse_dims[parameter] = parameter.grad.sparse_dim()
                 if not self._rule.sparse_as_dense:
                     self._send_sparse(parameter, parameter.grad)
                     continue
-            one = self._prepared(parameter)
-            sent.append(one)
+            sent_gradient = self._prepare(parameter)
+            sent.append(sent_gradient)
             name = self._names[parameter]
-            submissions.append(Submission(kind=Kind.ALLREDUCE, name=name, set_id=set_id, **self._fields(one)))
-        if submissions:
-            self._submit(submissions, sent)
+            requests.append(
+                OperationRequest(kind=OperationKind.ALLREDUCE, name=name, set_id=set_id, **self._fields(sent_gradient))
+            )
+        if requests:
+            self._submit(requests, sent)
 
     def _send_group(self, group: GradientGroup) -> None:
-        sent = [self._prepared(parameter) for parameter in group.parameters]
+        sent = [self._prepare(parameter) for parameter in group.parameters]
         name = self._names[group.parameters[0]]
-        members = [self._fields(one) for one in sent]
-        self._submit(named_group(Kind.ALLREDUCE, name, self._set_id(), members), sent)
+        members = [self._fields(sent_gradient) for sent_gradient in sent]
+        self._submit(make_group_requests(OperationKind.ALLREDUCE, name, self._set_id(), members), sent)
 
     def _send_sparse(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        rule = self._rule.combining
+        rule = self._rule.reduction
         handle = sparse_allreduce_async(gradient, self._names[parameter], rule.reduction, rule.process_set)
         self._sparse_sent.append((gradient, handle))
 
     def _set_id(self) -> int:
-        return set_id_of(self._rule.combining.process_set, Kind.ALLREDUCE)
+        return resolve_set_id(self._rule.reduction.process_set, OperationKind.ALLREDUCE)
 
-    def _prepared(self, parameter: torch.Tensor) -> Sent:
+    def _prepare(self, parameter: torch.Tensor) -> SentGradient:
         gradient = parameter.grad
         if gradient is None:
             gradient = parameter.grad = self._zero_gradient(parameter)
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         small, context = self._rule.compression.compress(dense)
-        return Sent(gradient, sendable(small.contiguous()), context)
+        return SentGradient(gradient, validate_tensor(small.contiguous()), context)
 
-    def _fields(self, one: Sent) -> dict[str, Any]:
-        return {"tensor": one.row, "output": one.row, "may_ride": self._is_small, **self._rule.combining.fields}
+    def _fields(self, sent_gradient: SentGradient) -> dict[str, Any]:
+        return {
+            "tensor": sent_gradient.buffer,
+            "output": sent_gradient.buffer,
+            "allow_inline": self._is_small,
+            **self._rule.reduction.fields,
+        }
 
-    def _submit(self, submissions: list[Submission], sent: list[Sent]) -> None:
-        negotiator = context.current().negotiator
-        handle = negotiator.new_handle()
+    def _submit(self, requests: list[OperationRequest], sent: list[SentGradient]) -> None:
+        scheduler = context.current().scheduler
+        handle = scheduler.new_handle()
         try:
-            negotiator.submit(handle, submissions)
+            scheduler.submit(handle, requests)
         except HorovodInternalError:
             # Backward ends here: elastic training begins anew, with the same optimizer.
             self.restart()
@@ -201,25 +208,28 @@ class GradientReduction:
 
     def _receive(self) -> None:
         """Put what has come into the gradients. What fails is raised once all has come."""
-        negotiator = context.current().negotiator
+        scheduler = context.current().scheduler
         failure: HorovodInternalError | None = None
         for handle, sent in self._sent:
             try:
-                negotiator.synchronize(handle)
+                scheduler.synchronize(handle)
             except HorovodInternalError as error:
                 failure = failure or error
                 continue
-            for one in sent:
-                self._put(self._rule.compression.decompress(one.row, one.context), one.gradient)
-        for gradient, combined in self._sparse_sent:
+            for sent_gradient in sent:
+                self._write_result(
+                    self._rule.compression.decompress(sent_gradient.buffer, sent_gradient.context),
+                    sent_gradient.gradient,
+                )
+        for gradient, get_result in self._sparse_sent:
             try:
-                self._put(combined(), gradient)
+                self._write_result(get_result(), gradient)
             except HorovodInternalError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def _put(self, result: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _write_result(self, result: torch.Tensor, gradient: torch.Tensor) -> None:
         if result is gradient:
             return
         if gradient.is_sparse:

@@ -1,12 +1,12 @@
 """The operations and who is who, in the module that scripts import them from."""
 
-from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.common.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
+from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.compat.horovod.torch.basics import (
     cross_rank,
     cross_size,

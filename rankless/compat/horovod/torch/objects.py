@@ -11,7 +11,7 @@ from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.broadcast import broadcast_
 from rankless.compat.horovod.torch.operations.handles import synchronize
 
-UNNAMED = "object"
+DEFAULT_NAME = "object"
 """Horovod names an object by its type. Ranks that pass None where the root passes something would wait for ever."""
 
 
@@ -19,30 +19,30 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """The root's object, on every rank. Other ranks may pass None. `root_rank` counts over the whole job."""
-    name = name or UNNAMED
+    name = name or DEFAULT_NAME
     is_root = context.current().world.rank == root_rank
-    content = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    content = _pickle(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([content.numel()])
     broadcast_(size, root_rank, f"{name}.sz", process_set)
     if not is_root:
         content = torch.empty(int(size), dtype=torch.uint8)
     broadcast_(content, root_rank, f"{name}.t", process_set)
-    return obj if is_root else _unpickled(content)
+    return obj if is_root else _unpickle(content)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object, in the order of ranks."""
-    name = name or UNNAMED
-    content = _pickled(obj)
+    name = name or DEFAULT_NAME
+    content = _pickle(obj)
     sizes_handle = allgather_async(torch.tensor([content.numel()]), f"{name}.sz", process_set)
     contents_handle = allgather_async(content, f"{name}.t", process_set)
     sizes = synchronize(sizes_handle).tolist()
-    return [_unpickled(part) for part in synchronize(contents_handle).split(sizes)]
+    return [_unpickle(part) for part in synchronize(contents_handle).split(sizes)]
 
 
-def _pickled(obj: Any) -> torch.Tensor:
+def _pickle(obj: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
 
 
-def _unpickled(content: torch.Tensor) -> Any:
+def _unpickle(content: torch.Tensor) -> Any:
     return cloudpickle.loads(content.numpy().tobytes())

@@ -1,8 +1,9 @@
 """`hvd.DistributedOptimizer`: the user's optimizer, whose step first combines the gradients of all ranks.
 
-Note [one class for each]: the result is of a class made for it, below the optimizer's own and with its name, so that
-`isinstance`, learning rate schedulers and printed forms are as before. It shares the optimizer's groups, state,
-defaults and hooks: a scheduler that was given the plain optimizer goes on working, and a loaded state is kept.
+Note [one class for each]: the result has a class made for it, a subclass of the optimizer's own class with the same
+name. So `isinstance`, learning rate schedulers and printed forms work as before. The result shares the optimizer's
+groups, state, defaults and hooks. So a scheduler made for the plain optimizer keeps working, and a loaded state is
+kept.
 """
 
 import contextlib
@@ -13,58 +14,58 @@ from typing import Any
 import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.torch.adasum_optimizer import DeltaReduction
+from rankless.compat.horovod.torch.adasum_optimizer import AdasumReduction
 from rankless.compat.horovod.torch.basics import size
 from rankless.compat.horovod.torch.builds import rocm_built
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.gradient_groups import Groups, check_groups, make_groups
 from rankless.compat.horovod.torch.gradients import GradientReduction, GradientRule
-from rankless.compat.horovod.torch.operations.reductions import Adasum, Average, combining
-from rankless.compat.horovod.torch.parameter_names import parameter_names
+from rankless.compat.horovod.torch.operations.reductions import Adasum, Average, make_reduction_rule
+from rankless.compat.horovod.torch.parameter_names import assign_parameter_names
 from rankless.config import environment
 
-NAME = "horovod.torch.optimizer"
-"""Where scripts expect the class to come from, and compare with."""
+MODULE_NAME = "horovod.torch.optimizer"
+"""The module that scripts expect in the class's `__module__`."""
 
-STEPPED_TWICE = (
+STEP_AFTER_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
     "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
-TOO_EARLY = (
+ZERO_GRAD_TOO_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
     "This is prohibited as it can cause a race condition."
 )
 
 
-class LossWeights(torch.optim.Optimizer):
-    """What both kinds of distributed optimizer have."""
+class DistributedOptimizerMixin(torch.optim.Optimizer):
+    """The methods that both kinds of distributed optimizer have."""
 
-    _plain: type[torch.optim.Optimizer]
-    """The optimizer's own class."""
+    _wrapped_class: type[torch.optim.Optimizer]
+    """The class of the user's optimizer."""
     _reduction: Any
 
     @property
     def backward_passes_per_step(self) -> int:
-        """After how many backward passes a gradient is complete."""
-        return self._reduction.passes.passes  # type: ignore[no-any-return]  # of two classes alike in this
+        """The number of backward passes after which a gradient is complete."""
+        return self._reduction.passes.passes  # type: ignore[no-any-return]  # both reductions have it
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Let a gradient be complete after so many backward passes."""
+        """Set the number of backward passes after which a gradient is complete."""
         self._reduction.passes.passes = passes
 
     def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
-        """As the plain optimizer. Raises AssertionError while gradients are being reduced."""
-        if self._reduction.passes.have_begun:
-            raise AssertionError(TOO_EARLY)
-        self._plain.zero_grad(self, *arguments, **keywords)
+        """Do as the plain optimizer. Raises AssertionError while gradients are being reduced."""
+        if self._reduction.passes.has_gradients:
+            raise AssertionError(ZERO_GRAD_TOO_EARLY)
+        self._wrapped_class.zero_grad(self, *arguments, **keywords)
 
     def load_state_dict(self, *arguments: Any, **keywords: Any) -> None:
-        """As the plain optimizer; gradients on their way are forgotten."""
+        """Do as the plain optimizer, and discard gradients that are being reduced."""
         self._reduction.restart()
         groups, state = self.param_groups, self.state
-        self._plain.load_state_dict(self, *arguments, **keywords)
-        # PyTorch makes new ones; the plain optimizer, and who holds it, keeps what was there.
+        self._wrapped_class.load_state_dict(self, *arguments, **keywords)
+        # PyTorch makes new groups and state. The plain optimizer, and its schedulers, keep the old objects.
         for old, new in zip(groups, self.param_groups, strict=True):
             if old is not new:
                 old.clear()
@@ -76,20 +77,20 @@ class LossWeights(torch.optim.Optimizer):
             self.state = state
 
 
-class Reducing(LossWeights):
-    """An optimizer that steps with the gradients of all ranks."""
+class AllreduceOptimizer(DistributedOptimizerMixin):
+    """An optimizer that steps with the combined gradients of all ranks."""
 
     _is_synchronized = False
     _synchronizes = True
 
     def synchronize(self) -> None:
-        """Wait until every gradient is reduced: to clip them, say, before `step` within `skip_synchronize`."""
+        """Wait until every gradient is reduced: for example to clip gradients before `step` in `skip_synchronize`."""
         self._reduction.synchronize()
         self._is_synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, `step` takes the gradients as they are."""
+        """Let `step` use the current gradients, for the duration of the block."""
         self._synchronizes = False
         try:
             yield
@@ -97,46 +98,46 @@ class Reducing(LossWeights):
             self._synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As the plain optimizer, with reduced gradients; those that the closure computes are reduced, too."""
+        """Do as the plain optimizer, with reduced gradients. Gradients that the closure computes are reduced, too."""
         if not self._synchronizes:
             self._is_synchronized = False
-            return self._plain.step(self, closure)
+            return self._wrapped_class.step(self, closure)
         if self._is_synchronized:
-            warnings.warn(STEPPED_TWICE, stacklevel=2)
+            warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=2)
 
-        def reduced() -> Any:
+        def evaluate() -> Any:
             loss = closure() if closure is not None else None
             self._reduction.synchronize()
             return loss
 
         if closure is None:
-            reduced()
+            evaluate()
         self._is_synchronized = False
-        return self._plain.step(self, None if closure is None else reduced)
+        return self._wrapped_class.step(self, None if closure is None else evaluate)
 
 
-class Summing(LossWeights):
+class AdasumOptimizer(DistributedOptimizerMixin):
     """An optimizer whose changes to the parameters are combined by Adasum."""
 
     def synchronize(self) -> None:
-        """Nothing: what is combined is known only after the step."""
+        """Do nothing: Adasum combines the changes after the step."""
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raises AssertionError: a step without combining is none."""
+        """Raise AssertionError: Adasum does not support it."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step alone, then combine the changes of all ranks."""
+        """Step on this rank alone, then combine the changes of all ranks."""
         loss = closure() if closure is not None else None
-        self._reduction.step(lambda: self._plain.step(self))
+        self._reduction.step(lambda: self._wrapped_class.step(self))
         return loss
 
 
-# PyTorch would wrap the steps in what runs an optimizer's hooks; the plain step inside them runs those already.
-vars(Reducing)["step"].hooked = True
-vars(Summing)["step"].hooked = True
+# Keep PyTorch from wrapping the steps with the optimizer's hooks: the plain step inside them already runs these.
+vars(AllreduceOptimizer)["step"].hooked = True
+vars(AdasumOptimizer)["step"].hooked = True
 
 
 def DistributedOptimizer(
@@ -151,12 +152,24 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer, with gradients combined over the ranks, each as soon as backward has computed it.
+    """Return the optimizer with gradients combined over the ranks, each as soon as backward has computed it.
 
-    Over `backward_passes_per_step` passes a gradient is summed. An Average is divided by `gradient_predivide_factor`
-    before the sum, and by the rest after it. `groups`: how many groups of gradients, or which, go together. Sparse
-    gradients are gathered, or reduced whole with `sparse_as_dense`. With op Adasum, what each rank's step changes is
-    combined. Outside the process set it is the plain optimizer.
+    Args:
+        optimizer: The user's optimizer. Outside the process set it is returned with plain behaviour.
+        named_parameters: Pairs of name and parameter, from `model.named_parameters()`. Default numbered names.
+        compression: How gradients are compressed for sending. Default `Compression.none`.
+        backward_passes_per_step: The number of backward passes whose gradients are summed. Default 1.
+        op: Average (default), Sum or Adasum. Adasum combines the changes that each rank's step makes.
+        gradient_predivide_factor: With Average, gradients are divided by this factor before the sum, and by the rest
+            of the number of ranks after it. Default 1.0.
+        num_groups: The older name of `groups`.
+        groups: The number of groups in which gradients are reduced together, or lists of their parameters.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones instead of gathered. Default False.
+        process_set: The ranks that combine their gradients. Default all.
+
+    Raises:
+        ValueError: Arguments exclude each other, `groups` is invalid, or names are not unique.
+        NotImplementedError: Adasum with a process set, or with a number of ranks that is not a power of 2.
     """
     if gradient_predivide_factor != 1.0:
         if rocm_built():
@@ -167,29 +180,49 @@ def DistributedOptimizer(
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     check_groups(groups)
-    names = parameter_names(optimizer, named_parameters)
-    takes_part = process_set.included() and (size() > 1 or environment.horovod_variables().get("ELASTIC") == "1")
-    reduced = {parameter: name for parameter, name in names.items() if takes_part and parameter.requires_grad}
+    names = assign_parameter_names(optimizer, named_parameters)
+    is_participating = process_set.included() and (size() > 1 or environment.horovod_variables().get("ELASTIC") == "1")
+    reduced_parameters = {
+        parameter: name for parameter, name in names.items() if is_participating and parameter.requires_grad
+    }
     if op == Adasum and size() > 1:
-        combining(op, 1.0, 1.0, process_set)
-        return _wrapped(optimizer, Summing, DeltaReduction(reduced, backward_passes_per_step, compression))
-    before, after = 1.0 / gradient_predivide_factor, gradient_predivide_factor
-    rule = GradientRule(combining(op, before, after, process_set), compression, sparse_as_dense)
-    made = make_groups(groups, reduced, process_set) if reduced else {}
-    return _wrapped(optimizer, Reducing, GradientReduction(reduced, backward_passes_per_step, rule, made))
+        make_reduction_rule(op, 1.0, 1.0, process_set)
+        return _make_distributed(
+            optimizer, AdasumOptimizer, AdasumReduction(reduced_parameters, backward_passes_per_step, compression)
+        )
+    prescale, postscale = 1.0 / gradient_predivide_factor, gradient_predivide_factor
+    rule = GradientRule(make_reduction_rule(op, prescale, postscale, process_set), compression, sparse_as_dense)
+    gradient_groups = make_groups(groups, reduced_parameters, process_set) if reduced_parameters else {}
+    return _make_distributed(
+        optimizer,
+        AllreduceOptimizer,
+        GradientReduction(reduced_parameters, backward_passes_per_step, rule, gradient_groups),
+    )
 
 
-DistributedOptimizer.__module__ = NAME
+DistributedOptimizer.__module__ = MODULE_NAME
 
 
-def _wrapped(
-    optimizer: torch.optim.Optimizer, kind: type[LossWeights], reduction: GradientReduction | DeltaReduction
+def _make_distributed(
+    optimizer: torch.optim.Optimizer,
+    kind: type[DistributedOptimizerMixin],
+    reduction: GradientReduction | AdasumReduction,
 ) -> torch.optim.Optimizer:
-    plain = type(optimizer)
-    members = {name: member for each in (LossWeights, kind) for name, member in vars(each).items() if name[:2] != "__"}
-    made = type(plain.__name__, (plain,), {**members, "_plain": plain, "__module__": NAME, "__doc__": plain.__doc__})
-    wrapped: torch.optim.Optimizer = object.__new__(made)
-    # A scheduler replaces an optimizer's `step` by one that counts: what the class has now goes before that.
+    """Return an optimizer of a new class, with the attributes of the given one."""
+    wrapped_class = type(optimizer)
+    members = {
+        name: member
+        for source in (DistributedOptimizerMixin, kind)
+        for name, member in vars(source).items()
+        if name[:2] != "__"
+    }
+    distributed_class = type(
+        wrapped_class.__name__,
+        (wrapped_class,),
+        {**members, "_wrapped_class": wrapped_class, "__module__": MODULE_NAME, "__doc__": wrapped_class.__doc__},
+    )
+    distributed: torch.optim.Optimizer = object.__new__(distributed_class)
+    # A scheduler replaces an optimizer's `step` by one that counts. The members of the new class take precedence.
     shared = {name: value for name, value in vars(optimizer).items() if name not in members}
-    vars(wrapped).update(shared, _reduction=reduction)
-    return wrapped
+    vars(distributed).update(shared, _reduction=reduction)
+    return distributed

@@ -17,16 +17,16 @@ from rankless.compat.horovod.torch.parameter_broadcast import broadcast_tensors
 
 
 @dataclass(frozen=True)
-class Room:
+class TensorPlaceholder:
     """Where a tensor of the root's state belongs, before its values have come."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    on_host: bool
+    on_cpu: bool
 
-    def tensor(self, parameter: torch.Tensor | None) -> torch.Tensor:
+    def allocate(self, parameter: torch.Tensor | None) -> torch.Tensor:
         """Without values yet, laid out like the parameter if it has its shape."""
-        device = torch.device("cpu") if self.on_host or parameter is None else parameter.device
+        device = torch.device("cpu") if self.on_cpu or parameter is None else parameter.device
         if parameter is not None and parameter.shape == torch.Size(self.shape):
             return torch.empty_like(parameter, dtype=self.dtype, device=device, requires_grad=False)
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -47,50 +47,50 @@ def broadcast_optimizer_state(
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     is_root = context.current().world.rank == root_rank
-    described = broadcast_object(_described(optimizer) if is_root else None, root_rank, "optimizer_state")
-    state = optimizer.state_dict()["state"] if is_root else _with_room(described["state"], parameters)
-    broadcast_tensors(list(_named(state)), root_rank)
+    description = broadcast_object(_describe_state(optimizer) if is_root else None, root_rank, "optimizer_state")
+    state = optimizer.state_dict()["state"] if is_root else _allocate_tensors(description["state"], parameters)
+    broadcast_tensors(list(_iterate_tensors(state)), root_rank)
     if not is_root:
-        _set_options(optimizer, described["options"])
+        _set_options(optimizer, description["options"])
         optimizer.state.clear()
         for key, value in state.items():
             optimizer.state[parameters[key] if isinstance(key, int) else key] = value
 
 
-def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state with `Room` for each tensor, and the options of each group."""
+def _describe_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state with `TensorPlaceholder` for each tensor, and the options of each group."""
     content = optimizer.state_dict()
     options = [{key: value for key, value in group.items() if key != "params"} for group in content["param_groups"]]
     sizes = [len(group["params"]) for group in content["param_groups"]]
-    return {"state": _emptied(content["state"]), "options": list(zip(sizes, options, strict=True))}
+    return {"state": _replace_tensors(content["state"]), "options": list(zip(sizes, options, strict=True))}
 
 
-def _emptied(value: Any) -> Any:
+def _replace_tensors(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Room(tuple(value.shape), value.dtype, value.device.type == "cpu")
+        return TensorPlaceholder(tuple(value.shape), value.dtype, value.device.type == "cpu")
     if isinstance(value, dict):
-        return {key: _emptied(item) for key, item in value.items()}
+        return {key: _replace_tensors(item) for key, item in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_emptied(item) for item in value)
+        return type(value)(_replace_tensors(item) for item in value)
     return value
 
 
-def _with_room(state: dict[Any, Any], parameters: list[torch.Tensor]) -> dict[Any, Any]:
-    """The root's state with a tensor without values for each `Room`."""
-    return {key: _roomy(value, parameters[key] if isinstance(key, int) else None) for key, value in state.items()}
+def _allocate_tensors(state: dict[Any, Any], parameters: list[torch.Tensor]) -> dict[Any, Any]:
+    """The root's state with a tensor without values for each `TensorPlaceholder`."""
+    return {key: _allocate(value, parameters[key] if isinstance(key, int) else None) for key, value in state.items()}
 
 
-def _roomy(value: Any, parameter: torch.Tensor | None) -> Any:
-    if isinstance(value, Room):
-        return value.tensor(parameter)
+def _allocate(value: Any, parameter: torch.Tensor | None) -> Any:
+    if isinstance(value, TensorPlaceholder):
+        return value.allocate(parameter)
     if isinstance(value, dict):
-        return {key: _roomy(item, parameter) for key, item in value.items()}
+        return {key: _allocate(item, parameter) for key, item in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_roomy(item, parameter) for item in value)
+        return type(value)(_allocate(item, parameter) for item in value)
     return value
 
 
-def _named(state: dict[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_tensors(state: dict[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the state, named `key.n`: the n-th of those under that key."""
     counts: dict[str, int] = {}
 
@@ -108,13 +108,13 @@ def _named(state: dict[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     yield from walk("state", state)
 
 
-def _set_options(optimizer: torch.optim.Optimizer, described: list[tuple[int, dict[str, Any]]]) -> None:
+def _set_options(optimizer: torch.optim.Optimizer, description: list[tuple[int, dict[str, Any]]]) -> None:
     """Set each group's options in place: schedulers and a wrapped optimizer hold the same groups."""
-    found = [len(group["params"]) for group in optimizer.param_groups]
-    if found != [size for size, _ in described]:
+    group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if group_sizes != [size for size, _ in description]:
         raise ValueError(
-            f"The root's optimizer has groups of {[size for size, _ in described]} parameters, this rank's of {found}. "
-            "Build the same optimizer on every rank."
+            f"The root's optimizer has groups of {[size for size, _ in description]} parameters, "
+            f"this rank's of {group_sizes}. Build the same optimizer on every rank."
         )
-    for group, (_, options) in zip(optimizer.param_groups, described, strict=True):
+    for group, (_, options) in zip(optimizer.param_groups, description, strict=True):
         group.update(options)

@@ -36,9 +36,9 @@ def broadcast_tensors(
     started = []
     for name, tensor in named:
         values = tensor.detach()
-        row = values.contiguous()
-        started.append((broadcast_async_(row, root_rank, name, process_set), row, values))
-    for handle, row, values in started:
+        buffer = values.contiguous()
+        started.append((broadcast_async_(buffer, root_rank, name, process_set), buffer, values))
+    for handle, buffer, values in started:
         synchronize(handle)
-        if row is not values:
-            values.copy_(row)
+        if buffer is not values:
+            values.copy_(buffer)

@@ -11,7 +11,7 @@ NOT_PAIRS = (
 )
 
 
-def parameter_names(
+def assign_parameter_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None
 ) -> dict[torch.Tensor, str]:
     """The name of each parameter of the optimizer, in its order: those given, or made of group and place.
@@ -20,8 +20,8 @@ def parameter_names(
     """
     if named_parameters is None:
         return {
-            parameter: f"allreduce.noname.{place}.{index}"
-            for place, group in enumerate(optimizer.param_groups)
+            parameter: f"allreduce.noname.{group_index}.{index}"
+            for group_index, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         }
     pairs = list(named_parameters)

@@ -21,9 +21,9 @@ class DistributedSampler(RanklessSampler):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        place = _rank() if rank is None else rank
-        count = size() if num_replicas is None else num_replicas
-        super().__init__(dataset, count, place, shuffle, seed, drop_last, padding=not drop_last)
+        replica_rank = _rank() if rank is None else rank
+        replica_count = size() if num_replicas is None else num_replicas
+        super().__init__(dataset, replica_count, replica_rank, shuffle, seed, drop_last, padding=not drop_last)
 
 
 _rank = rank

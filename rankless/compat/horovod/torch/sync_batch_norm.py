@@ -15,9 +15,9 @@ from rankless.compat.horovod.engine.requests import Reduction
 from rankless.compat.horovod.torch.basics import size
 from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.allreduce import start
-from rankless.compat.horovod.torch.operations.differentiable import applied
+from rankless.compat.horovod.torch.operations.differentiable import apply_function
 from rankless.compat.horovod.torch.operations.handles import synchronize
-from rankless.compat.horovod.torch.operations.reductions import combining
+from rankless.compat.horovod.torch.operations.reductions import make_reduction_rule
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -48,17 +48,19 @@ class SyncBatchNorm(_BatchNorm):
             return functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        factor = self._next_factor() if self.training and tracked else 0.0
+        factor = self._advance_momentum() if self.training and tracked else 0.0
         if size() == 1:
             mean, variance = (self.running_mean, self.running_var) if factor else (None, None)
             return functional.batch_norm(input, mean, variance, self.weight, self.bias, True, factor, self.eps)
-        results: tuple[torch.Tensor, ...] = applied(Normalized, input, self.weight, self.bias, self.eps)
+        results: tuple[torch.Tensor, ...] = apply_function(
+            SyncBatchNormFunction, input, self.weight, self.bias, self.eps
+        )
         output, mean, variance, count = results
         if self.training and tracked:
-            self._track(mean, variance * (count / (count - 1)), factor)
+            self._update_running_statistics(mean, variance * (count / (count - 1)), factor)
         return output
 
-    def _next_factor(self) -> float:
+    def _advance_momentum(self) -> float:
         """How much this batch counts in the running statistics."""
         batches = self.num_batches_tracked
         if batches is not None:
@@ -68,13 +70,13 @@ class SyncBatchNorm(_BatchNorm):
         return self.momentum or 0.0
 
     @torch.no_grad()
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor, factor: float) -> None:
+    def _update_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor, factor: float) -> None:
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):
             if running is not None:
                 running.mul_(1 - factor).add_(new.to(running.dtype), alpha=factor)
 
 
-class Normalized(torch.autograd.Function):
+class SyncBatchNormFunction(torch.autograd.Function):
     """The normalized input, and the whole batch's mean, variance and number of values for each channel."""
 
     @staticmethod
@@ -82,60 +84,75 @@ class Normalized(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Statistics are merged over the ranks."""
-        values = input.to(_precise(input.dtype))
-        mean, variance, count = _whole_statistics(values)
+        values = input.to(_get_accumulation_dtype(input.dtype))
+        mean, variance, count = _compute_global_statistics(values)
         if int(count) <= 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         inverse = (variance + eps).rsqrt()
-        normal = (values - _along(mean, values)) * _along(inverse, values)
-        output = normal if weight is None else normal * _along(weight, values)
-        output = output if bias is None else output + _along(bias, values)
-        ctx.save_for_backward(normal, weight, inverse, count)
+        normalized = (values - _expand_channels(mean, values)) * _expand_channels(inverse, values)
+        output = normalized if weight is None else normalized * _expand_channels(weight, values)
+        output = output if bias is None else output + _expand_channels(bias, values)
+        ctx.save_for_backward(normalized, weight, inverse, count)
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         """The gradient of all ranks' losses with respect to this rank's input; this rank's part of the weight's."""
-        normal, weight, inverse, count = ctx.saved_tensors
-        precise = gradient.to(normal.dtype)
-        dims = _all_but_channels(normal)
-        sums = torch.stack([precise.sum(dims), (precise * normal).sum(dims)])
-        of_bias, of_weight = sums.to(gradient.dtype if weight is None else weight.dtype)
-        whole = sums.to(torch.float64, copy=True)
-        rule = combining(Reduction.SUM, 1.0, 1.0, global_process_set)
-        mean, mean_normal = synchronize(start(whole, whole, "sync_batch_norm.gradients", rule)) / count
+        normalized, weight, inverse, count = ctx.saved_tensors
+        gradient_values = gradient.to(normalized.dtype)
+        dims = _get_reduction_dims(normalized)
+        sums = torch.stack([gradient_values.sum(dims), (gradient_values * normalized).sum(dims)])
+        bias_gradient, weight_gradient = sums.to(gradient.dtype if weight is None else weight.dtype)
+        global_sums = sums.to(torch.float64, copy=True)
+        rule = make_reduction_rule(Reduction.SUM, 1.0, 1.0, global_process_set)
+        mean, mean_normal = synchronize(start(global_sums, global_sums, "sync_batch_norm.gradients", rule)) / count
         scale = inverse if weight is None else inverse * weight
-        centred = precise - _along(mean, precise) - normal * _along(mean_normal, precise)
-        of_input = (centred * _along(scale, precise)).to(gradient.dtype)
-        return of_input, None if weight is None else of_weight, of_bias if ctx.needs_input_grad[2] else None, None
+        centred = (
+            gradient_values
+            - _expand_channels(mean, gradient_values)
+            - normalized * _expand_channels(mean_normal, gradient_values)
+        )
+        input_gradient = (centred * _expand_channels(scale, gradient_values)).to(gradient.dtype)
+        return (
+            input_gradient,
+            None if weight is None else weight_gradient,
+            bias_gradient if ctx.needs_input_grad[2] else None,
+            None,
+        )
 
 
-def _whole_statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _compute_global_statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean and variance of each channel over all ranks' values, in float64, and their number."""
-    dims, channels = _all_but_channels(values), values.shape[1]
+    dims, channels = _get_reduction_dims(values), values.shape[1]
     count = values.numel() // max(channels, 1)
     if count:
         variance, mean = torch.var_mean(values, dims, correction=0)
     else:
         variance = mean = values.new_zeros(channels)
-    row = torch.cat([values.new_full((1,), count, dtype=torch.float64), mean.double(), variance.double() * count])
-    rows = synchronize(allgather_async(row.unsqueeze(0), "sync_batch_norm.statistics"))
-    counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
-    whole_count = counts.sum()
-    whole_mean = (means * counts).sum(0) / whole_count
-    whole_squares = (squares + counts * (means - whole_mean) ** 2).sum(0)
-    return whole_mean, whole_squares / whole_count, whole_count
+    statistics = torch.cat(
+        [values.new_full((1,), count, dtype=torch.float64), mean.double(), variance.double() * count]
+    )
+    all_statistics = synchronize(allgather_async(statistics.unsqueeze(0), "sync_batch_norm.statistics"))
+    counts, means, squares = (
+        all_statistics[:, :1],
+        all_statistics[:, 1 : 1 + channels],
+        all_statistics[:, 1 + channels :],
+    )
+    global_count = counts.sum()
+    global_mean = (means * counts).sum(0) / global_count
+    global_squares = (squares + counts * (means - global_mean) ** 2).sum(0)
+    return global_mean, global_squares / global_count, global_count
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def _get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _all_but_channels(values: torch.Tensor) -> list[int]:
+def _get_reduction_dims(values: torch.Tensor) -> list[int]:
     return [dim for dim in range(values.dim()) if dim != 1]
 
 
-def _along(of_channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _expand_channels(channel_values: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """One number for each channel, in the values' shape and dtype."""
-    return of_channels.to(values.dtype).view(1, -1, *[1] * (values.dim() - 2))
+    return channel_values.to(values.dtype).view(1, -1, *[1] * (values.dim() - 2))

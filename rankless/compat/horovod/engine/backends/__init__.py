@@ -1,5 +1,5 @@
-"""What moves the values of operations that are executed: memory that the ranks of a host share, or a group of torch's.
+"""Backends that move the values of executed operations: memory shared by the ranks of a host, or torch process groups.
 
-Enters: tensors of a batch, on every rank of a process set at the same place in the order. Leaves: the combined ones.
-`execution` chooses the plane.
+Enters: the tensors of a batch, on every rank of a process set in the same order. Leaves: the combined tensors.
+`engine.execution` chooses the backend.
 """

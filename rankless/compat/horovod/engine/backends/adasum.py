@@ -1,7 +1,7 @@
-"""Adaptive summation of gradients: two that point the same way are averaged, two at right angles are added.
+"""Adaptive summation of gradients: parallel gradients are averaged, orthogonal gradients are added.
 
-After S. Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020): ranks are combined in pairs, then
-pairs of pairs, each tensor for itself.
+Source: S. Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020). Ranks are combined in pairs,
+then pairs of pairs, separately for each tensor.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,10 @@ import torch
 
 
 def adasum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The adaptive sum of one tensor's values on all ranks, whose number is a power of 2; products in float64."""
+    """Return the adaptive sum of one tensor's values on all ranks, with products in float64.
+
+    The number of ranks is a power of 2.
+    """
     if len(tensors) == 1:
         return tensors[0]
     middle = len(tensors) // 2

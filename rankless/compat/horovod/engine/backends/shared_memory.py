@@ -1,15 +1,15 @@
-"""Reducing in memory that the ranks of one host share.
+"""Allreduce in memory that the ranks of one host share.
 
-Note [two shots]: every rank copies a piece of its values into its own slot; when all have, each reduces its share of
-the piece over all slots, in the order of ranks, and leaves it in its slot; when all have, each takes all shares. Slots
-have two halves, used by turns: who writes into a half again has waited for a later piece of everybody, and everybody
-had taken what was in it before.
+Note [two shots]: every rank copies a chunk of its values into its own slot. When all have done so, each rank reduces
+its share of the chunk over all slots, in rank order, and writes the result into its own slot. When all have done so,
+each rank copies all shares out. A slot has two halves, which chunks use in turn. Before a rank writes into a half
+again, it has waited for a later chunk of every rank, so every rank has copied the earlier chunk out.
 
-Note [across hosts]: where all hosts have equally many ranks, their first ranks own the same share of a piece, their
-second ranks the next, and so on. Once shares are reduced here, the owners of the same share combine theirs: a host
-sends as much as if it had one rank, and all its ranks send a part of it. Horovod calls it hierarchical, or a torus.
+Note [across hosts]: where all hosts have equally many ranks, the ranks with the same local index own the same share of
+a chunk. After the reduction within the hosts, the owners of the same share combine theirs. A host sends as much as if
+it had one rank, and all its ranks send a part of it. Horovod calls this hierarchical, or torus.
 
-Stores of one core are seen by the others in their order on x86 only, so other machines use a group.
+Other cores see the stores of one core in order on x86 only, so other machines use a process group.
 """
 
 import mmap
@@ -25,47 +25,54 @@ import torch
 
 from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.shared_memory import create_shared_file
-from rankless.compat.horovod.common.exceptions import HorovodInternalError
-from rankless.compat.horovod.engine.backends.process_group import GroupPlane
-from rankless.compat.horovod.engine.backends.store_exchange import awaited
-from rankless.compat.horovod.engine.scaling import Reducing
+from rankless.compat.horovod.engine.backends.process_group import ProcessGroupBackend
+from rankless.compat.horovod.engine.backends.store_exchange import wait_for_key
+from rankless.compat.horovod.engine.scaling import ScaledReduction
+from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.errors import CollectiveError
 
 HALF_BYTES = 2 << 20
 COUNTER_BYTES = 64
-SPINS = 200
-LOOK_SECONDS = 0.05
-NAP_SECONDS = 0.00005
-LONGEST_NAP_SECONDS = 0.001
+SPIN_COUNT = 200
+CHECK_SECONDS = 0.05
+MIN_SLEEP_SECONDS = 0.00005
+MAX_SLEEP_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Where ranks of one host put their values: a mapped file, the ranks in the order of places, and this one's."""
+class SharedSlots:
+    """The slots of a host's ranks in a mapped file, and this rank's index among `ranks`."""
 
     memory: mmap.mmap
     ranks: Sequence[int]
-    place: int
+    index: int
 
 
-class SharedMemoryPlane:
-    """Allreduce for the ranks of one host, or of several hosts if `across` combines one rank's of each.
+class SharedMemoryBackend:
+    """Allreduce for the ranks of one host, or of several hosts.
 
-    `check` raises if a peer is gone; it is called while waiting. Who does not come in time, once all have submitted, is
-    stopped: `HorovodInternalError` names its rank.
+    With several hosts, `cross_host` connects the ranks that have the same local index.
+
+    Calls `check` while waiting, which raises if a peer is gone. Raises `HorovodInternalError` with the missing rank if
+    a rank does not take part within the timeout after all have submitted.
     """
 
     def __init__(
-        self, slots: Slots, *, check: Callable[[], None], timeout_seconds: float, across: GroupPlane | None = None
+        self,
+        slots: SharedSlots,
+        *,
+        check: Callable[[], None],
+        timeout_seconds: float,
+        cross_host: ProcessGroupBackend | None = None,
     ) -> None:
-        self._ranks, self._place, self._size, self._check = slots.ranks, slots.place, len(slots.ranks), check
-        self._across = across
+        self._ranks, self._index, self._size, self._check = slots.ranks, slots.index, len(slots.ranks), check
+        self._cross_host = cross_host
         self._timeout_seconds = timeout_seconds
         self._memory = slots.memory
-        self._words = memoryview(slots.memory).cast("Q")
+        self._counters = memoryview(slots.memory).cast("Q")
         start = self._size * COUNTER_BYTES
         self._halves = [
-            [_bytes_at(slots.memory, start + (2 * rank + half) * HALF_BYTES) for half in range(2)]
+            [_view_half(slots.memory, start + (2 * rank + half) * HALF_BYTES) for half in range(2)]
             for rank in range(self._size)
         ]
         self._phase = 0
@@ -73,113 +80,121 @@ class SharedMemoryPlane:
 
     @property
     def activity(self) -> str:
-        """What it is called in a timeline."""
-        return "SHARED_MEMORY_ALLREDUCE" if self._across is None else "HIERARCHICAL_ALLREDUCE"
+        """The backend's name in a timeline."""
+        return "SHARED_MEMORY_ALLREDUCE" if self._cross_host is None else "HIERARCHICAL_ALLREDUCE"
 
-    def allreduce(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor], reducing: Reducing) -> None:
-        """Combine the given tensors of all ranks into those to be taken; all are contiguous and of one type."""
-        most = HALF_BYTES // given[0].element_size()
-        for sources, targets in zip(_pieces(given, most), _pieces(taken, most), strict=True):
-            self._reduce(sources, targets, reducing)
+    def allreduce(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], reduction: ScaledReduction
+    ) -> None:
+        """Combine the inputs of all ranks into the outputs. All are contiguous and have the same dtype."""
+        max_count = HALF_BYTES // inputs[0].element_size()
+        for sources, targets in zip(
+            _split_into_chunks(inputs, max_count), _split_into_chunks(outputs, max_count), strict=True
+        ):
+            self._reduce(sources, targets, reduction)
 
-    def _reduce(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], reducing: Reducing) -> None:
+    def _reduce(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], reduction: ScaledReduction
+    ) -> None:
         count, dtype = sum(map(len, sources)), sources[0].dtype
         width = count * sources[0].element_size()
         slots = [halves[self._half][:width].view(dtype) for halves in self._halves]
-        _copy(sources, list(slots[self._place].split([len(one) for one in sources])))
-        reducing.before(slots[self._place])
-        self._meet()
-        shares = _shares(count, self._size)
-        start, end = shares[self._place]
+        _copy(sources, list(slots[self._index].split([len(one) for one in sources])))
+        reduction.apply_prescale(slots[self._index])
+        self._barrier()
+        shares = _split_evenly(count, self._size)
+        start, end = shares[self._index]
         if end > start:
-            total = reducing.combine(slots[0][start:end], slots[1][start:end])
+            total = reduction.combine(slots[0][start:end], slots[1][start:end])
             for slot in slots[2:]:
-                reducing.combine(total, slot[start:end], out=total)
-            if self._across is not None:
-                self._across.allreduce(total, reducing.reduction)
-            slots[self._place][start:end] = reducing.after(total)
-        self._meet()
+                reduction.combine(total, slot[start:end], out=total)
+            if self._cross_host is not None:
+                self._cross_host.allreduce(total, reduction.reduction)
+            slots[self._index][start:end] = reduction.finish(total)
+        self._barrier()
         for owner, (start, end) in enumerate(shares):
-            _take(slots[owner], start, end, targets)
+            _copy_share(slots[owner], start, end, targets)
         self._half = 1 - self._half
 
-    def _meet(self) -> None:
-        """Wait until all ranks have come here."""
+    def _barrier(self) -> None:
+        """Wait until all ranks have called this."""
         self._phase += 1
-        words, phase = self._words, self._phase
+        counters, phase = self._counters, self._phase
         step = COUNTER_BYTES // 8
-        words[self._place * step] = phase
-        waiting = [rank * step for rank in range(self._size) if rank != self._place]
-        spins, looked, start, nap = 0, 0.0, 0.0, NAP_SECONDS
-        while any(words[at] < phase for at in waiting):
+        counters[self._index * step] = phase
+        waiting = [rank * step for rank in range(self._size) if rank != self._index]
+        spins, last_check, start, sleep_seconds = 0, 0.0, 0.0, MIN_SLEEP_SECONDS
+        while any(counters[offset] < phase for offset in waiting):
             spins += 1
-            if spins <= SPINS:
+            if spins <= SPIN_COUNT:
                 time.sleep(0)
                 continue
-            time.sleep(nap)
-            nap = min(nap * 1.2, LONGEST_NAP_SECONDS)
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(sleep_seconds * 1.2, MAX_SLEEP_SECONDS)
             now = time.monotonic()
-            looked, start = looked or now, start or now
-            if now - looked > LOOK_SECONDS:
-                looked = now
+            last_check, start = last_check or now, start or now
+            if now - last_check > CHECK_SECONDS:
+                last_check = now
                 self._check()
-            if now - start > self._timeout_seconds and (late := [at // step for at in waiting if words[at] < phase]):
+            if now - start > self._timeout_seconds and (
+                late := [offset // step for offset in waiting if counters[offset] < phase]
+            ):
                 error = CollectiveError(
-                    expected="all ranks of the process set to come to a reduction that all have submitted",
-                    found=f"no sign of {format_ranks([self._ranks[place] for place in late])} "
-                    f"for {self._timeout_seconds:g} s",
-                    fix="see whether its process is stopped or starved; HOROVOD_GLOO_TIMEOUT_SECONDS waits longer",
+                    expected="all ranks of the process set to take part in a reduction that all have submitted",
+                    found=f"{format_ranks([self._ranks[index] for index in late])} did not take part "
+                    f"within {self._timeout_seconds:g} s",
+                    fix="see if its process is stopped or starved; HOROVOD_GLOO_TIMEOUT_SECONDS sets a longer wait",
                 )
                 raise HorovodInternalError(str(error))
 
 
 def open_slots(
-    store: Any, *, ranks: Sequence[int], place: int, check: Callable[[], None], timeout_seconds: float
-) -> Slots | None:
-    """The slots of these ranks of one host, which open them at the same store; None if there is no such memory.
+    store: Any, *, ranks: Sequence[int], index: int, check: Callable[[], None], timeout_seconds: float
+) -> SharedSlots | None:
+    """Map the slots of these ranks of one host, which open them at the same store. Returns None without such memory.
 
-    Raises HorovodInternalError if the first does not come in time, or is gone.
+    Raises HorovodInternalError if the first rank does not create the file within the timeout, or is gone.
     """
     size = len(ranks)
     count = size * (COUNTER_BYTES + 2 * HALF_BYTES)
-    if place == 0:
+    if index == 0:
         store.set("memory", create_shared_file(count))
-    path = awaited(store, "memory", check=check, timeout_seconds=timeout_seconds).decode()
+    path = wait_for_key(store, "memory", check=check, timeout_seconds=timeout_seconds).decode()
     if not path:
         return None
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), count)
-    if store.add("opened", 1) == size:  # all have it now; its name may go
+    if store.add("opened", 1) == size:  # all ranks have mapped the file: its name is no longer needed
         with suppress(OSError):
             os.unlink(path)
-    return Slots(memory, ranks, place)
+    return SharedSlots(memory, ranks, index)
 
 
-def is_ordered_here() -> bool:
-    """Whether this machine's cores see each other's stores in order."""
+def has_ordered_stores() -> bool:
+    """Whether the cores of this machine see each other's stores in order."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
-def _bytes_at(memory: mmap.mmap, start: int) -> torch.Tensor:
+def _view_half(memory: mmap.mmap, start: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=HALF_BYTES, offset=start)
 
 
-def _pieces(tensors: Sequence[torch.Tensor], most: int) -> list[list[torch.Tensor]]:
-    """The tensors, flat, cut into pieces of at most so many values."""
-    pieces: list[list[torch.Tensor]] = [[]]
-    room = most
+def _split_into_chunks(tensors: Sequence[torch.Tensor], max_count: int) -> list[list[torch.Tensor]]:
+    """Flatten the tensors, and divide them into chunks of at most `max_count` values."""
+    chunks: list[list[torch.Tensor]] = [[]]
+    room = max_count
     for tensor in (one.detach().reshape(-1) for one in tensors):
         while len(tensor):
             if not room:
-                pieces.append([])
-                room = most
-            pieces[-1].append(tensor[:room])
-            tensor = tensor[len(pieces[-1][-1]) :]
-            room -= len(pieces[-1][-1])
-    return pieces
+                chunks.append([])
+                room = max_count
+            chunks[-1].append(tensor[:room])
+            tensor = tensor[len(chunks[-1][-1]) :]
+            room -= len(chunks[-1][-1])
+    return chunks
 
 
-def _shares(count: int, size: int) -> list[tuple[int, int]]:
+def _split_evenly(count: int, size: int) -> list[tuple[int, int]]:
     return [(count * rank // size, count * (rank + 1) // size) for rank in range(size)]
 
 
@@ -190,14 +205,14 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def _take(slot: torch.Tensor, start: int, end: int, piece: Sequence[torch.Tensor]) -> None:
-    """Copy one rank's share out of its slot, into the parts of the tensors that it covers."""
-    sources, targets, at = [], [], 0
-    for tensor in piece:
-        first, last = max(start, at), min(end, at + len(tensor))
+def _copy_share(slot: torch.Tensor, start: int, end: int, chunk: Sequence[torch.Tensor]) -> None:
+    """Copy one rank's share from its slot to the tensors of a chunk."""
+    sources, targets, offset = [], [], 0
+    for tensor in chunk:
+        first, last = max(start, offset), min(end, offset + len(tensor))
         if first < last:
             sources.append(slot[first:last])
-            targets.append(tensor[first - at : last - at])
-        at += len(tensor)
+            targets.append(tensor[first - offset : last - offset])
+        offset += len(tensor)
     if sources:
         _copy(sources, targets)

@@ -39,7 +39,7 @@ class StateHandler:
         self.save()
 
 
-class _ByStateDict(StateHandler):
+class _StateDictHandler(StateHandler):
     """For what has `state_dict` and `load_state_dict`."""
 
     def __init__(self, value: Any) -> None:
@@ -56,35 +56,35 @@ class _ByStateDict(StateHandler):
 
     def sync(self) -> None:
         """Give all ranks rank 0's, and keep that: a failure before the next commit comes back to it."""
-        self.send()
+        self.broadcast()
         self.save()
 
-    def send(self) -> None:
+    def broadcast(self) -> None:
         """Give all ranks rank 0's."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
-class ModelStateHandler(_ByStateDict):
+class ModelStateHandler(_StateDictHandler):
     """A model."""
 
-    def send(self) -> None:
+    def broadcast(self) -> None:
         """Tensor by tensor."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
-class OptimizerStateHandler(_ByStateDict):
+class OptimizerStateHandler(_StateDictHandler):
     """An optimizer."""
 
-    def send(self) -> None:
+    def broadcast(self) -> None:
         """Tensor by tensor."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
-class LRSchedulerStateHandler(_ByStateDict):
+class LRSchedulerStateHandler(_StateDictHandler):
     """A scheduler of learning rates."""
 
 
-class SamplerStateHandler(_ByStateDict):
+class SamplerStateHandler(_StateDictHandler):
     """An `ElasticSampler`."""
 
 
@@ -99,12 +99,12 @@ class TorchState(ObjectState):
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
-        handlers = {name: handler for name, value in values.items() if (handler := _handler_of(value)) is not None}
+        handlers = {name: handler for name, value in values.items() if (handler := _make_handler(value)) is not None}
         self._handlers: dict[str, StateHandler] = handlers
         for name, handler in handlers.items():
             object.__setattr__(self, name, handler.value)
-        plain = {name: value for name, value in values.items() if name not in handlers}
-        super().__init__(bcast_object=broadcast_object, get_rank=_rank, **plain)
+        plain_values = {name: value for name, value in values.items() if name not in handlers}
+        super().__init__(bcast_object=broadcast_object, get_rank=_rank, **plain_values)
 
     def save(self) -> None:
         """Keep all values of now."""
@@ -155,9 +155,9 @@ _handler_registry: list[tuple[type, type[StateHandler]]] = [
 ]
 
 
-def _handler_of(value: Any) -> StateHandler | None:
-    kinds = (handler for kind, handler in _handler_registry if isinstance(value, kind))
-    found = next(kinds, None)
+def _make_handler(value: Any) -> StateHandler | None:
+    handler_classes = (handler for kind, handler in _handler_registry if isinstance(value, kind))
+    found = next(handler_classes, None)
     return None if found is None else found(value)
 
 

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.engine.requests import Kind, Reduction
+from rankless.compat.horovod.engine.requests import OperationKind, Reduction
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce, GroupedAllreduce
-from rankless.compat.horovod.torch.operations.checks import sendable, takes_tensors
-from rankless.compat.horovod.torch.operations.differentiable import applied
+from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_tensor
+from rankless.compat.horovod.torch.operations.differentiable import apply_function
 from rankless.compat.horovod.torch.operations.handles import submit, submit_group, synchronize
-from rankless.compat.horovod.torch.operations.reductions import combining
+from rankless.compat.horovod.torch.operations.reductions import make_reduction_rule
 
 
-@takes_tensors
+@require_tensors
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -23,30 +23,32 @@ def allgather(
     Its gradient is averaged over the ranks, then each rank takes its own rows. Raises IndexError for a tensor of 0
     dimensions.
     """
-    result: torch.Tensor = applied(Allgather, tensor, name, process_set)
+    result: torch.Tensor = apply_function(Allgather, tensor, name, process_set)
     return result
 
 
-@takes_tensors
+@require_tensors
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """A handle: `synchronize` gives all ranks' tensors, joined in the order of ranks."""
-    return submit(Kind.ALLGATHER, name, process_set, tensor=sendable(tensor))
+    return submit(OperationKind.ALLGATHER, name, process_set, tensor=validate_tensor(tensor))
 
 
-@takes_tensors
+@require_tensors
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """For each tensor, all ranks' joined in the order of ranks, all at once; gradients flow through."""
-    return list(applied(GroupedAllgather, name, process_set, *tensors))
+    return list(apply_function(GroupedAllgather, name, process_set, *tensors))
 
 
-@takes_tensors
+@require_tensors
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """A handle: `synchronize` gives, for each tensor, all ranks' joined in the order of ranks."""
-    return submit_group(Kind.ALLGATHER, name, process_set, [{"tensor": sendable(tensor)} for tensor in tensors])
+    return submit_group(
+        OperationKind.ALLGATHER, name, process_set, [{"tensor": validate_tensor(tensor)} for tensor in tensors]
+    )
 
 
 class Allgather(torch.autograd.Function):
@@ -62,10 +64,10 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """The averaged gradient of this rank's rows."""
-        rule = combining(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
-        averaged = applied(Allreduce, gradient.contiguous(), None, rule)
-        (start,) = _starts([ctx.rows], ctx.process_set)
-        return averaged.narrow(0, start, ctx.rows), None, None
+        rule = make_reduction_rule(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
+        averaged = apply_function(Allreduce, gradient.contiguous(), None, rule)
+        (offset,) = _compute_row_offsets([ctx.rows], ctx.process_set)
+        return averaged.narrow(0, offset, ctx.rows), None, None
 
 
 class GroupedAllgather(torch.autograd.Function):
@@ -82,15 +84,15 @@ class GroupedAllgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The averaged gradients of this rank's rows."""
-        rule = combining(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
-        averaged = applied(GroupedAllreduce, None, rule, *(gradient.contiguous() for gradient in gradients))
-        starts = _starts(ctx.rows, ctx.process_set)
-        parts = zip(averaged, starts, ctx.rows, strict=True)
-        return (None, None, *(whole.narrow(0, start, rows) for whole, start, rows in parts))
+        rule = make_reduction_rule(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
+        averaged = apply_function(GroupedAllreduce, None, rule, *(gradient.contiguous() for gradient in gradients))
+        offsets = _compute_row_offsets(ctx.rows, ctx.process_set)
+        parts = zip(averaged, offsets, ctx.rows, strict=True)
+        return (None, None, *(whole.narrow(0, offset, rows) for whole, offset, rows in parts))
 
 
-def _starts(rows: list[int], process_set: ProcessSet) -> list[int]:
+def _compute_row_offsets(rows: list[int], process_set: ProcessSet) -> list[int]:
     """Where this rank's rows begin in each of the joined tensors."""
     counts = synchronize(allgather_async(torch.tensor([rows]), None, process_set))
-    starts: list[int] = counts[: process_set.rank()].sum(0).tolist()
-    return starts
+    offsets: list[int] = counts[: process_set.rank()].sum(0).tolist()
+    return offsets

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.engine.requests import Kind
-from rankless.compat.horovod.torch.operations.checks import sendable, splits_of, takes_tensors
-from rankless.compat.horovod.torch.operations.differentiable import applied
+from rankless.compat.horovod.engine.requests import OperationKind
+from rankless.compat.horovod.torch.operations.checks import require_tensors, resolve_splits, validate_tensor
+from rankless.compat.horovod.torch.operations.differentiable import apply_function
 from rankless.compat.horovod.torch.operations.handles import submit, synchronize
 
 Splits = torch.Tensor | Sequence[int]
 
 
-@takes_tensors
+@require_tensors
 def alltoall(
     tensor: torch.Tensor,
     splits: Splits | None = None,
@@ -26,11 +26,11 @@ def alltoall(
     `splits` says how many rows go to each rank: 32-bit integers; evenly if left away. If given, how many came from each
     rank is returned too.
     """
-    output, received = applied(Alltoall, tensor, splits, name, process_set)
-    return output if splits is None else (output, _beside(splits, received))
+    output, received = apply_function(Alltoall, tensor, splits, name, process_set)
+    return output if splits is None else (output, _match_device(splits, received))
 
 
-@takes_tensors
+@require_tensors
 def alltoall_async(
     tensor: torch.Tensor,
     splits: Splits | None = None,
@@ -38,12 +38,12 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """A handle: `synchronize` gives the rows that this rank gets, and how many came from each rank."""
-    counts = splits_of(tensor, splits, process_set.size() or 1)
-    rows = sendable(tensor).narrow(0, 0, sum(counts))
-    return submit(Kind.ALLTOALL, name, process_set, tensor=rows, splits=counts)
+    counts = resolve_splits(tensor, splits, process_set.size() or 1)
+    rows = validate_tensor(tensor).narrow(0, 0, sum(counts))
+    return submit(OperationKind.ALLTOALL, name, process_set, tensor=rows, splits=counts)
 
 
-def _beside(splits: Splits, received: torch.Tensor) -> torch.Tensor:
+def _match_device(splits: Splits, received: torch.Tensor) -> torch.Tensor:
     return received.to(splits.device) if isinstance(splits, torch.Tensor) else received
 
 
@@ -63,7 +63,7 @@ class Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
         """The gradients of this rank's rows, from wherever they went; zero for rows that went nowhere."""
-        sent, _ = applied(Alltoall, gradient.contiguous(), ctx.received, None, ctx.process_set)
+        sent, _ = apply_function(Alltoall, gradient.contiguous(), ctx.received, None, ctx.process_set)
         kept = ctx.rows - sent.shape[0]
         if kept:
             sent = torch.cat([sent, sent.new_zeros(kept, *sent.shape[1:])])

@@ -6,15 +6,15 @@ import torch
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.engine.requests import Kind, Reduction
+from rankless.compat.horovod.engine.requests import OperationKind, Reduction
 from rankless.compat.horovod.torch.operations.allreduce import Allreduce
-from rankless.compat.horovod.torch.operations.checks import root_in, sendable, takes_tensors
-from rankless.compat.horovod.torch.operations.differentiable import applied
+from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_root_rank, validate_tensor
+from rankless.compat.horovod.torch.operations.differentiable import apply_function
 from rankless.compat.horovod.torch.operations.handles import submit, synchronize
-from rankless.compat.horovod.torch.operations.reductions import combining
+from rankless.compat.horovod.torch.operations.reductions import make_reduction_rule
 
 
-@takes_tensors
+@require_tensors
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -22,11 +22,11 @@ def broadcast(
 
     Its gradient is averaged over the ranks on the root, and zero elsewhere.
     """
-    result: torch.Tensor = applied(Broadcast, tensor, root_rank, name, process_set)
+    result: torch.Tensor = apply_function(Broadcast, tensor, root_rank, name, process_set)
     return result
 
 
-@takes_tensors
+@require_tensors
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -34,7 +34,7 @@ def broadcast_async(
     return _start(tensor, torch.empty_like(tensor), root_rank, name, process_set)
 
 
-@takes_tensors
+@require_tensors
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -43,7 +43,7 @@ def broadcast_(
     return tensor
 
 
-@takes_tensors
+@require_tensors
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -54,10 +54,10 @@ def broadcast_async_(
 def _start(
     tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> int:
-    values = sendable(tensor)
+    values = validate_tensor(tensor)
     target = values if output is tensor else output
-    root = root_in(process_set, root_rank)
-    return submit(Kind.BROADCAST, name, process_set, tensor=values, output=target, root=root)
+    root = validate_root_rank(process_set, root_rank)
+    return submit(OperationKind.BROADCAST, name, process_set, tensor=values, output=target, root=root)
 
 
 class Broadcast(torch.autograd.Function):
@@ -75,8 +75,8 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """The averaged gradient on the root, zeros elsewhere."""
-        rule = combining(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
-        averaged = applied(Allreduce, gradient.contiguous(), None, rule)
+        rule = make_reduction_rule(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
+        averaged = apply_function(Allreduce, gradient.contiguous(), None, rule)
         if context.current().world.rank != ctx.root_rank:
             averaged = torch.zeros_like(averaged)
         return averaged, None, None, None

@@ -5,6 +5,6 @@ from typing import Any
 from torch.autograd import Function
 
 
-def applied(function: type[Function], *arguments: Any) -> Any:
+def apply_function(function: type[Function], *arguments: Any) -> Any:
     """What `forward` gives; `backward` is called when gradients are computed."""
     return function.apply(*arguments)

@@ -7,53 +7,57 @@ import torch
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common.process_sets import ProcessSet
-from rankless.compat.horovod.engine.requests import GROUPED, Kind, Submission
-from rankless.compat.horovod.torch.operations.checks import set_id_of
+from rankless.compat.horovod.engine.requests import GROUPED_PREFIX, OperationKind, OperationRequest
+from rankless.compat.horovod.torch.operations.checks import resolve_set_id
 
 
 class GroupHandle(int):
     """The handle of a grouped operation, whose result is a list also where the group has one tensor."""
 
 
-def submit(kind: Kind, name: str | None, process_set: ProcessSet, **fields: Any) -> int:
+def submit(kind: OperationKind, name: str | None, process_set: ProcessSet, **fields: Any) -> int:
     """The handle of one operation. `fields` are those of a Submission. Without a name, calls are counted."""
-    negotiator = context.current().negotiator
-    set_id = set_id_of(process_set, kind)
-    handle = negotiator.new_handle()
-    negotiator.submit(
-        handle, [Submission(kind=kind, name=name or negotiator.new_name(set_id), set_id=set_id, **fields)]
+    scheduler = context.current().scheduler
+    set_id = resolve_set_id(process_set, kind)
+    handle = scheduler.new_handle()
+    scheduler.submit(
+        handle, [OperationRequest(kind=kind, name=name or scheduler.new_name(set_id), set_id=set_id, **fields)]
     )
     return handle
 
 
 def submit_group(
-    kind: Kind, name: str | None, process_set: ProcessSet, members: Sequence[dict[str, Any]]
+    kind: OperationKind, name: str | None, process_set: ProcessSet, members: Sequence[dict[str, Any]]
 ) -> GroupHandle:
     """The handle of a group of operations, which are executed together; `members` are fields of their Submissions."""
     if not members:
         raise ValueError(f"A grouped {kind.value} needs at least one tensor.")
-    negotiator = context.current().negotiator
-    set_id = set_id_of(process_set, kind)
-    handle = negotiator.new_handle()
-    submissions = named_group(kind, name or negotiator.new_name(set_id), set_id, members)
-    negotiator.submit(handle, submissions)
+    scheduler = context.current().scheduler
+    set_id = resolve_set_id(process_set, kind)
+    handle = scheduler.new_handle()
+    requests = make_group_requests(kind, name or scheduler.new_name(set_id), set_id, members)
+    scheduler.submit(handle, requests)
     return GroupHandle(handle)
 
 
-def named_group(kind: Kind, name: str, set_id: int, members: Sequence[dict[str, Any]]) -> list[Submission]:
+def make_group_requests(
+    kind: OperationKind, name: str, set_id: int, members: Sequence[dict[str, Any]]
+) -> list[OperationRequest]:
     """The submissions of a group: `grouped_….name_1of3`, `…_2of3`, `…_3of3` are their keys."""
     size = len(members)
-    group = f"{GROUPED}{kind.value}.{name}"
+    group = f"{GROUPED_PREFIX}{kind.value}.{name}"
     return [
-        Submission(kind=kind, name=f"{name}_{place}of{size}", set_id=set_id, group=group, group_size=size, **fields)
-        for place, fields in enumerate(members, 1)
+        OperationRequest(
+            kind=kind, name=f"{name}_{index}of{size}", set_id=set_id, group=group, group_size=size, **fields
+        )
+        for index, fields in enumerate(members, 1)
     ]
 
 
 def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once."""
     try:
-        return context.current().negotiator.poll(handle)
+        return context.current().scheduler.poll(handle)
     except KeyError:
         raise ValueError(f"Handle {handle} was not created or has been cleared.") from None
 
@@ -68,14 +72,14 @@ def synchronize(handle: int | Callable[[], torch.Tensor]) -> Any:
         return handle() if callable(handle) else None
     if not context.is_initialized():
         return None
-    negotiator = context.current().negotiator
-    if not negotiator.knows(handle):
+    scheduler = context.current().scheduler
+    if not scheduler.has_handle(handle):
         return None
-    results = negotiator.synchronize(handle)
-    return results if isinstance(handle, GroupHandle) else _received(results[0])
+    results = scheduler.synchronize(handle)
+    return results if isinstance(handle, GroupHandle) else _convert_result(results[0])
 
 
-def _received(result: Any) -> Any:
+def _convert_result(result: Any) -> Any:
     """The result, with an alltoall's splits as a tensor."""
     if isinstance(result, tuple):
         return result[0], torch.tensor(result[1], dtype=torch.int32)

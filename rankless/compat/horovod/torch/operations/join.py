@@ -1,10 +1,10 @@
 """Operations without a tensor: wait for all, or be done before the others."""
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.engine.requests import Kind
+from rankless.compat.horovod.engine.requests import OperationKind
 from rankless.compat.horovod.torch.operations.handles import submit, synchronize
 
-EVERYWHERE = "noname"
+SHARED_NAME = "noname"
 """One name for all calls: ranks that have counted other handles meet all the same."""
 
 
@@ -14,10 +14,10 @@ def join(device: int = -1) -> int:
     Until then this rank takes part in the others' allreduces with zeros; an Average is still over all ranks. `device`
     is where Horovod makes its zeros; here they are made where they are needed.
     """
-    last: int = synchronize(submit(Kind.JOIN, EVERYWHERE, global_process_set))
-    return last
+    last_rank: int = synchronize(submit(OperationKind.JOIN, SHARED_NAME, global_process_set))
+    return last_rank
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once all ranks of the set have come."""
-    synchronize(submit(Kind.BARRIER, EVERYWHERE, process_set))
+    synchronize(submit(OperationKind.BARRIER, SHARED_NAME, process_set))

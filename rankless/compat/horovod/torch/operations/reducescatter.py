@@ -5,18 +5,18 @@ from typing import Any
 
 import torch
 
-from rankless.compat.horovod.common.exceptions import HorovodInternalError
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from rankless.compat.horovod.engine.requests import Kind, Reduction
+from rankless.compat.horovod.engine.requests import OperationKind, Reduction
+from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.operations.allgather import Allgather, GroupedAllgather
-from rankless.compat.horovod.torch.operations.checks import sendable, takes_tensors
-from rankless.compat.horovod.torch.operations.differentiable import applied
+from rankless.compat.horovod.torch.operations.checks import require_tensors, validate_tensor
+from rankless.compat.horovod.torch.operations.differentiable import apply_function
 from rankless.compat.horovod.torch.operations.handles import submit, submit_group, synchronize
-from rankless.compat.horovod.torch.operations.reductions import Combining, combining
+from rankless.compat.horovod.torch.operations.reductions import ReductionRule, make_reduction_rule
 
 
-@takes_tensors
+@require_tensors
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -31,12 +31,12 @@ def reducescatter(
     If the rows do not divide evenly, the first ranks get one more. Average and Sum only. Its gradient is gathered from
     all ranks (times their number for Sum).
     """
-    rule = combining(op, prescale_factor, postscale_factor, process_set)
-    small, context = compression.compress(tensor)
-    return compression.decompress(applied(Reducescatter, small, name, rule), context)
+    rule = make_reduction_rule(op, prescale_factor, postscale_factor, process_set)
+    compressed, context = compression.compress(tensor)
+    return compression.decompress(apply_function(Reducescatter, compressed, name, rule), context)
 
 
-@takes_tensors
+@require_tensors
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -46,10 +46,10 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """A handle: `synchronize` gives this rank's rows of the tensor combined over the ranks."""
-    return _start(tensor, name, combining(op, prescale_factor, postscale_factor, process_set))
+    return _start(tensor, name, make_reduction_rule(op, prescale_factor, postscale_factor, process_set))
 
 
-@takes_tensors
+@require_tensors
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -60,13 +60,13 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """This rank's rows of each tensor combined over the ranks, all at once; gradients flow through."""
-    rule = combining(op, prescale_factor, postscale_factor, process_set)
+    rule = make_reduction_rule(op, prescale_factor, postscale_factor, process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    results = applied(GroupedReducescatter, name, rule, *(small for small, _ in pairs))
+    results = apply_function(GroupedReducescatter, name, rule, *(compressed for compressed, _ in pairs))
     return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
-@takes_tensors
+@require_tensors
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -76,26 +76,28 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """A handle: `synchronize` gives this rank's rows of each tensor combined over the ranks."""
-    return _start_group(tensors, name, combining(op, prescale_factor, postscale_factor, process_set))
+    return _start_group(tensors, name, make_reduction_rule(op, prescale_factor, postscale_factor, process_set))
 
 
-def _start(tensor: torch.Tensor, name: str | None, rule: Combining) -> int:
-    return submit(Kind.REDUCESCATTER, name, rule.process_set, **_fields(tensor, rule))
+def _start(tensor: torch.Tensor, name: str | None, rule: ReductionRule) -> int:
+    return submit(OperationKind.REDUCESCATTER, name, rule.process_set, **_make_fields(tensor, rule))
 
 
-def _start_group(tensors: Sequence[torch.Tensor], name: str | None, rule: Combining) -> int:
-    return submit_group(Kind.REDUCESCATTER, name, rule.process_set, [_fields(tensor, rule) for tensor in tensors])
+def _start_group(tensors: Sequence[torch.Tensor], name: str | None, rule: ReductionRule) -> int:
+    return submit_group(
+        OperationKind.REDUCESCATTER, name, rule.process_set, [_make_fields(tensor, rule) for tensor in tensors]
+    )
 
 
-def _fields(tensor: torch.Tensor, rule: Combining) -> dict[str, Any]:
+def _make_fields(tensor: torch.Tensor, rule: ReductionRule) -> dict[str, Any]:
     if rule.reduction not in (Reduction.AVERAGE, Reduction.SUM):
         raise HorovodInternalError(f"Reducescatter supports Average and Sum only; found {rule.reduction.name.title()}.")
     if tensor.dim() == 0:
         raise HorovodInternalError("Reducescatter needs a tensor with a first dimension; found one of 0 dimensions.")
-    return {"tensor": sendable(tensor), **rule.fields}
+    return {"tensor": validate_tensor(tensor), **rule.fields}
 
 
-def _scaled(gradient: torch.Tensor, rule: Combining) -> torch.Tensor:
+def _scale_gradient(gradient: torch.Tensor, rule: ReductionRule) -> torch.Tensor:
     """What each rank contributes to the gradient of all."""
     factor = rule.prescale * rule.postscale
     if rule.reduction is Reduction.SUM:
@@ -107,7 +109,7 @@ class Reducescatter(torch.autograd.Function):
     """A reducescatter; backward gathers the gradients of all ranks' rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, rule: Combining) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, rule: ReductionRule) -> torch.Tensor:
         """This rank's rows of the combined tensor."""
         ctx.rule = rule
         result: torch.Tensor = synchronize(_start(tensor, name, rule))
@@ -116,14 +118,14 @@ class Reducescatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """All ranks' gradients, joined."""
-        return applied(Allgather, _scaled(gradient, ctx.rule), None, ctx.rule.process_set), None, None
+        return apply_function(Allgather, _scale_gradient(gradient, ctx.rule), None, ctx.rule.process_set), None, None
 
 
 class GroupedReducescatter(torch.autograd.Function):
     """A grouped reducescatter; backward gathers the gradients as a group."""
 
     @staticmethod
-    def forward(ctx: Any, name: str | None, rule: Combining, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, name: str | None, rule: ReductionRule, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """This rank's rows of the combined tensors."""
         ctx.rule = rule
         return tuple(synchronize(_start_group(tensors, name, rule)))
@@ -131,5 +133,5 @@ class GroupedReducescatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """All ranks' gradients, joined for each tensor."""
-        scaled = (_scaled(gradient, ctx.rule) for gradient in gradients)
-        return (None, None, *applied(GroupedAllgather, None, ctx.rule.process_set, *scaled))
+        scaled_gradients = (_scale_gradient(gradient, ctx.rule) for gradient in gradients)
+        return (None, None, *apply_function(GroupedAllgather, None, ctx.rule.process_set, *scaled_gradients))

@@ -16,7 +16,7 @@ Product = Reduction.PRODUCT
 
 
 @dataclass(frozen=True)
-class Combining:
+class ReductionRule:
     """What is done to the values, and among which ranks."""
 
     reduction: Reduction
@@ -30,7 +30,9 @@ class Combining:
         return {"reduction": self.reduction, "prescale": self.prescale, "postscale": self.postscale}
 
 
-def combining(op: int, prescale_factor: float, postscale_factor: float, process_set: ProcessSet) -> Combining:
+def make_reduction_rule(
+    op: int, prescale_factor: float, postscale_factor: float, process_set: ProcessSet
+) -> ReductionRule:
     """The rule of one call. Raises ValueError for an unknown op, NotImplementedError where Adasum cannot be."""
     reduction = Reduction(op)
     if reduction is Reduction.ADASUM:
@@ -38,10 +40,10 @@ def combining(op: int, prescale_factor: float, postscale_factor: float, process_
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         if not num_rank_is_power_2(process_set.size() or 0):
             raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
-    return Combining(reduction, float(prescale_factor), float(postscale_factor), process_set)
+    return ReductionRule(reduction, float(prescale_factor), float(postscale_factor), process_set)
 
 
-def op_of(op: int | None, average: bool | None) -> int:
+def resolve_reduction(op: int | None, average: bool | None) -> int:
     """The op that a call means: `average=` is its older form, and Average the default."""
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")

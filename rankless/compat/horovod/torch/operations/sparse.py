@@ -18,15 +18,15 @@ def sparse_allreduce_async(
     Two allgathers, named `name.indices` and `name.values`.
     """
     # What is gathered is joined along the first dimension: one row for each index.
-    rows = tensor._indices().transpose(0, 1).contiguous()
-    indices_handle = allgather_async(rows, f"{name}.indices", process_set)
+    index_rows = tensor._indices().transpose(0, 1).contiguous()
+    indices_handle = allgather_async(index_rows, f"{name}.indices", process_set)
     values_handle = allgather_async(tensor._values().contiguous(), f"{name}.values", process_set)
 
-    def combined() -> torch.Tensor:
+    def get_result() -> torch.Tensor:
         values = synchronize(values_handle)
         indices = synchronize(indices_handle)
         if op == Reduction.AVERAGE:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size(), check_invariants=False)
 
-    return combined
+    return get_result
