@@ -1,7 +1,9 @@
-"""From a data set to whole batches: a one-process DataLoader's, in its order, of which each rank holds its rows.
+"""The loader: from a data set to batches of logical tensors.
 
-Enters: a data set and DataLoader's options. Leaves: batches of logical tensors. `order` decides which samples come,
-`source` reads them (by `requests`, as `streams`, or on the `first_rank`), `batches` makes them logical once all ranks
-agree. Called by `rankless.api`; jobs learn from `passes` where a loop over a loader stands. `shard_check` asks of
-any loader, torch's above all, whether the ranks' `shards` divide the data.
+A data set and the options of `DataLoader` enter. Batches in the order of a one-process `DataLoader` leave: every rank
+knows the whole batch and holds its own rows. `rankless.api` makes the loader.
+
+`sample_order` decides which samples come. `batch_source` reads them: through `batch_requests`, from a stream
+(`stream_reader`), or on one rank (`first_rank`). `batches` checks that all ranks agree and makes tensors logical.
+`shard_check` checks for any loader, also one of torch, that the ranks divide the data (`rank_shards`).
 """

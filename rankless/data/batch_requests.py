@@ -1,8 +1,9 @@
-"""From a sampler's indices to a request for each batch: of this rank's part, or of the whole.
+"""From a sampler's indices to a request for each batch: this rank's samples, or all of them.
 
-Note [the same draws]: PyTorch's own DataLoader, RandomSampler and BatchSampler make the order here, so every
-random number is drawn from the same generator at the same moment as in the plain script: what a sampler draws in
-`__iter__` and the base seed when an iteration begins, the permutation when the first batch is asked for.
+Note [the draws of a DataLoader]: PyTorch's own `DataLoader`, `RandomSampler` and `BatchSampler` produce the order.
+Every random number therefore comes from the same generator at the same moment as in the plain script. Draws in
+`__iter__` of a sampler and the base seed happen when iteration starts. The permutation is drawn when the first batch is
+requested.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,12 +27,14 @@ from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import split_lengths
 
 _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""They draw nothing from the process's generators after their first index."""
+"""Samplers that draw nothing from the process's generators after their first index."""
 
 
 class RequestSampler(Sampler[Any]):
-    """The requests of a pass. `current` is the pass that the next iteration is; `in_batches` is False where the
-    sampler gives single keys, each of a whole batch that the data set makes.
+    """Yields the requests of a pass; the inner `DataLoader` uses it as its sampler.
+
+    `current` is the pass of the next iteration. `in_batches` is False if the sampler yields single keys, each for a
+    whole batch that the data set returns.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class RequestSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[BatchRequest]:
         assert self.current is not None
-        # Not inside the generator below: a sampler that is no generator function draws here.
+        # Not inside the generator below: a sampler whose __iter__ is no generator function draws here.
         return self._requests(iter(self._sampler), self.current)
 
     def _requests(self, keys: Iterator[Any], current: Pass) -> Iterator[BatchRequest]:
@@ -68,7 +71,7 @@ class RequestSampler(Sampler[Any]):
             yield self._request(key, current.seed)
 
     def _skip_to_position(self, keys: Iterator[Any], current: Pass, first: GeneratorSnapshot) -> Iterator[BatchRequest]:
-        """Go to where the pass was; what was begun and not handed out is requested again."""
+        """Skip the batches that the interrupted pass yielded, and yield requests for those it had only started."""
         now = get_process_states()
         first.restore(self._held)
         skipped = [self._request(key, current.seed) for key in islice(keys, max(1, current.position))]

@@ -1,4 +1,4 @@
-"""Where a loader's batches come from on one rank: a DataLoader over requests or over a stream, or rank 0."""
+"""Where a loader's batches come from on one rank: from a `DataLoader` of its own, or from rank 0."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -20,11 +20,11 @@ from rankless.data.stream_reader import StreamReader
 from rankless.parallel.mesh import Mesh
 
 _INTEGERS_ONLY = (RandomSampler, SequentialSampler, WeightedRandomSampler)
-"""Samplers whose indices are integers from 0, so that rows of tensors can be taken at once."""
+"""Samplers that yield integers from 0. The reader can then index whole tensors with them."""
 
 
 class BatchSource:
-    """Begins passes. With persistent reader processes their DataLoader lives as long as this."""
+    """Reads the batches of each pass. Persistent reader processes live as long as this object."""
 
     def __init__(self, order: SampleOrder) -> None:
         self._order = order
@@ -32,19 +32,20 @@ class BatchSource:
         self._persistent: tuple[DataLoader[Any], RequestSampler | None] | None = None
 
     def begin(self, current: Pass, world: World, *, stream_state: Any = None) -> Iterator[BatchRead]:
-        """The batches of a pass as this rank reads them; iteration begins now, as a DataLoader's does.
+        """Start a pass and return its batches as this rank reads them.
 
-        `stream_state` is that of a pass that is taken up, for streams which know where they are.
+        `stream_state` is the state of a stream that resumes an interrupted pass by itself. Iteration starts in
+        this call, as in `DataLoader.__iter__`.
         """
         mesh, before = world.mesh, get_process_states()
-        from_first = self._options.reading == "first" and mesh.size > 1
+        first_rank_reads = self._options.reading == "first" and mesh.size > 1
         batches: Iterator[Any] = iter(())
-        if mesh.rank == 0 or not from_first:
+        if mesh.rank == 0 or not first_rank_reads:
             batches = self._read(current, mesh, stream_state)
         if current.resumed:
-            # What beginning draws, the interrupted run has drawn before its state was saved.
+            # The interrupted run had made the draws of iter() before it saved its state.
             set_process_states(before)
-        if not from_first:
+        if not first_rank_reads:
             return self._check_agreement(batches, current, mesh)
         sync_generators(before, mesh=mesh)
         return distribute_from_first_rank(batches, mesh=mesh)
@@ -85,14 +86,14 @@ class BatchSource:
             reader = SampleReader(order.dataset, as_columns=as_columns, as_batches=not order.collates_batches)
         generator = order.generator
         if options.persistent_workers and number > 0:
-            # Only the first pass draws a base seed for reader processes that last; this one takes up a later pass.
+            # DataLoader draws a base seed for persistent readers in the first pass only; this is a later pass.
             generator = torch.Generator()
         loader: DataLoader[Any] = DataLoader(
             reader,
             batch_size=None,
             sampler=requests,
             num_workers=options.num_workers,
-            collate_fn=Collation(options.collate_fn),  # type: ignore[arg-type]  # takes what our readers give
+            collate_fn=Collation(options.collate_fn),  # type: ignore[arg-type]  # takes what our readers return
             pin_memory=options.pin_memory and torch.accelerator.is_available(),
             timeout=options.timeout,
             worker_init_fn=ReaderInit(options.worker_init_fn),
@@ -104,8 +105,8 @@ class BatchSource:
         return loader, requests
 
     def _check_agreement(self, batches: Iterator[Any], current: Pass, mesh: Mesh) -> Iterator[BatchRead]:
-        """The batches, once all ranks have the same; with their lists of plain values whole."""
-        # A permutation that begins alike goes on alike; a user's sampler, collation or stream may part any time.
+        """Yield the batches after checking that all ranks have the same one, with lists gathered from all ranks."""
+        # One check suffices for torch's samplers. A user's sampler, collation or stream may diverge at any batch.
         always, agreeing = self._order.is_stream or self._options.has_custom_order, mesh.size > 1
         while True:
             read = _take_next(batches)
@@ -124,17 +125,21 @@ class BatchSource:
 
 
 def _take_next(batches: Iterator[Any]) -> BatchRead | Exception | None:
-    """The next batch, what reading it raised, or None at the end."""
+    """Return the next batch, the error that reading it raised, or None at the end."""
     try:
         read = next(batches, None)
-    except Exception as error:  # foreign code; the other ranks hear of it before it goes on
+    except Exception as error:  # user code may raise anything; the caller reports it to the other ranks first
         return error
     assert read is None or isinstance(read, BatchRead | ReadFailure)
     return read.as_error() if isinstance(read, ReadFailure) else read
 
 
 def _track_draws(batches: Iterator[Any], current: Pass, order: SampleOrder) -> Iterator[Any]:
-    """The batches; noted are the moment at which the first is asked for, and who draws from whose generator."""
+    """Yield the batches and record random draws for a checkpoint.
+
+    Records the generators' states when the first batch is requested. Records also which generators both the stream
+    and the script draw from.
+    """
     if current.first is None:
         current.first = GeneratorSnapshot.now(order.held)
     if order.stream_saves_state:

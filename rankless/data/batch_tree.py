@@ -1,4 +1,4 @@
-"""Batches as trees: dicts, tuples, lists, named tuples, dataclasses and what PyTorch knows, in any nesting."""
+"""Batches as trees of dicts, tuples, lists, named tuples, dataclasses and PyTorch's pytree nodes."""
 
 import copy
 import dataclasses
@@ -10,7 +10,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 
 class PerSampleValues:
-    """A list or tuple with one plain value for each sample read: texts, paths, identifiers."""
+    """A list or tuple with one plain value for each sample that this rank read: texts, paths, identifiers."""
 
     def __init__(self, values: list[Any] | tuple[Any, ...]) -> None:
         self.values = values
@@ -30,7 +30,7 @@ def map_leaves(
     *,
     is_leaf: Callable[[Any], bool] = lambda _: False,
 ) -> Any:
-    """The same containers with `function(path, leaf)` in the place of each leaf; nothing is changed in place."""
+    """Return the same containers with `function(path, leaf)` in place of each leaf; the input stays unchanged."""
     if is_leaf(data) or not _is_container(data):
         return function(path, data)
     parts = {key: map_leaves(function, part, name, is_leaf=is_leaf) for key, (name, part) in _iterate_parts(data, path)}
@@ -38,7 +38,7 @@ def map_leaves(
 
 
 def mark_per_sample_lists(data: Any, rows: int) -> Any:
-    """The batch with its lists of one plain value per sample as leaves."""
+    """Return the batch with each list of one plain value per sample wrapped in `PerSampleValues`."""
 
     def per_sample(part: Any) -> bool:
         return _is_list_of_plain_values(part) and len(part) == rows
@@ -47,7 +47,7 @@ def mark_per_sample_lists(data: Any, rows: int) -> Any:
 
 
 def iterate_leaves(data: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Each leaf with the way to it, in order."""
+    """Yield each leaf with its path, in order."""
     if not _is_container(data):
         yield path, data
     for _, (name, part) in _iterate_parts(data, path):
@@ -55,7 +55,7 @@ def iterate_leaves(data: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def _is_list_of_plain_values(data: Any) -> bool:
-    """Whether a list or tuple holds neither tensors nor containers: perhaps one value for each sample."""
+    """Whether `data` is a list or tuple without tensors and containers, so perhaps one value per sample."""
     plain = type(data) in (list, tuple) and any(part is not None for part in data)
     return plain and not any(isinstance(part, Tensor) or _is_container(part) for part in data)
 
@@ -67,28 +67,28 @@ def _is_container(data: Any) -> bool:
 
 
 def _iterate_parts(data: Any, path: str) -> Iterator[tuple[Any, tuple[str, Any]]]:
-    """The parts of a container by key, each with the way to it."""
+    """Yield the parts of a container: key, path and value."""
     if isinstance(data, Mapping):
         yield from ((key, (f"{path}[{key!r}]", part)) for key, part in data.items())
     elif isinstance(data, list | tuple):
-        yield from ((place, (f"{path}[{place}]", part)) for place, part in enumerate(data))
+        yield from ((index, (f"{path}[{index}]", part)) for index, part in enumerate(data))
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         names = [field.name for field in dataclasses.fields(data)]
         yield from ((name, (f"{path}.{name}", getattr(data, name))) for name in names)
     elif type(data) in SUPPORTED_NODES:
         children, _ = SUPPORTED_NODES[type(data)].flatten_fn(data)
-        yield from ((place, (f"{path}[{place}]", part)) for place, part in enumerate(children))
+        yield from ((index, (f"{path}[{index}]", part)) for index, part in enumerate(children))
 
 
 def _rebuild(data: Any, parts: dict[Any, Any]) -> Any:
-    """A container like `data` with other parts."""
+    """Return a container like `data` with other parts."""
     kind = type(data)
-    made: Any
+    rebuilt: Any
     if isinstance(data, MutableMapping):
-        made = copy.copy(data)
+        rebuilt = copy.copy(data)
         for key, part in parts.items():
-            made[key] = part
-        return made
+            rebuilt[key] = part
+        return rebuilt
     if isinstance(data, Mapping):
         return kind(parts)  # as DataLoader itself does
     if isinstance(data, tuple) and hasattr(kind, "_make"):
@@ -96,21 +96,21 @@ def _rebuild(data: Any, parts: dict[Any, Any]) -> Any:
     if isinstance(data, list | tuple):
         return kind(parts.values())
     if dataclasses.is_dataclass(data):
-        made = copy.copy(data)
+        rebuilt = copy.copy(data)
         for name, part in parts.items():
-            object.__setattr__(made, name, part)
-        return made
+            object.__setattr__(rebuilt, name, part)
+        return rebuilt
     _, context = SUPPORTED_NODES[kind].flatten_fn(data)
     return SUPPORTED_NODES[kind].unflatten_fn(list(parts.values()), context)
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
-    """The same containers with `function(tensor)` in the place of each tensor."""
+    """Return the same containers with `function(tensor)` in place of each tensor."""
     return map_leaves(lambda _, leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, data)
 
 
 def count_rows(data: Any) -> int:
-    """The rows of a whole batch that a data set has made: those of its first tensor, or 0."""
+    """Return the rows of the first tensor of a batch that the data set made whole, or 0 without a tensor."""
     tensors = (leaf for _, leaf in iterate_leaves(data) if isinstance(leaf, Tensor) and leaf.dim() > 0)
     first = next(tensors, None)
     return 0 if first is None else first.shape[0]

@@ -1,4 +1,4 @@
-"""From what a rank has read to what the script gets: plain tensors, or logical ones once all ranks agree."""
+"""Check that all ranks read the same batch, and make its tensors logical."""
 
 import zlib
 from dataclasses import replace
@@ -20,7 +20,7 @@ _WHOLE = 'pass reading="replicated": every rank then reads and collates the whol
 
 
 class _BatchSignature(msgspec.Struct, frozen=True):
-    """What must be equal on all ranks: which samples the whole batch has, and each leaf but for its rows."""
+    """What must be equal on all ranks: a digest of the whole batch's samples, and each leaf without its rows."""
 
     digest: bytes = b""
     leaves: list[tuple[str, str]] = []
@@ -29,7 +29,10 @@ class _BatchSignature(msgspec.Struct, frozen=True):
 
 
 def make_logical(read: BatchRead, *, mesh: Mesh, monitor: GatherMonitor) -> Any:
-    """The batch with its tensors logical; whole and plain if it has fewer rows than there are workers."""
+    """Return the batch with logical tensors.
+
+    A batch with fewer rows than ranks stays plain: every rank then has all of it.
+    """
     request = read.request
     rows = request.rows if request.rows is not None else count_rows(read.data)
     if mesh.size == 1 or rows < mesh.size:
@@ -50,7 +53,7 @@ def make_logical(read: BatchRead, *, mesh: Mesh, monitor: GatherMonitor) -> Any:
         return identify(path, LogicalTensor(local, placement=placement, mesh=mesh, monitor=monitor, whole=leaf))
 
     def identify(path: str, tensor: LogicalTensor) -> LogicalTensor:
-        # With its place in the batch: else a rank that is given inputs for targets would pass for the others.
+        # The path is part of it: a rank that passes inputs in place of targets must differ from the others.
         tensor.fingerprint = int.from_bytes(request.digest[:8], "little") ^ zlib.crc32(path.encode())
         return tensor
 
@@ -58,8 +61,10 @@ def make_logical(read: BatchRead, *, mesh: Mesh, monitor: GatherMonitor) -> Any:
 
 
 def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> None:
-    """Return if all ranks read of one batch, with the same leaves, or all are at their end; else raise DataError
-    on every rank. `read` is None at the end, an error if this rank could not read: it is raised by the caller.
+    """Raise `DataError` on every rank unless all ranks read the same batch, or all are at their end.
+
+    `read` is None at the end. If it is an error, this rank could not read: the other ranks raise, and the caller
+    raises the error itself.
     """
     if mesh.size == 1:
         return
@@ -70,39 +75,39 @@ def require_same_batch(read: BatchRead | Exception | None, *, mesh: Mesh) -> Non
     for rank, signature in enumerate(signatures):
         if signature.error:
             raise DataError(
-                expected="every rank to read its part of the batch",
+                expected="every rank to read its rows of the batch",
                 found=f"rank {rank} failed: {signature.error}",
-                fix=f"mend what rank {rank} reports",
+                fix=f"correct the error that rank {rank} reports",
             )
     for rank, signature in enumerate(signatures):
         if signature.ended != signatures[0].ended:
             raise DataError(
                 expected="the same number of batches on every rank",
                 found=f"rank {rank} {_describe_progress(signature)}, rank 0 {_describe_progress(signatures[0])}",
-                fix='let the data set and its sampler be the same on every rank, or pass reading="first"',
+                fix='use the same data set and sampler on every rank, or pass reading="first"',
             )
         if signature.digest != signatures[0].digest:
             raise DataError(
                 expected="the same samples in the same order on every rank",
                 found=f"rank {rank} has other samples, or another seed, than rank 0",
-                fix="draw random numbers alike on every rank, before the loader and in it, or pass a seed; what can "
-                'be read only once, as a queue, takes reading="first"',
+                fix="draw the same random numbers on every rank, before the loader and in it, or pass seed=; for a "
+                'source that can be read only once, as a queue, pass reading="first"',
             )
         if signature.leaves != signatures[0].leaves:
             raise DataError(
-                expected=f"the same leaves on every rank, their rows aside; rank 0 has {signatures[0].leaves}",
+                expected=f"the same leaves on every rank, except for their rows; rank 0 has {signatures[0].leaves}",
                 found=f"rank {rank} has {signature.leaves}",
-                fix='pass reading="replicated": every rank then collates (pads, say) the whole batch',
+                fix='pass reading="replicated": every rank then collates, for example pads, the whole batch',
             )
 
 
 def has_per_sample_lists(read: BatchRead) -> bool:
-    """Whether a batch holds lists of one plain value per sample, of this rank's samples only."""
+    """Whether a batch holds lists with one plain value for each of this rank's samples."""
     return any(isinstance(leaf, PerSampleValues) for _, leaf in iterate_leaves(read.data))
 
 
 def gather_lists(read: BatchRead, *, mesh: Mesh) -> BatchRead:
-    """The batch with its lists of plain values whole: a collective operation."""
+    """Return the batch with its per-sample lists gathered from all ranks. Collective."""
     named = [(path, leaf) for path, leaf in iterate_leaves(read.data) if isinstance(leaf, PerSampleValues)]
     for path, leaf in named:
         for value in leaf.values:
@@ -118,7 +123,7 @@ def gather_lists(read: BatchRead, *, mesh: Mesh) -> BatchRead:
 
 
 class _GatheredList:
-    """A list that is whole already, kept from being taken apart."""
+    """A per-sample list of the whole batch. The class keeps `map_leaves` from descending into it."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
@@ -134,7 +139,7 @@ def _make_signature(read: BatchRead | Exception | None) -> _BatchSignature:
 
 
 def _describe_progress(signature: _BatchSignature) -> str:
-    return "is at its end" if signature.ended else "has another batch"
+    return "is at the end of its data" if signature.ended else "has another batch"
 
 
 def _describe_leaves(data: Any) -> list[tuple[str, str]]:
@@ -150,9 +155,9 @@ def _check_plain_leaf(path: str, leaf: Any, request: BatchRequest) -> Any:
     if leaf is None or not request.is_split:
         return leaf
     raise DataError(
-        expected="batches of tensors, or of lists with one value per sample, of which each rank reads its part",
+        expected="batches of tensors, or of lists with one value per sample: each rank reads its own samples",
         found=f"{path}: {type(leaf).__name__} {leaf!r:.60}",
-        fix=f"turn it into a tensor in the data set, or {_WHOLE}",
+        fix=f"convert it to a tensor in the data set, or {_WHOLE}",
     )
 
 
@@ -161,9 +166,9 @@ def _require_typed(path: str, value: Any) -> None:
         encode_value(value)
     except TypeError as error:
         raise DataError(
-            expected="numbers, texts, paths and other plain values in a batch's lists, which the ranks exchange",
+            expected="numbers, texts, paths and other plain values in the lists of a batch: ranks exchange them",
             found=f"{path}: {error}",
-            fix=f"turn it into a tensor in the data set, or {_WHOLE}",
+            fix=f"convert it to a tensor in the data set, or {_WHOLE}",
         ) from error
 
 

@@ -1,9 +1,9 @@
-"""Collating samples: by PyTorch's own function, or by the user's, of which a part of the batch must be a part of all.
+"""Collate samples with PyTorch's function or with the user's `collate_fn`.
 
-Note [a part collated is a part]: in split reading each rank collates its own rows only. That is right if each row
-depends on its own sample alone, and stands where the sample stood. PyTorch's function does so. A user's function is
-tried on its first batches: given the samples in reverse with one of them twice, it must give the rows in reverse with
-one of them twice. One that sorts, mixes or normalises over the batch, or adds lists that are not per sample, does not.
+Note [row-wise collation]: with reading="split" each rank collates only its own rows. The result is right if row i of
+the batch depends on sample i alone. PyTorch's function guarantees this. `Collation` probes a user's function on its
+first batches: it passes the samples in reverse order, with the first one twice, and expects the rows in the same order.
+A function that sorts, mixes or normalizes over the batch, or adds lists that are not per sample, fails the probe.
 """
 
 import copy
@@ -24,14 +24,14 @@ _WHOLE = 'pass reading="replicated": every rank then collates the whole batch as
 
 
 class Collation:
-    """The user's `collate_fn`, or PyTorch's own, around what a reader gives."""
+    """The `collate_fn` that the inner `DataLoader` calls with what a reader read."""
 
     def __init__(self, collate_fn: Callable[[Any], Any] | None) -> None:
         self.collate_fn = collate_fn
         self._probes_left = _PROBED_BATCHES
 
     def __call__(self, read: SamplesRead | ReadFailure) -> BatchRead | ReadFailure:
-        """The batch; a failure passes through."""
+        """Return the collated batch; pass a failure through."""
         if isinstance(read, ReadFailure):
             return read
         if read.columns is not None:
@@ -48,26 +48,28 @@ class Collation:
         return BatchRead(data=mark_per_sample_lists(data, len(read.samples)), request=read.request)
 
     def _collate_rows(self, samples: Any) -> Any:
-        """The user's function's result for this rank's rows, once it is known to be the whole's rows."""
+        """Return this rank's rows from the user's function, or a failure if the function mixes rows."""
         assert self.collate_fn is not None
         probe = [*reversed(_copy_samples(samples)), *_copy_samples(samples[:1])] if self._probes_left else None
         before = get_process_states()
         data = self.collate_fn(samples)
         if find_changed_generators(before, get_process_states()):
-            return _refuse("a collate_fn that draws random numbers, which each rank would draw for its own rows")
+            return _refuse("a collate_fn that draws random numbers: each rank would draw them for its own rows only")
         if probe is None:
             return data
         self._probes_left -= 1
         try:
             with preserve_generators({}):
                 again = self.collate_fn(probe)
-        except Exception as error:  # the function is foreign code, and has just done well with the samples in order
-            return _refuse(f"a collate_fn that raised {type(error).__name__}: {error} on one sample more, in reverse")
+        except Exception as error:  # user code may raise anything; it succeeded with the samples in order
+            return _refuse(
+                f"a collate_fn that raised {type(error).__name__}: {error} on the samples in reverse plus one"
+            )
         different = _find_mixed_leaf(data, again, rows=len(samples))
         if different is not None:
             return _refuse(
-                f"a collate_fn that makes {different} of the batch as a whole (it sorts, mixes or counts, say): with "
-                "the samples in reverse, and one of them twice, the rows are not"
+                f"a collate_fn whose {different} depends on the whole batch (it may sort, mix or count): with the "
+                "samples in reverse, and one of them twice, its rows do not follow the samples"
             )
         return data
 
@@ -82,13 +84,13 @@ def _refuse(found: str) -> ReadFailure:
 def _copy_samples(samples: Any) -> list[Any]:
     try:
         copy_to_device: list[Any] = copy.deepcopy(samples)
-    except (TypeError, RuntimeError):  # samples that hold a file, say, or a tensor on its way through autograd
+    except (TypeError, RuntimeError):  # samples may hold an open file or a tensor that is part of an autograd graph
         return [copy.copy(sample) for sample in samples]
     return copy_to_device
 
 
 def _find_mixed_leaf(data: Any, again: Any, *, rows: int) -> str | None:
-    """The way to the first leaf whose rows did not follow their samples; leaves without rows are judged elsewhere."""
+    """Return the path of the first leaf whose rows did not follow their samples; skip leaves without rows."""
     expected, found = (
         dict(iterate_leaves(mark_per_sample_lists(data, rows))),
         dict(iterate_leaves(mark_per_sample_lists(again, rows + 1))),

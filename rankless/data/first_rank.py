@@ -1,8 +1,8 @@
-"""Rank 0 reads and sends: for what cannot be read by every rank, as a socket, a queue or a file on one host.
+"""Rank 0 reads and distributes each batch, for a source that only one process can read, as a socket or a queue.
 
-Note [as one device reads]: rank 0 reads as a plain DataLoader does and draws its random numbers from the running
-generators. The others draw nothing, so whenever rank 0 has drawn, its generators' states travel with the message:
-afterwards the generators are alike again, and what the script draws next is the same everywhere.
+Note [random state of the first rank]: rank 0 reads as a plain `DataLoader` does and draws from the process's
+generators. The other ranks draw nothing. Whenever rank 0 drew, it sends its generators' states with the batch. All
+ranks then hold the same states, so the script's next draws agree.
 """
 
 from collections.abc import Iterator
@@ -31,17 +31,17 @@ from rankless.parallel.placement import split_lengths
 
 
 class _TensorHeader(msgspec.Struct, frozen=True):
-    """In the place of a tensor with one row per sample, which follows in pieces."""
+    """Stands in the batch for a tensor with one row per sample, which rank 0 scatters separately."""
 
     dtype: torch.dtype
     row_shape: tuple[int, ...]
 
 
 class _BatchMessage(msgspec.Struct, frozen=True):
-    """What rank 0 says before each batch, or at the end."""
+    """What rank 0 broadcasts before each batch, and at the end."""
 
     states: list[bytes] | None = None
-    """Of its generators, where it has drawn."""
+    """The states of rank 0's generators, or None if it drew nothing."""
     tree: bytes = b""
     rows: int = 0
     digest: bytes = b""
@@ -50,14 +50,15 @@ class _BatchMessage(msgspec.Struct, frozen=True):
 
 
 def sync_generators(before: ProcessStates, *, mesh: Mesh) -> None:
-    """Set all ranks' generators to rank 0's, if it has drawn since `before`: a collective operation."""
+    """Set all ranks' generators to rank 0's states, if rank 0 drew since `before`. Collective."""
     _broadcast_message(_BatchMessage(states=_encode_changed_states(before)), mesh)
 
 
 def distribute_from_first_rank(batches: Iterator[Any], *, mesh: Mesh) -> Iterator[BatchRead]:
-    """The batches that rank 0 reads from `batches`, on every rank: its own rows, or all of a batch of too few rows.
+    """Yield on every rank the batches that rank 0 reads from `batches`.
 
-    Every `next` is a collective operation. What rank 0 fails to read is raised on every rank.
+    Each rank gets its own rows, or the whole batch if it has fewer rows than ranks. Every `next` is a collective
+    operation. If rank 0 fails to read, all ranks raise.
     """
     while True:
         if mesh.rank != 0:
@@ -72,7 +73,7 @@ def distribute_from_first_rank(batches: Iterator[Any], *, mesh: Mesh) -> Iterato
             if isinstance(read, ReadFailure):
                 raise read.as_error()
             tree, message = _make_message(read, before, mesh)
-        except Exception as error:  # foreign code; the others hear of it before it goes on here
+        except Exception as error:  # user code may raise anything; the other ranks raise too
             _broadcast_message(
                 _BatchMessage(error=str(getattr(error, "found", f"{type(error).__name__}: {error}"))), mesh
             )
@@ -84,7 +85,7 @@ def distribute_from_first_rank(batches: Iterator[Any], *, mesh: Mesh) -> Iterato
 
 
 def _make_message(read: BatchRead | None, before: ProcessStates, mesh: Mesh) -> tuple[Any, _BatchMessage]:
-    """The batch as rank 0 keeps it, and the message that goes before it."""
+    """Return the batch as rank 0 keeps it, and the message that announces it."""
     if read is None:
         return None, _BatchMessage(states=_encode_changed_states(before), ended=True)
     rows = read.request.rows if read.request.rows is not None else count_rows(read.data)
@@ -98,16 +99,16 @@ def _make_message(read: BatchRead | None, before: ProcessStates, mesh: Mesh) -> 
         tree = encode_value(map_leaves(marked, read.data))
     except TypeError as error:
         raise DataError(
-            expected="batches of tensors and plain values, which rank 0 can send to the others",
+            expected="batches of tensors and plain values, because rank 0 sends them to the other ranks",
             found=str(error),
-            fix='turn it into tensors, lists and dicts in collate_fn, or pass reading="split"',
+            fix='convert it to tensors, lists and dicts in collate_fn, or pass reading="split"',
         ) from error
     message = _BatchMessage(states=_encode_changed_states(before), tree=tree, rows=rows, digest=read.request.digest)
     return read.data, message
 
 
 def _assemble_batch(message: _BatchMessage, tree: Any, mesh: Mesh) -> BatchRead:
-    """A batch with this rank's rows in the place of marks; on rank 0 `tree` holds the tensors themselves."""
+    """Return the batch with this rank's rows in place of headers. On rank 0 `tree` still holds the tensors."""
     rows = message.rows
     if rows < mesh.size:
         whole = BatchRequest(indices=range(rows), rows=rows, is_split=False, digest=message.digest)
@@ -126,7 +127,7 @@ def _assemble_batch(message: _BatchMessage, tree: Any, mesh: Mesh) -> BatchRead:
 
 
 def _scatter_rows(whole: Tensor | None, row: _TensorHeader, lengths: tuple[int, ...], mesh: Mesh) -> Tensor:
-    """This rank's rows. They travel as bytes, which every backend knows."""
+    """Return this rank's rows. They travel as bytes, because every backend supports bytes."""
     width = torch.Size(row.row_shape).numel() * row.dtype.itemsize
     if width == 0:
         return torch.empty((lengths[mesh.rank], *row.row_shape), dtype=row.dtype)
@@ -139,14 +140,14 @@ def _scatter_rows(whole: Tensor | None, row: _TensorHeader, lengths: tuple[int, 
 
 
 def _broadcast_message(message: _BatchMessage | None, mesh: Mesh) -> _BatchMessage:
-    """Rank 0's message; on the other ranks its error is raised, its generators' states are taken over."""
+    """Broadcast rank 0's message. Other ranks raise its error and take over its generators' states."""
     data = b"" if message is None else msgspec.msgpack.encode(message)
     received = msgspec.msgpack.decode(broadcast_bytes(data, mesh=mesh), type=_BatchMessage)
     if mesh.rank != 0 and received.error:
         raise DataError(
             expected="rank 0 to read the batch and send it",
             found=f"rank 0 failed: {received.error}",
-            fix="mend what rank 0 reports",
+            fix="correct the error that rank 0 reports",
         )
     if mesh.rank != 0 and received.states is not None:
         torch_state, numpy_state, python_state = (from_plain(decode_value(state)) for state in received.states)
@@ -155,6 +156,6 @@ def _broadcast_message(message: _BatchMessage | None, mesh: Mesh) -> _BatchMessa
 
 
 def _encode_changed_states(before: ProcessStates) -> list[bytes] | None:
-    """The generators' states, if any of them has been drawn from."""
+    """Return the generators' encoded states, or None if nothing was drawn."""
     now = get_process_states()
     return [encode_value(to_plain(state)) for state in now] if find_changed_generators(before, now) else None

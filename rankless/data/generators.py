@@ -1,11 +1,11 @@
-"""The random generators that reading depends on: the process's own three, and others that objects hold.
+"""The random generators that reading depends on: the process's three generators, and those that objects hold.
 
-Note [a sample's random numbers]: in split reading no rank reads what another reads, so a data set that draws
-from the running generators would give every rank other numbers than one device. Instead the generators are
-seeded from (seed, epoch, index) before each sample and restored after the batch: the same augmentation on any
-number of workers. So are generators that the data set holds itself. The three numbers are mixed by SplitMix64
-(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the constants of
-Vigna's reference code). CPU generators only: data sets that draw on a GPU are not covered.
+Note [random numbers of a sample]: with reading="split" a rank does not read the samples of other ranks. A data set that
+drew from the process's generators would therefore give each rank other numbers than one device. Instead
+`seed_generators` seeds all generators from (seed, epoch, index) before each sample, and `preserve_generators` restores
+them after the batch. Augmentation is then the same on any number of workers. Generators that the data set holds are
+seeded too. SplitMix64 mixes the three numbers (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014, with the constants of Vigna's reference code). Only CPU generators are covered.
 """
 
 import json
@@ -27,11 +27,11 @@ _DEEPEST = 4
 Generator = torch.Generator | numpy.random.Generator | numpy.random.RandomState | random.Random
 _NO_OWNERS = (torch.Tensor, numpy.ndarray, type, ModuleType, FunctionType)
 ProcessStates = tuple[torch.Tensor, Any, Any]
-"""Of torch's CPU generator, NumPy's and Python's."""
+"""States of torch's CPU generator, NumPy's and Python's."""
 
 
 def split_mix_64(state: int) -> int:
-    """64 well-mixed bits from 64 bits that may be close to others."""
+    """Return 64 well-mixed bits, also for inputs that are close to each other."""
     mixed = (state + 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -39,12 +39,12 @@ def split_mix_64(state: int) -> int:
 
 
 def derive_epoch_seed(seed: int, epoch: int) -> int:
-    """The seed of an epoch; `epoch` counts from 0."""
+    """Return the seed of an epoch; `epoch` counts from 0."""
     return split_mix_64(split_mix_64(seed & _MASK) ^ epoch)
 
 
 def derive_sample_seed(seed_of_epoch: int, index: object) -> int:
-    """The seed of one sample: of an integer index by mixing, of any other key by a digest of its `repr`."""
+    """Return the seed of one sample. An integer index is mixed in; any other key through a digest of its `repr`."""
     try:
         number = int(index)  # type: ignore[call-overload]  # whatever a sampler yields
     except (TypeError, ValueError):
@@ -53,12 +53,12 @@ def derive_sample_seed(seed_of_epoch: int, index: object) -> int:
 
 
 def get_process_states() -> ProcessStates:
-    """The states of the process's generators, as they are now."""
+    """Return the current states of the process's generators."""
     return torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
 
 
 def set_process_states(states: ProcessStates) -> None:
-    """Set the process's generators to what `process_states` gave."""
+    """Set the process's generators to states from `get_process_states`."""
     torch_state, numpy_state, python_state = states
     torch.default_generator.set_state(torch_state)
     numpy.random.set_state(numpy_state)
@@ -66,7 +66,7 @@ def set_process_states(states: ProcessStates) -> None:
 
 
 def find_changed_generators(one: ProcessStates, other: ProcessStates) -> frozenset[str]:
-    """The names of the process's generators that were drawn from between two moments."""
+    """Return the names of the process's generators whose states differ between two snapshots."""
     same = {
         "torch": bool(torch.equal(one[0], other[0])),
         "NumPy": all(numpy.array_equal(left, right) for left, right in zip(one[1], other[1], strict=True)),
@@ -77,7 +77,7 @@ def find_changed_generators(one: ProcessStates, other: ProcessStates) -> frozens
 
 @contextmanager
 def preserve_generators(held: Mapping[str, Generator]) -> Iterator[None]:
-    """Whatever is drawn inside leaves the process's generators, and those `held`, as they were."""
+    """Restore the process's generators and `held` ones at exit, whatever the body draws."""
     states, held_states = get_process_states(), get_states(held)
     try:
         yield
@@ -87,9 +87,9 @@ def preserve_generators(held: Mapping[str, Generator]) -> Iterator[None]:
 
 
 def seed_generators(seed: int, held: Mapping[str, Generator]) -> None:
-    """Start the process's generators, and those `held`, from one 64-bit seed."""
+    """Seed the process's generators and `held` ones from one 64-bit seed."""
     torch.default_generator.manual_seed(seed)
-    # Both are Mersenne twisters started from 32 bits, torch's from the lower: alike, they would draw alike.
+    # torch seeds its Mersenne twister with the lower 32 bits. NumPy gets the upper ones, so that the two differ.
     numpy.random.seed(seed >> 32)
     random.seed(seed)
     for number, generator in enumerate(held.values(), start=1):
@@ -105,9 +105,9 @@ def seed_generators(seed: int, held: Mapping[str, Generator]) -> None:
 
 
 def find_generators(*owners: object) -> dict[str, Generator]:
-    """The generators found in the attributes of objects, by the way to them; each once."""
+    """Return the generators in the attributes of objects by path, each one once."""
     found: dict[str, Generator] = {}
-    # An object may hold a process's generator under a name of its own.
+    # Skip the process's generators, which an object may also hold.
     seen = {id(torch.default_generator), id(vars(numpy.random.mtrand)["_rand"]), id(vars(random)["_inst"])}
 
     def visit(value: object, path: str, depth: int) -> None:
@@ -117,8 +117,8 @@ def find_generators(*owners: object) -> dict[str, Generator]:
             seen.add(id(value))
             found[path] = value
         elif isinstance(value, list | tuple) and len(value) <= 64:
-            for place, part in enumerate(value):
-                visit(part, f"{path}[{place}]", depth + 1)
+            for index, part in enumerate(value):
+                visit(part, f"{path}[{index}]", depth + 1)
         elif isinstance(value, dict) and len(value) <= 64:
             for key, part in value.items():
                 visit(part, f"{path}[{key!r}]", depth + 1)
@@ -133,18 +133,18 @@ def find_generators(*owners: object) -> dict[str, Generator]:
 
 
 def get_states(held: Mapping[str, Generator]) -> dict[str, Any]:
-    """The states of generators by their names."""
+    """Return the states of generators by name."""
     return {name: _state(generator) for name, generator in held.items()}
 
 
 def set_states(held: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
-    """Set generators to the states that stand under their names; raises DataError where one is missing."""
+    """Set generators to the states of the same names. Raises `DataError` if a state is missing."""
     for name, generator in held.items():
         if name not in states:
             raise DataError(
                 expected=f"a saved state of the generator {name}",
                 found=f"states of {', '.join(states) or 'none'}",
-                fix="build the loader and its sampler as in the run that saved",
+                fix="build the loader and its sampler as in the run that saved the state",
             )
         if isinstance(generator, torch.Generator):
             generator.set_state(states[name])
@@ -165,12 +165,12 @@ def _state(generator: Generator) -> Any:
 
 
 def to_plain(state: Any) -> Any:
-    """A generator's state as a tensor or text, which any checkpoint can hold; `from_plain` is its inverse."""
+    """Return a generator's state as a tensor or text that any checkpoint can hold. Inverse: `from_plain`."""
     return state if isinstance(state, torch.Tensor) else json.dumps(_to_json(state))
 
 
 def from_plain(plain: Any) -> Any:
-    """A generator's state from what `as_plain` made of it."""
+    """Return a generator's state from the result of `to_plain`."""
     return plain if isinstance(plain, torch.Tensor) else _from_json(json.loads(plain))
 
 

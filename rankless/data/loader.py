@@ -1,4 +1,4 @@
-"""The loader: a one-process DataLoader's batches, in its order, of which each rank reads its own rows only."""
+"""The loader: batches of a one-process `DataLoader` in its order, of which each rank reads its own rows."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -103,8 +103,8 @@ class Loader(Generic[Batch]):
             self.epoch += 1
         elif self._order.options.num_workers > 0 and current.seed is None and not self._order.is_stream:
             world.notify(
-                "the rest of the interrupted epoch has the right samples in the right order; random numbers that they "
-                'draw in reader processes are drawn anew (reading="split" gives the same ones)'
+                "the resumed epoch has the right samples in the right order, but its reader processes draw new random "
+                'numbers; reading="split" repeats the same ones'
             )
         self._pass = current
         world.mesh.check_sync_point(f"pass {current.number + 1} of a loader of {type(self.dataset).__name__}")
@@ -171,7 +171,7 @@ class Loader(Generic[Batch]):
 
     def _active_pass(self) -> Pass | None:
         present = self._resumed or self._pass
-        return None if present is None or present.over else present
+        return None if present is None or present.is_over else present
 
     def _prepare(self, world: World) -> None:
         require_not_in_once(world, "a pass over a loader")
@@ -179,7 +179,7 @@ class Loader(Generic[Batch]):
             return
         self._monitor = GatherMonitor(world.notify, world=world)
         if self.options.pin_memory and not torch.accelerator.is_available():
-            world.notify("pin_memory=True does nothing here: there is no accelerator to copy to")
+            world.notify("pin_memory=True has no effect: there is no accelerator")
 
     def _yield_batches(self, reads: Iterator[BatchRead], current: Pass, world: World) -> Iterator[Any]:
         meter, turn = world.meter, world.passes.begin(batches=self._steps_left(current))
@@ -188,19 +188,19 @@ class Loader(Generic[Batch]):
             for read, batch in self._batches(reads, world):
                 if meter is not None and epoch is not None:
                     meter.batch(epoch, rows=read.request.rows or 0)
-                current.hand_out(read.request.digest)
+                current.count_batch(read.request.digest)
                 world.passes.start_batch(turn)
                 yield batch
         except GeneratorExit:
-            current.over = True  # the script has left its loop: the next pass is a new one
+            current.is_over = True  # the script left its loop; the next pass is a new one
             raise
-        current.over = True
+        current.is_over = True
         world.passes.end(turn)
         if meter is not None and epoch is not None:
             meter.end_epoch(epoch)
 
     def _batches(self, reads: Iterator[BatchRead], world: World) -> Iterator[tuple[BatchRead, Any]]:
-        """Each batch as the script gets it, with what was read for it."""
+        """Yield each batch as the script gets it, with what was read for it."""
         monitor = self._monitor
         assert monitor is not None
         batches = ((read, make_logical(read, mesh=world.mesh, monitor=monitor)) for read in reads)

@@ -1,4 +1,4 @@
-"""What a loader is told, and the refusal of what no loader can do: before anything is read."""
+"""The options of a loader, and the checks that run before it reads anything."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,15 +14,18 @@ Reading = Literal["split", "replicated", "first"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How to batch; the names and meanings are PyTorch's DataLoader's.
+    """Options with the names and meanings of `torch.utils.data.DataLoader`.
 
-    `batch_size` is the whole batch's, of all ranks; None hands out what the data set gives as it is: whole
-    batches. `seed` is that of the generator which a plain script would pass to DataLoader; without one, and
-    without a `generator`, PyTorch's default generator is drawn from, as there. `reading` is "split" (each
-    rank reads its own samples, each from its own seed; of a stream, each rank collates its own),
-    "replicated" (each rank reads and collates all, with the random numbers of a plain DataLoader, and keeps
-    its rows) or "first" (rank 0 reads as a plain DataLoader does, and sends each rank its rows). `device` is
-    where batches are handed out; None leaves them where they were read.
+    `batch_size` counts the rows of the whole batch, over all ranks. With None the data set returns whole batches.
+    `seed` is the seed of the generator that a plain script would pass to `DataLoader`. Without `seed` and
+    `generator`, PyTorch's default generator is used, as there. `device` is where batches are yielded; None leaves
+    them where they were read.
+
+    `reading` is one of:
+
+    - "split": each rank reads its own samples, each with its own seed. Of a stream, each rank collates its own samples.
+    - "replicated": each rank reads and collates all samples, with a `DataLoader`'s random numbers, and keeps its rows.
+    - "first": rank 0 reads as a `DataLoader` does, and sends each rank its rows.
     """
 
     batch_size: int | None = 1
@@ -45,12 +48,12 @@ class LoaderOptions:
 
     @property
     def has_custom_order(self) -> bool:
-        """Whether the script's own code decides which samples come: then ranks may part at any batch."""
+        """Whether user code decides which samples come. Ranks may then diverge at any batch."""
         return self.sampler is not None or self.batch_sampler is not None or self.collate_fn is not None
 
 
 def check_options(dataset: Any, options: LoaderOptions) -> None:
-    """Raise DataError for what no loader can do."""
+    """Raise `DataError` for options that no loader supports."""
     if isinstance(dataset, IterableDataset):
         _check_stream(dataset, options)
     else:
@@ -70,7 +73,7 @@ def _check_stream(dataset: Any, options: LoaderOptions) -> None:
     given = [name for name in ("shuffle", "sampler", "batch_sampler") if getattr(options, name)]
     if given:
         raise DataError(
-            expected="an IterableDataset, whose own order counts, without a sampler",
+            expected="an IterableDataset without a sampler: it decides its own order",
             found=f"{type(dataset).__name__} with {' and '.join(given)}",
             fix=f"leave out {' and '.join(given)}, and shuffle inside the data set's __iter__",
         )
@@ -87,7 +90,7 @@ def _check_samples(dataset: Any, options: LoaderOptions) -> None:
             fix=f"define {' and '.join(missing)} on it",
         )
     if options.shuffle and len(dataset) == 0:
-        raise DataError(expected="at least one sample to shuffle", found="0", fix="check how the data set is made")
+        raise DataError(expected="at least one sample to shuffle", found="0", fix="check how the data set is built")
 
 
 def _check_numbers(options: LoaderOptions) -> None:
@@ -102,7 +105,7 @@ def _check_numbers(options: LoaderOptions) -> None:
         raise DataError(
             expected="a num_workers of at least 0",
             found=repr(readers),
-            fix="pass the number of reader processes per rank, or leave it out",
+            fix="pass the number of reader processes per rank, or omit it",
         )
     if options.seed is not None and not isinstance(options.seed, int):
         raise DataError(
@@ -117,7 +120,7 @@ def _check_readers(options: LoaderOptions) -> None:
     idle = [name for name in names if getattr(options, name)]
     if idle and options.num_workers == 0:
         raise DataError(
-            expected=f"reader processes, which {' and '.join(idle)} is about",
+            expected=f"reader processes for {' and '.join(idle)}",
             found="num_workers=0",
             fix=f"pass num_workers, or leave out {' and '.join(idle)}",
         )
@@ -146,6 +149,6 @@ def _check_order(options: LoaderOptions) -> None:
     if options.batch_size is None and options.drop_last:
         raise DataError(
             expected="a batch_size with drop_last",
-            found="batch_size=None: the data set gives whole batches, and none is dropped",
+            found="batch_size=None: the data set returns whole batches, and none is dropped",
             fix="leave out drop_last, or pass a batch_size",
         )

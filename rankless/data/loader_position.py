@@ -1,9 +1,9 @@
-"""Where a loader is: what a pass began from and how many batches it has handed out, as plain data and back.
+"""The position of a loader: what a pass started from and how many batches it yielded, as plain data for a checkpoint.
 
-Note [taking up a pass]: an interrupted pass is begun again from the generators' states at its beginning, and the
-batches that were handed out are skipped: their indices are drawn, their samples are not read. A pass meets its
-generators at two moments, when iteration begins and when the first batch is asked for, and a script may draw between
-them; so both are kept. What the process's generators give to others (dropout, say) goes on from where they are.
+Note [resuming a pass]: a resumed pass starts again from the generators' states at its start and skips the batches that
+were yielded. It draws their indices but does not read their samples. `DataLoader` draws at two moments: when iteration
+starts and when the first batch is requested. A script may draw between them, so both states are saved. All other uses
+of the process's generators, such as dropout, continue from their current states.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,28 +29,28 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class GeneratorSnapshot:
-    """The states of the process's generators and of those held by a sampler or a stream."""
+    """The states of the process's generators and of those that a sampler or stream holds."""
 
     process: ProcessStates
     held: Mapping[str, Any]
 
     @staticmethod
     def now(held: Mapping[str, Generator]) -> "GeneratorSnapshot":
-        """This moment."""
+        """Return a snapshot of the current states."""
         return GeneratorSnapshot(get_process_states(), get_states(held))
 
     def restore(self, held: Mapping[str, Generator]) -> None:
-        """Set all generators to what they were."""
+        """Set all generators to the snapshot's states."""
         set_process_states(self.process)
         set_states(held, self.held)
 
     def to_plain(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return plain data for a checkpoint."""
         return {"process": [to_plain(state) for state in self.process], "held": to_plain_states(self.held)}
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> "GeneratorSnapshot":
-        """The inverse of `as_plain`."""
+        """Return a snapshot from the result of `to_plain`."""
         torch_state, numpy_state, python_state = (from_plain(state) for state in plain["process"])
         return GeneratorSnapshot((torch_state, numpy_state, python_state), from_plain_states(plain["held"]))
 
@@ -60,41 +60,40 @@ class Pass:
     """One pass over the data."""
 
     number: int
-    """From 0."""
+    """Number of the pass, from 0."""
     seed: int | None
-    """Of the samples' random numbers; None where they are drawn from the running generators."""
+    """Seed of the samples' random numbers; None if they are drawn from the process's generators."""
     at_start: GeneratorSnapshot
     sampler: list[dict[str, Any]]
-    """The samplers' own states at the beginning."""
+    """The samplers' own states at the start."""
     first: GeneratorSnapshot | None = None
-    """When the first batch was asked for; None until then."""
+    """Snapshot when the first batch was requested; None until then."""
     position: int = 0
-    """Batches handed out."""
+    """Number of batches yielded."""
     digest: bytes = b""
-    """Of the requests of all batches handed out, in order."""
-    over: bool = False
+    """Digest of the requests of all yielded batches, in order."""
+    is_over: bool = False
     resumed: bool = field(default=False, repr=False)
-    """Whether it was begun by another process, and is at `position` when it begins here."""
+    """Whether another process started the pass, so that this one continues at `position`."""
     interleaved_draws: frozenset[str] = frozenset()
-    """The process's generators that the sampler or stream goes on drawing from after its first batch, while the
-    script may draw from them too."""
+    """The process's generators that both the sampler or stream and the script draw from after the first batch."""
     has_lists: bool = False
-    """Whether its batches hold lists of one plain value per sample."""
+    """Whether the batches hold lists of one plain value per sample."""
 
-    def hand_out(self, digest: bytes) -> None:
-        """Count one batch, by the digest of its request."""
+    def count_batch(self, digest: bytes) -> None:
+        """Count a yielded batch by the digest of its request."""
         self.position += 1
         self.digest = chain_digests(self.digest, digest)
 
     def to_plain(self) -> dict[str, Any]:
-        """For a checkpoint. Raises DataError for a pass that could not be taken up."""
+        """Return plain data for a checkpoint. Raises `DataError` if the pass cannot be resumed."""
         if self.interleaved_draws:
             raise DataError(
-                expected="a sampler or stream that can be taken up in the middle of a pass",
-                found=f"one that draws from {' and '.join(sorted(self.interleaved_draws))}'s global generator at every "
-                "batch, in turn with the script",
-                fix="give it a generator of its own, or let it draw all at the start of __iter__, or give a stream "
-                "state_dict() and load_state_dict()",
+                expected="a sampler or stream that can be resumed in the middle of a pass",
+                found=f"it draws from {' and '.join(sorted(self.interleaved_draws))}'s global generator at every "
+                "batch, and so does the script",
+                fix="pass it a generator of its own, or make all draws at the start of __iter__, or define "
+                "state_dict() and load_state_dict() on the stream",
             )
         return {
             "number": self.number,
@@ -108,7 +107,7 @@ class Pass:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> "Pass":
-        """The inverse of `as_plain`: a pass to take up."""
+        """Return a pass to resume from the result of `to_plain`."""
         first = plain["first"]
         return Pass(
             number=plain["number"],
@@ -123,26 +122,26 @@ class Pass:
 
 
 def chain_digests(digest: bytes, other: bytes) -> bytes:
-    """The digest of a sequence that goes on with `other`."""
+    """Return the digest of a sequence that continues with `other`."""
     return blake2b(digest + other, digest_size=16).digest()
 
 
 def require_same_batches(current: Pass, digests: Iterable[bytes]) -> None:
-    """Return if the batches skipped are those that the interrupted pass handed out; else raise DataError."""
+    """Raise `DataError` unless the skipped batches are those that the interrupted pass yielded."""
     digest, count = b"", 0
-    for count, other in enumerate(digests, start=1):  # noqa: B007  # counted for the text below
+    for count, other in enumerate(digests, start=1):  # noqa: B007  # used below
         digest = chain_digests(digest, other)
     if digest != current.digest:
         found = "other batches" if count == current.position else f"only {count}"
         raise DataError(
-            expected=f"the {current.position} batches that the interrupted pass had handed out, to skip them",
-            found=f"{found} from its sampler or stream, begun again",
-            fix="give it state_dict() and load_state_dict(), or let it draw from a generator of its own",
+            expected=f"the {current.position} batches that the interrupted pass yielded, to skip them",
+            found=f"{found} from its sampler or stream, restarted",
+            fix="define state_dict() and load_state_dict() on it, or let it draw from a generator of its own",
         )
 
 
 def list_samplers(sampler: object) -> list[Any]:
-    """A sampler, and those that it is made of."""
+    """Return a sampler and the samplers that it wraps."""
     found: list[Any] = []
     while sampler is not None and not any(sampler is known for known in found):
         found.append(sampler)
@@ -151,7 +150,7 @@ def list_samplers(sampler: object) -> list[Any]:
 
 
 def get_sampler_states(samplers: Iterable[Any]) -> list[dict[str, Any]]:
-    """What samplers say of themselves, or their plain attributes (a counter of passes, say)."""
+    """Return the samplers' `state_dict()`, or their plain attributes such as a counter of passes."""
     return [
         {"own": sampler.state_dict()}
         if hasattr(sampler, "state_dict")
@@ -165,7 +164,7 @@ def get_sampler_states(samplers: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def set_sampler_states(samplers: Iterable[Any], states: Iterable[Mapping[str, Any]]) -> None:
-    """Give samplers the states that `sampler_states` found."""
+    """Set samplers to the states that `get_sampler_states` returned."""
     for sampler, state in zip(samplers, states, strict=False):
         if "own" in state:
             sampler.load_state_dict(state["own"])
@@ -174,28 +173,28 @@ def set_sampler_states(samplers: Iterable[Any], states: Iterable[Mapping[str, An
 
 
 def to_plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Generators' states by name, for a checkpoint."""
+    """Return generators' states by name as plain data for a checkpoint."""
     return {name: to_plain(state) for name, state in states.items()}
 
 
 def from_plain_states(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `plain_states`."""
+    """Return generators' states from the result of `to_plain_states`."""
     return {name: from_plain(state) for name, state in plain.items()}
 
 
 def require_same_loader(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise DataError unless a saved state is of a loader made alike."""
+    """Raise `DataError` unless a saved state comes from a loader with the same settings."""
     if saved.get("version") != VERSION:
         raise DataError(
             expected=f"a loader's state of version {VERSION}",
             found=f"version {saved.get('version')!r}",
-            fix="load a state that this release's loader.state_dict() gave",
+            fix="load a state that loader.state_dict() of this release returned",
         )
     different = [name for name, value in here.items() if saved["made_of"].get(name) != value]
     if different:
         raise DataError(
-            expected="a loader made as in the run that saved: "
+            expected="a loader with the settings of the run that saved the state: "
             + ", ".join(f"{name}={saved['made_of'].get(name)!r}" for name in different),
             found=", ".join(f"{name}={here[name]!r}" for name in different),
-            fix="make the loader alike, or leave it out of what is loaded and begin with a new pass",
+            fix="use the same settings, or do not load the loader's state and start a new pass",
         )

@@ -1,8 +1,10 @@
-"""A batch that every rank knows whole and holds in part: what a loader yields on a mesh, and what jobs take.
+"""The logical tensor: a batch whose rows are split over the ranks, and that behaves like the whole tensor.
 
-Note [local is a view of the whole]: once gathered, `local` becomes a view of the whole tensor. So whatever a
-script does to the whole in place, also through a view or a NumPy array, is in the rows that a job then takes,
-and an operation that would part the two (a transpose in place, new storage) is refused.
+The loader yields logical tensors on a mesh, and jobs take their local rows without communication.
+
+Note [local is a view of the whole]: the first gather replaces `local` by a view of the whole tensor. An in-place change
+of the whole, also through a view or a NumPy array, is then visible in the rows that a job takes. An operation that
+would separate the two, such as an in-place transpose or new storage, raises `DataError`.
 """
 
 import threading
@@ -57,7 +59,7 @@ _METADATA: frozenset[Any] = frozenset(
         ),
     }
 )
-"""Answered by the wrapper itself, which has the whole's shape, type and device."""
+"""Operations that need only the shape, dtype and device, which the wrapper knows."""
 
 _ROWWISE: frozenset[Any] = frozenset(
     {
@@ -80,13 +82,13 @@ _ROWWISE: frozenset[Any] = frozenset(
         torch.clone,
     }
 )
-"""Done on each rank's rows, and still logical: they change no value's place."""
+"""Operations that keep the position of every value. They run on the local rows, and the result stays logical."""
 
 
 class GatherMonitor:
-    """Tells the user, once, that an operation outside a job made every rank gather a batch.
+    """Warns once that an operation outside a job gathers batches, and watches each gather.
 
-    With a `world` it also knows when the other ranks will not come, and says for whom this one waits.
+    With a `world` it refuses a gather inside `rankless.once`, and warns if the other ranks do not join it.
     """
 
     def __init__(self, notify: Callable[[str], None], *, world: World | None = None) -> None:
@@ -95,33 +97,37 @@ class GatherMonitor:
         self._world = world
 
     def warn_once(self, operation: Callable[..., Any]) -> None:
-        """Say which operation, and at which line of the script."""
+        """Warn of the operation and of the script's line, the first time."""
         if self._has_warned:
             return
         self._has_warned = True
         name = resolve_name(operation) or getattr(operation, "__name__", str(operation))
         self._notify(
             f"{caller_line()}: {name} outside a job gathers the whole batch on every rank, here and "
-            "wherever else it is done; inside a job nothing is gathered"
+            "wherever else it runs; inside a job nothing is gathered"
         )
 
     @contextmanager
     def watch_wait(self, where: str) -> Iterator[None]:
-        """While a gather for that line lasts: refused where rank 0 is alone; said where the others do not come."""
+        """Watch a gather that the script's line `where` caused.
+
+        Raises `RanklessError` inside `rankless.once`. Warns after `WAIT_SECONDS` that this rank waits for the
+        others.
+        """
         if self._world is None:
             yield
             return
         rank, record = self._world.mesh.rank, self._world.send_record
         require_not_in_once(self._world, f"an operation on a whole batch at {where}")
 
-        def complain() -> None:
+        def warn() -> None:
             text = (
-                f"rank {rank} has waited {WAIT_SECONDS:.0f} s at {where} for the other ranks to come to the same "
-                "operation on a whole batch: do it on every rank, and print its result on one"
+                f"rank {rank} has waited {WAIT_SECONDS:.0f} s at {where} for the other ranks to run the same "
+                "operation on a whole batch: run it on every rank, and print its result on one"
             )
             record(Notice(rank=rank, time_ns=time.monotonic_ns(), text=text))
 
-        timer = threading.Timer(WAIT_SECONDS, complain)
+        timer = threading.Timer(WAIT_SECONDS, warn)
         timer.daemon = True
         timer.start()
         try:
@@ -133,19 +139,16 @@ class GatherMonitor:
 class LogicalTensor(Tensor):
     """A whole tensor of which this rank holds some rows.
 
-    A loader yields it on several ranks. `.shape`, `.dtype` and `.device` are those of the whole tensor. Casts and
-    `.to(device)` keep it logical. Any other operation outside a job works on the whole tensor, which is gathered once
-    and kept; every rank must call it. Pickling and copying give the whole as a plain tensor.
-
-    Attributes:
-        placement (Shard): The dim that is split, and the number of rows of each rank.
-        mesh (Mesh): The ranks that hold the rows.
+    `shape`, `dtype` and `device` describe the whole tensor. `local` holds this rank's rows, split over `mesh` as
+    `placement` says. Casts and `.to(device)` stay logical. Every other operation runs on the whole tensor, which
+    the first such operation gathers. Gathering is collective, so every rank must run that operation. Pickling and
+    copying give a plain tensor.
     """
 
     placement: Shard
     mesh: Mesh
     fingerprint: int = 0
-    """64 bits that are equal on all ranks that hold rows of the same batch; 0 if unknown."""
+    """64 bits that identify the batch and the tensor's path in it: equal on all ranks, or 0 if unknown."""
 
     @staticmethod
     def __new__(
@@ -157,7 +160,7 @@ class LogicalTensor(Tensor):
         monitor: GatherMonitor,
         whole: Tensor | None = None,
     ) -> "LogicalTensor":
-        """The wrapper, with the whole's shape and no storage."""
+        """Create the wrapper, which has the whole tensor's shape and no storage."""
         shape = list(local.shape)
         shape[placement.dim] = sum(placement.lengths)
         return Tensor._make_wrapper_subclass(
@@ -182,16 +185,11 @@ class LogicalTensor(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's rows, as a plain tensor of shape (rows, ...)."""
+        """This rank's rows as a plain tensor."""
         return self._local
 
     def whole(self) -> Tensor:
-        """Return the whole as a plain tensor. The first call gathers it from all ranks, so every rank must call it.
-
-        Raises:
-            RanksDiverged: Another rank makes another call, or holds rows of another batch.
-            RanklessError: The call is inside `rankless.once`.
-        """
+        """Return the whole tensor as a plain tensor. The first call gathers it from all ranks. Collective."""
         if self._whole is None:
             where = caller_line()
             with self._monitor.watch_wait(where), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -214,7 +212,7 @@ class LogicalTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """PyTorch's hook for every operation called from Python."""
+        """Handle an operation called from Python."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             first = args[0] if args else None
@@ -235,7 +233,7 @@ class LogicalTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """PyTorch's hook for operations that C++ calls: the net below `__torch_function__`."""
+        """Handle an operation called from C++, which bypasses `__torch_function__`."""
         return _apply_to_whole(func, args, kwargs or {})
 
 
@@ -265,9 +263,9 @@ def _apply_to_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     for tensor, layout in zip(logical, before, strict=True):
         if _layout(tensor.whole()) != layout:
             raise DataError(
-                expected="operations that leave a batch's shape and storage as they are",
+                expected="operations that keep a batch's shape and storage",
                 found=f"{resolve_name(func) or func}, which changed them in place",
-                fix="use the operation that gives a new tensor (without the underscore at its end)",
+                fix="use the operation that returns a new tensor (without the trailing underscore)",
                 where=caller_line(),
             )
         if result is tensor.whole():
@@ -280,7 +278,7 @@ def _layout(whole: Tensor) -> tuple[object, ...]:
 
 
 def _gather(local: Tensor, *, placement: Shard, mesh: Mesh) -> Tensor:
-    """The whole tensor, gathered as bytes: Gloo and NCCL each lack some types, and both know bytes."""
+    """Return the whole tensor. It travels as bytes, because Gloo and NCCL each lack some dtypes."""
     leading = local.to(mesh.device).movedim(placement.dim, 0).contiguous()
     row_shape = leading.shape[1:]
     if row_shape.numel() == 0:

@@ -1,8 +1,8 @@
-"""Batches onto the device: copied one ahead, beside the computation, where that changes no random number.
+"""Copy batches to the device, one batch ahead of the computation if that changes no random number.
 
-Note [one ahead]: with reader processes the next batch is read anyway, so taking it early costs nothing and draws
-nothing. In the script's own process reading draws from the running generators when the script asks for the batch, and
-must not come earlier: then a batch is copied when it is asked for.
+Note [copy one batch ahead]: reader processes read the next batch anyway, so requesting it early costs nothing and draws
+nothing. Without reader processes, reading draws from the process's generators when the script requests the batch, and
+must not happen earlier. In that case a batch is copied when it is requested.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,32 +17,32 @@ Item = TypeVar("Item")
 
 
 class Copier(Protocol):
-    """Copies batches to a device: begins beside the computation, and is waited for where the batch is used."""
+    """Copies batches to a device: `start` may return before the copy is complete, `finish` waits for it."""
 
     def start(self, batch: Any) -> Any:
-        """The batch on the device; its data may still be on its way."""
+        """Return the batch on the device; the copy may still be running."""
 
     def finish(self, batch: Any) -> Any:
-        """The batch that `start` gave, ready for whatever is computed next."""
+        """Return the batch that `start` returned, ready for the next computation."""
 
 
 class PlainCopier:
-    """Copies at once."""
+    """Copies synchronously."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def start(self, batch: Any) -> Any:
-        """The batch on the device."""
+        """Return the batch on the device."""
         return map_tensors(lambda tensor: tensor.to(self._device), batch)
 
     def finish(self, batch: Any) -> Any:
-        """The same batch."""
+        """Return the same batch."""
         return batch
 
 
 class StreamCopier:
-    """Copies on an accelerator's stream of its own, from page-locked memory."""
+    """Copies on a separate accelerator stream, from page-locked memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,15 +50,15 @@ class StreamCopier:
         self._stream = self._accelerator.Stream(device)
 
     def start(self, batch: Any) -> Any:
-        """The batch on the device, while its data is on its way."""
+        """Return the batch on the device while the copy is running."""
         with self._accelerator.stream(self._stream):
             return map_tensors(self._copy, batch)
 
     def finish(self, batch: Any) -> Any:
-        """The same batch; what the present stream computes from now on sees all of it."""
+        """Return the same batch after making the current stream wait for the copy."""
         present = self._accelerator.current_stream(self._device)
         present.wait_stream(self._stream)
-        # The memory was taken on the other stream, and must not be given away while this one still reads it.
+        # The memory was allocated on the other stream; record_stream keeps it until this stream has read it.
         map_tensors(lambda tensor: get_local_data(tensor).record_stream(present), batch)
         return batch
 
@@ -68,43 +68,45 @@ class StreamCopier:
 
 
 def make_copier(device: torch.device) -> Copier:
-    """What copies to this kind of device."""
+    """Return the copier for a kind of device."""
     return PlainCopier(device) if device.type == "cpu" else StreamCopier(device)
 
 
 def get_local_data(tensor: Tensor) -> Tensor:
-    """The plain tensor that holds a tensor's data: a logical one's own rows."""
+    """Return the plain tensor that holds the data: the local rows of a logical tensor."""
     local: Tensor = getattr(tensor, "local", tensor)
     return local
 
 
 def copy_to_device(items: Iterator[tuple[Item, Any]], *, copier: Copier, ahead: bool) -> Iterator[tuple[Item, Any]]:
-    """Each item's batch on the device. With `ahead` the next is taken and begun before one is handed out; what that
-    raises is raised after it.
+    """Yield each item with its batch on the device.
+
+    With `ahead` the copy of the next batch starts before the current one is yielded. An error of the next batch is
+    raised after the current batch.
     """
     if not ahead:
         yield from ((item, copier.finish(copier.start(batch))) for item, batch in items)
         return
-    watch_wait: Callable[[], tuple[Item, Any] | None] = _start_next(items, copier)
-    while (entry := watch_wait()) is not None:
-        watch_wait = _start_next(items, copier)
+    pending: Callable[[], tuple[Item, Any] | None] = _start_next(items, copier)
+    while (entry := pending()) is not None:
+        pending = _start_next(items, copier)
         yield entry[0], copier.finish(entry[1])
 
 
 def _start_next(items: Iterator[tuple[Item, Any]], copier: Copier) -> Callable[[], tuple[Item, Any] | None]:
-    """What gives the next item once its turn has come: None at the end, or what reading it raised."""
+    """Start copying the next item. Return a function that gives it, None at the end, or raises its error."""
     try:
         item, batch = next(items)
         started = copier.start(batch)
     except StopIteration:
         return lambda: None
-    except Exception as error:  # whatever it is, it belongs after the batch that is handed out before it
+    except Exception as error:  # any error must be raised after the previous batch was yielded
         return _make_raiser(error)
     return lambda: (item, started)
 
 
 def _make_raiser(error: Exception) -> Callable[[], Any]:
-    def raise_it() -> Any:
+    def raise_error() -> Any:
         raise error
 
-    return raise_it
+    return raise_error

@@ -1,7 +1,8 @@
-"""What one rank gets of the data: which samples, found from its sampler, or, for a stream, from what they hold.
+"""Find which samples a rank gets, from its sampler or, for a stream, from the content of its batches.
 
-Note [looking changes nothing]: a sampler is iterated once more than training does, so what it draws is put back (the
-process's generators, and those that it holds), and so are its attributes. What lies deeper is not: a file's place, say.
+Note [the check has no side effects]: `check_shards` iterates a sampler once more than training does. It restores the
+process's generators, the generators that the sampler holds, and the sampler's attributes. It does not restore deeper
+state, such as the position in an open file.
 """
 
 import copy
@@ -36,52 +37,52 @@ _WARN_AFTER_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
-    """The samples of one rank in a pass, as it tells the others."""
+    """The samples of one rank in a pass, as sent to the other ranks."""
 
     kind: Kind
-    """Told by indices in the data set, by digests of rows, or whole batches of a `rankless.loader`."""
+    """Whether `keys` are indices in the data set, digests of rows, or settings of a `rankless.loader`."""
     keys: Keys
-    """One for each sample, in order."""
+    """One key for each sample, in order."""
     batches: int | None
-    """How many; None for a sampler of single samples."""
+    """Number of batches; None for a sampler of single samples."""
     batch_keys: Keys | None = None
-    """Digests of the batches; of rows only."""
+    """Digests of the batches, if `kind` is "rows"."""
     candidates: Keys | int | None = None
-    """The indices from which the sampler is to take: all below a number, or these; None where nobody knows."""
+    """The indices that the sampler draws from: a number for all indices below it, or None if unknown."""
     samples: int | None = None
-    """How many the data set has, also where the sampler takes from a Subset of it."""
+    """Size of the data set, also if the sampler draws from a Subset of it."""
     may_drop: int = 0
-    """So many samples may be left out by `drop_last`."""
+    """Number of samples that `drop_last` may leave out."""
     is_truncated: bool = False
-    """Whether only the first batches were looked at."""
+    """Whether only the first batches were read."""
     source: str = ""
-    """What decides which samples come, in words."""
+    """Description of the sampler or data set that decides which samples come."""
 
 
-def find_shard(loader: Any, *, most_batches: int | None, notify: Callable[[str], None]) -> RankShard:
-    """What this rank gets from a loader, a sampler or any iterable of batches. Raises ConfigError for what is none."""
+def find_shard(loader: Any, *, max_batches: int | None, notify: Callable[[str], None]) -> RankShard:
+    """Return this rank's shard of a loader, a sampler or an iterable of batches. Raises `ConfigError` for others."""
     if isinstance(loader, Loader):
         return _whole(loader)
     source = find_index_source(loader)
     _require_repeatable([loader, getattr(loader, "dataset", None), *_list_all_samplers(source)])
     if source is not None:
-        return _find_by_indices(loader, source, most_batches)
-    return read_row_shard(loader, most_batches=most_batches, notify=notify)
+        return _find_by_indices(loader, source, max_batches)
+    return read_row_shard(loader, max_batches=max_batches, notify=notify)
 
 
 def _require_repeatable(parts: Iterable[Any]) -> None:
-    """Raise ConfigError for what a look would use up."""
+    """Raise `ConfigError` for an iterable that the check would exhaust."""
     for number, part in enumerate(parts):
         if isinstance(part, Iterator) or (number == 0 and not hasattr(part, "__iter__")):
             raise ConfigError(
-                expected="a DataLoader, a sampler, or what gives batches again each time it is iterated",
+                expected="a DataLoader, a sampler, or an iterable that yields its batches each time it is iterated",
                 found=f"{type(part).__name__}, which can be iterated once at most",
-                fix="pass the loader itself, not iter(loader); let __iter__ of a stream or sampler begin anew",
+                fix="pass the loader itself, not iter(loader); let __iter__ of a stream or sampler start again",
             )
 
 
 def find_index_source(loader: Any) -> Any:
-    """What gives the indices of samples; None where only reading tells."""
+    """Return what yields the indices of samples, or None if only reading shows them."""
     if isinstance(loader, Sampler):
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -90,7 +91,7 @@ def find_index_source(loader: Any) -> Any:
 
 
 def find_dataset(loader: Any) -> tuple[Any, Any]:
-    """The data set that a loader or sampler is made for, and what it is a part of, if it is a Subset."""
+    """Return the data set of a loader or sampler, and the data set under all Subsets."""
     dataset = getattr(loader, "dataset", None)
     for sampler in _list_all_samplers(find_index_source(loader)):
         if dataset is None:
@@ -112,30 +113,30 @@ def _whole(loader: Loader[Any]) -> RankShard:
     )
 
 
-def _find_by_indices(loader: Any, source: Any, most_batches: int | None) -> RankShard:
+def _find_by_indices(loader: Any, source: Any, max_batches: int | None) -> RankShard:
     dataset, base = find_dataset(loader)
     samples, chain = _length_or_none(base), _list_all_samplers(source)
-    most = most_batches
-    if most is None:
-        most = 1000 + 10 * (_length_or_none(source) or _length_or_none(dataset) or 0)
+    limit = max_batches
+    if limit is None:
+        limit = 1000 + 10 * (_length_or_none(source) or _length_or_none(dataset) or 0)
     with _preserve_state(chain, getattr(loader, "generator", None)):
         for sampler in chain:
             if isinstance(sampler, DistributedSampler):
-                sampler.warned_same_epoch = True  # put back afterwards, as all attributes are
-        batches = list(islice(iter(source), most + 1))
-    if most_batches is None and len(batches) > most:
+                sampler.warned_same_epoch = True  # restored at exit, as all attributes are
+        batches = list(islice(iter(source), limit + 1))
+    if max_batches is None and len(batches) > limit:
         raise ConfigError(
             expected="a sampler that ends",
-            found=f"{type(source).__name__}, which goes on after {most} batches",
-            fix="pass batches=, how many of them to look at",
+            found=f"{type(source).__name__}, which continues after {limit} batches",
+            fix="pass batches=, the number of batches to check",
         )
-    is_truncated = len(batches) > most
+    is_truncated = len(batches) > limit
     in_batches = bool(batches) and isinstance(batches[0], list | tuple | Tensor)
-    flat = [key for batch in batches[:most] for key in (batch if in_batches else [batch])]
+    flat = [key for batch in batches[:limit] for key in (batch if in_batches else [batch])]
     return RankShard(
         kind="indices",
         keys=_to_base_indices(dataset, _to_keys(flat)),
-        batches=min(len(batches), most) if in_batches or isinstance(loader, DataLoader) else None,
+        batches=min(len(batches), limit) if in_batches or isinstance(loader, DataLoader) else None,
         candidates=_held(dataset),
         samples=samples,
         may_drop=sum(_count_droppable(sampler) for sampler in chain),
@@ -144,23 +145,23 @@ def _find_by_indices(loader: Any, source: Any, most_batches: int | None) -> Rank
     )
 
 
-def read_row_shard(loader: Any, *, most_batches: int | None, notify: Callable[[str], None]) -> RankShard:
-    """What this rank gets, by what the rows of its batches hold: reads them."""
+def read_row_shard(loader: Any, *, max_batches: int | None, notify: Callable[[str], None]) -> RankShard:
+    """Return this rank's shard by the content of its rows. Reads the batches."""
     dataset = getattr(loader, "dataset", None)
     once_more = loader
     if isinstance(loader, DataLoader):
-        # Reader processes that persist belong to training: a copy starts its own.
+        # Persistent reader processes belong to training: a copy of the loader starts its own.
         once_more = copy.copy(loader)
         vars(once_more)["_iterator"] = None
     rows: list[int] = []
     batches: list[int] = []
     with _preserve_state([loader, dataset], getattr(loader, "generator", None)):
         found = iter(once_more)
-        for batch in _warn_if_slow(islice(found, most_batches), notify):
+        for batch in _warn_if_slow(islice(found, max_batches), notify):
             digests = _row_digests(batch)
             rows += [_hash_digest(digest) for digest in digests]
             batches.append(_hash_digest(b"".join(digests)))
-        is_truncated = most_batches is not None and len(batches) == most_batches
+        is_truncated = max_batches is not None and len(batches) == max_batches
     return RankShard(
         kind="rows",
         keys=_to_keys(rows),
@@ -172,21 +173,21 @@ def read_row_shard(loader: Any, *, most_batches: int | None, notify: Callable[[s
 
 
 def _row_digests(batch: Any) -> list[bytes]:
-    """A digest for each sample of a batch: of its rows of all tensors, and of its values in lists."""
+    """Return a digest for each sample of a batch: of its rows of all tensors and its values in lists."""
     rows = count_rows(batch)
-    made = [blake2b(digest_size=8) for _ in range(max(rows, 1))]
+    digests = [blake2b(digest_size=8) for _ in range(max(rows, 1))]
     for path, leaf in iterate_leaves(mark_per_sample_lists(batch, rows)):
         if isinstance(leaf, PerSampleValues):
             parts = [repr(value).encode() for value in leaf.values]
         elif isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows:
             parts = [_bytes_of(row) for row in leaf]
         elif isinstance(leaf, Tensor):
-            parts = [_bytes_of(leaf)] * len(made)
+            parts = [_bytes_of(leaf)] * len(digests)
         else:
-            parts = [repr(leaf).encode()] * len(made)
-        for digest, part in zip(made, parts, strict=True):
+            parts = [repr(leaf).encode()] * len(digests)
+        for digest, part in zip(digests, parts, strict=True):
             digest.update(path.encode() + b"\0" + part)
-    return [digest.digest() for digest in made]
+    return [digest.digest() for digest in digests]
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
@@ -195,17 +196,17 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _warn_if_slow(batches: Iterator[Any], notify: Callable[[str], None]) -> Iterator[Any]:
-    """The batches; that this takes long is said once."""
+    """Yield the batches; warn once if reading takes long."""
     start, gathered = time.monotonic(), False
     for number, batch in enumerate(batches, start=1):
         yield batch
         if not gathered and time.monotonic() - start > _WARN_AFTER_SECONDS:
             gathered = True
-            notify(f"check_shards reads the whole pass, {number} batches so far; batches= looks at the first ones only")
+            notify(f"check_shards reads the whole pass, {number} batches so far; pass batches= to check fewer")
 
 
 def _list_all_samplers(source: Any) -> list[Any]:
-    """A sampler, and those that it is made of."""
+    """Return a sampler and the samplers that it wraps."""
     found: list[Any] = []
     ahead = [source]
     for sampler in ahead:
@@ -217,19 +218,19 @@ def _list_all_samplers(source: Any) -> list[Any]:
 
 @contextmanager
 def _preserve_state(owners: Iterable[Any], generator: torch.Generator | None) -> Iterator[None]:
-    """Inside, what draws and counts does so in vain."""
-    kept = [(owner, dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
+    """Restore at exit the generators and the attributes of `owners`."""
+    saved = [(owner, dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
     try:
-        with preserve_generators(find_generators(generator, *(owner for owner, _ in kept))):
+        with preserve_generators(find_generators(generator, *(owner for owner, _ in saved))):
             yield
     finally:
-        for owner, attributes in kept:
+        for owner, attributes in saved:
             vars(owner).clear()
             vars(owner).update(attributes)
 
 
 def _to_base_indices(dataset: Any, keys: Keys) -> Keys:
-    """Indices in a Subset as indices in what it is a part of."""
+    """Return indices in a Subset as indices in the data set under it."""
     while isinstance(dataset, Subset):
         keys = _to_keys(list(dataset.indices))[keys]
         dataset = dataset.dataset
@@ -248,7 +249,7 @@ def _count_droppable(sampler: Any) -> int:
 
 
 def _describe_samplers(chain: Iterable[Any]) -> str:
-    """The innermost sampler, with what most often differs between ranks."""
+    """Describe the innermost sampler with the settings that most often differ between ranks."""
     *_, sampler = chain
     gathered = [
         f"{name}={getattr(sampler, name)}" for name in _SHOWN_SETTINGS if isinstance(getattr(sampler, name, None), int)
@@ -268,7 +269,7 @@ def _hash_digest(digest: bytes) -> int:
 
 
 def _to_keys(values: list[Any]) -> Keys:
-    """Whole numbers as such, any other keys by their text."""
+    """Return integers as they are, and any other keys by their `repr`."""
     try:
         return numpy.asarray([operator.index(value) for value in values], dtype=numpy.int64)
     except TypeError:

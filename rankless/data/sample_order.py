@@ -1,4 +1,4 @@
-"""What decides which samples come when: the sampler and every generator that it or a stream draws from."""
+"""The order of samples: the sampler and every generator that the sampler or a stream draws from."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,13 +19,13 @@ from rankless.data.sample_reader import has_plain_columns
 
 
 class SampleOrder:
-    """The order of one loader's samples, which is a plain DataLoader's."""
+    """The order of one loader's samples, equal to a plain `DataLoader`'s."""
 
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         self.dataset = dataset
         self.options = options
         self.is_stream = isinstance(dataset, IterableDataset)
-        """Whether the data set makes the order itself."""
+        """Whether the data set itself decides the order."""
         self.generator = options.generator
         if options.seed is not None:
             self.generator = torch.Generator().manual_seed(options.seed)
@@ -38,28 +38,28 @@ class SampleOrder:
         self.held = held | data_generators if self.is_stream else held
         """The generators that the order is drawn from."""
         self.data_generators = {} if self.is_stream else data_generators
-        """Those that samples are drawn from."""
+        """The generators that samples are drawn from."""
 
     def __len__(self) -> int:
         if not self.is_stream:
-            return len(self.sampler)  # a TypeError if the sampler has no length, as in PyTorch
+            return len(self.sampler)  # TypeError if the sampler has no length, as in PyTorch
         size, rows = self.options.batch_size or 1, len(self.dataset)
         return rows // size if self.options.drop_last else -(-rows // size)
 
     @property
     def stream_saves_state(self) -> bool:
-        """Whether the data set is a stream that can say where it is; in reader processes nobody could ask it."""
+        """Whether the data set is a stream with `state_dict`, read in this process."""
         return self.is_stream and self.options.num_workers == 0 and hasattr(self.dataset, "state_dict")
 
     @property
     def collates_batches(self) -> bool:
-        """Whether samples are collated to batches; else the data set gives whole batches."""
+        """Whether samples are collated into batches; otherwise the data set returns whole batches."""
         return self.options.batch_size is not None or self.options.batch_sampler is not None
 
     def derive_pass_seed(self, number: int) -> int | None:
-        """The seed of the samples' random numbers in a pass; None where they are drawn as in a plain DataLoader.
+        """Return the seed of the samples' random numbers in a pass, or None to draw them as `DataLoader` does.
 
-        Without a seed of its own, it is made from what DataLoader is about to draw.
+        Without a `seed` option the seed is derived from the number that `DataLoader` will draw next.
         """
         split = self.options.reading == "split" and self.collates_batches
         if not split or self.is_stream or has_plain_columns(self.dataset):
@@ -71,7 +71,7 @@ class SampleOrder:
         return derive_epoch_seed(int(torch.empty((), dtype=torch.int64).random_(generator=clone).item()), number)
 
     def settings(self) -> dict[str, Any]:
-        """What must be alike where a state of this order is loaded."""
+        """Return the settings that must be equal in a loader that loads this loader's state."""
         names = ("batch_size", "drop_last", "reading", "seed")
         return {
             "samples": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
@@ -80,7 +80,7 @@ class SampleOrder:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the samplers and of all generators, between two passes."""
+        """Return the states of the samplers and of all generators, between two passes."""
         return {
             "sampler": get_sampler_states(self.samplers),
             "order": to_plain_states(get_states(self.held)),
@@ -88,14 +88,14 @@ class SampleOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, between_passes: bool) -> None:
-        """Take the states over; in the middle of a pass only those that samples are drawn from."""
+        """Set the states; in the middle of a pass only those of the data's generators."""
         set_states(self.data_generators, from_plain_states(state["data"]))
         if between_passes:
             set_sampler_states(self.samplers, state["sampler"])
             set_states(self.held, from_plain_states(state["order"]))
 
     def _make_sampler(self) -> Any:
-        """The user's batch sampler, or PyTorch's own over indices; without batches, what gives the keys."""
+        """Return the user's batch sampler or PyTorch's; without collation, what yields the keys."""
         options = self.options
         if options.batch_sampler is not None:
             return options.batch_sampler

@@ -1,4 +1,4 @@
-"""Reading the samples of one batch: in the script's process, or in a loader's reader processes."""
+"""Read the samples of one batch, in the script's process or in a reader process of `DataLoader`."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,40 +19,39 @@ class BatchRequest:
 
     indices: Sequence[Any]
     rows: int | None
-    """Of the whole batch, of all ranks; None where the data set makes the batch."""
+    """Rows of the whole batch, over all ranks; None if the data set returns whole batches."""
     is_split: bool
-    """Whether `indices` are this rank's part only."""
+    """Whether `indices` are only this rank's samples."""
     digest: bytes
-    """Of the whole batch's indices and the epoch's seed (of a stream: of its samples): equal on every rank, or
-    the ranks have parted."""
+    """Digest of the whole batch's indices and the epoch's seed, or of a stream's samples. Equal on all ranks."""
     sample_seeds: Sequence[int] | None = None
-    """One for each index, or None: read from the running generators."""
+    """One seed for each index; None to draw from the process's generators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRead:
-    """A batch collated, with the request that it answers."""
+    """A collated batch with its request."""
 
     data: Any
     request: BatchRequest
 
     def pin_memory(self) -> "BatchRead":
-        """The same in page-locked memory; DataLoader calls it."""
+        """Return the batch in page-locked memory. `DataLoader` calls it."""
         return replace(self, data=pin_memory(self.data))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadFailure:
-    """An error on its way from a reader process, where exceptions of unknown types do not travel well."""
+    """An error as plain data. A reader process sends it, because not every exception can be pickled."""
 
     found: str
     fix: str
     where: str | None = None
     trace: str = ""
-    """The traceback as the reader process has it."""
+    """The traceback in the reader process."""
 
     def as_error(self) -> DataError:
-        """The error to raise in the script's process."""
+        """Return the error to raise in the script's process."""
         error = DataError(
             expected="samples and batches that can be read", found=self.found, fix=self.fix, where=self.where
         )
@@ -61,7 +60,7 @@ class ReadFailure:
 
 
 class ReaderProcessError(Exception):
-    """Stands for an error in a reader process: its text is the traceback there."""
+    """The cause of an error from a reader process. Its text is the traceback there."""
 
     def __str__(self) -> str:
         return f"in a reader process:\n{self.args[0]}"
@@ -69,8 +68,9 @@ class ReaderProcessError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesRead:
-    """Samples on their way to collation; `columns` instead where they are read as whole tensors, and `batch`
-    where the data set has made a whole batch.
+    """Samples before collation.
+
+    `columns` replaces them if whole tensors were indexed, and `batch` if the data set returned a whole batch.
     """
 
     request: BatchRequest
@@ -80,7 +80,7 @@ class SamplesRead:
 
 
 class SampleReader(Dataset[Any]):
-    """The user's data set as DataLoader sees it: asked for a `BatchRequest`, it gives the samples."""
+    """The data set that the inner `DataLoader` sees. It returns the samples of a `BatchRequest`."""
 
     def __init__(self, dataset: Any, *, as_columns: bool, as_batches: bool = False) -> None:
         self.dataset = dataset
@@ -92,7 +92,7 @@ class SampleReader(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, request: BatchRequest) -> SamplesRead | ReadFailure:
-        """All samples of a request."""
+        """Return all samples of a request, or the failure."""
         if self.as_columns:
             rows = torch.tensor(request.indices, dtype=torch.int64)
             columns = [tensor.index_select(0, rows) for tensor in self.dataset.tensors]
@@ -102,19 +102,19 @@ class SampleReader(Dataset[Any]):
             if self.as_batches:
                 return SamplesRead(request=request, batch=self._read_one(request.indices[0], place))
             return SamplesRead(request=request, samples=self._read(request, place))
-        except Exception as error:  # a data set is foreign code; its error is given the sample's name
+        except Exception as error:  # user code may raise anything; add the sample's name
             named = f"index {place[0]!r}" if place else f"one of the indices {list(request.indices)[:8]}"
             return report_read_failure(error, named)
 
     def _read(self, request: BatchRequest, place: list[Any]) -> Any:
-        """The samples; `place` holds the index that is being read, for the sake of an error's text."""
+        """Return the samples. `place` holds the index that is being read, for the error text."""
         if request.sample_seeds is None:
             read_many = getattr(self.dataset, "__getitems__", None)
             if read_many:
                 return read_many(list(request.indices))
             return [self._read_one(index, place) for index in request.indices]
         if self._held is None:
-            self._held = find_generators(self.dataset)  # in the process that reads, after the user's worker_init_fn
+            self._held = find_generators(self.dataset)  # in the reading process, after the user's worker_init_fn
         with preserve_generators(self._held):
             samples = []
             for index, seed in zip(request.indices, request.sample_seeds, strict=True):
@@ -128,23 +128,23 @@ class SampleReader(Dataset[Any]):
 
 
 class ReaderInit:
-    """What a reader process does first: PyTorch shows it the user's own data set, then comes the user's function."""
+    """The `worker_init_fn` of reader processes."""
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self.function = function
 
     def __call__(self, number: int) -> None:
-        """Prepare the reader process of that number."""
+        """Show the user's data set in `get_worker_info()`, then call the user's function."""
         info = get_worker_info()
         assert info is not None
-        # Scripts change `get_worker_info().dataset` here, as PyTorch's manual has it: that must be what is read.
+        # Scripts change `get_worker_info().dataset` here, as PyTorch documents: the reader must use that object.
         object.__setattr__(info, "dataset", vars(info.dataset)["dataset"])
         if self.function is not None:
             self.function(number)
 
 
 def has_plain_columns(dataset: object) -> bool:
-    """Whether reading rows of tensors at once gives what collating samples does, with no randomness."""
+    """Whether indexing whole tensors equals collating single samples, and draws nothing."""
     return type(dataset) is TensorDataset and all(
         type(tensor) is torch.Tensor and tensor.is_contiguous() and tensor.layout is torch.strided
         for tensor in dataset.tensors
@@ -152,11 +152,11 @@ def has_plain_columns(dataset: object) -> bool:
 
 
 def report_read_failure(error: Exception, named: str) -> ReadFailure:
-    """What becomes of a data set's error: raised here with the sample's name, or sent up by a reader process."""
+    """Raise the data set's error with the sample's name; in a reader process return it instead."""
     frames = traceback.extract_tb(error.__traceback__)
     found = f"{type(error).__name__}: {error} ({named})"
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
-    fix = "mend the data set: it raised while this sample was read"
+    fix = "correct the data set, which raised while this sample was read"
     if get_worker_info() is None:
         raise ReadFailure(found=found, fix=fix, where=where).as_error() from error
     trace = "".join(traceback.format_exception(error)).rstrip()

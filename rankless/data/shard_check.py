@@ -1,9 +1,9 @@
-"""Does every rank get other samples, does each come to somebody, and have all as many batches? See `shards`.
+"""Check that ranks get different samples, that each sample comes to a rank, and that all ranks have as many batches.
 
-Note [indices or rows]: where samplers give indices, they are compared: exact, and three samples are read at most.
-Indices say nothing where each rank has a data set of its own: if ranks have the same index, those three tell
-whether it is the same sample. For such data, and for streams, the rows of batches are compared by what they hold. There
-equal samples look like one that comes twice, so only a tenth of them and more is taken for a fault.
+Note [indices or rows]: if samplers yield indices, the check compares these. That is exact and reads at most three
+samples. Indices mean nothing if each rank has a data set of its own. If ranks have the same index, the three samples
+show whether it is the same sample. For such data, and for streams, the check compares the content of rows. Equal
+samples then look like one sample that comes twice, so the check fails only from a tenth of the samples on.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,45 +24,45 @@ from rankless.parallel.mesh import Mesh
 SHOWN = 5
 PROBED = 3
 FAULTY_FRACTION = 0.1
-"""Of the rows, from which on equal ones are no chance."""
-DISJOINT_SAMPLES = "every rank to get other samples"
+"""Fraction of equal rows from which on the check fails."""
+DISJOINT_SAMPLES = "every rank to get different samples"
 FIX = (
-    "DataLoader(…, sampler=rankless.collectives.DistributedSampler(dataset)), made after rankless.init(), with one "
-    "seed and one set_epoch on all ranks; or rankless.loader"
+    "DataLoader(…, sampler=rankless.collectives.DistributedSampler(dataset)) after rankless.init(), with the same seed "
+    "and the same set_epoch on all ranks; or rankless.loader"
 )
-STREAM_FIX = "let each rank's stream leave out what is for others: every rankless.world_size()-th sample is its own"
+STREAM_FIX = "let each rank's stream yield only its own samples, for example every rankless.world_size()-th one"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCheckOptions:
-    """What the check is to ask for."""
+    """What `check_shards` requires."""
 
     all_samples: bool = True
-    """That each sample comes to some rank."""
+    """Each sample must come to a rank."""
     even: bool = True
-    """That all ranks have as many batches."""
+    """All ranks must have as many batches."""
     batches: int | None = None
-    """How many of each rank's batches are looked at; None for all."""
+    """Number of batches to read on each rank; None for all."""
 
 
-def require_shards(loader: Any, wanted: ShardCheckOptions, *, mesh: Mesh, notify: Callable[[str], None]) -> None:
-    """Raise `RanksDiverged` on every rank unless the data is divided among them."""
+def require_shards(loader: Any, options: ShardCheckOptions, *, mesh: Mesh, notify: Callable[[str], None]) -> None:
+    """Raise `RanksDiverged` on every rank unless the ranks divide the data."""
     checked = resolve_group(None)
     assert checked is not None
     with checked.report_refusals("check_shards"):
-        if wanted.batches is not None and wanted.batches < 1:
+        if options.batches is not None and options.batches < 1:
             raise ConfigError(
                 expected="batches= of at least 1, or None for all",
-                found=f"batches={wanted.batches}",
-                fix="leave it away, or say how many of each rank's batches to look at",
+                found=f"batches={options.batches}",
+                fix="omit it, or pass the number of batches to check on each rank",
             )
-        shard = find_shard(loader, most_batches=wanted.batches, notify=notify)
+        shard = find_shard(loader, max_batches=options.batches, notify=notify)
     shards: list[RankShard] = _gather_from_all(shard, mesh)
     _require_same_kind(shards)
     if shard.kind == "indices" and not _is_one_dataset(loader, shards, mesh, notify):
         if find_index_source(loader) is loader:
             return  # a sampler alone: there is nothing to read
-        shard = read_row_shard(loader, most_batches=wanted.batches, notify=notify)
+        shard = read_row_shard(loader, max_batches=options.batches, notify=notify)
         shards = _gather_from_all(shard, mesh)
     if shard.kind == "whole":
         _require_same_loader(shards)
@@ -70,15 +70,15 @@ def require_shards(loader: Any, wanted: ShardCheckOptions, *, mesh: Mesh, notify
         _require_disjoint_rows(shards, notify)
     else:
         _require_disjoint_indices(shards, notify)
-        if wanted.all_samples:
+        if options.all_samples:
             _require_complete(shards)
-    if wanted.even:
+    if options.even:
         _require_even(shards)
 
 
-def _gather_from_all(mine: Any, mesh: Mesh) -> list[Any]:
+def _gather_from_all(value: Any, mesh: Mesh) -> list[Any]:
     gathered: list[Any] = [None] * mesh.size
-    all_gather_object(gathered, mine)
+    all_gather_object(gathered, value)
     return gathered
 
 
@@ -101,14 +101,14 @@ def _is_one_dataset(loader: Any, shards: Sequence[RankShard], mesh: Mesh, notify
         rank, place = differing[0]
         notify(
             f"index {probes[place]} of the data set holds another sample on rank {rank} than on rank 0: ranks that "
-            "divide indices may then have the same samples (sort lists of files, and read them alike on every rank)"
+            "divide indices may then get the same samples (read the same sorted list of files on every rank)"
         )
         return True
     return not differing
 
 
 def _digest_sample(dataset: Any, index: int) -> bytes:
-    """A digest of a sample, with the same random numbers on every rank."""
+    """Return a digest of a sample, read with the same random numbers on every rank."""
     held = find_generators(dataset)
     with preserve_generators(held):
         seed_generators(index, held)
@@ -121,24 +121,24 @@ def _require_same_kind(shards: Sequence[RankShard]) -> None:
         raise RanksDiverged(
             expected="the same kind of loader on every rank",
             found="; ".join(f"rank {rank}: {kinds[shard.kind]}" for rank, shard in enumerate(shards)),
-            fix="build it by the same lines on every rank",
+            fix="build it with the same lines on every rank",
         )
 
 
 def _require_same_loader(shards: Sequence[RankShard]) -> None:
-    """A `rankless.loader` gives each rank its rows of every batch, if the batches are the same."""
+    """Require equal `rankless.loader`s. Each of them gives its rank its rows of every batch."""
     if shards[0].source:
         raise RanksDiverged(
-            expected="a rankless.loader of all samples: it gives each rank its own rows of every batch itself",
-            found=f"one with a sampler that has divided them already: {shards[0].source}",
-            fix="leave the sampler away, and pass shuffle=True",
+            expected="a rankless.loader of all samples: it gives each rank its own rows of every batch",
+            found=f"one with a sampler that already divides them: {shards[0].source}",
+            fix="omit the sampler, and pass shuffle=True",
         )
     other = [rank for rank, shard in enumerate(shards) if shard.keys[0] != shards[0].keys[0]]
     if other:
         raise RanksDiverged(
-            expected=f"a rankless.loader made as on rank 0: {shards[0].keys[0]}",
+            expected=f"a rankless.loader with the settings of rank 0: {shards[0].keys[0]}",
             found=f"rank {other[0]}: {shards[other[0]].keys[0]}",
-            fix="build it by the same lines on every rank",
+            fix="build it with the same lines on every rank",
         )
 
 
@@ -154,8 +154,8 @@ def _require_disjoint_indices(shards: Sequence[RankShard], notify: Callable[[str
     extra, total = int((counts - 1).sum()), shards[0].samples or len(keys)
     if _is_padding(shards, repeated, extra):
         notify(
-            f"{extra} of {total} samples come twice, by padding: pass drop_last=True to the sampler, or use "
-            "rankless.collectives.DistributedSampler, which repeats none"
+            f"{extra} of {total} samples come twice because of padding: pass drop_last=True to the sampler, or use "
+            "rankless.collectives.DistributedSampler, which does not pad"
         )
         return
     named = [
@@ -163,28 +163,28 @@ def _require_disjoint_indices(shards: Sequence[RankShard], notify: Callable[[str
         for key in repeated[:SHOWN].tolist()
     ]
     raise RanksDiverged(
-        expected=f"{DISJOINT_SAMPLES}: no index of the data set on two of them",
-        found=f"{len(repeated)} of {total} come to several: {_list_examples(named, len(repeated))}; "
+        expected=f"{DISJOINT_SAMPLES}: no index of the data set on two ranks",
+        found=f"{len(repeated)} of {total} come to several ranks: {_list_examples(named, len(repeated))}; "
         f"{_describe_sources(shards)}",
         fix=FIX,
     )
 
 
 def _is_padding(shards: Sequence[RankShard], repeated: Keys, extra: int) -> bool:
-    """Whether samples are repeated as torch does it: fewer than there are ranks, each as the last of some rank."""
+    """Whether samples are repeated as torch pads: fewer than ranks, each as the last sample of some rank."""
     lasts = [shard.keys[-1] for shard in shards if len(shard.keys)]
     even = len({len(shard.keys) for shard in shards}) == 1
     return even and extra < len(shards) and bool(numpy.isin(repeated, lasts).all())
 
 
 def _require_distinct_draws(shards: Sequence[RankShard]) -> None:
-    """Ranks that draw with replacement may have the same samples, but not all of them in the same order."""
+    """Require different draws. Ranks that draw with replacement may share samples, but not their whole order."""
     for rank, shard in enumerate(shards):
-        alike = [other for other in range(rank) if numpy.array_equal(shards[other].keys, shard.keys)]
-        if alike:
+        identical = [other for other in range(rank) if numpy.array_equal(shards[other].keys, shard.keys)]
+        if identical:
             raise RanksDiverged(
-                expected=f"{DISJOINT_SAMPLES}: other draws, where they draw with replacement",
-                found=f"ranks {alike[0]} and {rank} draw the same {len(shard.keys)}: {_describe_sources(shards)}",
+                expected=f"{DISJOINT_SAMPLES}: different draws if they draw with replacement",
+                found=f"ranks {identical[0]} and {rank} draw the same {len(shard.keys)}: {_describe_sources(shards)}",
                 fix="give each rank's sampler a generator seeded by its rank: torch.Generator().manual_seed(seed + "
                 "rankless.rank())",
             )
@@ -206,40 +206,39 @@ def _require_complete(shards: Sequence[RankShard]) -> None:
         named = list(map(str, missing[:SHOWN].tolist()))
         raise RanksDiverged(
             expected="every sample to come to some rank",
-            found=f"{len(missing)} of {len(wanted)} come to none: {_list_examples(named, len(missing))}; "
+            found=f"{len(missing)} of {len(wanted)} come to no rank: {_list_examples(named, len(missing))}; "
             f"{_describe_sources(shards)}",
-            fix=f"{FIX}; or all_samples=False, where the script means to leave some out",
+            fix=f"{FIX}; or all_samples=False if the script leaves some out on purpose",
         )
 
 
 def _require_disjoint_rows(shards: Sequence[RankShard], notify: Callable[[str], None]) -> None:
-    """As for indices, by what rows hold; by whole batches, where a rank's own rows are often equal."""
+    """Compare shards by content of rows, or of whole batches if rows of one rank are often equal."""
     often_equal = any(len(numpy.unique(shard.keys)) < (1 - FAULTY_FRACTION) * len(shard.keys) for shard in shards)
     what = "batches" if often_equal else "samples"
     known: dict[int, tuple[int, int]] = {}
     equal: list[str] = []
-    parts: list[float] = []
+    fractions: list[float] = []
     for rank, shard in enumerate(shards):
         sequence = shard.batch_keys if often_equal else shard.keys
-        places = {key: place for place, key in enumerate([] if sequence is None else sequence.tolist())}
-        again = [key for key in places if key in known]
-        parts.append(len(again) / max(1, len(places)))
-        equal += [f"{places[key]} of rank {rank} is {known[key][1]} of rank {known[key][0]}" for key in again]
-        known |= {key: (rank, place) for key, place in places.items() if key not in known}
-    gathered = (
-        f"{len(equal)} {what} of one rank are also another's: {_list_examples(equal, len(equal))} (each rank's from 0)"
-    )
-    if max(parts) >= FAULTY_FRACTION:
-        raise RanksDiverged(expected=DISJOINT_SAMPLES, found=gathered, fix=STREAM_FIX)
+        positions = {key: position for position, key in enumerate([] if sequence is None else sequence.tolist())}
+        repeated = [key for key in positions if key in known]
+        fractions.append(len(repeated) / max(1, len(positions)))
+        equal += [f"{positions[key]} of rank {rank} is {known[key][1]} of rank {known[key][0]}" for key in repeated]
+        known |= {key: (rank, position) for key, position in positions.items() if key not in known}
+    examples = _list_examples(equal, len(equal))
+    found = f"{len(equal)} {what} of one rank are also on another rank: {examples} (counted from 0 on each rank)"
+    if max(fractions) >= FAULTY_FRACTION:
+        raise RanksDiverged(expected=DISJOINT_SAMPLES, found=found, fix=STREAM_FIX)
     if equal:
-        notify(f"{gathered}. They are equal samples in the data, or shards that overlap")
+        notify(f"{found}. Either the data has equal samples, or the shards overlap")
 
 
 def _require_even(shards: Sequence[RankShard]) -> None:
     counts = [shard.batches for shard in shards]
     if any(count != counts[0] for count in counts):
         raise RanksDiverged(
-            expected="as many batches on every rank: DistributedDataParallel waits for all of them in each step",
+            expected="the same number of batches on every rank: DistributedDataParallel waits for all in each step",
             found="; ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts)),
             fix="pass drop_last=True to the sampler; or even=False, and loop inside torch.distributed.algorithms.Join",
         )

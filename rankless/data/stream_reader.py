@@ -1,9 +1,10 @@
-"""Reading a stream, an IterableDataset: in its own order, batch by batch, each rank keeping its own samples.
+"""Read a stream, an `IterableDataset`, batch by batch in its own order. Each rank keeps its own samples.
 
-Note [the same stream]: a stream has no indices by which a rank could read its part, so every rank runs over it, in a
-one-process DataLoader's order and with its random numbers, and collates its own rows only: what is dear belongs into
-`collate_fn`. That is right if every rank is given the same samples; a queue or a socket gives each rank others. So the
-ranks compare a digest of what each batch is made of. A stream that cannot be read by every rank is read by the first.
+Note [the same stream on every rank]: a stream has no indices, so every rank iterates over all of it, in the order and
+with the random numbers of a one-process `DataLoader`. Each rank collates only its own rows, so expensive work belongs
+into `collate_fn`. This is right only if every rank reads the same samples, which a queue or a socket does not provide.
+The ranks therefore compare a digest of each batch's samples. For a source that not every rank can read, use
+reading="first".
 """
 
 import zlib
@@ -25,9 +26,9 @@ _COMPARED_BYTES = 1 << 16
 
 
 class StreamReader(IterableDataset[Any]):
-    """The user's stream as DataLoader sees it: one item is what a whole batch is made of.
+    """The stream that the inner `DataLoader` sees. One item holds all samples of a batch.
 
-    `batch_size` None takes what the stream gives for whole batches.
+    With `batch_size` None the stream yields whole batches.
     """
 
     def __init__(self, dataset: Any, *, batch_size: int | None, drop_last: bool, part: tuple[int, int] | None) -> None:
@@ -35,10 +36,10 @@ class StreamReader(IterableDataset[Any]):
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.part = part
-        """This rank and the number of ranks, where each collates its own rows; None where it collates all."""
+        """This rank and the number of ranks if each collates its own rows; None if it collates all."""
 
     def __iter__(self) -> Iterator[SamplesRead | ReadFailure]:
-        # Not inside the generator below: DataLoader calls the user's __iter__ when an iteration begins.
+        # Not inside the generator below: DataLoader calls the user's __iter__ when iteration starts.
         return self._batches(iter(self.dataset))
 
     def _batches(self, stream: Iterator[Any]) -> Iterator[SamplesRead | ReadFailure]:
@@ -48,9 +49,9 @@ class StreamReader(IterableDataset[Any]):
             try:
                 for sample in islice(stream, wanted):
                     samples.append(sample)
-            except Exception as error:  # a stream is foreign code; its error is given the sample's place
+            except Exception as error:  # user code may raise anything; add the sample's number
                 info = get_worker_info()
-                reader = "" if info is None else f", as reader process {info.id} of {info.num_workers} has it"
+                reader = "" if info is None else f", in reader process {info.id} of {info.num_workers}"
                 yield report_read_failure(error, f"sample {position + len(samples)} of the stream, from 0{reader}")
                 return
             if not samples or (self.drop_last and len(samples) < wanted):
@@ -78,7 +79,7 @@ class StreamReader(IterableDataset[Any]):
 
 
 def compute_digest(samples: Any) -> bytes:
-    """A digest of what samples hold: numbers and texts whole, tensors and arrays up to 64 KiB whole, else in part."""
+    """Return a digest of samples. Tensors and arrays above 64 KiB are sampled, all else is digested whole."""
     digest = blake2b(digest_size=16)
     for path, leaf in iterate_leaves(samples, ""):
         digest.update(path.encode())

@@ -1,4 +1,4 @@
-"""A job's arguments taken apart: tensors, which travel through the program, and plain values, which are part of it."""
+"""Flatten a job's arguments into tensors, which are inputs of its program, and plain values, which are part of it."""
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
@@ -22,24 +22,24 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 @dataclass(frozen=True)
 class Arguments:
-    """The tensors of a call in order, and how to put a call together from others like them."""
+    """The tensors of a call in order, and what `unflatten` needs to rebuild the call from other tensors."""
 
     tensors: tuple[Tensor, ...]
     spec: pytree.TreeSpec
     plain: tuple[Any, ...]
-    """One kind per leaf: `TENSOR` where a tensor was, else the leaf."""
+    """One entry per leaf: `TENSOR` for a tensor, else the leaf itself."""
     batch_dims: tuple[int | None, ...] = ()
-    """The dim of each tensor that holds the batch; None for one that is not batch."""
+    """The batch dim of each tensor; None for a tensor without one."""
 
     def unflatten(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with the given tensors in place."""
+        """Return the positional and keyword arguments with the given tensors in place."""
         remaining = iter(tensors)
         leaves = [next(remaining) if leaf is TENSOR else leaf for leaf in self.plain]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
     def cache_key(self, job: str) -> Hashable:
-        """What tells calls of different programs apart, as far as the arguments go."""
+        """Return the part of the program cache's key that depends on the arguments."""
         try:
             hash(self.plain)
         except TypeError as error:
@@ -53,12 +53,12 @@ class Arguments:
 
 
 def find_leaf_names(function: Callable[..., Any], arguments: Arguments) -> list[str]:
-    """The argument of the function that each leaf of a call belongs to."""
+    """Return the name of the function's argument that holds each leaf of a call."""
     return [name for name, _ in find_leaf_paths(function, arguments)]
 
 
 def find_leaf_paths(function: Callable[..., Any], arguments: Arguments) -> list[tuple[str, str]]:
-    """The argument of the function that each leaf of a call belongs to, and the way to it from there: "['ids'][0]"."""
+    """Return for each leaf of a call the function's argument and the path in it, as "['ids'][0]"."""
     parameters = inspect.signature(function).parameters
     positional = [name for name, item in parameters.items() if item.kind in POSITIONAL]
     variadic = [name for name, item in parameters.items() if item.kind is inspect.Parameter.VAR_POSITIONAL]
@@ -66,19 +66,19 @@ def find_leaf_paths(function: Callable[..., Any], arguments: Arguments) -> list[
     found = []
     for path, _ in pytree.tree_flatten_with_path(tree)[0]:
         rest = pytree.keystr(path[2:])
-        # Positional arguments are a tuple, those by keyword a dict.
+        # Positional arguments form a tuple, keyword arguments a dict.
         match path[1]:
-            case pytree.SequenceKey(place) if place < len(positional):
-                found.append((positional[place], rest))
-            case pytree.SequenceKey(place):
-                found.append((variadic[0], f"[{place - len(positional)}]{rest}"))
+            case pytree.SequenceKey(index) if index < len(positional):
+                found.append((positional[index], rest))
+            case pytree.SequenceKey(index):
+                found.append((variadic[0], f"[{index - len(positional)}]{rest}"))
             case pytree.MappingKey(name):
                 found.append((name, rest))
     return found
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
-    """A call's arguments; NumPy arrays become tensors, and tensors come to the model's device."""
+    """Flatten a call's arguments. NumPy arrays become tensors, and tensors move to the model's device."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[Tensor] = []
     plain: list[Any] = []
@@ -93,20 +93,22 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
 
 
 def get_shapes(arguments: Arguments) -> list[ArgumentShape]:
-    """The logical shapes of the tensors."""
+    """Return the logical shapes of the tensors."""
     return [ArgumentShape(shape=tuple(item.shape), dtype=item.dtype) for item in arguments.tensors]
 
 
 def get_placements(arguments: Arguments, mesh: Mesh) -> tuple[Placement, ...]:
-    """How the tensors of a call lie."""
+    """Return the placements of the tensors of a call."""
     return tuple(
         [get_placement(tensor, dim, mesh) for tensor, dim in zip(arguments.tensors, arguments.batch_dims, strict=True)]
     )
 
 
 def get_placement(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Placement:
-    """How an argument lies: a loader's batch as it was read; another tensor split on the dim that holds the batch,
-    if that is long enough.
+    """Return the placement of an argument.
+
+    A loader's batch keeps its own. Another tensor is split on its batch dim if that is at least as long as the
+    mesh.
     """
     if isinstance(argument, LogicalTensor):
         return argument.placement
@@ -116,7 +118,7 @@ def get_placement(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Placem
 
 
 def get_local_piece(argument: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
-    """This rank's piece of an argument."""
+    """Return this rank's piece of an argument."""
     if isinstance(argument, LogicalTensor):
         return argument.local
     if isinstance(placement, Shard):

@@ -1,6 +1,6 @@
-"""Which dim of a job's arguments holds the batch, where the script says so.
+"""The batch dims of a job's arguments, where the script names them with `batch_dims=`.
 
-It decides how a tensor is split, and so what a call costs; results are the same in any case.
+They decide how a tensor is split, and so the speed of a call. They do not change its result.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from rankless.parallel.placement import Shard
 
 
 class BatchDims:
-    """The marks of one job: argument names to dims, None for what is not batch. Others hold it in dim 0."""
+    """The `batch_dims=` of one job: argument name to dim, None for no batch. All others have the batch in dim 0."""
 
     def __init__(self, function: Callable[..., Any], marks: Mapping[str, int | None]) -> None:
         self._parameters = inspect.signature(function).parameters
@@ -29,14 +29,15 @@ class BatchDims:
             self._require_known(name)
             if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
                 raise ConfigError(
-                    expected=f"batch_dims= of job {self._name!r} to give a dim counted from 0, or None for no batch",
+                    expected=f"batch_dims= of job {self._name!r} with dims counted from 0, or None for no batch",
                     found=f"{name!r}: {dim!r}",
-                    fix="write the number of the dim that holds the samples",
+                    fix="pass the number of the dim that holds the samples",
                 )
 
     def apply(self, arguments: Arguments) -> Arguments:
-        """The call with the dim of every tensor that holds the batch; raises `DataError` for a loader's batch that
-        is split on another.
+        """Return the call with the batch dim of every tensor.
+
+        Raises `DataError` if a loader split the batch on another dim.
         """
         is_tensor = tuple([leaf is TENSOR for leaf in arguments.plain])
         key = arguments.spec, is_tensor
@@ -55,8 +56,8 @@ class BatchDims:
                 raise DataError(
                     expected=f"batches of a loader in job {self._name!r} in dim {tensor.placement.dim}, where it "
                     "collates the samples",
-                    found=f"batch_dims= says {dim} for a tensor of shape {list(tensor.shape)}",
-                    fix="leave the argument out of batch_dims, or collate samples in dim 0 and transpose in the job",
+                    found=f"batch_dims= with {dim} for a tensor of shape {list(tensor.shape)}",
+                    fix="omit the argument from batch_dims, or collate samples in dim 0 and transpose in the job",
                 )
         return replace(arguments, batch_dims=dims)
 
@@ -64,9 +65,9 @@ class BatchDims:
         open_ended = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in self._parameters.values())
         if name in self._parameters or open_ended:
             return
-        known = ", ".join(self._parameters) or "it has none"
+        known = ", ".join(self._parameters) or "none"
         raise ConfigError(
             expected=f"batch_dims= to name arguments of job {self._name!r}: {known}",
             found=repr(name),
-            fix="write the name that stands in the function's signature",
+            fix="use a name of the function's signature",
         )

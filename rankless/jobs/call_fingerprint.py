@@ -1,9 +1,9 @@
-"""A job's call in a few bytes, by which ranks tell that they make the same one.
+"""Fingerprint a job's call in a few bytes, so that ranks can check that they make the same call.
 
-Note [cheap digests]: a call's values are sampled: 256 pieces of 64 bytes of every tensor, spread evenly, or all of one
-that is no larger. Ranks that read different batches differ everywhere; the few that differ in one element only are
-found by `check_synchronized_every`, which compares models. A batch of a loader is not looked at: its digest is that of
-the indices of all its samples, which every rank knows. Values on a GPU are not looked at either: that would wait.
+Note [cheap fingerprints]: a tensor's fingerprint samples 256 evenly spaced pieces of 64 bytes, or all of a smaller
+tensor. Ranks that read different batches differ everywhere, so the sample shows it. A difference in single elements is
+left to `check_synchronized_every`, which compares models. The fingerprint of a loader's batch comes from the indices of
+all its samples, which every rank knows. Tensors on a GPU are not read, because that would synchronize with the GPU.
 """
 
 import zlib
@@ -23,35 +23,35 @@ GENERATOR = "state of torch's random generator"
 
 
 def format_call(job: str, call: int, arguments: Arguments) -> str:
-    """What a call is: the job, its number, the shapes of tensors, plain values."""
+    """Describe a call: the job, its number, the shapes of tensors, plain values."""
     tensors = iter(arguments.tensors)
     leaves = [format_tensor(next(tensors)) if leaf is TENSOR else format_plain(leaf) for leaf in arguments.plain]
     return f"call {call} of job {job!r} with {', '.join(leaves) or 'no arguments'}"
 
 
 def format_tensor(tensor: Tensor) -> str:
-    """A tensor's dtype and logical shape, as float32[8, 3]."""
+    """Return a tensor's dtype and logical shape, as "float32[8, 3]"."""
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
 def format_plain(value: Any) -> str:
-    """A plain value; of what has an address in its text, only the type."""
+    """Return the `repr` of a simple value, and only the type of any other, whose text could hold an address."""
     return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__qualname__
 
 
 def name_tensors(function: Callable[..., Any], arguments: Arguments) -> list[str]:
-    """What the function calls its tensor arguments: "images", "batch['ids']"."""
+    """Return the function's names of its tensor arguments: "images", "batch['ids']"."""
     paths = find_leaf_paths(function, arguments)
     return [name + rest for (name, rest), leaf in zip(paths, arguments.plain, strict=True) if leaf is TENSOR]
 
 
 def fingerprint_tensors(tensors: Sequence[Tensor]) -> list[int]:
-    """A digest of each tensor's values, equal on all ranks that are given the same."""
+    """Return a fingerprint of each tensor's values, equal on all ranks with the same values."""
     return [fingerprint_tensor(tensor) for tensor in tensors]
 
 
 def fingerprint_tensor(tensor: Tensor) -> int:
-    """A digest of a tensor's values; see the note at the top."""
+    """Return a fingerprint of a tensor's values; see Note [cheap fingerprints]."""
     if isinstance(tensor, LogicalTensor):
         return tensor.fingerprint
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.numel() == 0:
@@ -67,5 +67,5 @@ def fingerprint_tensor(tensor: Tensor) -> int:
 
 
 def fingerprint_generator() -> int:
-    """A digest of the state of torch's generator on the CPU."""
+    """Return a fingerprint of the state of torch's CPU generator."""
     return zlib.crc32(torch.default_generator.get_state().numpy().data)

@@ -1,4 +1,4 @@
-"""The consistent view: a job on a mesh, captured once per kind of call, then run as one program on every rank."""
+"""The consistent view: capture a job once per kind of call, then run it as one program on every rank of a mesh."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,7 +44,7 @@ class ConsistentView:
         require_same_kind_of_device(job, world)
 
     def run(self, arguments: Arguments) -> CallResult:
-        """The job's whole result, the same on every rank; a train job's gradients are made."""
+        """Return the job's whole result, the same on every rank. A train job also sets its parameters' gradients."""
         placements = get_placements(arguments, self._world.mesh)
         call = self._programs.look_up(arguments, placements)
         self._sync_call(call)
@@ -58,14 +58,14 @@ class ConsistentView:
         self._draws = self._draws or executable.captured.program.is_random
         mesh = self._world.mesh
         values, states = [], []
-        for input_slot in executable.slots:
-            if isinstance(input_slot, int):
-                tensor = arguments.tensors[input_slot]
-                values.append(get_local_piece(tensor, placements[input_slot], mesh))
-            elif isinstance(input_slot, Tensor):
-                values.append(input_slot)
+        for slot in executable.slots:
+            if isinstance(slot, int):
+                tensor = arguments.tensors[slot]
+                values.append(get_local_piece(tensor, placements[slot], mesh))
+            elif isinstance(slot, Tensor):
+                values.append(slot)
             else:
-                values.append(state := input_slot.tensor())
+                values.append(state := slot.tensor())
                 states.append(state)
         sizes = executable.sizes(arguments)
         program: Any = executable.local
@@ -79,15 +79,16 @@ class ConsistentView:
         self._world.model_changes.record_versions(states)
         if not self._job.trains:
             return CallResult(unflatten_result(executable.captured, results, sizes))
-        # First what is minimised, then the script's own results, last what the loss was divided by.
+        # Order of the outputs: the minimized loss, the script's own results, the loss weights.
         loss, *results = results
         weights = () if self._loss_weights is None else self._loss_weights.read(executable, results)
         return CallResult(unflatten_result(executable.captured, results, sizes), loss=loss, weights=weights)
 
     def _sync_call(self, call: CachedCall) -> None:
-        """Make sure that all ranks make this call, with the same inputs and models; raises `RanksDiverged`.
+        """Check that all ranks make this call, with the same inputs and models. Raises `RanksDiverged`.
 
-        Also with the same program: where a Python value that the job reads differs, one rank would capture alone.
+        The check includes the cached program: if a Python value that the job reads differs, one rank would
+        capture alone.
         """
         self._calls += 1
         job, mesh = self._job, self._world.mesh
@@ -108,13 +109,13 @@ class ConsistentView:
         if is_first:
             sync_models(job, self._world, when="at the first call")
         elif changed and is_power_of_two(self._change_count):
-            # A script that changes its models after every step, as by clipping weights, is not slowed down for ever.
+            # Sync only at power-of-two changes: a script that changes its models after every step must not stay slow.
             sync_models(job, self._world, when=f"at call {self._calls}, changed outside jobs")
         if job.check_synchronized_every is not None and self._calls % job.check_synchronized_every == 0:
             check_models_equal(job, self._world, call=self._calls)
 
     def _apply(self, executable: Executable, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Give gradients to parameters and new values to buffers; the rest are the job's results."""
+        """Set gradients of parameters and new values of buffers, and return the job's results."""
         for parameter in executable.parameters:
             parameter.grad = None
         results = []
@@ -130,7 +131,7 @@ class ConsistentView:
 
 
 def unflatten_result(captured: CapturedJob, results: Sequence[Tensor], sizes: Mapping[str, int]) -> Any:
-    """The job's result as the script returns it, with whole tensors, and sizes as the numbers they are now."""
+    """Return the job's result as the script returns it, with whole tensors and with sizes as numbers."""
     remaining = iter(results)
     leaves = [next(remaining) if leaf is TENSOR_LEAF else evaluate_size(leaf, sizes) for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_spec)

@@ -1,4 +1,4 @@
-"""What a job is, before it runs anywhere."""
+"""The definition of a job: its function, models and optimizers, before it runs anywhere."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 
 View = Literal["consistent", "mirrored"]
-"""How a job sees several devices: as one, with whole tensors, or as a list with one element per device."""
+"""Whether a job sees several devices as one device with whole tensors, or as lists with one element per device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How a train job's gradients become a step: over how many calls, cut to which size, checked for what."""
+    """How the gradients of a train job's calls become an optimizer step."""
 
     accumulate: int = 1
     """Calls per step."""
@@ -27,7 +27,7 @@ class StepOptions:
     gradient_norm: bool = False
     check_finite: bool = False
     check_synchronized_every: int | None = None
-    """Calls after which the models of all ranks are compared."""
+    """Number of calls after which the models of all ranks are compared."""
 
     @property
     def measures_norm(self) -> bool:
@@ -35,16 +35,16 @@ class StepOptions:
         return self.gradient_norm or self.clip_norm is not None
 
     def validate(self) -> None:
-        """Raise ConfigError for what cannot be meant."""
+        """Raise `ConfigError` for invalid values."""
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             raise ConfigError(
-                expected="accumulate= as the number of calls that make one step, at least 1",
+                expected="accumulate= as the number of calls per step, at least 1",
                 found=f"accumulate={self.accumulate!r}",
-                fix="pass a whole number, or leave it out for a step at each call",
+                fix="pass an integer, or omit it for a step at each call",
             )
         if self.clip_norm is not None and self.clip_value is not None:
             raise ConfigError(
-                expected="clip_norm= or clip_value=: which of two comes first would change the result",
+                expected="clip_norm= or clip_value=, because their order would change the result",
                 found=f"clip_norm={self.clip_norm!r} and clip_value={self.clip_value!r}",
                 fix="choose one",
             )
@@ -59,7 +59,7 @@ class StepOptions:
                 raise ConfigError(
                     expected=f"{name}= as a number above 0",
                     found=f"{name}={limit!r}",
-                    fix="pass the largest norm (clip_norm=1.0) or the largest value (clip_value=0.5) that may stay",
+                    fix="pass the largest norm (clip_norm=1.0) or the largest value (clip_value=0.5) to keep",
                 )
 
 
@@ -77,21 +77,21 @@ class JobDefinition:
 
     @property
     def check_synchronized_every(self) -> int | None:
-        """Compare the models of all ranks before every so many calls; None: only when there is a reason."""
+        """Number of calls between two comparisons of all ranks' models; None compares them only after a change."""
         return self.step_options.check_synchronized_every
 
     @property
     def trains(self) -> bool:
-        """Whether a call makes a training step, or a part of one."""
+        """Whether a call makes an optimizer step, or a part of one."""
         return bool(self.optimizers)
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step is made of several calls."""
+        """Whether a step takes several calls."""
         return self.trains and self.step_options.accumulate > 1
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all modules, tied ones once, and the optimizer's that stand in a module no longer."""
+        """Return the parameters of all modules and all optimizers, tied ones once."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         everywhere = [
             *(module.parameters() for module in self.modules.values()),
@@ -100,14 +100,14 @@ class JobDefinition:
         return list({id(item): item for some in everywhere for item in some}.values())
 
     def optimized_parameters(self) -> list[Tensor]:
-        """The parameters that the optimizers step, once each, in the order of the modules."""
-        # A script clips `model.parameters()`: in another order the norm would round otherwise.
+        """Return the parameters of the optimizers, once each, in the order of the modules."""
+        # A script clips `model.parameters()`: in another order the norm would round differently.
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         stepped = {id(item) for group in groups for item in group["params"]}
         return [item for item in self.parameters() if id(item) in stepped]
 
     def parameter_name(self, parameter: Tensor) -> str:
-        """A parameter's name in the script's words, as "model.head.weight"."""
+        """Return a parameter's name in the script, as "model.head.weight"."""
         for name, module in self.modules.items():
             for path, known in module.named_parameters(prefix=name):
                 if known is parameter:
@@ -115,7 +115,7 @@ class JobDefinition:
         return f"a parameter of shape {list(parameter.shape)}"
 
     def device(self, default: torch.device) -> torch.device:
-        """The device of the first parameter or buffer; `default` if there is none."""
+        """Return the device of the first parameter or buffer, or `default` if there is none."""
         for module in self.modules.values():
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 return tensor.device
@@ -124,15 +124,15 @@ class JobDefinition:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What one call of a job gave, before any step."""
+    """The result of one call, before any optimizer step."""
 
     result: Any
     loss: Tensor | None = None
-    """A train job's loss, as one number."""
+    """A train job's loss as one number."""
     weights: tuple[LossWeight, ...] = ()
-    """What the loss was divided by, where calls are gathered into a step."""
+    """The weights of the loss's terms, if several calls make one step."""
 
 
 def detach_leaf(leaf: Any) -> Any:
-    """A leaf of a result as the script gets it."""
+    """Return a leaf of a result without its autograd graph."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,4 +1,4 @@
-"""A program ready to run: where its inputs come from, where its outputs go."""
+"""An executable: a compiled program with the sources of its inputs and the targets of its outputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,41 +15,41 @@ from rankless.jobs.varying_sizes import VaryingSizes
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's or buffer's place in its module, so that whatever stands there is used."""
+    """The name of a parameter or buffer in its module. Each run reads the tensor that has this name then."""
 
     table: Mapping[str, Tensor | None]
     key: str
 
     def tensor(self) -> Tensor:
-        """What stands there now."""
+        """Return the current tensor."""
         tensor = self.table[self.key]
-        assert tensor is not None, f"{self.key} was captured and is gone"
+        assert tensor is not None, f"{self.key} was captured and no longer exists"
         return tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Executable:
-    """A program ready to run, what it was captured from, and how its result is put together."""
+    """A compiled program, what it was captured from, and where its inputs and outputs belong."""
 
     local: LocalProgram
     captured: CapturedJob
     number: int
-    """Its place among the job's programs, in the order of their captures: the same on every rank."""
+    """Its number among the job's programs, in the order of capture: the same on every rank."""
     slots: tuple[Slot | Tensor | int, ...]
-    """Where each input comes from: a module's entry, a constant, or the number of a tensor argument."""
+    """The source of each input: a module's slot, a constant, or the number of a tensor argument."""
     targets: tuple[Slot | None, ...]
-    """Where each output goes: a parameter (its gradient), a buffer, or None for a result."""
+    """The target of each output: a parameter (its gradient), a buffer, or None for a result."""
     parameters: tuple[nn.Parameter, ...]
     varying_sizes: VaryingSizes | None
-    """What other sizes of arguments it is right for; None if only for those it was captured with."""
+    """For which other sizes of arguments it is valid; None if only for those it was captured with."""
 
     @property
     def is_valid(self) -> bool:
-        """Whether every Python value that it has taken in is what it was."""
+        """Whether every Python value that the capture read is unchanged."""
         return self.captured.guards.all_hold()
 
     def sizes(self, arguments: Arguments) -> dict[str, int]:
-        """The varying sizes in this call, by name."""
+        """Return the varying sizes of this call by symbol."""
         if self.varying_sizes is None:
             return {}
         return self.varying_sizes.sizes([tensor.shape for tensor in arguments.tensors])
@@ -63,12 +63,12 @@ def make_executable(
     number: int,
     varying_sizes: VaryingSizes | None = None,
 ) -> Executable:
-    """A job's program with its inputs and outputs found."""
+    """Return an executable of a job's compiled program."""
     return Executable(
         local=local,
         captured=captured,
         number=number,
-        slots=tuple(input_slot(job, described) for described in local.inputs),
+        slots=tuple(find_input(job, described) for described in local.inputs),
         targets=tuple(
             None if described.kind == "result" else find_slot(job, described.name, described.kind == "gradient")
             for described in local.outputs
@@ -78,8 +78,8 @@ def make_executable(
     )
 
 
-def input_slot(job: JobDefinition, described: ProgramInput) -> Slot | Tensor | int:
-    """Where an input's value is found at each call."""
+def find_input(job: JobDefinition, described: ProgramInput) -> Slot | Tensor | int:
+    """Return where each call finds an input's value."""
     if described.kind == "argument":
         return described.index
     if described.constant is not None:
@@ -88,7 +88,7 @@ def input_slot(job: JobDefinition, described: ProgramInput) -> Slot | Tensor | i
 
 
 def find_slot(job: JobDefinition, full_name: str, is_parameter: bool) -> Slot:
-    """The entry of a module's table that a name like "model.layer.weight" stands for."""
+    """Return the slot of a name such as "model.layer.weight"."""
     name, _, path = full_name.partition(".")
     owner, _, key = path.rpartition(".")
     module = job.modules[name].get_submodule(owner)

@@ -136,9 +136,9 @@ class Job(Generic[Parameters, Result]):
                 with disable_autocast(job.device(world.mesh.device).type):
                     self._stepped = self._stepper_of(world).add_call(outcome.loss, outcome.weights)
         except RanklessError as error:
-            # The message has the script's line; the frames below this one are ours and PyTorch's.
+            # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             raise error.with_traceback(None) from error.__cause__
-        except Exception as error:  # the script's own code raised it, under capture with a hundred frames between
+        except Exception as error:  # the script's own code raised it, perhaps under a hundred frames of capture
             raise keep_user_frames(error) from error.__cause__
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
@@ -264,13 +264,13 @@ def make_job(
 
 
 def resolve_view(view: str | None, placeholders: Mapping[str, Placeholder], line: str) -> View:
-    """The view that is named, or that the placeholders imply."""
+    """Return the view that the script names, or that the placeholders imply."""
     is_list = {name for name, item in placeholders.items() if isinstance(item, PerDevice)}
     if view not in (None, *get_args(View)):
         raise ConfigError(
             expected='view="consistent" or view="mirrored"',
             found=f"view={view!r}",
-            fix="leave view= away for whole batches; the mirrored view takes lists, one element per device",
+            fix="omit view= for whole batches; the mirrored view takes lists with one element per device",
             where=line,
         )
     if view == "consistent" and is_list:
@@ -284,7 +284,7 @@ def resolve_view(view: str | None, placeholders: Mapping[str, Placeholder], line
 
 
 def make_view(job: JobDefinition, world: World) -> PlainView | ConsistentView | MirroredView:
-    """What runs a job's calls in this world."""
+    """Return the view that runs a job's calls in this world."""
     if job.view == "mirrored":
         return MirroredView(job, world)
     return PlainView(job, world) if world.mesh.size == 1 else ConsistentView(job, world)
@@ -292,7 +292,7 @@ def make_view(job: JobDefinition, world: World) -> PlainView | ConsistentView | 
 
 @contextlib.contextmanager
 def use_default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let `dtype` be torch's default inside; None leaves it as it is."""
+    """Set torch's default dtype inside the context; None leaves it unchanged."""
     before = torch.get_default_dtype()
     if dtype in (None, before):
         yield
@@ -305,54 +305,54 @@ def use_default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def require_floating(dtype: torch.dtype, line: str) -> None:
-    """Refuse a default dtype that torch would not have as one."""
+    """Raise `ConfigError` for a dtype that torch does not accept as default."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ConfigError(
             expected="dtype= as a floating-point dtype of torch, the default of tensors made in the job",
             found=str(dtype),
-            fix="pass torch.float32, say; the dtype of labels stands in their placeholder",
+            fix="pass for example torch.float32; declare the dtype of labels in their placeholder",
             where=line,
         )
 
 
 def name_modules(model: Models) -> dict[str, nn.Module]:
-    """The modules of a job by name: "model", "model_0" and so on, or the names given."""
+    """Return the modules of a job by name: "model", "model_0" and so on, or the names given."""
     if isinstance(model, nn.Module):
         named = {"model": model}
     elif isinstance(model, Mapping):
         named = dict(model)
     else:
-        named = {f"model_{place}": module for place, module in enumerate(model)}
+        named = {f"model_{index}": module for index, module in enumerate(model)}
     for name, module in named.items():
         if not isinstance(module, nn.Module) or not name.isidentifier():
             raise ConfigError(
-                expected="model= to be a torch.nn.Module, a list of them, or a dict of them by name",
+                expected="model= as a torch.nn.Module, a list of modules, or a dict of modules by name",
                 found=f"{type(module).__name__} under the name {name!r}",
-                fix="pass modules; other things the job may read from its closure",
+                fix="pass modules; the job may read other objects from its closure",
             )
         if isinstance(module, DataParallel | DistributedDataParallel):
             raise ConfigError(
-                expected="model= to be the model itself: its job is what runs on all devices",
+                expected="model= as the model itself: the job runs it on all devices",
                 found=f"{type(module).__name__} around it",
-                fix="leave the wrapper away, or pass and call its .module",
+                fix="omit the wrapper, or pass and call its .module",
             )
     return named
 
 
 def list_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
-    """The optimizers of a job, in the order in which they step."""
+    """Return the optimizers of a job in the order of their steps."""
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     for item in given:
         if not isinstance(item, Optimizer):
             raise ConfigError(
-                expected="optimizer= to be a torch.optim optimizer, or a list of them",
+                expected="optimizer= as a torch.optim optimizer, or a list of them",
                 found=type(item).__name__,
                 fix="pass the optimizer itself; schedulers stay in the script",
             )
         for kind, (found, fix) in REFUSED_OPTIMIZERS.items():
             if isinstance(item, kind):
                 raise ConfigError(
-                    expected="an optimizer that makes its step from the gradients of one backward",
+                    expected="an optimizer that steps with the gradients of one backward",
                     found=found,
                     fix=fix,
                 )
@@ -361,22 +361,22 @@ def list_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
 
 REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
     torch.optim.LBFGS: (
-        "LBFGS, which calls the loss several times per step, where a job has one call and one gradient",
+        "LBFGS, which computes the loss several times per step, while a job has one call and one gradient",
         "use another optimizer",
     ),
     torch.optim.SparseAdam: (
-        "SparseAdam, which needs sparse gradients, where the gradients of a job are whole tensors",
+        "SparseAdam, which needs sparse gradients, while the gradients of a job are dense",
         "use torch.optim.Adam, and sparse=False in the embedding",
     ),
 }
-"""Optimizers that could not be right, and why."""
+"""Optimizers that a job cannot run exactly: what error texts call them, and the fix."""
 
 
 def require_optimizer(job: JobDefinition) -> None:
-    """Refuse settings of a step on a job that makes none."""
+    """Raise `ConfigError` for step options on a job without an optimizer."""
     if not job.trains and job.step_options != StepOptions(check_synchronized_every=job.check_synchronized_every):
         raise ConfigError(
             expected="accumulate=, clip_norm=, clip_value=, gradient_norm= and check_finite= on a train job",
             found=f"job {job.name!r} without optimizer=, which makes no steps",
-            fix="pass optimizer=, or leave these away",
+            fix="pass optimizer=, or omit these arguments",
         )

@@ -1,11 +1,15 @@
-"""The mirrored view: the job runs eagerly, once per device, on that device's element of each list it is given.
+"""The mirrored view: run the job eagerly once per device, on that device's element of each list argument.
 
-Note [one job, many elements]: together the elements are the whole batch. A loss per sample is minimised as the mean
-over all samples of all elements, also of uneven ones; a loss of one number as the mean of the elements' numbers. On one
-worker the elements run one after the other, which is the same training: each starts from the buffers that were there
-before the call, the first one's are kept, and each draws its random numbers from a seed of its own, drawn for all of
-them from torch's generator. On several workers DistributedDataParallel sums the gradients; the buffers are handed on
-after each call, where it would do so before the next: what is saved in between must be one model.
+Note [one job, many elements]: together the elements are the whole batch. A loss per sample is minimized as the mean
+over all samples of all elements, also if elements differ in size. A scalar loss is minimized as the mean over the
+elements.
+
+On one worker the elements run one after the other, which is the same training. Each starts from the buffers before the
+call, and the first element's buffers are kept. Each draws its random numbers from a seed of its own, and torch's
+generator provides the common part of these seeds.
+
+On several workers DistributedDataParallel reduces the gradients. Buffers are broadcast after each call, not before the
+next one as DistributedDataParallel does, so that a checkpoint between calls holds one model.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +35,7 @@ from rankless.jobs.model_sync import check_models_equal, require_same_kind_of_de
 
 @dataclass(frozen=True)
 class LocalElement:
-    """What `rankless.local` makes: this worker's element of an argument, where the others have theirs."""
+    """The result of `rankless.local`: this worker's element of an argument."""
 
     value: Any
 
@@ -57,12 +61,12 @@ class MirroredView:
             raise ConfigError(
                 expected="accumulate= on a job in the consistent view",
                 found=f"job {job.name!r} in the mirrored view",
-                fix='leave accumulate= away, or view="mirrored"',
+                fix='omit accumulate=, or view="mirrored"',
                 where=job.line,
             )
 
     def run(self, arguments: Arguments) -> CallResult:
-        """The list of all devices' results; a train job's gradients are made."""
+        """Return the list of all devices' results. A train job also sets its parameters' gradients."""
         args, kwargs = arguments.unflatten(arguments.tensors)
         elements = count_elements(self._job, args, kwargs, self._world.mesh.size)
         self._sync_call(elements)
@@ -76,7 +80,7 @@ class MirroredView:
         return CallResult(results, loss=compute_mean_loss(results) if self._job.trains else None)
 
     def _sync_call(self, elements: int) -> None:
-        """Make sure that all ranks make this call; at the first, that their models are alike."""
+        """Check that all ranks make this call; at the first call also synchronize their models."""
         self._calls += 1
         mesh = self._world.mesh
         mesh.check_sync_point(
@@ -89,21 +93,21 @@ class MirroredView:
             check_models_equal(self._job, self._world, call=self._calls)
 
     def _run_all_elements(self, args: Any, kwargs: Any, elements: int, seed: int) -> list[Any]:
-        """Every element, one after the other, each with its backward: buffers may be what a backward needs."""
+        """Run every element in turn. Each backward follows its forward, because it may need the buffers."""
         before = [buffer.clone() for buffer in self._buffers()]
         results: list[Any] = []
         kept: list[Tensor] = []
-        for place in range(elements):
-            result = self._compute(self._job.function, args, kwargs, place, seed)
+        for index in range(elements):
+            result = self._compute(self._job.function, args, kwargs, index, seed)
             if self._job.trains:
                 loss = loss_of(result)
-                # As if all elements had as many samples as the first; mended below where they have not.
+                # Weight all elements as if they had as many samples as the first; corrected below if not.
                 first = results[0] if results else result
                 self._backward(loss.sum() / (loss_of(first).numel() * elements))
             results.append(pytree.tree_map(detach_leaf, result))
             if elements > 1:
                 kept = kept or [buffer.clone() for buffer in self._buffers()]
-                self._restore(before if place < elements - 1 else kept)
+                self._restore(before if index < elements - 1 else kept)
         if self._job.trains:
             sizes = [loss_of(result).numel() for result in results]
             if any(size != sizes[0] for size in sizes):
@@ -113,37 +117,39 @@ class MirroredView:
         return results
 
     def _run_own_element(self, args: Any, kwargs: Any, seed: int) -> list[Any]:
-        """This worker's element, and the results of all."""
+        """Run this worker's element and return the results of all."""
         mesh = self._world.mesh
         function: Callable[..., Any] = self._job.function
         if self._job.trains:
             self._parallel = self._parallel or wrap_in_ddp(self._job, mesh.group)
             function = self._parallel
         result = self._compute(function, args, kwargs, mesh.rank, seed)
-        mine = pytree.tree_map(detach_leaf, result)
+        detached = pytree.tree_map(detach_leaf, result)
         if self._job.trains:
             loss = loss_of(result)
-            share = loss
+            scaled_loss = loss
             if loss.dim():
                 count = all_reduce(
                     torch.tensor(float(loss.numel()), dtype=torch.float64, device=mesh.device), mesh=mesh
                 )
-                # DistributedDataParallel makes the mean of the devices' gradients.
-                share = loss.sum() * (mesh.size / count.item())
-            self._backward(share)
+                # DistributedDataParallel averages the gradients over devices.
+                scaled_loss = loss.sum() * (mesh.size / count.item())
+            self._backward(scaled_loss)
         self._broadcast_buffers()
-        told = all_gather_bytes(self._encode(mine), mesh=mesh)
-        return [pytree.tree_map_only(Tensor, lambda item: item.to(mesh.device), decode_value(data)) for data in told]
+        gathered = all_gather_bytes(self._encode(detached), mesh=mesh)
+        return [
+            pytree.tree_map_only(Tensor, lambda item: item.to(mesh.device), decode_value(data)) for data in gathered
+        ]
 
-    def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any, place: int, seed: int) -> Any:
-        """The result of one element."""
-        own_args, own_kwargs = select_elements(args, place), select_elements(kwargs, place)
+    def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any, index: int, seed: int) -> Any:
+        """Return the result of one element."""
+        own_args, own_kwargs = select_elements(args, index), select_elements(kwargs, index)
         devices = [self._world.mesh.device] if self._world.mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), clear_autocast_cache(), torch.set_grad_enabled(self._job.trains):
-            torch.manual_seed((seed + place) % 2**63)
+            torch.manual_seed((seed + index) % 2**63)
             result = function(*own_args, **dict(own_kwargs))
         if self._job.trains:
-            extract_loss(result, self._job.name)  # a loss of the right kind, or an error
+            extract_loss(result, self._job.name)  # raises unless the loss is a tensor with gradient
         return result
 
     def _encode(self, result: Any) -> bytes:
@@ -151,9 +157,9 @@ class MirroredView:
             return encode_value(result)
         except TypeError as error:
             raise ConfigError(
-                expected=f"tensors, numbers, text or containers of them as the result of job {self._job.name!r}",
+                expected=f"tensors, numbers, texts or containers of them as the result of job {self._job.name!r}",
                 found=str(error),
-                fix="return plain data: in the mirrored view results travel to all devices",
+                fix="return plain data: the mirrored view sends results to all devices",
                 where=self._job.line,
             ) from error
 
@@ -162,7 +168,7 @@ class MirroredView:
             loss.backward()
 
     def _broadcast_buffers(self) -> None:
-        """Let every rank have the first one's buffers, as before the call."""
+        """Broadcast rank 0's buffers."""
         for flat, restore in flatten_by_kind(self._buffers()):
             broadcast(flat, mesh=self._world.mesh)
             restore()
@@ -177,37 +183,37 @@ class MirroredView:
 
 
 class JobModule(nn.Module):
-    """A job as a module, as DistributedDataParallel wants it: its function is the forward, its models are parts."""
+    """A job as a module for DistributedDataParallel: its function is the forward, its models are submodules."""
 
     def __init__(self, job: JobDefinition) -> None:
         super().__init__()
         self.models = nn.ModuleDict(job.modules)
         self.function = job.function
-        # PyTorch warns at a step in which no parameter is left over; jobs that leave some are what this one stands for.
+        # DDP warns if `find_unused_parameters` finds none. This parameter is always unused, so it never warns.
         self.unused = nn.Parameter(torch.zeros(1, device=job.device(torch.device("cpu"))))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the job's function returns."""
+        """Return what the job's function returns."""
         return self.function(*args, **kwargs)
 
 
 def wrap_in_ddp(job: JobDefinition, group: Any) -> nn.Module:
-    """The job under DistributedDataParallel. Calls may use other parameters each time: a job is any Python."""
+    """Wrap the job in DistributedDataParallel. Each call may use other parameters, because a job is any code."""
     return DistributedDataParallel(
         JobModule(job), process_group=group, find_unused_parameters=True, forward_sync_buffers=False
     )
 
 
 def count_elements(job: JobDefinition, args: Any, kwargs: Any, size: int) -> int:
-    """How many devices the lists of a call are for. Raises ConfigError for lists that do not fit."""
+    """Return the number of devices that the lists of a call are for. Raises `ConfigError` if lists do not fit."""
     lengths = [len(value) for value in [*args, *kwargs.values()] if isinstance(value, list)]
     wrong = [length for length in lengths if length != (size if size > 1 else lengths[0]) or not length]
     if wrong:
-        wanted = f"{size}, the devices of this job" if size > 1 else "one length"
+        wanted = f"length {size}, the number of devices" if size > 1 else "equal length"
         raise ConfigError(
-            expected=f"lists of {wanted}, in job {job.name!r}: one element per device",
-            found=f"a list of {wrong[0]}",
-            fix="pass as many elements as rankless.world_size() says, or rankless.local(x) for this device's own",
+            expected=f"lists of {wanted} in job {job.name!r}: one element per device",
+            found=f"a list of length {wrong[0]}",
+            fix="pass rankless.world_size() elements, or rankless.local(x) for this device's own element",
             where=job.line,
         )
     if any(isinstance(value, LocalElement) for value in [*args, *kwargs.values()]) or not lengths:
@@ -215,22 +221,22 @@ def count_elements(job: JobDefinition, args: Any, kwargs: Any, size: int) -> int
     return lengths[0]
 
 
-def select_elements(values: Any, place: int) -> Any:
-    """A device's own: its element of each list at the top; what is no list is everybody's."""
+def select_elements(values: Any, index: int) -> Any:
+    """Return a device's element of each list; all other values are shared by the devices."""
     if isinstance(values, dict):
-        return {name: select_element(value, place) for name, value in values.items()}
-    return tuple(select_element(value, place) for value in values)
+        return {name: select_element(value, index) for name, value in values.items()}
+    return tuple(select_element(value, index) for value in values)
 
 
-def select_element(value: Any, place: int) -> Any:
-    """A device's element of one argument."""
+def select_element(value: Any, index: int) -> Any:
+    """Return a device's element of one argument."""
     if isinstance(value, LocalElement):
         return value.value
-    return value[place] if isinstance(value, list) else value
+    return value[index] if isinstance(value, list) else value
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss in a train job's result, one number or one per sample."""
+    """Return the loss in a train job's result: one number or one per sample."""
     found: Any = result
     if isinstance(result, dict):
         found = result["loss"]
@@ -241,5 +247,5 @@ def loss_of(result: Any) -> Tensor:
 
 
 def compute_mean_loss(results: Sequence[Any]) -> Tensor:
-    """The mean of all samples' losses, or of all devices' where a loss is one number."""
+    """Return the mean of all samples' losses, or of all devices' scalar losses."""
     return torch.cat([loss_of(result).reshape(-1) for result in results]).mean()

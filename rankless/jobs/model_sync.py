@@ -1,4 +1,4 @@
-"""Are a job's models the same on every rank? Asked at its first call, after changes outside jobs, and on request."""
+"""Check that a job's models are the same on every rank, or synchronize them from rank 0."""
 
 import hashlib
 
@@ -17,18 +17,18 @@ SHOWN = 3
 
 
 def require_same_kind_of_device(job: JobDefinition, world: World) -> None:
-    """Refuse a model on the CPU in a job of GPUs, or the reverse: its values could not be moved."""
+    """Raise `ConfigError` for a model on the CPU in a job on GPUs, or the reverse."""
     device = job.device(world.mesh.device)
     if device.type != world.mesh.device.type:
         raise ConfigError(
             expected=f"the models of job {job.name!r} on this worker's device, {world.mesh.device}",
             found=f"on {device}",
-            fix=f"model.to({world.mesh.device.type!r}) before the optimizer is made, or --devices {device.type}",
+            fix=f"model.to({world.mesh.device.type!r}) before you create the optimizer, or --devices {device.type}",
         )
 
 
 def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
-    """Compare parameters and buffers of all ranks; where they differ rank 0's win, and that is said."""
+    """Compare the models of all ranks. If they differ, broadcast rank 0's and warn."""
     require_initialized(job.modules, job.line)
     different = find_differing_tensors(job, world)
     if not different:
@@ -38,24 +38,24 @@ def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
             broadcast(tensor, mesh=world.mesh)
     world.notify(
         f"{job.line}: the models of job {job.name!r} differed between ranks {when} ({list_differences(different)}); "
-        "all now have rank 0's"
+        "all ranks now have rank 0's"
     )
 
 
 def check_models_equal(job: JobDefinition, world: World, *, call: int) -> None:
-    """Raise `RanksDiverged`, on every rank, if a parameter or buffer is not the same on all."""
+    """Raise `RanksDiverged` on every rank if a parameter or buffer differs between ranks."""
     different = find_differing_tensors(job, world)
     if different:
         raise RanksDiverged(
             expected=f"the same parameters and buffers on every rank before call {call} of job {job.name!r}",
             found=list_differences(different),
-            fix="look for what changes a model outside jobs on one rank, or otherwise there: through .data or NumPy",
+            fix="find the code that changes a model outside jobs on some ranks only, as through .data or NumPy",
             where=job.line,
         )
 
 
 def find_differing_tensors(job: JobDefinition, world: World) -> dict[str, list[int]]:
-    """Names of the tensors that are not rank 0's on some rank, and on which. Collective."""
+    """Return the tensors that differ from rank 0's, with the ranks where they do. Collective."""
     names, mine = [], []
     for name, tensor in sorted(named_tensors(job.modules).items()):
         names.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
@@ -73,7 +73,7 @@ def find_differing_tensors(job: JobDefinition, world: World) -> dict[str, list[i
             raise RanksDiverged(
                 expected=f"the same parameters and buffers in the models of job {job.name!r} on every rank",
                 found=f"rank {rank} has others than rank 0: {find_first_mismatch(states[0][0], their_names)}",
-                fix="build the models alike on every rank",
+                fix="build the same models on every rank",
                 where=job.line,
             )
         for name, digest in zip(their_names, their_digests, strict=True):
@@ -83,13 +83,13 @@ def find_differing_tensors(job: JobDefinition, world: World) -> dict[str, list[i
 
 
 def find_first_mismatch(ours: list[str], theirs: list[str]) -> str:
-    """The first tensor that only one of two ranks has."""
+    """Return the first tensor that only one of two ranks has."""
     only = [name for name in theirs if name not in ours] or [name for name in ours if name not in theirs]
     return only[0] if only else "in another order"
 
 
 def list_differences(different: dict[str, list[int]]) -> str:
-    """Which tensors differ, in a few words."""
+    """Describe which tensors differ, in a few words."""
     shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(different.items())[:SHOWN]]
     more = len(different) - len(shown)
     return f"{'; '.join(shown)}{f'; and {more} more' if more > 0 else ''} not rank 0's"

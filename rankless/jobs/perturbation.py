@@ -1,10 +1,9 @@
-"""Perturbations of gradients and parameters in their last bit, which measure the noise floor of `rankless verify`.
+"""Perturb gradients and parameters in their last bit, to measure the noise floor of `rankless verify`.
 
-# Note [noise floor]: how far may two right runs be apart? The run on one worker is repeated with
-# parameters, in forward and backward, and gradients disturbed in their last bits: Monte Carlo arithmetic
-# (Parker, 1997). Gradients alone would not do: one that is zero but for rounding, as a bias's before batch
-# norm, is another number in every order of summation, and adaptive optimizers make whole steps of it.
-# Parameters that are disturbed show that.
+Note [noise floor]: how far may two correct runs differ? `verify` repeats the run on one worker with perturbed
+parameters, in forward and backward, and perturbed gradients. This is Monte Carlo arithmetic (Parker, 1997). Perturbed
+gradients alone do not suffice. A gradient that is zero up to rounding, as of a bias before batch norm, differs in every
+order of summation, and adaptive optimizers make whole steps of it. Perturbed parameters expose such gradients.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from torch import Tensor
 
 
 def perturb_gradients(gradients: Iterable[Tensor], generator: torch.Generator) -> None:
-    """Change gradients in their last bits, in place: elements by up to eps(dtype) x the tensor's largest."""
+    """Change gradients in place in their last bits: elements by up to eps(dtype) x the tensor's largest."""
     for gradient in gradients:
         if gradient.is_floating_point() and gradient.numel() > 0:
             scale = gradient.abs().amax() * torch.finfo(gradient.dtype).eps
@@ -24,9 +23,9 @@ def perturb_gradients(gradients: Iterable[Tensor], generator: torch.Generator) -
 
 @contextlib.contextmanager
 def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generator) -> Iterator[None]:
-    """Within: parameters off by up to one last bit each, for forward and backward. After: as they were.
+    """Change parameters by up to one last bit each inside the context, and restore them at exit.
 
-    Gradients that were taken within stay; whatever else changed the parameters within is undone.
+    Gradients computed inside remain. Any other change of the parameters inside is undone.
     """
     originals: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
@@ -44,6 +43,6 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
 
 
 def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Numbers in [-1, 1) in a tensor's shape and dtype, drawn on the CPU: the same for every device."""
+    """Return numbers in [-1, 1) in a tensor's shape and dtype, drawn on the CPU so that every device gets the same."""
     drawn = torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return drawn.to(device=like.device, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""Typed placeholders: what an argument of a job must be, declared in its annotation and checked before a call runs.
+"""Typed placeholders: the annotation of a job's argument declares its shape and dtype, and every call is checked.
 
 def train(images: Annotated[Tensor, Whole((100, 1, 28, 28), torch.float32)]): ...
 """
@@ -70,11 +70,11 @@ Placeholder = Whole | PerDevice
 
 
 def read_placeholders(function: Callable[..., Any], job: str, line: str) -> dict[str, Placeholder]:
-    """The placeholders in a function's annotations, by argument. Raises ConfigError for one that cannot be meant."""
+    """Return the placeholders in a function's annotations by argument. Raises `ConfigError` for invalid ones."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError):
-        # Annotations as text that names what is not there at run time; those that are objects still count.
+        # A text annotation names something that does not exist at run time. Use the annotations that are objects.
         hints = dict(getattr(function, "__annotations__", {}))
     found: dict[str, Placeholder] = {}
     for name, hint in hints.items():
@@ -82,7 +82,7 @@ def read_placeholders(function: Callable[..., Any], job: str, line: str) -> dict
             if extra in (Whole, PerDevice):
                 raise ConfigError(
                     expected=f"{extra.__name__} with a shape and a dtype, on argument {name!r} of job {job!r}",
-                    found=f"{extra.__name__} alone",
+                    found=f"{extra.__name__} without arguments",
                     fix=f"write {extra.__name__}((100, None), torch.float32); None stands for any size",
                     where=line,
                 )
@@ -93,18 +93,19 @@ def read_placeholders(function: Callable[..., Any], job: str, line: str) -> dict
 
 @dataclass(frozen=True)
 class PlaceholderCheck:
-    """What the arguments of one job must be."""
+    """Checks the arguments of one job."""
 
     function: Callable[..., Any]
     placeholders: Mapping[str, Placeholder]
     where: str
     dtype: torch.dtype | None = None
-    """Of placeholders that name none; None: torch's default dtype at the call."""
+    """The dtype of placeholders without one; None for torch's default dtype at the call."""
 
     def __call__(self, args: Any, kwargs: Any, *, recast: bool) -> None:
-        """Raise DataError for an argument that is not what its placeholder says.
+        """Raise `DataError` for an argument that does not match its placeholder.
 
-        `recast`: the run has all floating-point numbers in a precision of its own, whatever the script says.
+        With `recast` the run computes all floating-point numbers in a precision of its own, whatever the script
+        says.
         """
         bound = inspect.signature(self.function).bind(*args, **kwargs)
         for name, placeholder in self.placeholders.items():
@@ -124,11 +125,11 @@ class TensorSpec:
     any_precision: bool
 
     def __str__(self) -> str:
-        """As "float32 [100, any]"."""
+        """Return the text "float32 [100, any]"."""
         return f"{str(self.dtype).removeprefix('torch.')} {format_shape(self.shape)}"
 
     def has_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether a tensor of `dtype` is meant too."""
+        """Whether a tensor of `dtype` matches."""
         return dtype == self.dtype or (self.any_precision and dtype.is_floating_point)
 
 
@@ -138,13 +139,13 @@ def _check_argument(name: str, value: Any, placeholder: Placeholder, one: Tensor
     elif isinstance(value, LocalElement):
         _check_one(f"{name}, this device's own,", value.value, one)
     elif isinstance(value, list):
-        for place, element in enumerate(value):
-            _check_one(f"{name}[{place}]", element, one)
+        for index, element in enumerate(value):
+            _check_one(f"{name}[{index}]", element, one)
     else:
         raise DataError(
             expected=f"{name} as a list with one element per device: {one}",
             found=describe_value(value),
-            fix="pass a list, as [images1, images2], or rankless.local(x) for what is this device's own",
+            fix="pass a list, as [images1, images2], or rankless.local(x) for this device's own element",
             where=one.where,
         )
 
@@ -163,7 +164,7 @@ def _check_one(name: str, value: Any, one: TensorSpec) -> None:
         raise DataError(
             expected=f"{name} of shape {format_shape(wanted)}",
             found=f"shape {list(shape)}",
-            fix="pass a batch of that shape, or change the placeholder: None stands for any size of a dim",
+            fix="pass a batch of that shape, or change the placeholder: None stands for any size",
             where=one.where,
         )
     dtype = torch.from_numpy(value[:0] if value.ndim else value.reshape(1)).dtype if is_array(value) else value.dtype
@@ -179,17 +180,17 @@ def _check_one(name: str, value: Any, one: TensorSpec) -> None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is NumPy's."""
+    """Whether a value is a NumPy array."""
     return isinstance(value, numpy.ndarray)
 
 
 def format_shape(shape: tuple[int | None, ...]) -> str:
-    """A shape in which sizes may be any."""
+    """Return the text of a shape with sizes that may be any."""
     return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
 
 
 def describe_value(value: Any) -> str:
-    """What a value is, in a few words."""
+    """Describe a value in a few words."""
     if isinstance(value, Tensor | numpy.ndarray):
         return f"a {type(value).__name__} of shape {list(value.shape)}"
     return f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""A job on one device: exactly what the plain script would do."""
+"""The plain view: run a job on one device exactly as the plain script would."""
 
 import contextlib
 from typing import Any
@@ -17,7 +17,7 @@ from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 
 
 class PlainView:
-    """Runs a job eagerly. In `verify`'s noise-floor run parameters and gradients are disturbed in their last bits."""
+    """Runs a job eagerly. In the noise-floor run of `verify` it perturbs parameters and gradients."""
 
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
@@ -29,7 +29,7 @@ class PlainView:
         self._noise = None if seed is None else torch.Generator().manual_seed(seed)
 
     def run(self, arguments: Arguments) -> CallResult:
-        """The job's result; a train job's gradients are made."""
+        """Return the job's result. A train job also sets its parameters' gradients."""
         args, kwargs = arguments.unflatten(arguments.tensors)
         inspector = self._world.inspector
         if inspector is not None and not inspector.count_call(self._job.name):
@@ -42,7 +42,7 @@ class PlainView:
             if inspector is not None:
                 inspector.record_plain(self._job, result)
             return CallResult(pytree.tree_map(detach_leaf, result))
-        # Before the job, which may change the buffers that its counts are made of.
+        # Before the job, because the job may change buffers that its loss weights depend on.
         weights = () if self._loss_weights is None else self._loss_weights.of_call(arguments)
         parameters = self._job.parameters()
         for parameter in parameters:
@@ -65,6 +65,6 @@ class PlainView:
         return CallResult(pytree.tree_map(detach_leaf, result), loss=loss.detach(), weights=weights)
 
     def _checked(self) -> contextlib.AbstractContextManager[None]:
-        """At the first call what the job may not do is refused; later calls cost nothing."""
+        """Refuse at the first call what a job may not do; later calls cost nothing."""
         first, self._is_first = self._is_first, False
         return refuse_training_calls() if first else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""A job in another precision than its script's: `--dtype float64` tells rounding from a fault.
+"""Run a job in another precision than its script's. `--dtype float64` tells rounding from a fault.
 
-Models are turned once, in place, so that optimizers and schedulers keep their parameters; floating-point
-arguments are turned at each call. Whole numbers and truth values stay; complex numbers turn with the floats.
+Models are cast once, in place, so that optimizers and schedulers keep their parameters. Floating-point arguments are
+cast at each call. Integers and booleans stay unchanged. Complex numbers are cast with the floats.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from rankless.jobs.definition import JobDefinition
 
 
 def cast_job(job: JobDefinition, dtype: torch.dtype) -> None:
-    """Turn a job's parameters, gradients and buffers, and what its optimizer has gathered about them, to `dtype`."""
+    """Cast a job's parameters, gradients, buffers and optimizer states to `dtype`."""
     for module in job.modules.values():
         # `module.to(dtype)` would drop the imaginary part of what is complex.
         module._apply(lambda tensor: cast(tensor, dtype))
@@ -26,12 +26,12 @@ def cast_job(job: JobDefinition, dtype: torch.dtype) -> None:
 
 
 def cast_arguments(arguments: Arguments, dtype: torch.dtype) -> Arguments:
-    """A call with its floating-point tensors in `dtype`; a loader's batches stay logical."""
+    """Return a call with its floating-point tensors in `dtype`; a loader's batches stay logical."""
     return replace(arguments, tensors=tuple(cast(tensor, dtype) for tensor in arguments.tensors))
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in `dtype`, or in its complex twin; itself if it holds no floating-point numbers."""
+    """Return a tensor in `dtype` or its complex counterpart; other dtypes stay unchanged."""
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,4 +1,8 @@
-"""A job's programs: captured once per kind of call, compared between ranks, placed and lowered, and kept."""
+"""The program cache of a job: it captures, compares between ranks, compiles and keeps one program per kind of call.
+
+The cache key holds everything that a program depends on except sizes and guarded values. One entry of the cache holds
+the programs for its shapes, and programs for varying sizes. Guards decide whether a program is still valid.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,31 +41,31 @@ from rankless.jobs.varying_sizes import (
 from rankless.parallel.placement import Placement, Shard
 
 MAX_FAILURES = 3
-"""Captures for varying sizes that came to nothing, after which a kind of call is captured for every shape."""
+"""Failed captures for varying sizes after which an entry captures for every shape."""
 MAX_ENTRIES = 64
-"""Kinds of calls whose programs are kept."""
+"""Largest number of entries in a cache."""
 WARN_AFTER_PROGRAMS = 4
-"""Programs for varying sizes of one kind of call, of which the user is told."""
+"""Number of programs for varying sizes in one entry from which on the cache warns."""
 
 MAX_PROGRAMS = 16
-"""Programs kept per kind of call and shapes, the latest used."""
+"""Programs kept per entry and shapes, the most recently used."""
 WARN_AFTER_RECAPTURES = 4
-"""After so many captures because of one value the script is told."""
+"""Number of captures because of one value after which the cache warns."""
 
 
 @dataclass
 class CacheEntry:
-    """What calls have in common that differ in sizes only."""
+    """The programs of calls that differ only in sizes."""
 
     history: SizeHistory = field(default_factory=SizeHistory)
     by_shapes: dict[Shapes, list[Executable]] = field(default_factory=dict)
     varying: list[Executable] = field(default_factory=list)
-    """Programs for varying sizes, which are also among those of the shapes that have been seen."""
+    """Programs for varying sizes. `by_shapes` holds them too, under the shapes seen so far."""
     failures: int = 0
 
 
 class SizeGuards(msgspec.Struct, frozen=True):
-    """What each rank tells the others of its program for varying sizes: its guards, or why it has none."""
+    """The guards of a rank's program for varying sizes, or why it has no such program. Ranks exchange them."""
 
     conditions: list[str]
     failure: str = ""
@@ -69,22 +73,22 @@ class SizeGuards(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class CachedCall:
-    """The tensors of a call, their logical shapes and how they lie; and the programs of calls like it."""
+    """A call with its logical shapes and placements, and the cache entry that it belongs to."""
 
     arguments: Arguments
     shapes: Shapes
     placements: tuple[Placement, ...]
     entry: CacheEntry
     known: Executable | None
-    """The program that is right for it, if there is one."""
+    """The valid program for it, if there is one."""
 
     def stale_guard(self) -> Guard | None:
-        """What has changed since a program was captured that would be right without."""
+        """Return a guard that failed, so that a program for these shapes is no longer valid."""
         programs = (*self.entry.by_shapes.get(self.shapes, ()), *self.entry.varying)
         return next((executable.captured.guards.first_failing() for executable in programs), None)
 
     def varying(self) -> tuple[tuple[ArgumentDim, ...], ...]:
-        """The places whose sizes vary; lengths of shards that do not follow from a size stay as they are."""
+        """Return the dims with varying sizes, except those that a placement splits unevenly."""
         uneven = {
             (number, placement.dim)
             for number, (placement, shape) in enumerate(zip(self.placements, self.shapes, strict=True))
@@ -94,9 +98,10 @@ class CachedCall:
 
 
 class ProgramCache:
-    """The programs of one job on a mesh; `changed` gives what is run of a captured one.
+    """The programs of one job on a mesh.
 
-    Each rank looks a call up by itself, so that ranks can compare what they have found; a capture is collective.
+    `transform` turns a captured program into the one that runs. Each rank looks up a call by itself, so that ranks
+    can compare their results. A capture is collective.
     """
 
     def __init__(
@@ -115,13 +120,13 @@ class ProgramCache:
         self._captures = 0
 
     def look_up(self, arguments: Arguments, placements: tuple[Placement, ...]) -> CachedCall:
-        """A call with the program that is known for it, unless it is new or a value that was taken in has changed."""
+        """Return a call with its valid program, if the cache has one."""
         shapes = tuple([tensor.shape for tensor in arguments.tensors])
         key = self._key(arguments, placements)
         if key not in self._entries:
-            self._numbers.note(arguments)
+            self._numbers.record(arguments)
             if len(self._entries) == MAX_ENTRIES:
-                # A number that changes at every call makes a kind of each; they must not fill the memory.
+                # A number that changes at every call makes an entry for each; they must not fill memory.
                 del self._entries[next(iter(self._entries))]
             self._entries[key] = CacheEntry()
         entry = self._entries[key]
@@ -135,7 +140,7 @@ class ProgramCache:
         return CachedCall(arguments=arguments, shapes=shapes, placements=placements, entry=entry, known=found)
 
     def capture_program(self, call: CachedCall) -> Executable:
-        """A program for a call that has none, captured by every rank and kept."""
+        """Capture a program for a call without one, on every rank, and store it."""
         stale_guard = call.stale_guard()
         executable = self._capture_varying_sizes(call) or self._capture_fixed_sizes(call)
         self._warn_of_recaptures(stale_guard)
@@ -143,22 +148,22 @@ class ProgramCache:
         return executable
 
     def capture_exactly(self, call: CachedCall) -> Executable:
-        """A program captured for this very call, with no size that varies: to be looked at value by value."""
+        """Capture a program for exactly this call, without varying sizes, to inspect its values."""
         return self._capture_fixed_sizes(call)
 
     def _warn_of_recaptures(self, stale_guard: Guard | None) -> None:
-        """Say once of a value that it makes the job be captured again and again."""
+        """Warn once of a value whose changes cause many captures."""
         if stale_guard is None:
             return
         count = self._recaptures[stale_guard.label] = self._recaptures.get(stale_guard.label, 0) + 1
         if count == WARN_AFTER_RECAPTURES:
             self._world.notify(
-                f"{self._job.line}: job {self._job.name!r} has been captured {count} times again because "
-                f"{stale_guard.label} changes (right, but slow); pass it as a tensor argument"
+                f"{self._job.line}: job {self._job.name!r} was captured {count} times again because "
+                f"{stale_guard.label} changes (correct, but slow); pass it as a tensor argument"
             )
 
     def _key(self, arguments: Arguments, placements: tuple[Placement, ...]) -> Hashable:
-        """What a program depends on, other than sizes and guarded values: arguments, PyTorch's switches."""
+        """Return the cache key: arguments, placements, kinds of plain values, and PyTorch's global modes."""
         return (
             arguments.cache_key(self._job.name),
             tuple(
@@ -174,7 +179,7 @@ class ProgramCache:
         )
 
     def _capture_fixed_sizes(self, call: CachedCall) -> Executable:
-        """Capture, compare with the other ranks, place, lower."""
+        """Capture for these sizes, compare with the other ranks, compile."""
         captured = self._capture(call.arguments, get_shapes(call.arguments), None)
         program = self._transform(captured, call.arguments)
         require_same_program(program, self._world.mesh)
@@ -183,7 +188,7 @@ class ProgramCache:
         return self._make_executable(captured, local)
 
     def _capture_varying_sizes(self, call: CachedCall) -> Executable | None:
-        """The same with symbols for sizes that have varied; None if there are none, or no such program."""
+        """Do the same with symbols for sizes that have varied; None if there are none or it fails."""
         entry, groups = call.entry, call.varying()
         if not groups or entry.failures >= MAX_FAILURES:
             return None
@@ -197,11 +202,11 @@ class ProgramCache:
             mesh, symbols = self._world.mesh, tuple(sizes.symbols)
             program = self._transform(captured, call.arguments)
             local = build_local_program(program, tuple(placements), mesh, memory=self._memory, sizes=symbols)
-        except Exception as error:  # the job's own code, which may ask of a size what only a number can answer
+        except Exception as error:  # user code may need a number where it gets a symbolic size
             failure = describe_failure(error, self._job.line)
         conditions = self._agree_on_guards(sizes, failure)
         if conditions is None:
-            # What raises once raises always; a size may be asked for its number in some shapes only.
+            # An error will recur. A size may be needed as a number for some shapes only, so try again later.
             entry.failures += MAX_FAILURES if failure else 1
             return None
         require_same_program(program, self._world.mesh)
@@ -219,19 +224,20 @@ class ProgramCache:
         if sum(known.is_valid for known in entry.varying) == WARN_AFTER_PROGRAMS:
             line = find_fixing_line(sizes) or self._job.line
             self._world.notify(
-                f"{line}: what job {self._job.name!r} computes depends on the sizes of its arguments, so it has been "
-                f"captured {WARN_AFTER_PROGRAMS} times for sizes that vary, and will be again"
+                f"{line}: what job {self._job.name!r} computes depends on the sizes of its arguments, so it was "
+                f"captured {WARN_AFTER_PROGRAMS} times for varying sizes, and will be captured again"
             )
         return executable
 
     def _agree_on_guards(self, sizes: SymbolicSizes, failure: str) -> list[str] | None:
-        """The guards of all ranks' programs for varying sizes, whose own lengths differ; None if any has none.
+        """Return the guards of all ranks' programs for varying sizes, or None if a rank has no such program.
 
-        With the union all ranks always choose the same program.
+        Ranks differ in the lengths of their shards. With the union of the guards they always choose the same
+        program.
         """
         if not failure and not sizes.has_free_symbols():
             failure = (
-                f"{find_fixing_line(sizes) or self._job.line}: it asks for the number itself, as len() and range() do"
+                f"{find_fixing_line(sizes) or self._job.line}: it needs the number itself, as len() and range() do"
             )
         told = SizeGuards([] if failure else sizes.guard_expressions(), failure)
         everyone = all_gather_bytes(msgspec.msgpack.encode(told), mesh=self._world.mesh)
@@ -240,8 +246,8 @@ class ProgramCache:
         if failed is None:
             return [text for answer in answers for text in answer.conditions]
         self._world.notify(
-            f"{failed}; so job {self._job.name!r} is captured anew for every shape of its arguments (right, but each "
-            "costs a capture; pad to a few lengths, or compute with x.shape and x.size() in place of numbers)"
+            f"{failed}; so job {self._job.name!r} is captured again for every shape of its arguments (correct, but "
+            "slow; pad to a few lengths, or compute with x.shape and x.size() instead of numbers)"
         )
         return None
 
@@ -254,7 +260,7 @@ class ProgramCache:
     def _capture(
         self, arguments: Arguments, shapes: Sequence[ArgumentShape], sizes: SymbolicSizes | None
     ) -> CapturedJob:
-        """The logical program for arguments of the given shapes."""
+        """Capture the logical program for arguments of the given shapes."""
         job = self._job
         source = JobSource(name=job.name, function=job.function, modules=job.modules, trains=job.trains, line=job.line)
         namespaces = [] if sizes is None else list_namespaces(job.function, job.modules)
@@ -264,26 +270,24 @@ class ProgramCache:
         finally:
             kept = remove_sizes(namespaces, before)
         if kept:
-            raise TypeError(f"the job keeps a size of an argument in {kept[0]!r}")
+            raise TypeError(f"the job stores a size of an argument in {kept[0]!r}")
         return captured
 
     def _report_program(self, local: LocalProgram, captured: CapturedJob) -> None:
-        """Say once which operators no rule covers and what is lost, and show the program to whoever asked for it."""
+        """Warn of prints and of operators without a sharding rule, and record the program for `rankless plan`."""
         if captured.print_line is not None:
-            self._world.notify(
-                f"{captured.print_line}: what job {self._job.name!r} prints or logs comes only while it is captured"
-            )
+            self._world.notify(f"{captured.print_line}: job {self._job.name!r} prints and logs only during its capture")
         if self._world.programs is not None:
             self._world.programs.record(self._job, local)
         for node in local.sharded.nodes_without_rule:
             self._world.notify(
-                f"{node.meta.get('line', '')}: no rule to split {node.target} yet; in job {self._job.name!r} it is "
-                "gathered and computed whole on every rank (right, but not faster with more workers)"
+                f"{node.meta.get('line', '')}: no sharding rule for {node.target} yet; job {self._job.name!r} runs it "
+                "replicated on every rank (correct, but not faster with more workers)"
             )
 
 
 def find_fitting(entry: CacheEntry, shapes: Shapes) -> Executable | None:
-    """A program for varying sizes that is right for these."""
+    """Return a valid program for varying sizes that fits these shapes."""
     for executable in entry.varying:
         if executable.varying_sizes is not None and executable.varying_sizes.fits(shapes) and executable.is_valid:
             return executable
@@ -291,12 +295,12 @@ def find_fitting(entry: CacheEntry, shapes: Shapes) -> Executable | None:
 
 
 def move_to_front(programs: list[Executable], used: Executable) -> None:
-    """Put the program that is used first, and drop the last: a value that changes always must not fill the memory."""
+    """Move the used program to the front and drop the oldest, so that changing values cannot fill memory."""
     programs[:] = [used, *(other for other in programs if other is not used)][:MAX_PROGRAMS]
 
 
 def describe_failure(error: Exception, line: str) -> str:
-    """Why a capture came to nothing, in one line after that of the script; `line` if no nearer one is known."""
+    """Describe in one line why a capture failed, after the script's line; `line` if no nearer one is known."""
     if isinstance(error, RanklessError):
         text, where = str(error.found), error.where
     else:
@@ -305,18 +309,18 @@ def describe_failure(error: Exception, line: str) -> str:
 
 
 def find_fixing_line(sizes: SymbolicSizes) -> str:
-    """The first line of the user's that a size had to be a number for."""
+    """Return the first line of the script that needed the number of a symbolic size."""
     return next((line for line in sizes.shape_env.specializing_lines if line), "")
 
 
 def list_namespaces(function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
-    """Where a job may leave a size behind: the attributes of its modules, and its globals."""
+    """Return the namespaces where a job may store a size: the attributes of its modules, and its globals."""
     found = [vars(part) for module in modules.values() for part in module.modules()]
     return [*found, getattr(function, "__globals__", {})]
 
 
 def remove_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Put back what the job has overwritten with a size, which outside the job would be no number; the names."""
+    """Restore values that the job replaced by symbolic sizes, which mean nothing outside it. Returns their names."""
     kept = []
     for names, known in zip(namespaces, before, strict=True):
         for name in [name for name, value in names.items() if is_symbolic(value)]:

@@ -1,4 +1,4 @@
-"""What a worker writes down of its jobs' programs, for `rankless plan` and for what `rankless verify` did not cover."""
+"""Record the programs of a worker's jobs, for `rankless plan` and for the coverage report of `rankless verify`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,18 +24,18 @@ from rankless.records.job_programs import (
 
 
 class ProgramRecorder:
-    """Rank 0's file of programs, open from the joining of the world to the end of the script."""
+    """Rank 0's file of programs. It is open from `rankless.init` to the end of the script."""
 
     def __init__(self, folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._stream = programs_file(folder).open("wb")
 
     def record(self, job: JobDefinition, local: LocalProgram) -> None:
-        """Write down a program of a job, as soon as it is ready to run."""
+        """Write a program of a job as soon as it is compiled."""
         self._write(describe_program(job, local))
 
     def finish(self, known: Iterable[KnownJob]) -> None:
-        """Write down which jobs there are, and close. Again: nothing happens."""
+        """Write which jobs exist, and close the file. A second call does nothing."""
         if not self._stream.closed:
             for job in known:
                 self._write(job)
@@ -48,7 +48,7 @@ class ProgramRecorder:
 
 
 def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
-    """A job after lowering, as plain facts."""
+    """Return a compiled job as plain data."""
     sharded = local.sharded
     logical = sharded.logical
     return JobProgram(
@@ -78,12 +78,12 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
 
 
 def count_operators(logical: LogicalProgram) -> int:
-    """How many operators a program has."""
+    """Return the number of operators of a program."""
     return sum(node.op == "call_function" and "getitem" not in str(node.target) for node in logical.graph.nodes)
 
 
 def describe_input(node: fx.Node, given: ProgramInput, placement: Placement) -> ProgramInputRecord:
-    """An input of a program as plain facts."""
+    """Return an input of a program as plain data."""
     value = node.meta["val"]
     assert isinstance(value, LogicalValue)
     return ProgramInputRecord(
@@ -97,7 +97,7 @@ def describe_input(node: fx.Node, given: ProgramInput, placement: Placement) -> 
 
 
 def format_placement(placement: Placement) -> str:
-    """How a value lies, in words."""
+    """Return a placement in words."""
     if isinstance(placement, Shard):
         return f"dim {placement.dim} split {'+'.join(str(size_hint(length)) for length in placement.lengths)}"
     return "whole on every worker"

@@ -1,4 +1,4 @@
-"""Plain numbers among a job's arguments: each value is part of a program, so one that changes costs captures."""
+"""Warn of plain numbers among a job's arguments that change: each value is part of a program and costs a capture."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -6,33 +6,33 @@ from typing import Any
 from rankless.jobs.arguments import Arguments, find_leaf_names
 from rankless.jobs.definition import JobDefinition
 
-DISTINCT = 3
-"""After so many values of one argument the user is told."""
+WARN_AFTER_VALUES = 3
+"""Number of values of one argument after which the user is warned."""
 
 
 class VaryingNumbers:
-    """Tells the user, once, of an argument whose numbers make the job be captured again and again."""
+    """Warns once of an argument whose changing numbers cause repeated captures."""
 
     def __init__(self, job: JobDefinition, notify: Callable[[str], None]) -> None:
         self._job = job
         self._notify = notify
         self._values: dict[Hashable, list[set[Any]]] = {}
 
-    def note(self, arguments: Arguments) -> None:
-        """Note the numbers of a call that is the first with them."""
+    def record(self, arguments: Arguments) -> None:
+        """Record the numbers of a call that needs a new cache entry."""
         values = self._values.setdefault(arguments.spec, [set() for _ in arguments.plain])
-        for place, (known, value) in enumerate(zip(values, arguments.plain, strict=True)):
-            if not is_number(value) or value in known or len(known) == DISTINCT:
+        for index, (seen, value) in enumerate(zip(values, arguments.plain, strict=True)):
+            if not is_number(value) or value in seen or len(seen) == WARN_AFTER_VALUES:
                 continue
-            known.add(value)
-            if len(known) == DISTINCT:
-                name = find_leaf_names(self._job.function, arguments)[place]
+            seen.add(value)
+            if len(seen) == WARN_AFTER_VALUES:
+                name = find_leaf_names(self._job.function, arguments)[index]
                 self._notify(
-                    f"{self._job.line}: job {self._job.name!r} is captured anew for each number that {name!r} is, "
-                    f"{value!r} now (right, but slow); if it changes often pass a tensor: torch.tensor({value!r})"
+                    f"{self._job.line}: job {self._job.name!r} is captured again for each value of {name!r}, "
+                    f"{value!r} now (correct, but slow); if it changes often pass a tensor: torch.tensor({value!r})"
                 )
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number whose values are many, as those of a truth value are not."""
+    """Whether a leaf is a number other than a boolean."""
     return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)

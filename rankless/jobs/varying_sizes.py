@@ -1,4 +1,4 @@
-"""Which sizes of a job's arguments vary from call to call, and which calls a program for varying sizes fits."""
+"""Find which sizes of a job's arguments vary between calls, and which calls a program for varying sizes fits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,64 +13,64 @@ Shapes = tuple[tuple[int, ...], ...]
 ArgumentDim = tuple[int, int]
 """A dim of an argument: (number of the tensor, dim)."""
 
-DISTINCT = 3
-"""From so many distinct shapes on, sizes that have varied become symbols."""
+MIN_DISTINCT_SHAPES = 3
+"""Number of distinct shapes from which on varying sizes become symbols."""
 
 
 class SizeHistory:
-    """The sizes that calls of one kind have had."""
+    """The sizes that the calls of one cache entry have had."""
 
     def __init__(self) -> None:
         self._distinct: set[Shapes] = set()
         self._first: dict[ArgumentDim, int] = {}
         self._varied: set[ArgumentDim] = set()
-        self._entries: dict[ArgumentDim, int] = {}
+        self._group_ids: dict[ArgumentDim, int] = {}
 
     def add(self, shapes: Shapes) -> None:
-        """Note a call's shapes. Places that once had different sizes are told apart from then on."""
+        """Add a call's shapes. Dims whose sizes differ belong to different groups from then on."""
         self._distinct.add(shapes)
         numbers: dict[tuple[int, int], int] = {}
-        for place, size in list_sizes(shapes).items():
-            if size != self._first.setdefault(place, size):
-                self._varied.add(place)
-            self._entries[place] = numbers.setdefault((self._entries.get(place, 0), size), len(numbers))
+        for dim_key, size in list_sizes(shapes).items():
+            if size != self._first.setdefault(dim_key, size):
+                self._varied.add(dim_key)
+            self._group_ids[dim_key] = numbers.setdefault((self._group_ids.get(dim_key, 0), size), len(numbers))
 
     def groups(self, shapes: Shapes) -> tuple[tuple[ArgumentDim, ...], ...]:
-        """The places that vary, those that have always had equal sizes together; none before the third shape."""
+        """Return the varying dims, grouped by sizes that were always equal; nothing before the third shape."""
         found: dict[int, list[ArgumentDim]] = {}
-        for place, size in list_sizes(shapes).items():
-            if len(self._distinct) >= DISTINCT and place in self._varied and size >= MIN_SYMBOLIC_SIZE:
-                found.setdefault(self._entries[place], []).append(place)
+        for dim_key, size in list_sizes(shapes).items():
+            if len(self._distinct) >= MIN_DISTINCT_SHAPES and dim_key in self._varied and size >= MIN_SYMBOLIC_SIZE:
+                found.setdefault(self._group_ids[dim_key], []).append(dim_key)
         return tuple(map(tuple, found.values()))
 
 
 def list_sizes(shapes: Shapes) -> dict[ArgumentDim, int]:
-    """The size at every place."""
+    """Return the size of every dim."""
     return {(number, dim): size for number, shape in enumerate(shapes) for dim, size in enumerate(shape)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class VaryingSizes:
-    """What calls a program for varying sizes is right for."""
+    """The sizes for which a program for varying sizes is valid."""
 
     groups: tuple[tuple[ArgumentDim, ...], ...]
-    """The places of each varying size, in the order of `symbols`."""
+    """The dims of each varying size, in the order of `symbols`."""
     symbols: tuple[str, ...]
     fixed: Mapping[ArgumentDim, int]
     holds: Callable[[Sequence[int]], bool]
-    """The guards, on the varying sizes."""
+    """The guards, as a function of the varying sizes."""
 
     def fits(self, shapes: Shapes) -> bool:
-        """Whether the program is right for these shapes."""
+        """Whether the program is valid for these shapes."""
         sizes = list_sizes(shapes)
         return (
-            all(sizes[place] == size for place, size in self.fixed.items())
-            and all(sizes[place] == sizes[group[0]] for group in self.groups for place in group)
+            all(sizes[dim_key] == size for dim_key, size in self.fixed.items())
+            and all(sizes[dim_key] == sizes[group[0]] for group in self.groups for dim_key in group)
             and self.holds([sizes[group[0]] for group in self.groups])
         )
 
     def sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """The varying sizes of a call, by symbol, in order."""
+        """Return the varying sizes of a call by symbol, in order."""
         return {
             symbol: shapes[group[0][0]][group[0][1]] for symbol, group in zip(self.symbols, self.groups, strict=True)
         }
@@ -79,7 +79,7 @@ class VaryingSizes:
 def make_symbolic_shapes(
     sizes: SymbolicSizes, shapes: Sequence[ArgumentShape], groups: Sequence[Sequence[ArgumentDim]]
 ) -> tuple[ArgumentShape, ...]:
-    """The shapes with a new symbol for every group of places."""
+    """Return the shapes with a new symbol for every group of dims."""
     changed = [list(item.shape) for item in shapes]
     for number, group in enumerate(groups):
         first, dim = group[0]
@@ -92,14 +92,14 @@ def make_symbolic_shapes(
 
 
 def is_even_split(placement: Placement, shape: Sequence[int]) -> bool:
-    """Whether a value's shard lengths follow from its size, or it has none."""
+    """Whether a value's shard lengths follow from its size. True for a value without shards."""
     if not isinstance(placement, Shard):
         return True
     return placement.lengths == split_lengths(shape[placement.dim], len(placement.lengths))
 
 
 def resize_placement(placement: Placement, shape: Sequence[int]) -> Placement:
-    """The same placement of a value with varying sizes."""
+    """Return the placement of the same value with varying sizes."""
     if isinstance(placement, Shard) and not isinstance(shape[placement.dim], int):
         return Shard(placement.dim, split_lengths(shape[placement.dim], len(placement.lengths)))
     return placement

@@ -152,4 +152,4 @@ def test_an_operator_without_a_rule_warns_once_with_its_line():
     for messages in on_mesh(WORKERS, run_without_a_rule):
         warnings = [text for text in messages if "cummax.default" in text]
         assert len(warnings) == 1
-        assert warnings[0].startswith(f"{marked_line(run_without_a_rule)}: no rule to split")
+        assert warnings[0].startswith(f"{marked_line(run_without_a_rule)}: no sharding rule for")

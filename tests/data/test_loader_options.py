@@ -104,9 +104,9 @@ def collate_with(mesh: Mesh, name: str) -> list[object]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sorted_by_length", "makes batch of the batch as a whole"),
-        ("less_their_mean", "makes batch of the batch as a whole"),
-        ("with_a_constant_list", r"makes batch\['classes'\] of the batch as a whole"),
+        ("sorted_by_length", "whose batch depends on the whole batch"),
+        ("less_their_mean", "whose batch depends on the whole batch"),
+        ("with_a_constant_list", r"whose batch\['classes'\] depends on the whole batch"),
         ("counted", r"batch\[1\]: int 3"),
     ],
 )

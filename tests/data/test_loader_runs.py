@@ -64,7 +64,7 @@ for batch in rankless.loader(torch.arange(8.0), batch_size=8):
 def test_an_operation_on_a_batch_that_one_rank_makes_alone_is_named_and_ends_the_run(tmp_path: Path) -> None:
     job = run_script(ALONE, "-n", "2", folder=tmp_path)
     assert "rank 1 has waited 0 s at" in job.stderr
-    assert "script.py:7 for the other ranks to come to the same operation" in job.stderr
+    assert "script.py:7 for the other ranks to run the same operation" in job.stderr
     assert "raised RanksDiverged" in job.stderr
     assert job.returncode == 1
 

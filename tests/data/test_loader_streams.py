@@ -91,7 +91,7 @@ def read_shorter(mesh: Mesh) -> int:
 
 @pytest.mark.slow
 def test_a_stream_that_is_shorter_on_one_rank_stops_every_rank():
-    with pytest.raises(DataError, match="rank 1 is at its end, rank 0 has another batch"):
+    with pytest.raises(DataError, match="rank 1 is at the end of its data, rank 0 has another batch"):
         on_mesh(2, read_shorter)
 
 
@@ -148,7 +148,7 @@ def read_unsendable(mesh: Mesh) -> int:
 
 @pytest.mark.slow
 def test_what_the_first_rank_cannot_send_is_refused_by_name_on_every_rank():
-    with pytest.raises(DataError, match=r"posix\.ScandirIterator|plain values, which rank 0 can send"):
+    with pytest.raises(DataError, match=r"posix\.ScandirIterator|plain values, because rank 0 sends"):
         on_mesh(2, read_unsendable)
 
 

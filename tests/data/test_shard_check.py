@@ -131,20 +131,20 @@ DIVIDED: dict[str, Case] = {
 PARTED: dict[str, tuple[Case, list[str]]] = {
     "no sampler": (
         lambda _: DataLoader(rows(24), 2, shuffle=True),
-        ["24 of 24 come to several: 0 (ranks 0, 1", "1 (ranks 0, 1", "and 19 more", "RandomSampler()"],
+        ["24 of 24 come to several ranks: 0 (ranks 0, 1", "1 (ranks 0, 1", "and 19 more", "RandomSampler()"],
     ),
     "in order": (lambda _: DataLoader(rows(24), 2), ["24 of 24", "SequentialSampler()"]),
     "a sampler made before joining": (
         lambda _: DataLoader(rows(9), 2, sampler=DistributedSampler(rows(9), 1, 0)),
-        ["9 of 9 come to several", "DistributedSampler(rank=0, num_replicas=1, seed=0, epoch=0)"],
+        ["9 of 9 come to several ranks", "DistributedSampler(rank=0, num_replicas=1, seed=0, epoch=0)"],
     ),
     "other seeds": (
         lambda mesh: DataLoader(rows(60), 2, sampler=DistributedSampler(rows(60), seed=mesh.rank)),
-        ["come to several", "rank 1: DistributedSampler(rank=1, num_replicas=", "seed=1"],
+        ["come to several ranks", "rank 1: DistributedSampler(rank=1, num_replicas=", "seed=1"],
     ),
     "one sample twice": (
         lambda mesh: DataLoader(rows(60), 2, sampler=[*own(mesh, 60)][:20] if mesh.rank else [1, *own(mesh, 60)][:20]),
-        ["1 of 60 come to several: 1 (ranks 0, 1)"],
+        ["1 of 60 come to several ranks: 1 (ranks 0, 1)"],
     ),
     "overlapping Subsets": (
         lambda mesh: DataLoader(Subset(rows(40), range(8 * mesh.rank, 8 * mesh.rank + 10)), 2),
@@ -152,7 +152,7 @@ PARTED: dict[str, tuple[Case, list[str]]] = {
     ),
     "some left out": (
         lambda mesh: DataLoader(rows(30), 2, sampler=[*own(mesh, 30)][: 30 // mesh.size - 1]),
-        ["of 30 come to none: ", "29"],
+        ["of 30 come to no rank: ", "29"],
     ),
     "one batch more": (
         lambda mesh: DataLoader(rows(4 * mesh.size + 1), 4, sampler=DistributedSampler(rows(4 * mesh.size + 1))),
@@ -166,7 +166,7 @@ PARTED: dict[str, tuple[Case, list[str]]] = {
     ),
     "the same stream": (
         lambda _: DataLoader(Stream(range(12)), 2),
-        ["samples of one rank are also another's: 0 of rank 1 is 0 of rank 0", "(each rank's from 0)"],
+        ["samples of one rank are also on another rank: 0 of rank 1 is 0 of rank 0", "(counted from 0 on each rank)"],
     ),
     "streams that overlap": (
         lambda mesh: DataLoader(Stream(range(8 * mesh.rank, 8 * mesh.rank + 10)), 2),
@@ -178,12 +178,12 @@ PARTED: dict[str, tuple[Case, list[str]]] = {
     ),
     "data of one's own that is the same": (
         lambda mesh: DataLoader(rows(8 + mesh.rank), 8),
-        ["also another's: 0 of rank 1 is 0 of rank 0"],
+        ["also on another rank: 0 of rank 1 is 0 of rank 0"],
     ),
-    "the same batches": (lambda _: Again([torch.ones(2, 2)] * 3), ["batches of one rank are also another's"]),
+    "the same batches": (lambda _: Again([torch.ones(2, 2)] * 3), ["batches of one rank are also on another rank"]),
     "a rankless.loader of a divided sampler": (
         lambda mesh: our_loader(mesh, rows(24), batch_size=4, sampler=DistributedSampler(rows(24))),
-        ["divided them already: DistributedSampler for "],
+        ["already divides them: DistributedSampler for "],
     ),
     "rankless.loaders of other batches": (
         lambda mesh: our_loader(mesh, rows(24), batch_size=4 + mesh.rank),
@@ -226,7 +226,7 @@ def test_every_rank_raises_and_names_ranks_and_samples(name: str, size: int):
 NOTED: dict[str, tuple[Case, str]] = {
     "padding": (
         lambda mesh: DataLoader(rows(12 * mesh.size - 1), 2, sampler=TorchSampler(rows(12 * mesh.size - 1))),
-        "samples come twice, by padding: pass drop_last=True",
+        "samples come twice because of padding: pass drop_last=True",
     ),
     "files in another order": (
         lambda mesh: DataLoader(
@@ -236,7 +236,7 @@ NOTED: dict[str, tuple[Case, str]] = {
     ),
     "few equal rows": (
         lambda mesh: DataLoader(Stream([5000, *range(100 * mesh.rank, 100 * mesh.rank + 29)]), 2),
-        "samples of one rank are also another's: 0 of rank 1 is 0 of rank 0",
+        "samples of one rank are also on another rank: 0 of rank 1 is 0 of rank 0",
     ),
 }
 
@@ -274,7 +274,7 @@ def test_what_a_script_means_to_do_can_be_allowed():
     for missing, without, uneven, with_even, endless, whole, first, none in on_mesh(2, relaxed):
         assert (missing, uneven, endless, first) == ("", "", "", "")
         assert "batches=0" in none
-        assert "10 of 30 come to none" in without
+        assert "10 of 30 come to no rank" in without
         assert "rank 0: 2; rank 1: 1" in with_even
         assert whole.startswith("ConfigError")
         assert "pass batches=" in whole
@@ -390,4 +390,4 @@ def test_a_job_ends_with_the_error(tmp_path: Path):
     assert "divided" in done.stdout
     assert "rankless.check_shards, for which all ranks must come together" in done.stdout
     assert "RanksDiverged" in done.stderr
-    assert "12 of 12 come to several: 0 (ranks 0, 1)" in done.stderr
+    assert "12 of 12 come to several ranks: 0 (ranks 0, 1)" in done.stderr

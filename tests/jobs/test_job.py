@@ -26,7 +26,7 @@ def test_another_view_is_refused_by_name():
 
 
 def test_an_optimizer_of_parameters_that_no_model_has_is_refused():
-    with pytest.raises(ConfigError, match="in none of them"):
+    with pytest.raises(ConfigError, match="to none of them"):
         job_of(lambda x: x, nn.Linear(2, 2), optimizer=torch.optim.SGD(nn.Linear(3, 3).parameters()))
 
 

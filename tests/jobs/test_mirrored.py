@@ -152,13 +152,13 @@ def refused(mesh: Mesh, lengths: list[int]) -> Any:
 
 @pytest.mark.parametrize("lengths", [[3, 3], [2, 1], [1, 2]])
 def test_lists_that_do_not_fit_the_devices_are_refused_before_anything_runs(lengths: list[int]):
-    with pytest.raises(ConfigError, match="lists of 2, the devices of this job") as raised:
+    with pytest.raises(ConfigError, match="lists of length 2, the number of devices") as raised:
         on_mesh(2, refused, lengths)
     assert "one element per device" in str(raised.value)
 
 
 def test_on_one_worker_lists_of_two_lengths_are_refused():
-    with pytest.raises(ConfigError, match="lists of one length"):
+    with pytest.raises(ConfigError, match="lists of equal length"):
         refused(Mesh.solo(), [2, 3])
 
 

@@ -34,7 +34,7 @@ ELEMENTWISE = {
 """Each element's step depends on that element alone (proved below), with these settings."""
 WHOLE = {"Adafactor": [{}], "Muon": [{}]}
 """They take norms or factors of whole tensors: right because parameters are whole on every worker."""
-REFUSED = {"LBFGS": "calls the loss several times", "SparseAdam": "needs sparse gradients"}
+REFUSED = {"LBFGS": "computes the loss several times", "SparseAdam": "needs sparse gradients"}
 GAIN = 1e4
 """How far rounding of gradients (1e-16) may have grown in three steps of an optimizer that divides by their size."""
 
@@ -189,7 +189,7 @@ def test_a_group_added_later_of_parameters_that_no_model_has_is_refused_at_the_c
     )
     job(*batches()[0])
     optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
-    with pytest.raises(ConfigError, match="in none of them"):
+    with pytest.raises(ConfigError, match="to none of them"):
         job(*batches()[0])
 
 

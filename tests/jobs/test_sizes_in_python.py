@@ -130,7 +130,7 @@ ROWS = (7, 7, 7, 7, 5, 6, 7, 9, 7, 7, 4, 7)
 @pytest.mark.parametrize(
     ("build", "symbolic", "what"),
     [
-        (loop_over_range, 4, "it asks for the number itself, as len() and range() do"),
+        (loop_over_range, 4, "it needs the number itself, as len() and range() do"),
         (size_as_key, 1, "unhashable type"),
         (size_kept_in_the_model, 1, "model.length was a SymInt and is a SymInt after the job"),
         (branch_on_length, 3, None),
