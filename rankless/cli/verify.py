@@ -26,7 +26,7 @@ from rankless.verify.runs import INTERRUPTED, RunFailed, VerifyRuns
 from rankless.verify.verdict import (
     VerifyReport,
     encode_report,
-    failed_report,
+    make_failed_report,
     make_report,
     render_coverage,
     render_doubt,
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         except RunFailed as end:
             if end.exit_code == INTERRUPTED:
                 return INTERRUPTED
-            report = failed_report(str(end), workers=workers)
+            report = make_failed_report(str(end), workers=workers)
     if arguments.json is not None:
         Path(arguments.json).write_bytes(encode_report(report))
     print(render_verdict(report))

@@ -38,26 +38,32 @@ class RequestSampler(Sampler[Any]):
     """
 
     def __init__(
-        self, sampler: Iterable[Any], *, mesh: Mesh, is_split: bool, in_batches: bool, held: Mapping[str, Generator]
+        self,
+        sampler: Iterable[Any],
+        *,
+        mesh: Mesh,
+        is_split: bool,
+        in_batches: bool,
+        generators: Mapping[str, Generator],
     ) -> None:
         self._sampler = sampler
         self._mesh = mesh
         self._is_split = is_split
         self._in_batches = in_batches
-        self._held = held
+        self._generators = generators
         self._tracks_draws = type(getattr(sampler, "sampler", sampler)) not in _TORCH_SAMPLERS
         self.current: Pass | None = None
 
     def __iter__(self) -> Iterator[BatchRequest]:
         assert self.current is not None
         # Not inside the generator below: a sampler whose __iter__ is no generator function draws here.
-        return self._requests(iter(self._sampler), self.current)
+        return self._iterate_requests(iter(self._sampler), self.current)
 
-    def _requests(self, keys: Iterator[Any], current: Pass) -> Iterator[BatchRequest]:
+    def _iterate_requests(self, keys: Iterator[Any], current: Pass) -> Iterator[BatchRequest]:
         if current.resumed and current.first is not None:
             yield from self._skip_to_position(keys, current, current.first)
         else:
-            current.first = GeneratorSnapshot.now(self._held)
+            current.first = GeneratorSnapshot.now(self._generators)
         first = True
         while True:
             before = get_process_states() if self._tracks_draws and not first else None
@@ -68,24 +74,24 @@ class RequestSampler(Sampler[Any]):
             if before is not None:
                 current.interleaved_draws |= find_changed_generators(before, get_process_states())
             first = False
-            yield self._request(key, current.seed)
+            yield self._make_request(key, current.seed)
 
     def _skip_to_position(self, keys: Iterator[Any], current: Pass, first: GeneratorSnapshot) -> Iterator[BatchRequest]:
         """Skip the batches that the interrupted pass yielded, and yield requests for those it had only started."""
         now = get_process_states()
-        first.restore(self._held)
-        skipped = [self._request(key, current.seed) for key in islice(keys, max(1, current.position))]
+        first.restore(self._generators)
+        skipped = [self._make_request(key, current.seed) for key in islice(keys, max(1, current.position))]
         set_process_states(now)
         require_same_batches(current, [request.digest for request in skipped[: current.position]])
         yield from skipped[current.position :]
 
-    def _request(self, key: Any, seed: int | None) -> BatchRequest:
+    def _make_request(self, key: Any, seed: int | None) -> BatchRequest:
         mesh = self._mesh
         if not self._in_batches:
-            return BatchRequest(indices=[key], rows=None, is_split=False, digest=_digest([key], seed))
+            return BatchRequest(indices=[key], rows=None, is_split=False, digest=_digest_indices([key], seed))
         indices = list(key)
         rows = len(indices)
-        digest = _digest(indices, seed)
+        digest = _digest_indices(indices, seed)
         is_split = self._is_split and rows >= mesh.size
         if is_split:
             lengths = split_lengths(rows, mesh.size)
@@ -95,6 +101,6 @@ class RequestSampler(Sampler[Any]):
         return BatchRequest(indices=indices, rows=rows, is_split=is_split, digest=digest, sample_seeds=seeds)
 
 
-def _digest(indices: list[Any], seed: int | None) -> bytes:
+def _digest_indices(indices: list[Any], seed: int | None) -> bytes:
     plain = [index.tolist() if isinstance(index, Tensor) else index for index in indices]
     return blake2b(repr((plain, seed)).encode(), digest_size=16).digest()

@@ -56,7 +56,7 @@ class BatchSource:
             order.dataset.load_state_dict(stream_state)
         elif current.resumed:
             set_sampler_states(order.samplers, current.sampler)
-            current.at_start.restore(order.held)
+            current.at_start.restore(order.generators)
         loader, requests = self._persistent or self._make_loader(mesh, number=current.number)
         if self._options.persistent_workers:
             self._persistent = (loader, requests)
@@ -65,8 +65,8 @@ class BatchSource:
             return iter(loader)
         batches = iter(loader)
         if current.resumed and current.first is not None and stream_state is None:
-            current.first.restore(order.held)
-            require_same_batches(current, [_digest(read) for read in islice(batches, current.position)])
+            current.first.restore(order.generators)
+            require_same_batches(current, [_get_digest(read) for read in islice(batches, current.position)])
         return _track_draws(batches, current, order)
 
     def _make_loader(self, mesh: Mesh, *, number: int) -> tuple["DataLoader[Any]", RequestSampler | None]:
@@ -75,11 +75,17 @@ class BatchSource:
         requests: RequestSampler | None = None
         reader: StreamReader | SampleReader
         if order.is_stream:
-            part = (mesh.rank, mesh.size) if is_split else None
-            reader = StreamReader(order.dataset, batch_size=options.batch_size, drop_last=options.drop_last, part=part)
+            rank_and_size = (mesh.rank, mesh.size) if is_split else None
+            reader = StreamReader(
+                order.dataset, batch_size=options.batch_size, drop_last=options.drop_last, rank_and_size=rank_and_size
+            )
         else:
             requests = RequestSampler(
-                order.sampler, mesh=mesh, is_split=is_split, in_batches=order.collates_batches, held=order.held
+                order.sampler,
+                mesh=mesh,
+                is_split=is_split,
+                in_batches=order.collates_batches,
+                generators=order.generators,
             )
             columns = has_plain_columns(order.dataset) and options.collate_fn is None and order.collates_batches
             as_columns = columns and type(order.samplers[-1]) in _INTEGERS_ONLY
@@ -141,7 +147,7 @@ def _track_draws(batches: Iterator[Any], current: Pass, order: SampleOrder) -> I
     and the script draw from.
     """
     if current.first is None:
-        current.first = GeneratorSnapshot.now(order.held)
+        current.first = GeneratorSnapshot.now(order.generators)
     if order.stream_saves_state:
         yield from batches
         return
@@ -157,7 +163,7 @@ def _track_draws(batches: Iterator[Any], current: Pass, order: SampleOrder) -> I
         before = get_process_states()
 
 
-def _digest(read: BatchRead | ReadFailure) -> bytes:
+def _get_digest(read: BatchRead | ReadFailure) -> bytes:
     if isinstance(read, ReadFailure):
         raise read.as_error()
     return read.request.digest

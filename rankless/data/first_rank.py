@@ -89,14 +89,14 @@ def _make_message(read: BatchRead | None, before: ProcessStates, mesh: Mesh) -> 
     if read is None:
         return None, _BatchMessage(states=_encode_changed_states(before), ended=True)
     rows = read.request.rows if read.request.rows is not None else count_rows(read.data)
-    apart = rows >= mesh.size
+    is_scattered = rows >= mesh.size
 
-    def marked(_: str, leaf: Any) -> Any:
-        with_rows = apart and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+    def make_header(_: str, leaf: Any) -> Any:
+        with_rows = is_scattered and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
         return _TensorHeader(leaf.dtype, tuple(leaf.shape[1:])) if with_rows else leaf
 
     try:
-        tree = encode_value(map_leaves(marked, read.data))
+        tree = encode_value(map_leaves(make_header, read.data))
     except TypeError as error:
         raise DataError(
             expected="batches of tensors and plain values, because rank 0 sends them to the other ranks",
@@ -115,7 +115,7 @@ def _assemble_batch(message: _BatchMessage, tree: Any, mesh: Mesh) -> BatchRead:
         return BatchRead(data=tree, request=whole)
     lengths = split_lengths(rows, mesh.size)
 
-    def placed(_: str, leaf: Any) -> Any:
+    def insert_rows(_: str, leaf: Any) -> Any:
         if isinstance(leaf, _TensorHeader):
             return LocalRows(_scatter_rows(None, leaf, lengths, mesh))
         if mesh.rank == 0 and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows:
@@ -123,7 +123,7 @@ def _assemble_batch(message: _BatchMessage, tree: Any, mesh: Mesh) -> BatchRead:
         return leaf
 
     request = BatchRequest(indices=range(lengths[mesh.rank]), rows=rows, is_split=False, digest=message.digest)
-    return BatchRead(data=map_leaves(placed, tree), request=request)
+    return BatchRead(data=map_leaves(insert_rows, tree), request=request)
 
 
 def _scatter_rows(whole: Tensor | None, row: _TensorHeader, lengths: tuple[int, ...], mesh: Mesh) -> Tensor:

@@ -76,23 +76,23 @@ def find_changed_generators(one: ProcessStates, other: ProcessStates) -> frozens
 
 
 @contextmanager
-def preserve_generators(held: Mapping[str, Generator]) -> Iterator[None]:
+def preserve_generators(generators: Mapping[str, Generator]) -> Iterator[None]:
     """Restore the process's generators and `held` ones at exit, whatever the body draws."""
-    states, held_states = get_process_states(), get_states(held)
+    states, generator_states = get_process_states(), get_states(generators)
     try:
         yield
     finally:
         set_process_states(states)
-        set_states(held, held_states)
+        set_states(generators, generator_states)
 
 
-def seed_generators(seed: int, held: Mapping[str, Generator]) -> None:
+def seed_generators(seed: int, generators: Mapping[str, Generator]) -> None:
     """Seed the process's generators and `held` ones from one 64-bit seed."""
     torch.default_generator.manual_seed(seed)
     # torch seeds its Mersenne twister with the lower 32 bits. NumPy gets the upper ones, so that the two differ.
     numpy.random.seed(seed >> 32)
     random.seed(seed)
-    for number, generator in enumerate(held.values(), start=1):
+    for number, generator in enumerate(generators.values(), start=1):
         own = split_mix_64(seed ^ number)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(own)
@@ -132,14 +132,14 @@ def find_generators(*owners: object) -> dict[str, Generator]:
     return found
 
 
-def get_states(held: Mapping[str, Generator]) -> dict[str, Any]:
+def get_states(generators: Mapping[str, Generator]) -> dict[str, Any]:
     """Return the states of generators by name."""
-    return {name: _state(generator) for name, generator in held.items()}
+    return {name: _get_state(generator) for name, generator in generators.items()}
 
 
-def set_states(held: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
     """Set generators to the states of the same names. Raises `DataError` if a state is missing."""
-    for name, generator in held.items():
+    for name, generator in generators.items():
         if name not in states:
             raise DataError(
                 expected=f"a saved state of the generator {name}",
@@ -156,7 +156,7 @@ def set_states(held: Mapping[str, Generator], states: Mapping[str, Any]) -> None
             generator.bit_generator.state = states[name]
 
 
-def _state(generator: Generator) -> Any:
+def _get_state(generator: Generator) -> Any:
     if isinstance(generator, torch.Generator | numpy.random.RandomState):
         return generator.get_state()
     if isinstance(generator, random.Random):

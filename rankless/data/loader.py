@@ -97,7 +97,7 @@ class Loader(Generic[Batch]):
             current = Pass(
                 number=self.epoch,
                 seed=self._order.derive_pass_seed(self.epoch),
-                at_start=GeneratorSnapshot.now(self._order.held),
+                at_start=GeneratorSnapshot.now(self._order.generators),
                 sampler=get_sampler_states(self._order.samplers),
             )
             self.epoch += 1
@@ -182,24 +182,24 @@ class Loader(Generic[Batch]):
             world.notify("pin_memory=True has no effect: there is no accelerator")
 
     def _yield_batches(self, reads: Iterator[BatchRead], current: Pass, world: World) -> Iterator[Any]:
-        meter, turn = world.meter, world.passes.begin(batches=self._steps_left(current))
-        epoch = meter.begin_epoch(steps=self._steps_left(current)) if meter is not None else None
+        meter, loader_pass = world.meter, world.passes.begin(batches=self._count_steps_left(current))
+        epoch = meter.begin_epoch(steps=self._count_steps_left(current)) if meter is not None else None
         try:
-            for read, batch in self._batches(reads, world):
+            for read, batch in self._iterate_batches(reads, world):
                 if meter is not None and epoch is not None:
                     meter.batch(epoch, rows=read.request.rows or 0)
                 current.count_batch(read.request.digest)
-                world.passes.start_batch(turn)
+                world.passes.start_batch(loader_pass)
                 yield batch
         except GeneratorExit:
             current.is_over = True  # the script left its loop; the next pass is a new one
             raise
         current.is_over = True
-        world.passes.end(turn)
+        world.passes.end(loader_pass)
         if meter is not None and epoch is not None:
             meter.end_epoch(epoch)
 
-    def _batches(self, reads: Iterator[BatchRead], world: World) -> Iterator[tuple[BatchRead, Any]]:
+    def _iterate_batches(self, reads: Iterator[BatchRead], world: World) -> Iterator[tuple[BatchRead, Any]]:
         """Yield each batch as the script gets it, with what was read for it."""
         monitor = self._monitor
         assert monitor is not None
@@ -211,7 +211,7 @@ class Loader(Generic[Batch]):
             device = world.mesh.device
         return copy_to_device(batches, copier=make_copier(device), ahead=self.options.num_workers > 0)
 
-    def _steps_left(self, current: Pass) -> int | None:
+    def _count_steps_left(self, current: Pass) -> int | None:
         try:
             return max(0, len(self) - current.position)
         except TypeError:

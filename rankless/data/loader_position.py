@@ -32,21 +32,21 @@ class GeneratorSnapshot:
     """The states of the process's generators and of those that a sampler or stream holds."""
 
     process: ProcessStates
-    held: Mapping[str, Any]
+    generator_states: Mapping[str, Any]
 
     @staticmethod
-    def now(held: Mapping[str, Generator]) -> "GeneratorSnapshot":
+    def now(generators: Mapping[str, Generator]) -> "GeneratorSnapshot":
         """Return a snapshot of the current states."""
-        return GeneratorSnapshot(get_process_states(), get_states(held))
+        return GeneratorSnapshot(get_process_states(), get_states(generators))
 
-    def restore(self, held: Mapping[str, Generator]) -> None:
+    def restore(self, generators: Mapping[str, Generator]) -> None:
         """Set all generators to the snapshot's states."""
         set_process_states(self.process)
-        set_states(held, self.held)
+        set_states(generators, self.generator_states)
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
-        return {"process": [to_plain(state) for state in self.process], "held": to_plain_states(self.held)}
+        return {"process": [to_plain(state) for state in self.process], "held": to_plain_states(self.generator_states)}
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> "GeneratorSnapshot":

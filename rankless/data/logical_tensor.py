@@ -246,9 +246,9 @@ def _apply_to_rows(
         return tensor
     if not isinstance(result, Tensor):
         return result
-    kept = LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, monitor=tensor._monitor)
-    kept.fingerprint = tensor.fingerprint
-    return kept
+    converted = LogicalTensor(result, placement=tensor.placement, mesh=tensor.mesh, monitor=tensor._monitor)
+    converted.fingerprint = tensor.fingerprint
+    return converted
 
 
 def _apply_to_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,11 +257,11 @@ def _apply_to_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         if tensor._whole is None:
             tensor._monitor.warn_once(func)
             tensor.whole()
-    before = [_layout(tensor.whole()) for tensor in logical]
+    before = [_get_layout(tensor.whole()) for tensor in logical]
     plain_args, plain_kwargs = tree_map_only(LogicalTensor, lambda tensor: tensor.whole(), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for tensor, layout in zip(logical, before, strict=True):
-        if _layout(tensor.whole()) != layout:
+        if _get_layout(tensor.whole()) != layout:
             raise DataError(
                 expected="operations that keep a batch's shape and storage",
                 found=f"{resolve_name(func) or func}, which changed them in place",
@@ -273,7 +273,7 @@ def _apply_to_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return result
 
 
-def _layout(whole: Tensor) -> tuple[object, ...]:
+def _get_layout(whole: Tensor) -> tuple[object, ...]:
     return whole.shape, whole.stride(), whole.dtype, whole.data_ptr()
 
 

@@ -62,7 +62,7 @@ class RankShard:
 def find_shard(loader: Any, *, max_batches: int | None, notify: Callable[[str], None]) -> RankShard:
     """Return this rank's shard of a loader, a sampler or an iterable of batches. Raises `ConfigError` for others."""
     if isinstance(loader, Loader):
-        return _whole(loader)
+        return _describe_loader_shard(loader)
     source = find_index_source(loader)
     _require_repeatable([loader, getattr(loader, "dataset", None), *_list_all_samplers(source)])
     if source is not None:
@@ -102,7 +102,7 @@ def find_dataset(loader: Any) -> tuple[Any, Any]:
     return dataset, base
 
 
-def _whole(loader: Loader[Any]) -> RankShard:
+def _describe_loader_shard(loader: Loader[Any]) -> RankShard:
     order = SampleOrder(loader.dataset, loader.options)
     splitting = [sampler for sampler in order.samplers if getattr(sampler, "num_replicas", 1) > 1]
     return RankShard(
@@ -137,7 +137,7 @@ def _find_by_indices(loader: Any, source: Any, max_batches: int | None) -> RankS
         kind="indices",
         keys=_to_base_indices(dataset, _to_keys(flat)),
         batches=min(len(batches), limit) if in_batches or isinstance(loader, DataLoader) else None,
-        candidates=_held(dataset),
+        candidates=_list_candidates(dataset),
         samples=samples,
         may_drop=sum(_count_droppable(sampler) for sampler in chain),
         is_truncated=is_truncated,
@@ -158,7 +158,7 @@ def read_row_shard(loader: Any, *, max_batches: int | None, notify: Callable[[st
     with _preserve_state([loader, dataset], getattr(loader, "generator", None)):
         found = iter(once_more)
         for batch in _warn_if_slow(islice(found, max_batches), notify):
-            digests = _row_digests(batch)
+            digests = _digest_rows(batch)
             rows += [_hash_digest(digest) for digest in digests]
             batches.append(_hash_digest(b"".join(digests)))
         is_truncated = max_batches is not None and len(batches) == max_batches
@@ -172,7 +172,7 @@ def read_row_shard(loader: Any, *, max_batches: int | None, notify: Callable[[st
     )
 
 
-def _row_digests(batch: Any) -> list[bytes]:
+def _digest_rows(batch: Any) -> list[bytes]:
     """Return a digest for each sample of a batch: of its rows of all tensors and its values in lists."""
     rows = count_rows(batch)
     digests = [blake2b(digest_size=8) for _ in range(max(rows, 1))]
@@ -180,9 +180,9 @@ def _row_digests(batch: Any) -> list[bytes]:
         if isinstance(leaf, PerSampleValues):
             parts = [repr(value).encode() for value in leaf.values]
         elif isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows:
-            parts = [_bytes_of(row) for row in leaf]
+            parts = [_to_bytes(row) for row in leaf]
         elif isinstance(leaf, Tensor):
-            parts = [_bytes_of(leaf)] * len(digests)
+            parts = [_to_bytes(leaf)] * len(digests)
         else:
             parts = [repr(leaf).encode()] * len(digests)
         for digest, part in zip(digests, parts, strict=True):
@@ -190,7 +190,7 @@ def _row_digests(batch: Any) -> list[bytes]:
     return [digest.digest() for digest in digests]
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
+def _to_bytes(tensor: Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
@@ -237,7 +237,7 @@ def _to_base_indices(dataset: Any, keys: Keys) -> Keys:
     return keys
 
 
-def _held(dataset: Any) -> Keys | int | None:
+def _list_candidates(dataset: Any) -> Keys | int | None:
     count = _length_or_none(dataset)
     if count is None or not isinstance(dataset, Subset):
         return count

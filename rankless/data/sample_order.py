@@ -32,10 +32,10 @@ class SampleOrder:
         self.sampler: Any = None if self.is_stream else self._make_sampler()
         self.samplers = list_samplers(self.sampler)
         data_generators = find_generators(dataset)
-        held = find_generators(self.generator, *self.samplers)
+        generators = find_generators(self.generator, *self.samplers)
         known = {id(generator) for generator in data_generators.values()}
-        held = {name: generator for name, generator in held.items() if id(generator) not in known}
-        self.held = held | data_generators if self.is_stream else held
+        generators = {name: generator for name, generator in generators.items() if id(generator) not in known}
+        self.generators = generators | data_generators if self.is_stream else generators
         """The generators that the order is drawn from."""
         self.data_generators = {} if self.is_stream else data_generators
         """The generators that samples are drawn from."""
@@ -83,7 +83,7 @@ class SampleOrder:
         """Return the states of the samplers and of all generators, between two passes."""
         return {
             "sampler": get_sampler_states(self.samplers),
-            "order": to_plain_states(get_states(self.held)),
+            "order": to_plain_states(get_states(self.generators)),
             "data": to_plain_states(get_states(self.data_generators)),
         }
 
@@ -92,7 +92,7 @@ class SampleOrder:
         set_states(self.data_generators, from_plain_states(state["data"]))
         if between_passes:
             set_sampler_states(self.samplers, state["sampler"])
-            set_states(self.held, from_plain_states(state["order"]))
+            set_states(self.generators, from_plain_states(state["order"]))
 
     def _make_sampler(self) -> Any:
         """Return the user's batch sampler or PyTorch's; without collation, what yields the keys."""

@@ -86,7 +86,7 @@ class SampleReader(Dataset[Any]):
         self.dataset = dataset
         self.as_columns = as_columns
         self.as_batches = as_batches
-        self._held: dict[str, Generator] | None = None
+        self._generators: dict[str, Generator] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -97,33 +97,35 @@ class SampleReader(Dataset[Any]):
             rows = torch.tensor(request.indices, dtype=torch.int64)
             columns = [tensor.index_select(0, rows) for tensor in self.dataset.tensors]
             return SamplesRead(request=request, columns=columns)
-        place: list[Any] = []
+        current_index: list[Any] = []
         try:
             if self.as_batches:
-                return SamplesRead(request=request, batch=self._read_one(request.indices[0], place))
-            return SamplesRead(request=request, samples=self._read(request, place))
+                return SamplesRead(request=request, batch=self._read_one(request.indices[0], current_index))
+            return SamplesRead(request=request, samples=self._read(request, current_index))
         except Exception as error:  # user code may raise anything; add the sample's name
-            named = f"index {place[0]!r}" if place else f"one of the indices {list(request.indices)[:8]}"
+            named = (
+                f"index {current_index[0]!r}" if current_index else f"one of the indices {list(request.indices)[:8]}"
+            )
             return report_read_failure(error, named)
 
-    def _read(self, request: BatchRequest, place: list[Any]) -> Any:
+    def _read(self, request: BatchRequest, current_index: list[Any]) -> Any:
         """Return the samples. `place` holds the index that is being read, for the error text."""
         if request.sample_seeds is None:
             read_many = getattr(self.dataset, "__getitems__", None)
             if read_many:
                 return read_many(list(request.indices))
-            return [self._read_one(index, place) for index in request.indices]
-        if self._held is None:
-            self._held = find_generators(self.dataset)  # in the reading process, after the user's worker_init_fn
-        with preserve_generators(self._held):
+            return [self._read_one(index, current_index) for index in request.indices]
+        if self._generators is None:
+            self._generators = find_generators(self.dataset)  # in the reading process, after the user's worker_init_fn
+        with preserve_generators(self._generators):
             samples = []
             for index, seed in zip(request.indices, request.sample_seeds, strict=True):
-                seed_generators(seed, self._held)
-                samples.append(self._read_one(index, place))
+                seed_generators(seed, self._generators)
+                samples.append(self._read_one(index, current_index))
             return samples
 
-    def _read_one(self, index: Any, place: list[Any]) -> Any:
-        place[:] = [index]
+    def _read_one(self, index: Any, current_index: list[Any]) -> Any:
+        current_index[:] = [index]
         return self.dataset[index]
 
 

@@ -89,18 +89,18 @@ def _is_one_dataset(loader: Any, shards: Sequence[RankShard], mesh: Mesh, notify
     keys, counts = numpy.unique(numpy.concatenate([numpy.unique(shard.keys) for shard in shards]), return_counts=True)
     shared = keys[counts > 1]
     among = shared if len(shared) else keys
-    probes = [among[place] for place in sorted({0, len(among) // 2, len(among) - 1})] if len(among) else []
+    probes = [among[probe] for probe in sorted({0, len(among) // 2, len(among) - 1})] if len(among) else []
     _, base = find_dataset(loader)
     if not hasattr(base, "__getitem__") or among.dtype != numpy.int64:
         return True
     found: list[list[bytes]] = _gather_from_all([_digest_sample(base, int(index)) for index in probes], mesh)
     differing = [
-        (rank, place) for rank, read in enumerate(found) for place, one in enumerate(read) if one != found[0][place]
+        (rank, probe) for rank, read in enumerate(found) for probe, one in enumerate(read) if one != found[0][probe]
     ]
     if differing and not len(shared):
-        rank, place = differing[0]
+        rank, probe = differing[0]
         notify(
-            f"index {probes[place]} of the data set holds another sample on rank {rank} than on rank 0: ranks that "
+            f"index {probes[probe]} of the data set holds another sample on rank {rank} than on rank 0: ranks that "
             "divide indices may then get the same samples (read the same sorted list of files on every rank)"
         )
         return True
@@ -109,9 +109,9 @@ def _is_one_dataset(loader: Any, shards: Sequence[RankShard], mesh: Mesh, notify
 
 def _digest_sample(dataset: Any, index: int) -> bytes:
     """Return a digest of a sample, read with the same random numbers on every rank."""
-    held = find_generators(dataset)
-    with preserve_generators(held):
-        seed_generators(index, held)
+    candidates = find_generators(dataset)
+    with preserve_generators(candidates):
+        seed_generators(index, candidates)
         return compute_digest(dataset[index])
 
 
@@ -195,18 +195,18 @@ def _require_complete(shards: Sequence[RankShard]) -> None:
     with_replacement = any(len(numpy.unique(own)) < len(own) for own in keys)
     if with_replacement or any(shard.is_truncated or shard.keys.dtype != numpy.int64 for shard in shards):
         return
-    held: list[Keys] = []
+    candidates: list[Keys] = []
     for shard in shards:
         if shard.candidates is None:
             return
-        held.append(numpy.arange(shard.candidates) if isinstance(shard.candidates, int) else shard.candidates)
-    wanted = numpy.unique(numpy.concatenate(held))
-    missing = numpy.setdiff1d(wanted, numpy.concatenate(keys))
+        candidates.append(numpy.arange(shard.candidates) if isinstance(shard.candidates, int) else shard.candidates)
+    expected_keys = numpy.unique(numpy.concatenate(candidates))
+    missing = numpy.setdiff1d(expected_keys, numpy.concatenate(keys))
     if len(missing) > sum(shard.may_drop for shard in shards):
         named = list(map(str, missing[:SHOWN].tolist()))
         raise RanksDiverged(
             expected="every sample to come to some rank",
-            found=f"{len(missing)} of {len(wanted)} come to no rank: {_list_examples(named, len(missing))}; "
+            found=f"{len(missing)} of {len(expected_keys)} come to no rank: {_list_examples(named, len(missing))}; "
             f"{_describe_sources(shards)}",
             fix=f"{FIX}; or all_samples=False if the script leaves some out on purpose",
         )

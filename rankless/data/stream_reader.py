@@ -31,46 +31,48 @@ class StreamReader(IterableDataset[Any]):
     With `batch_size` None the stream yields whole batches.
     """
 
-    def __init__(self, dataset: Any, *, batch_size: int | None, drop_last: bool, part: tuple[int, int] | None) -> None:
+    def __init__(
+        self, dataset: Any, *, batch_size: int | None, drop_last: bool, rank_and_size: tuple[int, int] | None
+    ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self.part = part
+        self.rank_and_size = rank_and_size
         """This rank and the number of ranks if each collates its own rows; None if it collates all."""
 
     def __iter__(self) -> Iterator[SamplesRead | ReadFailure]:
         # Not inside the generator below: DataLoader calls the user's __iter__ when iteration starts.
-        return self._batches(iter(self.dataset))
+        return self._iterate_batches(iter(self.dataset))
 
-    def _batches(self, stream: Iterator[Any]) -> Iterator[SamplesRead | ReadFailure]:
-        position, wanted = 0, 1 if self.batch_size is None else self.batch_size
+    def _iterate_batches(self, stream: Iterator[Any]) -> Iterator[SamplesRead | ReadFailure]:
+        position, batch_rows = 0, 1 if self.batch_size is None else self.batch_size
         while True:
             samples: list[Any] = []
             try:
-                for sample in islice(stream, wanted):
+                for sample in islice(stream, batch_rows):
                     samples.append(sample)
             except Exception as error:  # user code may raise anything; add the sample's number
                 info = get_worker_info()
                 reader = "" if info is None else f", in reader process {info.id} of {info.num_workers}"
                 yield report_read_failure(error, f"sample {position + len(samples)} of the stream, from 0{reader}")
                 return
-            if not samples or (self.drop_last and len(samples) < wanted):
+            if not samples or (self.drop_last and len(samples) < batch_rows):
                 return
-            yield self._of_samples(samples, position)
+            yield self._make_samples_read(samples, position)
             position += len(samples)
-            if len(samples) < wanted:
+            if len(samples) < batch_rows:
                 return
 
-    def _of_samples(self, samples: list[Any], position: int) -> SamplesRead:
+    def _make_samples_read(self, samples: list[Any], position: int) -> SamplesRead:
         digest = compute_digest(samples)
         if self.batch_size is None:
             whole = BatchRequest(indices=[position], rows=None, is_split=False, digest=digest)
             return SamplesRead(request=whole, batch=samples[0])
         rows = len(samples)
         indices: range = range(position, position + rows)
-        is_split = self.part is not None and rows >= self.part[1]
-        if is_split and self.part is not None:
-            rank, size = self.part
+        is_split = self.rank_and_size is not None and rows >= self.rank_and_size[1]
+        if is_split and self.rank_and_size is not None:
+            rank, size = self.rank_and_size
             lengths = split_lengths(rows, size)
             own = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
             samples, indices = samples[own], indices[own]
@@ -84,9 +86,11 @@ def compute_digest(samples: Any) -> bytes:
     for path, leaf in iterate_leaves(samples, ""):
         digest.update(path.encode())
         if isinstance(leaf, Tensor):
-            digest.update(f"{leaf.dtype} {list(leaf.shape)} {_checksum(leaf)}".encode())
+            digest.update(f"{leaf.dtype} {list(leaf.shape)} {_compute_checksum(leaf)}".encode())
         elif isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
-            digest.update(f"{leaf.dtype} {leaf.shape} {_checksum_of_bytes(numpy.ascontiguousarray(leaf))}".encode())
+            digest.update(
+                f"{leaf.dtype} {leaf.shape} {_compute_bytes_checksum(numpy.ascontiguousarray(leaf))}".encode()
+            )
         elif isinstance(leaf, str | bytes | int | float | complex | numpy.generic):
             digest.update(repr(leaf).encode())
         else:
@@ -94,14 +98,14 @@ def compute_digest(samples: Any) -> bytes:
     return digest.digest()
 
 
-def _checksum(tensor: Tensor) -> int:
+def _compute_checksum(tensor: Tensor) -> int:
     if tensor.device.type != "cpu" or tensor.numel() == 0:
         return 0
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return _checksum_of_bytes(plain.reshape(-1).view(torch.uint8).numpy())
+    return _compute_bytes_checksum(plain.reshape(-1).view(torch.uint8).numpy())
 
 
-def _checksum_of_bytes(array: Any) -> int:
+def _compute_bytes_checksum(array: Any) -> int:
     data = memoryview(array).cast("B") if array.size else memoryview(b"")
     if len(data) <= _COMPARED_BYTES:
         return zlib.crc32(data)

@@ -56,7 +56,7 @@ class GradientAccumulator:
 
     def add(self, parameters: Sequence[Tensor], weights: Sequence[LossWeight], *, job: str, line: str) -> None:
         """Add the call whose gradients the parameters hold. Then `.grad` is the accumulated gradient."""
-        old, new = self._weights(weights, job=job, line=line)
+        old, new = self._compute_factors(weights, job=job, line=line)
         for parameter in parameters:
             self._add(parameter, old, new)
         self.calls += 1
@@ -79,7 +79,7 @@ class GradientAccumulator:
                 accumulated.add_(gradient, alpha=new)
         parameter.grad = accumulated
 
-    def _weights(self, weights: Sequence[LossWeight], *, job: str, line: str) -> tuple[float, float]:
+    def _compute_factors(self, weights: Sequence[LossWeight], *, job: str, line: str) -> tuple[float, float]:
         """Return the factors of the accumulated gradient and of the new one."""
         if not weights:
             return 1.0, 1.0

@@ -24,7 +24,7 @@ from rankless.jobs.batch_dims import BatchDims
 from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.definition import JobDefinition, StepOptions, View
 from rankless.jobs.mirrored import MirroredView
-from rankless.jobs.optimizer_step import OptimizerStepper, group_sizes, require_known_parameters
+from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
 from rankless.jobs.placeholders import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.plain import PlainView
 from rankless.jobs.precision import cast_arguments, cast_job
@@ -57,7 +57,7 @@ class Job(Generic[Parameters, Result]):
         self._view: PlainView | ConsistentView | MirroredView | None = None
         self._stepper: OptimizerStepper | None = None
         self._stepped = False
-        self._group_sizes = group_sizes(definition)
+        self._group_sizes = count_group_parameters(definition)
         self._batch_dims: BatchDims | None = None
         placeholders = read_placeholders(definition.function, definition.name, definition.line)
         self._check = PlaceholderCheck(definition.function, placeholders, definition.line)
@@ -118,9 +118,9 @@ class Job(Generic[Parameters, Result]):
             if world.dtype is not None:
                 cast_job(job, world.dtype)
             self._view = make_view(job, world)
-        if job.trains and group_sizes(job) != self._group_sizes:
+        if job.trains and count_group_parameters(job) != self._group_sizes:
             require_known_parameters(job)
-            self._group_sizes = group_sizes(job)
+            self._group_sizes = count_group_parameters(job)
         if world.recorder is not None:
             for name, module in job.modules.items():
                 world.recorder.register(name, module)
@@ -134,7 +134,7 @@ class Job(Generic[Parameters, Result]):
                 outcome = self._view.run(arguments)
             if outcome.loss is not None:
                 with disable_autocast(job.device(world.mesh.device).type):
-                    self._stepped = self._stepper_of(world).add_call(outcome.loss, outcome.weights)
+                    self._stepped = self._get_stepper(world).add_call(outcome.loss, outcome.weights)
         except RanklessError as error:
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             raise error.with_traceback(None) from error.__cause__
@@ -217,7 +217,7 @@ class Job(Generic[Parameters, Result]):
         self._stepper.report_step()
         return True
 
-    def _stepper_of(self, world: World) -> OptimizerStepper:
+    def _get_stepper(self, world: World) -> OptimizerStepper:
         if self._stepper is None:
             self._stepper = OptimizerStepper(self.definition, world)
         return self._stepper

@@ -33,7 +33,7 @@ class LossWeightReader:
         self._offsets_and_minima: dict[int, tuple[tuple[float, float | None], ...]] = {}
         self.programs = ProgramCache(job, world, transform=self._add_weights)
 
-    def of_call(self, arguments: Arguments) -> tuple[LossWeight, ...]:
+    def read_call(self, arguments: Arguments) -> tuple[LossWeight, ...]:
         """Return the loss weights of a call on one device."""
         call = self.programs.look_up(arguments, get_placements(arguments, self._world.mesh))
         executable = call.known or self.programs.capture_program(call)

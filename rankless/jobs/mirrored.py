@@ -94,22 +94,22 @@ class MirroredView:
 
     def _run_all_elements(self, args: Any, kwargs: Any, elements: int, seed: int) -> list[Any]:
         """Run every element in turn. Each backward follows its forward, because it may need the buffers."""
-        before = [buffer.clone() for buffer in self._buffers()]
+        before = [buffer.clone() for buffer in self._list_buffers()]
         results: list[Any] = []
-        kept: list[Tensor] = []
+        first_buffers: list[Tensor] = []
         for index in range(elements):
             result = self._compute(self._job.function, args, kwargs, index, seed)
             if self._job.trains:
-                loss = loss_of(result)
+                loss = get_loss(result)
                 # Weight all elements as if they had as many samples as the first; corrected below if not.
                 first = results[0] if results else result
-                self._backward(loss.sum() / (loss_of(first).numel() * elements))
+                self._backward(loss.sum() / (get_loss(first).numel() * elements))
             results.append(pytree.tree_map(detach_leaf, result))
             if elements > 1:
-                kept = kept or [buffer.clone() for buffer in self._buffers()]
-                self._restore(before if index < elements - 1 else kept)
+                first_buffers = first_buffers or [buffer.clone() for buffer in self._list_buffers()]
+                self._restore(before if index < elements - 1 else first_buffers)
         if self._job.trains:
-            sizes = [loss_of(result).numel() for result in results]
+            sizes = [get_loss(result).numel() for result in results]
             if any(size != sizes[0] for size in sizes):
                 for parameter in self._job.parameters():
                     if parameter.grad is not None:
@@ -126,7 +126,7 @@ class MirroredView:
         result = self._compute(function, args, kwargs, mesh.rank, seed)
         detached = pytree.tree_map(detach_leaf, result)
         if self._job.trains:
-            loss = loss_of(result)
+            loss = get_loss(result)
             scaled_loss = loss
             if loss.dim():
                 count = all_reduce(
@@ -169,16 +169,16 @@ class MirroredView:
 
     def _broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers."""
-        for flat, restore in flatten_by_kind(self._buffers()):
+        for flat, restore in flatten_by_kind(self._list_buffers()):
             broadcast(flat, mesh=self._world.mesh)
             restore()
 
-    def _buffers(self) -> list[Tensor]:
+    def _list_buffers(self) -> list[Tensor]:
         return [buffer for module in self._job.modules.values() for buffer in module.buffers()]
 
     def _restore(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            for buffer, value in zip(self._buffers(), values, strict=True):
+            for buffer, value in zip(self._list_buffers(), values, strict=True):
                 buffer.copy_(value)
 
 
@@ -209,9 +209,9 @@ def count_elements(job: JobDefinition, args: Any, kwargs: Any, size: int) -> int
     lengths = [len(value) for value in [*args, *kwargs.values()] if isinstance(value, list)]
     wrong = [length for length in lengths if length != (size if size > 1 else lengths[0]) or not length]
     if wrong:
-        wanted = f"length {size}, the number of devices" if size > 1 else "equal length"
+        expected = f"length {size}, the number of devices" if size > 1 else "equal length"
         raise ConfigError(
-            expected=f"lists of {wanted} in job {job.name!r}: one element per device",
+            expected=f"lists of {expected} in job {job.name!r}: one element per device",
             found=f"a list of length {wrong[0]}",
             fix="pass rankless.world_size() elements, or rankless.local(x) for this device's own element",
             where=job.line,
@@ -235,7 +235,7 @@ def select_element(value: Any, index: int) -> Any:
     return value[index] if isinstance(value, list) else value
 
 
-def loss_of(result: Any) -> Tensor:
+def get_loss(result: Any) -> Tensor:
     """Return the loss in a train job's result: one number or one per sample."""
     found: Any = result
     if isinstance(result, dict):
@@ -248,4 +248,4 @@ def loss_of(result: Any) -> Tensor:
 
 def compute_mean_loss(results: Sequence[Any]) -> Tensor:
     """Return the mean of all samples' losses, or of all devices' scalar losses."""
-    return torch.cat([loss_of(result).reshape(-1) for result in results]).mean()
+    return torch.cat([get_loss(result).reshape(-1) for result in results]).mean()

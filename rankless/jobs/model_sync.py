@@ -56,15 +56,15 @@ def check_models_equal(job: JobDefinition, world: World, *, call: int) -> None:
 
 def find_differing_tensors(job: JobDefinition, world: World) -> dict[str, list[int]]:
     """Return the tensors that differ from rank 0's, with the ranks where they do. Collective."""
-    names, mine = [], []
+    names, own_digests = [], []
     for name, tensor in sorted(named_tensors(job.modules).items()):
         names.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        mine.append(hashlib.blake2b(data, digest_size=8).digest())
-    whole = hashlib.blake2b(msgspec.msgpack.encode([names, mine]), digest_size=16).digest()
+        own_digests.append(hashlib.blake2b(data, digest_size=8).digest())
+    whole = hashlib.blake2b(msgspec.msgpack.encode([names, own_digests]), digest_size=16).digest()
     if len(set(all_gather_bytes(whole, mesh=world.mesh))) == 1:
         return {}
-    gathered = all_gather_bytes(msgspec.msgpack.encode([names, mine]), mesh=world.mesh)
+    gathered = all_gather_bytes(msgspec.msgpack.encode([names, own_digests]), mesh=world.mesh)
     states = [msgspec.msgpack.decode(data, type=tuple[list[str], list[bytes]]) for data in gathered]
     first = dict(zip(*states[0], strict=True))
     different: dict[str, list[int]] = {}

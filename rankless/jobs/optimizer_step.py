@@ -151,6 +151,6 @@ def require_known_parameters(job: JobDefinition) -> None:
             )
 
 
-def group_sizes(job: JobDefinition) -> list[Any]:
+def count_group_parameters(job: JobDefinition) -> list[Any]:
     """Return the number of parameters of each group, which changes when a script adds a group."""
     return [len(group["params"]) for optimizer in job.optimizers for group in optimizer.param_groups]

@@ -18,7 +18,7 @@ def perturb_gradients(gradients: Iterable[Tensor], generator: torch.Generator) -
     for gradient in gradients:
         if gradient.is_floating_point() and gradient.numel() > 0:
             scale = gradient.abs().amax() * torch.finfo(gradient.dtype).eps
-            gradient.add_(_uniform(gradient, generator) * scale)
+            gradient.add_(_draw_uniform(gradient, generator) * scale)
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
             if parameter.is_floating_point():
                 originals.append((parameter, parameter.clone()))
                 eps = torch.finfo(parameter.dtype).eps
-                parameter.mul_(1 + _uniform(parameter, generator) * eps)
+                parameter.mul_(1 + _draw_uniform(parameter, generator) * eps)
     try:
         yield
     finally:
@@ -42,7 +42,7 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
                 parameter.copy_(original)
 
 
-def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     """Return numbers in [-1, 1) in a tensor's shape and dtype, drawn on the CPU so that every device gets the same."""
     drawn = torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return drawn.to(device=like.device, dtype=like.dtype)

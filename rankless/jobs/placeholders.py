@@ -158,11 +158,13 @@ def _check_one(name: str, value: Any, one: TensorSpec) -> None:
             fix="pass torch.tensor(…)",
             where=one.where,
         )
-    shape, wanted = tuple(value.shape), one.shape
-    fits = len(shape) == len(wanted) and all(size in (None, own) for size, own in zip(wanted, shape, strict=True))
+    shape, expected_shape = tuple(value.shape), one.shape
+    fits = len(shape) == len(expected_shape) and all(
+        size in (None, own) for size, own in zip(expected_shape, shape, strict=True)
+    )
     if not fits:
         raise DataError(
-            expected=f"{name} of shape {format_shape(wanted)}",
+            expected=f"{name} of shape {format_shape(expected_shape)}",
             found=f"shape {list(shape)}",
             fix="pass a batch of that shape, or change the placeholder: None stands for any size",
             where=one.where,

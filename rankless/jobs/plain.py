@@ -37,13 +37,13 @@ class PlainView:
         if not self._job.trains:
             if inspector is not None:
                 inspector.run_alongside(self._job, self._world, arguments)
-            with self._checked(), clear_autocast_cache(), torch.no_grad():
+            with self._refuse_steps_once(), clear_autocast_cache(), torch.no_grad():
                 result: Any = self._job.function(*args, **kwargs)
             if inspector is not None:
                 inspector.record_plain(self._job, result)
             return CallResult(pytree.tree_map(detach_leaf, result))
         # Before the job, because the job may change buffers that its loss weights depend on.
-        weights = () if self._loss_weights is None else self._loss_weights.of_call(arguments)
+        weights = () if self._loss_weights is None else self._loss_weights.read_call(arguments)
         parameters = self._job.parameters()
         for parameter in parameters:
             parameter.grad = None
@@ -53,7 +53,7 @@ class PlainView:
             if inspector is not None:
                 inspector.run_alongside(self._job, self._world, arguments)
             with clear_autocast_cache():
-                with self._checked():
+                with self._refuse_steps_once():
                     result = self._job.function(*args, **kwargs)
                 loss = extract_loss(result, self._job.name)
                 with disable_autocast(self._device.type):
@@ -64,7 +64,7 @@ class PlainView:
             perturb_gradients([item.grad for item in parameters if item.grad is not None], self._noise)
         return CallResult(pytree.tree_map(detach_leaf, result), loss=loss.detach(), weights=weights)
 
-    def _checked(self) -> contextlib.AbstractContextManager[None]:
+    def _refuse_steps_once(self) -> contextlib.AbstractContextManager[None]:
         """Refuse at the first call what a job may not do; later calls cost nothing."""
         first, self._is_first = self._is_first, False
         return refuse_training_calls() if first else contextlib.nullcontext()

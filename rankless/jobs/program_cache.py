@@ -211,11 +211,11 @@ class ProgramCache:
             return None
         require_same_program(program, self._world.mesh)
         self._report_program(local, captured)
-        varied = {place for group in groups for place in group}
+        varied = {dim_key for group in groups for dim_key in group}
         varying_sizes = VaryingSizes(
             groups=groups,
             symbols=symbols,
-            fixed={place: size for place, size in list_sizes(call.shapes).items() if place not in varied},
+            fixed={dim_key: size for dim_key, size in list_sizes(call.shapes).items() if dim_key not in varied},
             holds=compile_guards(conditions, len(groups)),
         )
         executable = self._make_executable(captured, local, varying_sizes)
@@ -268,9 +268,9 @@ class ProgramCache:
         try:
             captured = capture(source, arguments.unflatten, shapes, job.device(self._world.mesh.device), sizes=sizes)
         finally:
-            kept = remove_sizes(namespaces, before)
-        if kept:
-            raise TypeError(f"the job stores a size of an argument in {kept[0]!r}")
+            removed = remove_sizes(namespaces, before)
+        if removed:
+            raise TypeError(f"the job stores a size of an argument in {removed[0]!r}")
         return captured
 
     def _report_program(self, local: LocalProgram, captured: CapturedJob) -> None:
@@ -321,9 +321,9 @@ def list_namespaces(function: Callable[..., Any], modules: Mapping[str, nn.Modul
 
 def remove_sizes(namespaces: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[str]:
     """Restore values that the job replaced by symbolic sizes, which mean nothing outside it. Returns their names."""
-    kept = []
+    removed = []
     for names, known in zip(namespaces, before, strict=True):
         for name in [name for name, value in names.items() if is_symbolic(value)]:
-            kept.append(name)
+            removed.append(name)
             names[name] = known.get(name)
-    return kept
+    return removed

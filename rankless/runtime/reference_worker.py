@@ -17,5 +17,5 @@ def watch(config: WorkerConfig) -> None:
     limit = config.observation.stop_after_steps
     steps = None if limit is None else StepLimit(limit, at_end=lambda: recorder.finish(stopped=True))
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    ReferenceRecorder(recorder, step_made=lambda: None if steps is None else steps.count_step(), dtype=dtype).start()
+    ReferenceRecorder(recorder, on_step=lambda: None if steps is None else steps.count_step(), dtype=dtype).start()
     atexit.register(recorder.finish)

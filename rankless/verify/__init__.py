@@ -1,4 +1,4 @@
-"""Comparing the recordings of two runs, and deciding whether they are the same training. It imports no torch.
+"""Compare the recordings of several runs and decide whether they are the same training. Imports no torch.
 
-Recordings enter; a verdict leaves. `cli.verify` calls it. The workers write the recordings in `verify.recording`.
+Recordings enter, a verdict leaves. `cli.verify` calls this folder. Workers write the recordings in `verify.recording`.
 """

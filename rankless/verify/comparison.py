@@ -1,4 +1,4 @@
-"""Are two runs the same training? Recordings in, a verdict out: `allowance` says how far they may be apart."""
+"""Decide whether two runs are the same training. `tolerance` limits how far correct runs may differ."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,21 +9,23 @@ from rankless.config.run_config import InspectedCall
 from rankless.records.job_results import JobCalled, Leaf, StepRecorded
 from rankless.verify.differences import RESOLUTION, Difference, Mismatch, RunPosition, measure
 from rankless.verify.recordings import Recording, to_array
-from rankless.verify.tolerance import NoiseFloor, rounding_limit
+from rankless.verify.tolerance import NoiseFloor, compute_rounding_limit
 
 NOT_REPEATABLE_FACTOR = 1e3
 HIGH_NOISE = 1e-3
-"""Noise in the losses, as a part of the largest one, from which on equal within the noise says little."""
+"""Noise in the losses, as a fraction of the largest loss, from which on equality within noise proves little."""
 
 Cause = Literal["values", "structure", "ranks", "repetition"]
-"""What is not the same: numbers, which rounding may explain; calls, shapes or tensors; ranks of one run among
-each other; the one-worker run and its repetition.
+"""The kind of divergence.
+
+"values" are numbers, which rounding may explain. "structure" means other calls, shapes or tensors. "ranks" disagree
+within one run. "repetition" means that the one-worker run does not repeat itself.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Something that is not the same, and where."""
+    """A difference beyond the limits, and its location."""
 
     location: RunPosition
     tensor: str
@@ -31,14 +33,14 @@ class Divergence:
     found: str
     cause: Cause
     is_of_reference: bool = False
-    """Whether it is the plain twin that the script differs from."""
+    """Whether the script differs from the plain reference script, not from its own run on one worker."""
     call: InspectedCall | None = None
-    """The job call to look into for the cause; None where numbers are not what parts, or no call made them."""
+    """The job call to inspect for the cause; None if numbers do not differ, or no call computed them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One line of the table: all comparisons of one kind, and the one nearest to its limit or furthest beyond."""
+    """One line of the table: all comparisons of one kind, and the one nearest to its limit or furthest beyond it."""
 
     name: str
     compared: int
@@ -50,10 +52,10 @@ class TableRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ToleranceUse:
-    """A tolerance of the user's own beside what was measured; all as parts of each tensor, the largest of all tensors.
+    """A user's tolerance beside the measured differences, all relative to each tensor.
 
-    `unmet` is the first tensor in which not even the script on one worker, repeated, stays within it; None also where
-    it matters to nobody, since all that was compared is within its limits.
+    `largest` and `noise` are the largest of all tensors. `unmet` is the first tensor that exceeds the tolerance
+    even in the repeated run on one worker. It is None too if all compared tensors are within their limits.
     """
 
     tolerance: float
@@ -64,7 +66,7 @@ class ToleranceUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What came out: `findings` in the order of the run, none if it is the same training."""
+    """The result of a comparison. `findings` follow the order of the run; without any the training is the same."""
 
     steps: int
     calls: int
@@ -77,22 +79,25 @@ class Comparison:
     loss_noise: float
     parameter_noise: float
     precision: str
-    """The coarsest dtype of all that was compared, as "float32"; empty if there were whole numbers only."""
+    """The coarsest dtype of all compared tensors, as "float32"; empty if all are integers."""
     stopped: bool
-    """Whether the runs were ended before the script was."""
+    """Whether the runs were stopped before the script ended."""
     tolerance: ToleranceUse | None
     all_rounding: tuple[str, ...]
-    """Parameters whose gradients are all rounding: in effect they are not compared."""
+    """Parameters whose gradients consist of rounding errors only, so the comparison says nothing about them."""
 
     @property
     def needs_float64(self) -> bool:
-        """Whether finer arithmetic should decide: numbers part, which it may bring together, or noise hides much."""
+        """Whether a run in float64 should decide.
+
+        It should if numbers differ, which rounding may explain, or if noise is high enough to hide faults.
+        """
         if self.tolerance is not None or RESOLUTION.get(self.precision, 0.0) <= RESOLUTION["float64"]:
             return False
         if not self.findings:
             largest = max((abs(loss) for loss in self.losses_one if math.isfinite(loss)), default=0.0)
             return self.loss_noise > HIGH_NOISE * largest
-        # Other calls or shapes may follow from numbers that have parted before; ranks that disagree do not.
+        # Different numbers may cause other calls or shapes later, but no disagreement between ranks.
         causes = {finding.cause for finding in self.findings}
         return self.findings[0].cause == "values" and causes <= {"values", "structure"}
 
@@ -100,7 +105,10 @@ class Comparison:
 def compare(
     one: Recording, many: Sequence[Recording], noise: Sequence[Recording], *, tolerance: float | None = None
 ) -> Comparison:
-    """What sets `many`, all ranks of a run, apart from `one`, the run on one worker; `noise` repeats that."""
+    """Compare `many`, all ranks of a run, with `one`, the run on one worker.
+
+    `noise` holds perturbed repetitions of `one`. `tolerance` is the user's bound, relative to each tensor.
+    """
     findings: list[Divergence] = []
     noise_differences = []
     for repetition in noise:
@@ -153,18 +161,18 @@ def _measure_tolerance_use(
     repeated = [item for differences in noise for item in differences]
     unmet = next((item for item in repeated if not item.size <= noise_floor.limit(item)), None)
     if unmet is None and not all(item.size <= noise_floor.limit(item) for item in found):
-        # Rounding is allowed, and a lone loss may by chance be no other in the repetition.
-        unmet = next((item for item in repeated if noise_floor.relative(item) > tolerance), None)
+        # Rounding is allowed, and a single loss may by chance be equal in the repetition.
+        unmet = next((item for item in repeated if noise_floor.relative_size(item) > tolerance), None)
     return ToleranceUse(
         tolerance=tolerance,
-        largest=max(map(noise_floor.relative, found), default=0.0),
-        noise=max(map(noise_floor.relative, repeated), default=0.0),
+        largest=max(map(noise_floor.relative_size, found), default=0.0),
+        noise=max(map(noise_floor.relative_size, repeated), default=0.0),
         unmet=unmet,
     )
 
 
 def _find_call(finding: Divergence, one: Recording) -> InspectedCall | None:
-    """The job call in which, or after which, numbers part."""
+    """Return the job call in which or after which numbers differ."""
     if finding.cause not in ("values", "ranks") or finding.location.position >= len(one.results):
         return None
     before = (
@@ -175,7 +183,7 @@ def _find_call(finding: Divergence, one: Recording) -> InspectedCall | None:
 
 
 def extract_losses(recording: Recording) -> tuple[float, ...]:
-    """The loss of every training call: its result, its "loss", or its first float; the mean if it has many."""
+    """Return the loss of every training call, the mean if it has one value per sample."""
     found = []
     for call, step in zip(recording.results, recording.results[1:], strict=False):
         if isinstance(call, JobCalled) and isinstance(step, StepRecorded):
@@ -187,7 +195,7 @@ def extract_losses(recording: Recording) -> tuple[float, ...]:
 
 
 def find_loss_leaf(call: JobCalled) -> Leaf | None:
-    """The loss among a training call's results; None if it has no floats."""
+    """Return the loss among a training call's results: its result, its "loss", or its first float tensor."""
     floats = [leaf for leaf in call.leaves if not leaf.is_integer]
     named = [leaf for leaf in floats if leaf.path in ("", "['loss']")]
     return next(iter(named or floats), None)
@@ -208,11 +216,11 @@ def _find_largest_parameter(one: Recording, runs: Sequence[Sequence[Difference]]
 def _check_repeatable(differences: Sequence[Difference], mismatch: Mismatch | None) -> Iterator[Divergence]:
     first = next((item.location.position for item in differences if item.kind == "gradient"), math.inf)
     for item in differences:
-        limit = NOT_REPEATABLE_FACTOR * rounding_limit(item)
+        limit = NOT_REPEATABLE_FACTOR * compute_rounding_limit(item)
         if item.location.position < first and not item.is_integer_result and item.size > limit:
             expected = (
-                "the run on one worker, repeated, to begin alike "
-                "(seed what the script draws from; read no file that an earlier run has left)"
+                "the run on one worker, repeated, to begin with the same values "
+                "(seed all random generators of the script; read no file of an earlier run)"
             )
             yield Divergence(
                 location=item.location,
@@ -227,25 +235,25 @@ def _check_repeatable(differences: Sequence[Difference], mismatch: Mismatch | No
 
 
 def _check_limits(
-    differences: Sequence[Difference], mismatch: Mismatch | None, noise_floor: NoiseFloor, who: str
+    differences: Sequence[Difference], mismatch: Mismatch | None, noise_floor: NoiseFloor, run_name: str
 ) -> Iterator[Divergence]:
-    """The first difference that is not allowed, and the mismatch."""
+    """Yield the first difference beyond its limit, and the mismatch."""
     for item in differences:
         limit = noise_floor.limit(item)
         if not item.size <= limit:
             bound = "" if noise_floor.tolerance is None else f"tolerance {noise_floor.tolerance:g}, "
             expected = f"at most {limit:.3g} from the run on one worker ({bound}noise {noise_floor.noise(item):.3g})"
-            found = f"{item.size:.3g} on {who}"
+            found = f"{item.size:.3g} on {run_name}"
             yield Divergence(location=item.location, tensor=item.tensor, expected=expected, found=found, cause="values")
             break
     if mismatch is not None:
-        yield _make_divergence(mismatch, who, cause="structure")
+        yield _make_divergence(mismatch, run_name, cause="structure")
 
 
 def _check_ranks_agree(differences: Sequence[Difference], mismatch: Mismatch | None, rank: int) -> Iterator[Divergence]:
     for item in differences:
-        if not item.size <= rounding_limit(item):
-            expected = f"rank {rank} to agree with rank 0, within {rounding_limit(item):.3g}"
+        if not item.size <= compute_rounding_limit(item):
+            expected = f"rank {rank} to agree with rank 0, within {compute_rounding_limit(item):.3g}"
             found = f"{item.size:.3g}"
             yield Divergence(location=item.location, tensor=item.tensor, expected=expected, found=found, cause="ranks")
             break
@@ -253,12 +261,12 @@ def _check_ranks_agree(differences: Sequence[Difference], mismatch: Mismatch | N
         yield _make_divergence(mismatch, f"rank {rank}, beside rank 0", cause="ranks")
 
 
-def _make_divergence(mismatch: Mismatch, who: str, *, cause: Cause) -> Divergence:
+def _make_divergence(mismatch: Mismatch, run_name: str, *, cause: Cause) -> Divergence:
     return Divergence(
         location=mismatch.location,
         tensor=mismatch.tensor,
         expected=mismatch.expected,
-        found=f"{mismatch.found}, on {who}" if who.startswith("rank") else f"{mismatch.found}, in {who}",
+        found=f"{mismatch.found}, on {run_name}" if run_name.startswith("rank") else f"{mismatch.found}, in {run_name}",
         cause=cause,
     )
 
@@ -276,7 +284,7 @@ def _make_rows(differences: Sequence[Difference], noise_floor: NoiseFloor) -> It
 
 
 def make_row(name: str, items: Sequence[Difference], noise_floor: NoiseFloor) -> TableRow:
-    """The line of the table on some differences."""
+    """Return the table's line for some differences."""
     worst, limit = _find_nearest(items, [noise_floor.limit(item) for item in items])
     return TableRow(
         name=name,
@@ -289,7 +297,7 @@ def make_row(name: str, items: Sequence[Difference], noise_floor: NoiseFloor) ->
 
 
 def _make_agreement_row(items: Sequence[Difference]) -> TableRow:
-    worst, limit = _find_nearest(items, [rounding_limit(item) for item in items])
+    worst, limit = _find_nearest(items, [compute_rounding_limit(item) for item in items])
     largest = max((item.size for item in items), default=0.0)
     return TableRow(
         name="ranks among each other",
@@ -302,7 +310,7 @@ def _make_agreement_row(items: Sequence[Difference]) -> TableRow:
 
 
 def _find_nearest(items: Sequence[Difference], limits: Sequence[float]) -> tuple[Difference | None, float]:
-    """The difference that came nearest to its limit, or went furthest beyond it."""
+    """Return the difference nearest to its limit, or furthest beyond it, with the limit."""
     ratios = [
         item.size / limit if limit > 0 else (math.inf if item.size > 0 else 0.0)
         for item, limit in zip(items, limits, strict=True)

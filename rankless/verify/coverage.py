@@ -1,4 +1,4 @@
-"""What a comparison did not cover, said honestly: a short list beside every verdict of `rankless verify`."""
+"""List what a comparison did not cover. `rankless verify` shows it beside every verdict."""
 
 import os
 from collections import Counter
@@ -13,12 +13,12 @@ NAMES_SHOWN = 4
 
 
 def list_not_covered(comparison: Comparison, one: Recording, facts: Iterable[ProgramRecord]) -> tuple[str, ...]:
-    """What the runs leave unsaid: in the script's recording on one worker, in its programs on several."""
+    """Return what the comparison does not cover, from the recording on one worker and the programs on several."""
     return (
         *_list_unreached(comparison),
         *_list_job_gaps(one),
         *_list_tensor_gaps(one),
-        *_format_names("in effect not compared, for their gradients are all rounding", comparison.all_rounding),
+        *_format_names("not compared in effect, because their gradients are all rounding", comparison.all_rounding),
         *_list_program_gaps([fact for fact in facts if isinstance(fact, JobProgram)]),
     )
 
@@ -34,8 +34,8 @@ def _list_job_gaps(one: Recording) -> Iterator[str]:
         if not job.called:
             yield f"job {job.job} ({_shorten(job.line)}): it was never called"
         elif calls[job.job] == 1:
-            yield f"job {job.job} ({_shorten(job.line)}): it was called once only, its program not used again"
-    yield from _format_names("modules that no job was given", one.survey.outside)
+            yield f"job {job.job} ({_shorten(job.line)}): it was called only once, so its program was not used again"
+    yield from _format_names("modules that belong to no job", one.survey.outside)
     texts = {
         f"{leaf.path or 'result'} of {result.job}"
         for result in one.results
@@ -43,7 +43,7 @@ def _list_job_gaps(one: Recording) -> Iterator[str]:
         for leaf in result.leaves
         if leaf.dtype == TEXT
     }
-    yield from _format_names("results that are no numbers were compared as text only", sorted(texts))
+    yield from _format_names("results without numbers were compared as text only", sorted(texts))
 
 
 def _list_tensor_gaps(one: Recording) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _list_tensor_gaps(one: Recording) -> Iterator[str]:
 
 def _list_program_gaps(programs: Sequence[JobProgram]) -> Iterator[str]:
     gathered = {f"{item.operator} ({_shorten(item.line)})": None for program in programs for item in program.gathered}
-    yield from _format_names("operators without a rule, computed whole on every worker", list(gathered))
+    yield from _format_names("operators without a sharding rule, replicated on every worker", list(gathered))
     constants = {
         f"{program.job}: {item.dtype}{list(item.shape)}": None
         for program in programs

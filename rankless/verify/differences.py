@@ -1,4 +1,4 @@
-"""How far two recordings are apart, place by place: facts only, no judgement."""
+"""Measure how far two recordings differ at each location, without judging it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,12 +28,12 @@ RESOLUTION: Mapping[str, float] = {
     "float16": 2.0**-10,
     "bfloat16": 2.0**-7,
 }
-"""The distance from 1 to the next number, by dtype; integers do not round."""
+"""The distance from 1 to the next number, by dtype. Integers do not round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPosition:
-    """Where in a run: the position among its results (final tensors come last), the step, the script's line."""
+    """A location in a run: the index of the result (final tensors come last), the step, the script's line."""
 
     position: int
     step: int
@@ -42,18 +42,18 @@ class RunPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One tensor at one place in two runs."""
+    """One tensor at one location of two runs."""
 
     location: RunPosition
     kind: Kind
     tensor: str
     dtype: str
     size: float
-    """Absolute; for integer tensors the number of elements that differ; inf where one run is not finite."""
+    """Absolute difference; for integer tensors the number of different elements; inf if one run is not finite."""
     scale: float
-    """What bounds are relative to: the largest element, or the norm where only that is known."""
+    """The size that bounds are relative to: the largest element, or the norm if only the norm is known."""
     resolution: float
-    """The distance between neighbouring numbers of its dtype near the largest tensor of its kind."""
+    """The distance between neighboring numbers of the dtype near the largest tensor of this kind."""
     count: int
     motion: float = 0.0
     """How far the tensor has moved since before the first step, in the first of the two runs."""
@@ -62,7 +62,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Two runs that cannot be compared from here on: other calls, shapes or tensors."""
+    """The location from which on two runs cannot be compared: other calls, shapes or tensors."""
 
     location: RunPosition
     tensor: str
@@ -71,7 +71,7 @@ class Mismatch:
 
 
 def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatch | None]:
-    """All differences up to the first mismatch, and that mismatch."""
+    """Return all differences up to the first mismatch, and that mismatch."""
     differences: list[Difference] = []
     initial: dict[str, TensorSummary] = {}
     for position in range(max(len(one.results), len(other.results))):
@@ -87,7 +87,7 @@ def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatc
             if isinstance(ours, ModelRegistered):
                 initial.update({state.name: state.value for state in ours.tensors})
                 if other.rank != 0:
-                    continue  # other ranks take over rank 0's model at the first call, after this was written
+                    continue  # ranks receive rank 0's model at the first call, after this record
             differences += compare_states(ours.tensors, theirs.tensors, location, initial)
     final = RunPosition(position=len(one.results), step=one.steps, line="")
     if one.finished and other.finished:
@@ -99,7 +99,7 @@ def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatc
 
 
 def locate(recording: Recording, position: int) -> RunPosition:
-    """The place of a result: a call that trained belongs to the step that follows it."""
+    """Return the location of a result. A training call belongs to the step that follows it."""
     result = recording.results[position]
     if isinstance(result, StepRecorded):
         before = recording.results[position - 1]
@@ -116,8 +116,10 @@ def locate(recording: Recording, position: int) -> RunPosition:
 def _find_structure_mismatch(
     ours: ResultRecord | None, theirs: ResultRecord | None, location: RunPosition
 ) -> Mismatch | None:
-    if _name(ours) != _name(theirs):
-        return Mismatch(location=location, tensor="the calls", expected=_name(ours), found=_name(theirs))
+    if _describe_result(ours) != _describe_result(theirs):
+        return Mismatch(
+            location=location, tensor="the calls", expected=_describe_result(ours), found=_describe_result(theirs)
+        )
     if isinstance(ours, JobCalled) and isinstance(theirs, JobCalled):
         expected = {leaf.path: f"{leaf.dtype} {list(leaf.shape)}" for leaf in ours.leaves}
         found = {leaf.path: f"{leaf.dtype} {list(leaf.shape)}" for leaf in theirs.leaves}
@@ -150,7 +152,7 @@ def _find_tensor_mismatch(
     return None
 
 
-def _name(result: ResultRecord | None) -> str:
+def _describe_result(result: ResultRecord | None) -> str:
     match result:
         case JobCalled():
             return f"call {result.call} of {result.job}"
@@ -162,7 +164,7 @@ def _name(result: ResultRecord | None) -> str:
 
 
 def format_result_name(job: str, path: str) -> str:
-    """What a result is called in words."""
+    """Return the name of a result in words."""
     return f"result {path} of {job}" if path else f"result of {job}"
 
 
@@ -192,7 +194,7 @@ def compare_states(
     location: RunPosition,
     initial: Mapping[str, TensorSummary],
 ) -> Iterator[Difference]:
-    """Gradients first: they are the cause where both differ."""
+    """Yield the differences of states, gradients first: if both differ, the gradient is the cause."""
     for kind in ("gradient", "parameter"):
         pairs = [
             (first, a, b)
@@ -247,13 +249,13 @@ def _get_summary(state: TensorState, kind: str) -> TensorSummary | None:
 
 
 def compute_distance(first: Array, second: Array) -> float:
-    """The largest difference of two elements; equal infinities and nans are no difference."""
+    """Return the largest difference of two elements. Equal infinities and equal nans do not differ."""
     if np.array_equal(first, second, equal_nan=first.dtype.kind == "f"):
         return 0.0
     with np.errstate(invalid="ignore"):
-        apart = np.abs(first.astype(np.float64) - second.astype(np.float64))
-    apart = np.where((first == second) | (np.isnan(first) & np.isnan(second)), 0.0, apart)
-    return math.inf if not np.isfinite(apart).all() else float(apart.max())
+        difference = np.abs(first.astype(np.float64) - second.astype(np.float64))
+    difference = np.where((first == second) | (np.isnan(first) & np.isnan(second)), 0.0, difference)
+    return math.inf if not np.isfinite(difference).all() else float(difference.max())
 
 
 def _compute_leaf_distance(leaf: Leaf, first: Array, second: Array) -> float:
@@ -263,19 +265,19 @@ def _compute_leaf_distance(leaf: Leaf, first: Array, second: Array) -> float:
 
 
 def compute_sketch_distance(first: TensorSummary, second: TensorSummary) -> float:
-    """About the Euclidean distance of two tensors, from their sketches."""
+    """Return the approximate Euclidean distance of two tensors from their sketches."""
     if first == second or (math.isnan(first.norm) and math.isnan(second.norm)):
         return 0.0
-    apart = math.dist(first.sketch, second.sketch)
-    return apart if math.isfinite(apart) else math.inf
+    difference = math.dist(first.sketch, second.sketch)
+    return difference if math.isfinite(difference) else math.inf
 
 
 def find_largest(tensor: Array) -> float:
-    """The largest element that is finite, without its sign; 0 for an empty tensor."""
+    """Return the largest absolute finite element, or 0 for an empty tensor."""
     finite = np.abs(tensor[np.isfinite(tensor)])
     return float(finite.max()) if finite.size else 0.0
 
 
 def _count_elements(leaf: Leaf, values: Array) -> int:
-    """How many things rounding could flip: a lone integer counts that many, a tensor its elements."""
+    """Return how many units rounding could flip: the elements of a tensor, or the value of a single integer."""
     return max(1, int(find_largest(values))) if leaf.is_integer and values.size == 1 else int(values.size)

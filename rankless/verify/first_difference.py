@@ -1,10 +1,10 @@
-"""Where in a job two runs part first: all values of one call, compared in the order in which they were computed.
+"""Find the first value that differs between two runs of one job call, in the order of computation.
 
-# Note [which value is first]: a fault spreads to all that is computed from it, so the first value that is further apart
-# than rounding explains names the line. Allowed is the largest of 10 x the same value's noise (the one-worker run
-# disturbed), the rounding bound of its norm, and 100 rounding errors of the largest value that it was computed from.
-# Whole numbers and truth values are looked at where they go in only: a mask that rounding turns over is no cause, and
-# what is computed with it shows.
+Note [the first value]: a fault spreads to everything that is computed from it. The first value that differs by more
+than rounding explains therefore names the faulty line. The limit is the largest of three bounds: 10 x the noise in the
+same value, from the perturbed one-worker run; the rounding bound of its norm; and 100 rounding errors of the largest
+value that it was computed from. Integers and booleans are compared only as inputs. A mask that rounding flips is no
+cause, and values computed with it show the effect.
 """
 
 import math
@@ -20,9 +20,11 @@ from rankless.verify.differences import RESOLUTION, compute_sketch_distance
 from rankless.verify.tolerance import GRADIENT_ROUNDING_ERRORS, NOISE_FACTOR, ROUNDING_BOUND
 
 Fault = Literal["value", "input", "output", "capture", "after", "program"]
-"""What parts first: a value that is computed; one that goes into the job; one that was right and is no longer so when
-it comes out; the captured program from the plain call, on one worker already; nothing, so that it is something after
-the job; the programs themselves.
+"""What differs first.
+
+"value": a computed value. "input": a value that enters the job. "output": a value that was correct and is wrong when it
+leaves the job. "capture": the captured program differs from the plain call on one worker already. "after": nothing, so
+the cause follows the job. "program": the programs themselves.
 """
 
 
@@ -38,7 +40,7 @@ class FirstValue(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     size: float
-    """The Euclidean distance, about."""
+    """The approximate Euclidean distance."""
     allowed: float
     rank: int
 
@@ -55,37 +57,37 @@ def find_first_value(
     call: InspectedCall,
     tolerance: float | None = None,
 ) -> FirstValue | None:
-    """The first value that parts; None if the call was not made, or nothing was written down.
+    """Return the first value that differs, or None if the call was not made or nothing was recorded.
 
-    `tolerance` is a bound of the user's own, as a part of each value, in place of the noise and the rounding bound.
+    `tolerance` is the user's bound, relative to each value. It replaces the noise and the rounding bound.
     """
     program = [value for value in one if value.role != "plain"]
     if not program or not all(many):
         return None
-    allowed = ValueLimits(one, noise, tolerance)
+    limits = ValueLimits(one, noise, tolerance)
     plain = {value.name: value for value in one if value.role == "plain"}
     for value in program:
-        if value.role == "output" and value.name in plain and not allowed.hold(value, plain[value.name]):
-            return _make_first_value("capture", value, plain[value.name], allowed, rank=0, call=call)
+        if value.role == "output" and value.name in plain and not limits.is_within_limit(value, plain[value.name]):
+            return _make_first_value("capture", value, plain[value.name], limits, rank=0, call=call)
     diverged: tuple[int, Fault, int] | None = None
     theirs = [{(value.role, value.name): value for value in values} for values in many]
     for rank, values in enumerate(theirs):
         if values.keys() != {(value.role, value.name) for value in program}:
-            return _make_first_value("program", program[0], program[0], allowed, rank=rank, call=call)
+            return _make_first_value("program", program[0], program[0], limits, rank=rank, call=call)
         for index, ours in enumerate(program):
-            if not allowed.hold(ours, values[ours.role, ours.name]):
+            if not limits.is_within_limit(ours, values[ours.role, ours.name]):
                 fault: Fault = ours.role if ours.role != "plain" else "output"
                 diverged = min(diverged or (index, fault, rank), (index, fault, rank))
                 break
     if diverged is None:
-        return _make_first_value("after", program[-1], program[-1], allowed, rank=0, call=call)
+        return _make_first_value("after", program[-1], program[-1], limits, rank=0, call=call)
     index, fault, rank = diverged
     ours = program[index]
-    return _make_first_value(fault, ours, theirs[rank][ours.role, ours.name], allowed, rank=rank, call=call)
+    return _make_first_value(fault, ours, theirs[rank][ours.role, ours.name], limits, rank=rank, call=call)
 
 
 class ValueLimits:
-    """How far each value may be apart."""
+    """The limit of each value's difference."""
 
     def __init__(self, one: Sequence[ComputedValue], noise: Sequence[ComputedValue], tolerance: float | None) -> None:
         self._tolerance = tolerance
@@ -97,16 +99,16 @@ class ValueLimits:
             if known is not None:
                 self._noise[value.role, value.name] = compute_sketch_distance(known.value, value.value)
 
-    def hold(self, value: ComputedValue, other: ComputedValue) -> bool:
-        """Whether two runs' values are as near as right ones are."""
+    def is_within_limit(self, value: ComputedValue, other: ComputedValue) -> bool:
+        """Whether the values of two runs are within their limit."""
         if value.dtype not in ROUNDING_BOUND and value.role != "input":
             return True
         if (value.dtype, value.shape) != (other.dtype, other.shape):
             return False
-        return compute_sketch_distance(value.value, other.value) <= self.of(value)
+        return compute_sketch_distance(value.value, other.value) <= self.limit(value)
 
-    def of(self, value: ComputedValue) -> float:
-        """The largest distance that rounding explains."""
+    def limit(self, value: ComputedValue) -> float:
+        """Return the largest distance that rounding explains."""
         norms = [value.value.norm, *(self._norms.get(name, 0.0) for name in value.inputs)]
         largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
         norm = value.value.norm if math.isfinite(value.value.norm) else 0.0
@@ -118,7 +120,7 @@ class ValueLimits:
 
 
 def _make_first_value(
-    fault: Fault, value: ComputedValue, other: ComputedValue, allowed: ValueLimits, *, rank: int, call: InspectedCall
+    fault: Fault, value: ComputedValue, other: ComputedValue, limits: ValueLimits, *, rank: int, call: InspectedCall
 ) -> FirstValue:
     return FirstValue(
         fault=fault,
@@ -130,34 +132,34 @@ def _make_first_value(
         dtype=value.dtype,
         shape=value.shape,
         size=compute_sketch_distance(value.value, other.value),
-        allowed=allowed.of(value),
+        allowed=limits.limit(value),
         rank=rank,
     )
 
 
 def render_first_value(first: FirstValue) -> str:
-    """The first value that differs in one line, as "first value to part: train.py:31, native_layer_norm, …"."""
+    """Describe the first value that differs in one line."""
     where = f"{os.path.basename(first.line)}, " if first.line else ""
     what = f"{first.dtype}{list(first.shape)}: {first.size:.3g} apart, at most {first.allowed:.3g} by rounding"
     call = f"call {first.call} of {first.job}"
     match first.fault:
         case "value":
-            return f"first value to part, in {call}: {where}{first.operator}, {what}, on rank {first.rank}"
+            return f"first value that differs, in {call}: {where}{first.operator}, {what}, on rank {first.rank}"
         case "input":
-            return f"first value to part, in {call}: {where}{first.name}, as it goes in, {what}, on rank {first.rank}"
+            return f"first value that differs, in {call}: {where}{first.name}, an input, {what}, on rank {first.rank}"
         case "output":
             return (
-                f"first value to part, in {call}: {where}{first.name}, right as {first.operator} gave it, wrong after "
-                f"its way between workers, {what}, on rank {first.rank}"
+                f"first value that differs, in {call}: {where}{first.name}, correct as {first.operator} computed it, "
+                f"wrong after its redistribution between workers, {what}, on rank {first.rank}"
             )
         case "capture":
             return (
-                f"first value to part, in {call}: {where}{first.name}, already on one worker, between the captured "
-                f"program and the plain call, {what}; the capture is at fault"
+                f"first value that differs, in {call}: {where}{first.name}, already on one worker, between the "
+                f"captured program and the plain call, {what}; the capture is at fault"
             )
         case "program":
-            return f"first to part: the programs of {call} themselves, which are not the same on 1 worker and on more"
+            return f"first to differ: the programs of {call} themselves, which are not the same on 1 worker and on more"
     return (
-        f"every value of {call} agrees, what goes in, what is computed and its gradients: what differs is made after "
-        "it, by the optimizer's step or by the script"
+        f"every value of {call} agrees: inputs, computed values and gradients; the difference arises after it, in the "
+        "optimizer's step or in the script"
     )

@@ -1,4 +1,4 @@
-"""The recordings of one run, read back: one per rank."""
+"""Read the recordings of one run, one per rank."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What one rank wrote down. `finished` is False if the rank ended before its script did."""
+    """The recording of one rank. `finished` is False if the rank ended before its script did."""
 
     rank: int
     results: tuple[ResultRecord, ...]
@@ -32,21 +32,21 @@ class Recording:
     described: tuple[FinalTensor, ...]
     tensors: dict[str, Array]
     stopped: bool = False
-    """Whether the run was ended before the script was."""
+    """Whether the run was stopped before the script ended."""
     survey: Survey = field(default_factory=Survey)
 
 
 def read_recordings(folder: str, worker_count: int) -> list[Recording | None]:
-    """The recordings of a run's ranks, in their order; None for a rank that recorded nothing."""
-    return [_read(folder, rank) for rank in range(worker_count)]
+    """Return the recordings of a run's ranks in order; None for a rank without one."""
+    return [_read_recording(folder, rank) for rank in range(worker_count)]
 
 
 def to_array(leaf: Leaf) -> Array:
-    """A result's numbers, in float64 or int64."""
+    """Return a result's numbers in float64 or int64."""
     return np.frombuffer(leaf.data, dtype=np.int64 if leaf.is_integer else np.float64).reshape(leaf.shape)
 
 
-def _read(folder: str, rank: int) -> Recording | None:
+def _read_recording(folder: str, rank: int) -> Recording | None:
     file: Path = results_file(folder, rank)
     if not file.exists():
         return None

@@ -1,8 +1,9 @@
-"""A script's recording beside that of its plain twin, which knows no jobs: matched step by step.
+"""Compare a script's recording with that of a plain reference script, which calls no job, step by step.
 
-# Note [which tensor is which]: a twin's tensors are matched with the script's by size, first value and name. Of what is
-# alike in size and first value (biases that begin at zero) the one of the same name is taken, else the next in order.
-# What begins otherwise is matched by name, else by order, and its first value is the first difference.
+Note [which tensor is which]: tensors of the reference and of the script are matched by size, first value and name.
+Among tensors of equal size and first value, such as biases that begin at zero, the one with the same name matches, else
+the next in order. A tensor with another first value is matched by name, else by order, and its first value is the first
+difference.
 """
 
 import math
@@ -32,7 +33,7 @@ from rankless.verify.tolerance import ROUNDING_BOUND, NoiseFloor
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """One step of a recording: the calls that led to it, and where each stands among the results."""
+    """One step of a recording: its calls with their positions among the results."""
 
     calls: tuple[tuple[int, JobCalled], ...]
     position: int
@@ -41,7 +42,7 @@ class TrainingStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceRun:
-    """The plain script's name and recording."""
+    """The reference script's name and recording."""
 
     name: str
     recording: Recording
@@ -54,22 +55,22 @@ def compare_with_reference(
     many: Sequence[Recording],
     noise: Sequence[Recording],
 ) -> Comparison:
-    """The comparison with what sets the script, on one worker and on several, apart from its twin."""
+    """Return the comparison extended by differences of the script, on one and several workers, from the reference."""
     tolerance = None if comparison.tolerance is None else comparison.tolerance.tolerance
     noise_floor = NoiseFloor([measure(one, repetition)[0] for repetition in noise], tolerance=tolerance)
     findings: list[Divergence] = []
     found: list[Difference] = []
-    for recording, who in [(one, "1 worker"), *((recording, f"rank {recording.rank}") for recording in many)]:
+    for recording, run_name in [(one, "1 worker"), *((recording, f"rank {recording.rank}") for recording in many)]:
         differences, mismatch = measure_reference(reference.recording, recording)
         found += differences
-        findings += _check_limits(differences, mismatch, noise_floor, reference.name, who)
+        findings += _check_limits(differences, mismatch, noise_floor, reference.name, run_name)
     findings = sorted([*comparison.findings, *findings], key=lambda finding: finding.location.position)
     row = make_row(f"against {reference.name}", found, noise_floor)
     return replace(comparison, findings=tuple(findings), rows=(*comparison.rows, row))
 
 
 def _check_limits(
-    differences: Sequence[Difference], mismatch: Mismatch | None, noise_floor: NoiseFloor, name: str, who: str
+    differences: Sequence[Difference], mismatch: Mismatch | None, noise_floor: NoiseFloor, name: str, run_name: str
 ) -> Iterator[Divergence]:
     for item in differences:
         limit = noise_floor.limit(item)
@@ -78,7 +79,7 @@ def _check_limits(
                 location=item.location,
                 tensor=item.tensor,
                 expected=f"at most {limit:.3g} from {name} (noise {noise_floor.noise(item):.3g})",
-                found=f"{item.size:.3g} on {who}",
+                found=f"{item.size:.3g} on {run_name}",
                 cause="values",
                 is_of_reference=True,
             )
@@ -88,24 +89,27 @@ def _check_limits(
             location=mismatch.location,
             tensor=mismatch.tensor,
             expected=f"{mismatch.expected}, as in {name}",
-            found=f"{mismatch.found}, on {who}",
+            found=f"{mismatch.found}, on {run_name}",
             cause="structure",
             is_of_reference=True,
         )
 
 
 def measure_reference(reference: Recording, script: Recording) -> tuple[list[Difference], Mismatch | None]:
-    """All differences of a script from its twin up to the first mismatch, under the script's names; and that."""
+    """Return all differences of a script from its reference up to the first mismatch, and that mismatch.
+
+    Both use the script's names of tensors.
+    """
     ours, theirs = list_training_steps(reference), list_training_steps(script)
     first_ours, first_theirs = get_first_states(reference), get_first_states(script)
     names = match_tensors(first_ours, first_theirs)
     initial = {names[name]: state.value for name, state in first_ours.items() if name in names}
     beginning = RunPosition(position=0, step=0, line="")
-    begun = [name for name in first_ours if name in names]
+    first_values = [name for name in first_ours if name in names]
     differences = list(
         compare_states(
-            [drop_gradient(first_ours[name], names[name]) for name in begun],
-            [drop_gradient(first_theirs[names[name]], names[name]) for name in begun],
+            [drop_gradient(first_ours[name], names[name]) for name in first_values],
+            [drop_gradient(first_theirs[names[name]], names[name]) for name in first_values],
             beginning,
             initial,
         )
@@ -132,7 +136,7 @@ def measure_reference(reference: Recording, script: Recording) -> tuple[list[Dif
 
 
 def list_training_steps(recording: Recording) -> list[TrainingStep]:
-    """The steps of a recording, in order."""
+    """Return the steps of a recording in order."""
     steps: list[TrainingStep] = []
     calls: list[tuple[int, JobCalled]] = []
     for position, result in enumerate(recording.results):
@@ -146,13 +150,13 @@ def list_training_steps(recording: Recording) -> list[TrainingStep]:
 
 
 def get_first_states(recording: Recording) -> dict[str, TensorState]:
-    """Every tensor as it was when it became known."""
+    """Return every tensor's state when it was registered."""
     registered = [result for result in recording.results if isinstance(result, ModelRegistered)]
     return {state.name: state for result in registered for state in result.tensors}
 
 
 def match_tensors(ours: Mapping[str, TensorState], theirs: Mapping[str, TensorState]) -> dict[str, str]:
-    """Which of their tensors each of ours is; see Note [which tensor is which]."""
+    """Return which of their tensors each of ours is; see Note [which tensor is which]."""
     names: dict[str, str] = {}
     free = dict(theirs)
     for by_value, by_name in ((True, True), (True, False), (False, True), (False, False)):
@@ -160,56 +164,64 @@ def match_tensors(ours: Mapping[str, TensorState], theirs: Mapping[str, TensorSt
             if name in names:
                 continue
             for other_name, other in free.items():
-                alike = not by_value or has_same_start(state, other)
-                if state.size == other.size and alike and (not by_name or path(name) == path(other_name)):
+                is_same = not by_value or has_same_start(state, other)
+                if (
+                    state.size == other.size
+                    and is_same
+                    and (not by_name or strip_model_name(name) == strip_model_name(other_name))
+                ):
                     names[name] = other_name
                     del free[other_name]
                     break
     return names
 
 
-def path(name: str) -> str:
-    """A tensor's name inside its model."""
+def strip_model_name(name: str) -> str:
+    """Return a tensor's name inside its model."""
     return name.partition(".")[2]
 
 
 def has_same_start(state: TensorState, other: TensorState) -> bool:
-    """Whether two tensors are the same but for rounding when they become known."""
+    """Whether two tensors were equal up to rounding when they were registered."""
     return compute_sketch_distance(state.value, other.value) <= ROUNDING_BOUND.get(state.dtype, 0.0) * state.value.norm
 
 
 def drop_gradient(state: TensorState, name: str) -> TensorState:
-    """A state under another name, its gradient left out."""
+    """Return a state under another name, without its gradient."""
     return msgspec.structs.replace(state, name=name, gradient=None)
 
 
 def pair_states(
     ours: StepRecorded, theirs: StepRecorded, names: Mapping[str, str]
 ) -> list[tuple[TensorState, TensorState]] | str:
-    """The states of a step in pairs, under the script's names; or the name of a tensor that has no partner."""
+    """Return the states of a step in pairs, under the script's names; or the name of an unmatched tensor."""
     known = {state.name: state for state in theirs.tensors}
     pairs = []
     for state in ours.tensors:
         other = known.get(names.get(state.name, ""))
         if other is None:
-            return names.get(state.name, f"{state.name} of the twin")
+            return names.get(state.name, f"{state.name} of the reference")
         ours_now, theirs_now = msgspec.structs.replace(state, name=other.name), other
         if has_gradient(ours_now) != has_gradient(theirs_now):
             return f"gradient of {other.name}"
         if not has_gradient(ours_now):
-            # Zeros in one script, nothing in the other (zero_grad keeps or drops them): both are no gradient.
+            # zero_grad leaves zeros or None. Both mean no gradient.
             ours_now, theirs_now = (drop_gradient(item, other.name) for item in (ours_now, theirs_now))
         pairs.append((ours_now, theirs_now))
     return pairs
 
 
 def has_gradient(state: TensorState) -> bool:
-    """Whether there is a gradient that is not zero throughout."""
+    """Whether there is a gradient other than zero."""
     return state.gradient is not None and state.gradient.norm != 0
 
 
 def compare_loss(ours: TrainingStep, theirs: TrainingStep, script: Recording) -> Iterator[Difference]:
-    """The loss of a step; the twin's is the sum of what was propagated back. Of accumulated steps none is compared."""
+    """Yield the difference of a step's losses.
+
+    The reference's loss is the sum of all tensors on which it called `backward`. Accumulated steps are not
+    compared.
+    """
     roots = [float(to_array(leaf).sum()) for _, call in ours.calls for leaf in call.leaves]
     if len(theirs.calls) != 1 or not roots:
         return
@@ -221,13 +233,13 @@ def compare_loss(ours: TrainingStep, theirs: TrainingStep, script: Recording) ->
     loss = float(values.mean()) if values.size else math.nan
     total = sum(roots)
     equal = total == loss or (math.isnan(total) and math.isnan(loss))
-    apart = 0.0 if equal else abs(total - loss)
+    difference = 0.0 if equal else abs(total - loss)
     yield Difference(
         location=locate(script, position),
         kind="result",
         tensor=format_result_name(call.job, leaf.path),
         dtype=leaf.dtype,
-        size=apart if math.isfinite(apart) else math.inf,
+        size=difference if math.isfinite(difference) else math.inf,
         scale=abs(total) if math.isfinite(total) else 0.0,
         resolution=0.0,
         count=1,
@@ -235,9 +247,9 @@ def compare_loss(ours: TrainingStep, theirs: TrainingStep, script: Recording) ->
 
 
 def compare_final(reference: Recording, script: Recording, names: Mapping[str, str]) -> Iterator[Difference]:
-    """Parameters and buffers at the end, whole."""
+    """Yield the differences of parameters and buffers at the end."""
     location = RunPosition(position=len(script.results), step=script.steps, line="")
-    begun = {name: state.value for name, state in get_first_states(reference).items()}
+    first_values = {name: state.value for name, state in get_first_states(reference).items()}
     last = {state.name: state.value for step in list_training_steps(reference) for state in step.stepped.tensors}
     largest = max((find_largest(tensor) for tensor in reference.tensors.values()), default=0.0)
     for final in reference.described:
@@ -254,5 +266,5 @@ def compare_final(reference: Recording, script: Recording, names: Mapping[str, s
             scale=find_largest(ours),
             resolution=RESOLUTION.get(final.dtype, 0.0) * largest,
             count=ours.size,
-            motion=compute_sketch_distance(begun[final.name], last[final.name]) if final.name in last else 0.0,
+            motion=compute_sketch_distance(first_values[final.name], last[final.name]) if final.name in last else 0.0,
         )

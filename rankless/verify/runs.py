@@ -1,4 +1,4 @@
-"""The runs that `rankless verify` compares: recorded one after the other, read back, and checked to be whole."""
+"""The runs that `rankless verify` compares: run one after the other, recorded, and checked to be complete."""
 
 import io
 import os
@@ -21,11 +21,11 @@ from rankless.verify.reference_run import ReferenceRun
 INTERRUPTED = 130
 
 RunJob = Callable[[RunConfig, TextIO, TextIO], int]
-"""Runs a job, with its output on two streams, and returns its exit code: see `launch.agent.job_runner`."""
+"""Runs a job with its output on two streams, and returns its exit code; see `launch.agent.job_runner`."""
 
 
 class RunFailed(Exception):
-    """Why runs cannot be compared: one failed, was interrupted, or recorded nothing."""
+    """Runs cannot be compared: one failed, was interrupted, or recorded nothing."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -34,7 +34,7 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRuns:
-    """A script that is run several times with the same seeds; the recordings go to folders in `folder`."""
+    """A script that runs several times with the same seeds. Recordings go to subfolders of `folder`."""
 
     program: Program
     folder: str
@@ -42,35 +42,35 @@ class VerifyRuns:
     run_job: RunJob
     devices: str | None = None
     cluster: Cluster | None = None
-    """The hosts of the runs on several workers; None for this one alone."""
+    """The hosts of the runs on several workers; None for this host alone."""
     log_folder: str = "log"
     show: bool = False
     dtype: Precision | None = None
-    """What all its runs compute in; None leaves it to the script."""
+    """The precision of all runs; None leaves it to the script."""
     steps: int | None = None
-    """End each run after so many training steps; None leaves it to the script."""
+    """Stop each run after this number of training steps; None leaves it to the script."""
     inspected: InspectedCall | None = None
-    """A job call of which all runs write down every value."""
+    """A job call of which all runs record every value."""
     against: str | None = None
-    """A plain script that takes the same arguments, or None."""
+    """A plain reference script that takes the same arguments, or None."""
 
     def run_one(self) -> Recording:
-        """The run on one worker. Raises `RunFailed`, as all runs do."""
+        """Run on one worker. Raises `RunFailed`, as all runs do."""
         return self._record("one", workers=1)[0]
 
     def run_many(self, workers: int) -> list[Recording]:
-        """What every rank of the run on several workers recorded."""
+        """Run on several workers, and return every rank's recording."""
         return self._record("many", workers=workers)
 
     def run_perturbed(self, repetitions: int) -> list[Recording]:
-        """The run on one worker, repeated with its last bits disturbed, each time otherwise."""
+        """Repeat the run on one worker with perturbed last bits, each time with another seed."""
         noise: list[Recording] = []
         for number in range(repetitions):
             noise += self._record(f"noise{number}", workers=1, perturbation_seed=self.seed + number)
         return noise
 
     def run_reference(self) -> ReferenceRun | None:
-        """The run of the plain script on one worker, if there is one."""
+        """Run the reference script on one worker, if there is one."""
         if self.against is None:
             return None
         program = Program(kind="script", target=self.against, arguments=self.program.arguments)
@@ -80,17 +80,18 @@ class VerifyRuns:
         return ReferenceRun(name=os.path.basename(self.against), recording=recording)
 
     def read_programs(self) -> list[ProgramRecord]:
-        """What the jobs became in the run on several workers."""
+        """Return the programs of the jobs in the run on several workers."""
         return list(read_program_records(self._folder("many")))
 
     def find_first_value(
-        self, wanted: InspectedCall, *, workers: int, step: int, tolerance: float | None = None
+        self, call: InspectedCall, *, workers: int, step: int, tolerance: float | None = None
     ) -> FirstValue | None:
-        """The first value of a job call, no later than training step `step`, that differs on `workers` workers.
+        """Return the first value of a job call that differs on `workers` workers.
 
-        None if the call was not made again, or could not be captured.
+        The runs stop after training step `step`. Returns None if the call was not made again, or could not be
+        captured.
         """
-        inspected = replace(self, inspected=wanted, steps=step)
+        inspected = replace(self, inspected=call, steps=step)
         inspected.run_one()
         inspected.run_many(workers)
         inspected.run_perturbed(1)
@@ -99,12 +100,12 @@ class VerifyRuns:
             inspected.read_inspected_values("many", workers),
             inspected.read_inspected_values("noise0"),
         )
-        return find_first_value(one, many, noise, call=wanted, tolerance=tolerance)
+        return find_first_value(one, many, noise, call=call, tolerance=tolerance)
 
     def read_inspected_values(
         self, run: Literal["one", "many", "noise0"], workers: int = 1
     ) -> list[list[ComputedValue]]:
-        """What each rank of a run has written down of the inspected call."""
+        """Return what each rank of a run recorded of the inspected call."""
         return [list(read_values(self._folder(run), rank)) for rank in range(workers)]
 
     def _folder(self, name: str) -> str:
@@ -141,11 +142,11 @@ class VerifyRuns:
 
 
 def _describe_run(config: RunConfig) -> str:
-    """A run in a few words."""
+    """Describe a run in a few words."""
     words = [f"{config.worker_count} worker{'s' if config.worker_count != 1 else ''}"]
     if config.cluster is not None:
         words = [f"{sum(host.workers for host in config.cluster.hosts)} workers on {len(config.cluster.hosts)} hosts"]
-    words += ["disturbed"] if config.perturbation_seed is not None else []
+    words += ["perturbed"] if config.perturbation_seed is not None else []
     words += [config.dtype] if config.dtype is not None else []
     words += [os.path.basename(config.program.target)] if config.observation.is_reference else []
     words += ["every value"] if config.observation.inspected is not None else []
@@ -153,7 +154,10 @@ def _describe_run(config: RunConfig) -> str:
 
 
 def run_silently(config: RunConfig, what: str, *, show: bool, run_job: RunJob) -> None:
-    """Make one run, its output not shown unless asked for, and print how long it took. Raises `RunFailed`."""
+    """Run a job, print how long it took, and hide its output unless `show` is set.
+
+    Raises `RunFailed`.
+    """
     started = time.monotonic()
     with ExitStack() as stack:
         words = io.StringIO()
@@ -167,7 +171,7 @@ def run_silently(config: RunConfig, what: str, *, show: bool, run_job: RunJob) -
 
 
 def _require_complete(recordings: Sequence[Recording | None], what: str, *, single: bool) -> list[Recording]:
-    """The recordings, if each rank's is there to its end; a lone worker without any has called no job."""
+    """Return the recordings if every rank's is complete. A single worker without one called no job."""
     whole = []
     for rank, recording in enumerate(recordings):
         if recording is None and single:
@@ -175,13 +179,13 @@ def _require_complete(recordings: Sequence[Recording | None], what: str, *, sing
         if recording is None:
             raise RunFailed(f"rank {rank} of the run on {what} called no job", 1)
         if not recording.finished:
-            raise RunFailed(f"rank {rank} of the run on {what} ended without leaving (os._exit?)", 1)
+            raise RunFailed(f"rank {rank} of the run on {what} ended without finishing (os._exit?)", 1)
         whole.append(recording)
     return whole
 
 
 def _remove_recordings(folder: str) -> None:
-    """Recordings that an earlier run has left in the same place would be taken for this one's."""
+    """Remove the recordings of an earlier run in the same folder."""
     for pattern in (".rank*.partial", "rank*.results", "rank*.safetensors", "rank*.values", "jobs.programs"):
         for file in Path(folder).glob(pattern):
             file.unlink()

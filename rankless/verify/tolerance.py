@@ -1,27 +1,32 @@
-"""How far two right runs may be apart, measured; or as far as the user says.
+"""The limits of differences between two correct runs: measured from a noise run, or given by the user.
 
-# Note [what is allowed]: two right runs sum in different orders, so they differ by rounding, and training
-# amplifies it. How much, no constant can say; the noise run can: the one-worker run with its last bits
-# disturbed (views/recording.py, Note [noise floor]). A difference is allowed up to the largest of
-#   - 10 x the noise in the same tensor, the largest of this and earlier steps;
-#   - the rounding bound: 1e-12 (float64), 1e-5 (float32), 1e-2 (float16), 5e-2 (bfloat16) of the tensor's
-#     largest element, or of its norm where only a sketch is kept;
-#   - 10 rounding errors (eps) of the largest parameter, 100 of the largest gradient: some tensors are zero but
-#     for rounding, and a gradient is a sum over the whole batch;
-#   - twice the tensor's own motion, for a parameter whose gradient the noise changes by a tenth or more of its
-#     norm: it is all rounding, and an adaptive optimizer makes whole steps of it, in any direction.
-# An integer result must be equal, unless the noise run's differs too (10 x that), or unless the relative noise
-# of float results and parameters so far, ten times over, makes a flip likelier than one in ten among what was counted:
-# then as many as it makes likely, but not more than 2 % of what was counted, and at least one.
-# Ranks of one run must agree within the rounding bound alone: they hold copies, and copies do not drift apart.
-# Where a max-pool, a ReLU or an argmax is turned over by rounding, a step jumps, and one noise run need not jump
-# at the same one. No measured floor bounds that; exacter arithmetic does: `needs_float64` says when it is to decide,
-# also where noise is so loud that faults could hide in it (docs/decisions/0004-noise-floor.md).
-# If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step is made,
-# the script is not repeatable, and nothing can be said.
-# A bound of the user's own (`--tolerance`) takes the place of all this for floating-point tensors: a part of the
-# tensor's largest element or norm, though never less than the rounding errors of the third rule, since no computer
-# meets that. What is whole numbers, and what is all rounding, stays under the rules above.
+Note [what is allowed]: two correct runs sum in different orders, so they differ by rounding, and training amplifies the
+difference. No constant tells by how much. The noise run does: the one-worker run with perturbed last bits
+(jobs/perturbation.py, Note [noise floor]). The limit of a difference is the largest of
+  - 10 x the noise in the same tensor, the largest of this and earlier steps;
+  - the rounding bound: 1e-12 (float64), 1e-5 (float32), 1e-2 (float16), 5e-2 (bfloat16) of the tensor's
+    largest element, or of its norm if only a sketch is kept;
+  - 10 rounding errors (eps) of the largest parameter, 100 of the largest gradient: some tensors are zero up to
+    rounding, and a gradient is a sum over the whole batch;
+  - twice the tensor's own motion, for a parameter whose gradient the noise changes by a tenth or more of its
+    norm: that gradient is all rounding, and an adaptive optimizer makes whole steps of it in any direction.
+
+An integer result must be equal with two exceptions. If the noise run's result differs too, the limit is 10 x that. If
+the relative noise of float results and parameters so far, times ten, makes a flip likelier than one in ten among the
+counted units, the limit is the likely number of flips: at least one, and at most 2 % of the counted units.
+
+Ranks of one run must agree within the rounding bound alone, because they hold copies, and copies do not diverge.
+
+If rounding flips a max-pool, a ReLU or an argmax, a step jumps, and the noise run need not jump at the same step. No
+measured noise bounds that, but more precise arithmetic does. `needs_float64` says when it should decide, also when the
+noise is high enough to hide faults (docs/decisions/0004-noise-floor.md).
+
+If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step, the script is not
+repeatable, and there is no verdict.
+
+A user's bound (`--tolerance`) replaces all this for floating-point tensors. It is relative to the tensor's largest
+element or norm, but never below the rounding errors of the third rule, which no computer meets. Integers, and tensors
+that are all rounding, keep the rules above.
 """
 
 import math
@@ -41,15 +46,15 @@ ROUNDING_BOUND: Mapping[str, float] = {
     "bfloat16": 5e-2,
 }
 ALL_ROUNDING = 0.1
-"""A gradient that the noise changes by this part of its norm says nothing but rounding."""
+"""A gradient that noise changes by this fraction of its norm consists of rounding errors only."""
 LIKELY_FLIP = 0.1
 MOST_FLIPS = 0.02
 
 
 class NoiseFloor:
-    """How far a difference may go, learned from how far the noise runs are from the one-worker run.
+    """The limits of differences, learned from how far the noise runs differ from the one-worker run.
 
-    `tolerance` is a bound of the user's own, as a part of each tensor.
+    `tolerance` is the user's bound, relative to each tensor.
     """
 
     def __init__(self, noise: Sequence[Sequence[Difference]], *, tolerance: float | None = None) -> None:
@@ -63,7 +68,7 @@ class NoiseFloor:
 
     def _learn(self, differences: Sequence[Difference]) -> None:
         running: dict[tuple[str, str], float] = {}
-        relative = 0.0
+        relative_size = 0.0
         for item in differences:
             position = item.location.position
             tensor = (item.kind, item.tensor)
@@ -71,8 +76,8 @@ class NoiseFloor:
             key = (*tensor, position)
             self._noise[key] = max(self._noise.get(key, 0.0), running[tensor])
             if item.kind in ("result", "parameter") and not item.is_integer_result and item.scale > 0:
-                relative = max(relative, item.size / item.scale)
-            self._relative[position] = max(self._relative.get(position, 0.0), relative)
+                relative_size = max(relative_size, item.size / item.scale)
+            self._relative[position] = max(self._relative.get(position, 0.0), relative_size)
             if item.kind == "parameter":
                 self._last[item.tensor] = max(self._last.get(item.tensor, 0.0), running[tensor])
             if item.kind == "gradient" and item.size > ALL_ROUNDING * item.scale:
@@ -80,18 +85,18 @@ class NoiseFloor:
                 self._all_rounding[name] = min(self._all_rounding.get(name, position), position)
 
     def noise(self, item: Difference) -> float:
-        """The noise in this tensor so far."""
+        """Return the noise in this tensor so far."""
         noise = self._noise.get((item.kind, item.tensor, item.location.position), 0.0)
         if item.kind == "final":
-            # A lone number may by chance end where it would have without noise; its way there tells more.
+            # A single number may by chance end where it would have without noise, so use its history too.
             noise = max(noise, self._last.get(item.tensor, 0.0) / math.sqrt(max(1, item.count)))
         return noise
 
     def limit(self, item: Difference) -> float:
-        """The largest `size` that is still the same training."""
+        """Return the largest `size` that is still the same training."""
         if self.tolerance is not None and not item.is_integer_result and not self.is_all_rounding(item):
-            return max(self.tolerance * item.scale, rounding_errors(item))
-        limit = max(NOISE_FACTOR * self.noise(item), rounding_limit(item))
+            return max(self.tolerance * item.scale, compute_rounding_errors(item))
+        limit = max(NOISE_FACTOR * self.noise(item), compute_rounding_limit(item))
         if item.is_integer_result:
             flips = NOISE_FACTOR * self._relative.get(item.location.position, 0.0) * item.count
             if flips >= LIKELY_FLIP:
@@ -101,33 +106,34 @@ class NoiseFloor:
         return limit
 
     def is_all_rounding(self, item: Difference) -> bool:
-        """Whether this is a parameter, or the gradient of one, whose gradient has said nothing but rounding by now."""
+        """Whether the gradient of this parameter has been all rounding by now."""
         name = item.tensor.removeprefix("gradient of ")
         return self._all_rounding.get(name, math.inf) <= item.location.position
 
     @property
     def all_rounding(self) -> tuple[str, ...]:
-        """The parameters whose gradients are all rounding: in effect they are not compared."""
+        """The parameters whose gradients are all rounding, so the comparison says nothing about them."""
         return tuple(sorted(self._all_rounding))
 
-    def relative(self, item: Difference) -> float:
-        """The size as a part of the tensor, for what a tolerance is about; 0 for all else.
+    def relative_size(self, item: Difference) -> float:
+        """Return the size relative to the tensor, if a tolerance applies to it; else 0.
 
-        Lone rounding errors are taken as a part of the largest tensor of their kind: their own may be nothing else.
+        Single rounding errors are relative to the largest tensor of their kind, because their own tensor may be
+        all rounding.
         """
         if item.is_integer_result or self.is_all_rounding(item) or item.size == 0:
             return 0.0
-        if item.size <= rounding_errors(item):
+        if item.size <= compute_rounding_errors(item):
             return item.size / item.resolution * RESOLUTION[item.dtype]
         return item.size / item.scale if item.scale > 0 else math.inf
 
 
-def rounding_limit(item: Difference) -> float:
-    """What rounding alone explains, with no training between."""
-    return max(ROUNDING_BOUND.get(item.dtype, 0.0) * item.scale, rounding_errors(item))
+def compute_rounding_limit(item: Difference) -> float:
+    """Return the largest difference that rounding alone explains, without training in between."""
+    return max(ROUNDING_BOUND.get(item.dtype, 0.0) * item.scale, compute_rounding_errors(item))
 
 
-def rounding_errors(item: Difference) -> float:
-    """What rounding makes of a tensor that is zero but for it."""
+def compute_rounding_errors(item: Difference) -> float:
+    """Return the largest size of a tensor that is zero up to rounding."""
     errors = GRADIENT_ROUNDING_ERRORS if item.kind == "gradient" else ROUNDING_ERRORS
     return errors * item.resolution

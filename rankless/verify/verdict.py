@@ -1,4 +1,4 @@
-"""A comparison as people and programs read it: a table with a verdict line, and a JSON report."""
+"""Render a comparison for people and programs: a table with a verdict line, and a JSON report."""
 
 import math
 import os
@@ -13,7 +13,7 @@ HEADERS = ("compared", "number", "largest difference", "noise floor", "nearest t
 
 
 class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the two trainings part."""
+    """The location where two trainings diverge."""
 
     step: int
     tensor: str
@@ -23,17 +23,17 @@ class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
-    """A bound of the user's own and what was measured, each as a part of the tensor, the largest of all tensors."""
+    """A user's bound and the measured differences, relative to the tensor; each is the largest of all tensors."""
 
     tolerance: float
     largest_difference: float
     noise_floor: float
     unmet: str | None
-    """The first tensor in which not even the script on one worker, repeated, stays within the tolerance."""
+    """The first tensor that exceeds the tolerance even in the repeated run on one worker."""
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that `rankless verify --json` writes. A number that is not finite is null."""
+    """The file that `rankless verify --json` writes. A number that is not finite becomes null."""
 
     same: bool
     workers: int
@@ -42,32 +42,32 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     largest_loss_difference: float
     largest_parameter_difference: float
     noise_floor: dict[str, float]
-    """Of "loss" and "parameter": the largest difference of the one-worker run's disturbed repetition."""
+    """For "loss" and "parameter": the largest difference of the perturbed run on one worker."""
     first_difference: FirstDifference | None
     losses_one: tuple[float, ...]
     losses_many: tuple[float, ...]
     failure: str | None = None
-    """What kept the runs from being compared."""
+    """Why the runs could not be compared."""
     decided_in: str = ""
-    """The precision of the runs that all the figures above are of, as "float64"."""
+    """The precision of the runs that the figures above belong to, as "float64"."""
     own_precision: "VerifyReport | None" = None
-    """What the runs in the script's own precision gave, where float64 decided instead."""
+    """The report on the script's own precision, if float64 decided instead."""
     float64_failure: str | None = None
-    """Why float64 could not decide, where it was tried and failed."""
+    """Why float64 could not decide, if it was tried."""
     stopped: bool = False
-    """Whether the runs were ended after `steps`, before the script was."""
+    """Whether the runs were stopped after `steps`, before the script ended."""
     tolerance: Tolerance | None = None
-    """The user's own bound, if there is one; it then takes the place of the measured one."""
+    """The user's bound, which then replaces the measured one."""
     against: str | None = None
-    """The plain script that the runs were compared with, too."""
+    """The plain reference script that the runs were compared with, too."""
     first_value: FirstValue | None = None
-    """The first value, in the job call where the runs part, that differs; None if nobody looked, or nothing did."""
+    """The first value that differs, in the job call where the runs diverge; None if not searched or not found."""
     not_covered: tuple[str, ...] = ()
     """What the comparison did not cover."""
 
 
-def failed_report(failure: str, *, workers: int) -> VerifyReport:
-    """The report on runs that could not be compared."""
+def make_failed_report(failure: str, *, workers: int) -> VerifyReport:
+    """Return the report on runs that could not be compared."""
     return VerifyReport(
         same=False,
         workers=workers,
@@ -84,7 +84,7 @@ def failed_report(failure: str, *, workers: int) -> VerifyReport:
 
 
 def make_report(comparison: Comparison, *, workers: int) -> VerifyReport:
-    """The report on a comparison: the same training if nothing was found."""
+    """Return the report on a comparison: the same training if there is no finding."""
     first = comparison.findings[0] if comparison.findings else None
     return VerifyReport(
         same=first is None,
@@ -94,16 +94,16 @@ def make_report(comparison: Comparison, *, workers: int) -> VerifyReport:
         largest_loss_difference=comparison.largest_loss_difference,
         largest_parameter_difference=comparison.largest_parameter_difference,
         noise_floor={"loss": comparison.loss_noise, "parameter": comparison.parameter_noise},
-        first_difference=None if first is None else _first_difference(first),
+        first_difference=None if first is None else _make_first_difference(first),
         losses_one=comparison.losses_one,
         losses_many=comparison.losses_many,
         decided_in=comparison.precision,
         stopped=comparison.stopped,
-        tolerance=None if comparison.tolerance is None else _tolerance(comparison.tolerance),
+        tolerance=None if comparison.tolerance is None else _make_tolerance(comparison.tolerance),
     )
 
 
-def _tolerance(use: ToleranceUse) -> Tolerance:
+def _make_tolerance(use: ToleranceUse) -> Tolerance:
     unmet = use.unmet
     return Tolerance(
         tolerance=use.tolerance,
@@ -114,7 +114,7 @@ def _tolerance(use: ToleranceUse) -> Tolerance:
 
 
 def render_tolerance(tolerance: Tolerance) -> str:
-    """The user's bound beside the noise floor, in a line or two."""
+    """Describe the user's bound beside the noise floor, in a line or two."""
     line = (
         f"tolerance {tolerance.tolerance:g} of each tensor: the largest difference is "
         f"{tolerance.largest_difference:.2g}, the noise floor {tolerance.noise_floor:.2g}"
@@ -122,18 +122,18 @@ def render_tolerance(tolerance: Tolerance) -> str:
     if tolerance.unmet is None:
         return line
     return (
-        f"{line};\nnot even the script on one worker, with its last bits disturbed, stays within it ({tolerance.unmet})"
+        f"{line};\nnot even the script on one worker, with its last bits perturbed, stays within it ({tolerance.unmet})"
     )
 
 
 def render_coverage(not_covered: Sequence[str]) -> str:
-    """What the comparison did not cover, a line for each kind; empty if there is nothing."""
+    """Describe what the comparison did not cover, a line for each kind; empty if it covered everything."""
     return "\n".join(["not covered:", *(f"  - {text}" for text in not_covered)]) if not_covered else ""
 
 
 def render_table(comparison: Comparison) -> str:
-    """The table of what was compared, in columns."""
-    lines = [HEADERS, *(_cells(row) for row in comparison.rows)]
+    """Return the table of comparisons, in columns."""
+    lines = [HEADERS, *(_make_cells(row) for row in comparison.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
     rendered = []
     for name, *numbers, nearest in lines:
@@ -143,47 +143,47 @@ def render_table(comparison: Comparison) -> str:
 
 
 def render_verdict(report: VerifyReport) -> str:
-    """One line that begins with "same training:" or "NOT the same training:"."""
+    """Return one line that begins with "same training:" or "NOT the same training:"."""
     workers = f"{report.workers} worker{'s' if report.workers != 1 else ''}"
     if report.failure is not None:
         return f"NOT the same training: {report.failure}"
     first = report.first_difference
     if first is not None:
         return (
-            f"NOT the same training: first at {_place(first)}: expected {first.expected}, found {first.found}"
-            f"{_decision(report)}"
+            f"NOT the same training: first at {_describe_location(first)}: expected {first.expected}, found {first.found}"
+            f"{_describe_decision(report)}"
         )
     return (
         f"same training: {report.steps} steps and {report.calls} job calls on 1 and on {workers}; "
         f"losses within {report.largest_loss_difference:.2g} (noise {report.noise_floor['loss']:.2g}), "
         f"final parameters within {report.largest_parameter_difference:.2g} "
-        f"(noise {report.noise_floor['parameter']:.2g}){_stop(report)}{_decision(report)}"
+        f"(noise {report.noise_floor['parameter']:.2g}){_describe_stop(report)}{_describe_decision(report)}"
     )
 
 
-def _place(first: FirstDifference) -> str:
-    """Where two trainings part, as "step 2, result of train (train.py:14)"."""
+def _describe_location(first: FirstDifference) -> str:
+    """Describe where two trainings diverge, as "step 2, result of train (train.py:14)"."""
     where = f" ({os.path.basename(first.line)})" if first.line else ""
     return f"step {first.step}, {first.tensor}{where}"
 
 
 def render_doubt(own: VerifyReport) -> str:
-    """Why what the runs in the script's own precision gave is not enough."""
+    """Describe why the runs in the script's own precision do not suffice."""
     first = own.first_difference
     if first is None:
         return f"in {own.decided_in} noise of {own.noise_floor['loss']:.2g} in the losses could hide faults"
-    return f"in {own.decided_in} the runs part at {_place(first)}"
+    return f"in {own.decided_in} the runs diverge at {_describe_location(first)}"
 
 
-def _stop(report: VerifyReport) -> str:
-    """Where the runs were ended, and within which bound they were compared; with a space before it."""
+def _describe_stop(report: VerifyReport) -> str:
+    """Describe where the runs were stopped and which bound applied, with a leading space."""
     stop = f", and as in {report.against}" if report.against is not None else ""
     stop += f" (stopped after {report.steps} step{'s' if report.steps != 1 else ''})" if report.stopped else ""
     return stop + (f" (within the tolerance {report.tolerance.tolerance:g})" if report.tolerance is not None else "")
 
 
-def _decision(report: VerifyReport) -> str:
-    """Which runs decided, where there were others; with a space before it."""
+def _describe_decision(report: VerifyReport) -> str:
+    """Describe which runs decided if there were several, with a leading space."""
     if report.float64_failure is not None:
         return f" ({render_doubt(report)}; float64 could not decide: {report.float64_failure})"
     own = report.own_precision
@@ -195,11 +195,11 @@ def _decision(report: VerifyReport) -> str:
 
 
 def encode_report(report: VerifyReport) -> bytes:
-    """The report as indented JSON."""
+    """Return the report as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def _first_difference(finding: Divergence) -> FirstDifference:
+def _make_first_difference(finding: Divergence) -> FirstDifference:
     return FirstDifference(
         step=finding.location.step,
         tensor=finding.tensor,
@@ -209,12 +209,12 @@ def _first_difference(finding: Divergence) -> FirstDifference:
     )
 
 
-def _cells(row: TableRow) -> tuple[str, ...]:
+def _make_cells(row: TableRow) -> tuple[str, ...]:
     noise = "" if row.noise is None else f"{row.noise:.2g}"
-    return (row.name, f"{row.compared:,}", f"{row.largest:.2g}", noise, _find_nearest(row))
+    return (row.name, f"{row.compared:,}", f"{row.largest:.2g}", noise, _format_nearest(row))
 
 
-def _find_nearest(row: TableRow) -> str:
+def _format_nearest(row: TableRow) -> str:
     worst = row.worst
     if worst is None or worst.size == 0:
         return "all equal" if row.compared else "nothing to compare"

@@ -127,7 +127,7 @@ def test_float64_decides_where_rounding_turns_something_over_in_float32(tmp_path
     assert verdict.startswith("same training: 8 steps")
     own = report["own_precision"]
     step = own["first_difference"]["step"]
-    assert f"(decided in float64: in float32 the runs part at step {step}, result ['last bit'] of train" in verdict
+    assert f"(decided in float64: in float32 the runs diverge at step {step}, result ['last bit'] of train" in verdict
     assert (report["same"], report["decided_in"]) == (True, "float64")
     assert (own["same"], own["decided_in"]) == (False, "float32")
     assert report["largest_loss_difference"] < 1e-14 < own["largest_loss_difference"] < 1e-6
@@ -138,7 +138,7 @@ def test_float64_does_not_hide_a_fault_beside_the_rounding(tmp_path: Path) -> No
     assert job.returncode == 1
     verdict = job.stdout.splitlines()[-1]
     assert verdict.startswith("NOT the same training: first at step 1, result ['loss'] of train")
-    assert "(decided in float64: in float32 the runs part at step 1, " in verdict
+    assert "(decided in float64: in float32 the runs diverge at step 1, " in verdict
     assert report["decided_in"] == "float64"
 
 

@@ -79,10 +79,10 @@ def test_all_runs_end_after_as_many_steps_as_asked_for_and_say_what_they_did_not
     assert ended == dict.fromkeys(["ended-1-0", "ended-3-0", "ended-3-1", "ended-3-2"], "2")
     expected = [
         "what the script does after step 3",
-        "job predict (train.py:33): it was called once only, its program not used again",
+        "job predict (train.py:33): it was called only once, so its program was not used again",
         "job never (train.py:37): it was never called",
-        "modules that no job was given: Linear (12 parameters)",
-        "results that are no numbers were compared as text only: ['kind'] of train",
+        "modules that belong to no job: Linear (12 parameters)",
+        "results without numbers were compared as text only: ['kind'] of train",
         "parameters of a model that trains which never got a gradient: model.idle.weight, model.idle.bias",
         "buffers that never changed: model.scale",
         "tensors that a job reads from outside its models and arguments: train: float32[4]",
@@ -113,7 +113,7 @@ def test_a_tolerance_is_printed_beside_the_noise_floor_and_decides(tmp_path: Pat
 def test_a_tolerance_below_the_noise_floor_is_said_to_be_out_of_reach(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "4", "--tolerance", "1e-12")
     assert job.returncode == 1
-    assert "not even the script on one worker, with its last bits disturbed, stays within it (" in job.stdout
+    assert "not even the script on one worker, with its last bits perturbed, stays within it (" in job.stdout
     assert report["tolerance"]["unmet"] is not None
     assert report["decided_in"] == "float32"  # a bound of one's own is about the script's own precision
     assert "tolerance 1e-12, noise" in report["first_difference"]["expected"]

@@ -53,7 +53,7 @@ def test_the_first_value_in_the_programs_order_is_named_whatever_follows_from_it
     first = found(RIGHT, MANY, wrong)
     assert (first.fault, first.name, first.rank, first.line) == ("value", "mm", 1, "/a/train.py:7")
     assert render_first_value(first).startswith(
-        "first value to part, in call 3 of train: train.py:7, operator of mm, float64[2]: 1 apart, at most 5e-12"
+        "first value that differs, in call 3 of train: train.py:7, operator of mm, float64[2]: 1 apart, at most 5e-12"
     )
     earlier = found(RIGHT, wrong, with_number(wrong, "mul", 3))
     assert (earlier.name, earlier.rank) == ("mul", 1)

@@ -180,4 +180,4 @@ def test_the_command_says_so_too(tmp_path: Path, fault: str, optimizer: str, cod
     assert verdict.startswith(f"NOT the same training: first at step {STEP}, " if code else "same training: 8 steps")
     assert report["decided_in"] == "float64"
     assert report["own_precision"] is None
-    assert ("first value to part, in call 3 of train: train.py:20, " in job.stdout) is (code == 1)
+    assert ("first value that differs, in call 3 of train: train.py:20, " in job.stdout) is (code == 1)

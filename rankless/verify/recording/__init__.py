@@ -1,4 +1,4 @@
-"""Recording a run inside its workers: results of jobs, parameters, and every value of one call.
+"""Record a run inside its workers: results of jobs, parameters, and every value of one call.
 
-Job calls and training steps enter, through the protocols in `context.observers`; files of typed records leave.
+Job calls and optimizer steps enter through the protocols in `context.observers`. Files of typed records leave.
 """

@@ -1,4 +1,4 @@
-"""The recording that a worker writes for `rankless verify`."""
+"""The recording of one rank for `rankless verify`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ from rankless.verify.recording.tensor_sketch import Sketcher, widen
 
 
 class RunRecorder:
-    """One rank's file of results, open from the first line of the script to its end."""
+    """One rank's file of results, open from the start of the script to its end."""
 
     def __init__(
         self, folder: str, rank: int, *, survey: Callable[[Iterable[nn.Module]], Survey] | None = None
@@ -43,10 +43,7 @@ class RunRecorder:
         self._survey = survey
 
     def register(self, name: str, module: nn.Module) -> str:
-        """Make a model known, in its state before the first step, under a name of its own, which is returned.
-
-        Once is enough, more does nothing.
-        """
+        """Record a model's state before its first step under a unique name, and return that name. Idempotent."""
         for unique, known in self._models.items():
             if known is module:
                 return unique
@@ -55,39 +52,39 @@ class RunRecorder:
             number += 1
             unique = f"{name}#{number}"
         self._models[unique] = module
-        self._write(ModelRegistered(unique, self._states(_format_names({unique: module}))))
+        self._write(ModelRegistered(unique, self._describe_states(_list_named_tensors({unique: module}))))
         return unique
 
     def record_call(self, *, job: str, line: str, results: Any) -> None:
-        """Write down a job call and its (whole) results; `line` is where the job stands, as "train.py:14"."""
+        """Record a job call and its whole results; `line` is the job's line, as "train.py:14"."""
         call = self._calls[job] = self._calls.get(job, 0) + 1
-        leaves = [_leaf(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(results)[0]]
+        leaves = [_make_leaf(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(results)[0]]
         self._write(JobCalled(job, call, self._steps, line, leaves))
 
     def record_step(self, *, job: str, model: Mapping[str, nn.Module]) -> None:
-        """Write down the training step of the call just recorded: its models' tensors and their gradients."""
+        """Record the step of the latest call: the tensors and gradients of its models."""
         for name, module in model.items():
             self.register(name, module)
         stepped = {id(module) for module in model.values()}
         ours = {name: known for name, known in self._models.items() if id(known) in stepped}
-        self.record_tensors(job=job, tensors=_format_names(ours))
+        self.record_tensors(job=job, tensors=_list_named_tensors(ours))
 
     def record_tensors(self, *, job: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write down a training step that has used and made these parameters and buffers, by their full names."""
+        """Record a step with the parameters and buffers that it used, by their full names."""
         self._steps += 1
-        self._write(StepRecorded(job, self._steps, self._states(tensors)))
+        self._write(StepRecorded(job, self._steps, self._describe_states(tensors)))
 
     def finish(self, *, stopped: bool = False) -> None:
-        """Write all models' parameters and buffers whole, and close; after that nothing is recorded any more.
+        """Write all models' parameters and buffers whole, and close. Later records are ignored.
 
-        `stopped` says that the run was ended before its script was.
+        `stopped` means that the run ended before its script did.
         """
         if self._stream.closed:
             return
         tensors: dict[str, Tensor] = {}
         described = []
         for model, module in self._models.items():
-            for name, tensor in _tensors(module):
+            for name, tensor in _iterate_tensors(module):
                 tensors[f"{model}.{name}"] = widen(tensor).cpu().clone()
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 described.append(FinalTensor(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
@@ -98,32 +95,32 @@ class RunRecorder:
 
     def _write(self, result: ResultRecord) -> None:
         if self._stream.closed:
-            return  # the script has caught the end that `--steps` set it, and goes on
+            return  # the script caught the exception by which `--steps` ends it, and continues
         self._stream.write(encode_result(result))
         self._stream.flush()
 
-    def _states(self, tensors: Mapping[str, Tensor]) -> list[TensorState]:
+    def _describe_states(self, tensors: Mapping[str, Tensor]) -> list[TensorState]:
         states = []
         for name, tensor in tensors.items():
-            gradient = None if tensor.grad is None else self._sketches.of(tensor.grad)
+            gradient = None if tensor.grad is None else self._sketches.sketch(tensor.grad)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            states.append(TensorState(name, dtype, tensor.numel(), self._sketches.of(tensor), gradient))
+            states.append(TensorState(name, dtype, tensor.numel(), self._sketches.sketch(tensor), gradient))
         return states
 
 
-def _format_names(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def _list_named_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers of models, by their full names."""
-    return {f"{model}.{name}": tensor for model, module in models.items() for name, tensor in _tensors(module)}
+    return {f"{model}.{name}": tensor for model, module in models.items() for name, tensor in _iterate_tensors(module)}
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters and buffers, tied ones once."""
+def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's parameters and buffers, tied ones once."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _leaf(path: str, value: Any) -> Leaf:
-    """A leaf of a result; what is no number is kept as its text's bytes."""
+def _make_leaf(path: str, value: Any) -> Leaf:
+    """Return a leaf of a result as a record; any value without numbers becomes the bytes of its text."""
     if isinstance(value, bool | int | float | complex):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     dtype = TEXT

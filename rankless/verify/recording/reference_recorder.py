@@ -1,10 +1,9 @@
-"""A plain script, recorded without its help: `rankless verify --against plain.py`.
+"""Record a plain script that calls no job: `rankless verify --against plain.py`.
 
-# Note [watching a plain script]: it has no jobs, so PyTorch's own doors are watched. The first forward of an outermost
-# module makes a model known, before anything has changed it; a call of `backward` tells the losses; the end of an
-# optimizer's step tells the gradients it has used and the parameters it has made. Nothing is drawn and nothing changed,
-# so the script trains as it would alone. What belongs to what is settled afterwards, by names, sizes and first values
-# (`verify.reference_run`).
+Note [recording a plain script]: PyTorch's hooks observe the script. The first forward of an outermost module registers
+the model before anything changes it. A call of `backward` provides the losses. The end of an optimizer step provides
+the gradients it used and the parameters it produced. The hooks draw and change nothing, so the script trains as it does
+alone. `verify.reference_run` later matches its tensors with the script's by name, size and first value.
 """
 
 import sys
@@ -23,11 +22,11 @@ from rankless.verify.recording.recorder import RunRecorder
 
 
 class ReferenceRecorder:
-    """Records the optimizers' steps of this process, from when it is started."""
+    """Records the optimizer steps of this process from `start` on."""
 
-    def __init__(self, recorder: RunRecorder, *, step_made: Callable[[], None], dtype: torch.dtype | None) -> None:
+    def __init__(self, recorder: RunRecorder, *, on_step: Callable[[], None], dtype: torch.dtype | None) -> None:
         self._recorder = recorder
-        self._step_made = step_made
+        self._on_step = on_step
         self._dtype = dtype
         self._module_stack: list[nn.Module] = []
         self._models: list[nn.Module] = []
@@ -36,7 +35,7 @@ class ReferenceRecorder:
         self._line = ""
 
     def start(self) -> None:
-        """Watch forwards, backwards and optimizers' steps until the process ends."""
+        """Hook forwards, backwards and optimizer steps until the process ends."""
         register_module_forward_pre_hook(self._before_forward)  # type: ignore[arg-type]  # it may give new arguments
         register_module_forward_hook(self._after_forward, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
@@ -66,9 +65,9 @@ class ReferenceRecorder:
         self._module_stack.pop()
 
     def _register_model(self, module: nn.Module) -> None:
-        """Make a model known, unless all of it is."""
-        strangers = [item for item in module.parameters() if id(item) not in self._names]
-        if not strangers:
+        """Register a model unless all its parameters are known."""
+        unknown = [item for item in module.parameters() if id(item) not in self._names]
+        if not unknown:
             return
         if self._dtype is not None:
             dtype = self._dtype
@@ -79,14 +78,14 @@ class ReferenceRecorder:
             self._names.setdefault(id(tensor), f"{name}.{path}")
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Parameters that no module holds become known before their first step."""
-        alone = [item for item in _parameters(optimizer) if id(item) not in self._names]
-        if alone:
-            name = self._recorder.register("alone", nn.ParameterList(alone))
-            self._names.update({id(item): f"{name}.{place}" for place, item in enumerate(alone)})
+        """Register parameters without a module before their first step."""
+        unowned = [item for item in _list_parameters(optimizer) if id(item) not in self._names]
+        if unowned:
+            name = self._recorder.register("alone", nn.ParameterList(unowned))
+            self._names.update({id(item): f"{name}.{index}" for index, item in enumerate(unowned)})
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        parameters = _parameters(optimizer)
+        parameters = _list_parameters(optimizer)
         ours = {id(item) for item in parameters}
         tensors = {self._names[id(item)]: item for item in parameters}
         for module in self._models:
@@ -96,10 +95,10 @@ class ReferenceRecorder:
         self._recorder.record_call(job="step", line=self._line, results=self._losses)
         self._losses = []
         self._recorder.record_tensors(job="step", tensors=tensors)
-        self._step_made()
+        self._on_step()
 
 
-def _parameters(optimizer: Optimizer) -> Sequence[Tensor]:
+def _list_parameters(optimizer: Optimizer) -> Sequence[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -1,4 +1,4 @@
-"""What a script holds at the end of a run: jobs, and modules that no job was given. Asked for by `rankless verify`."""
+"""Survey what a script holds at the end of a run: jobs, and modules that belong to no job."""
 
 import gc
 from collections.abc import Iterable
@@ -11,22 +11,22 @@ from rankless.records.job_results import Survey
 
 
 def survey_script(models: Iterable[nn.Module]) -> Survey:
-    """Jobs that are alive, and modules with parameters of which none belongs to one of `models`."""
+    """Return the living jobs, and modules whose parameters belong to none of `models` and no job."""
     jobs: list[KnownJob] = []
     known = {id(parameter) for model in models for parameter in model.parameters()}
-    strangers: list[nn.Module] = []
-    # By type: asking an arbitrary object for its class may run code of the script's.
+    candidates: list[nn.Module] = []
+    # type(thing), not thing.__class__, which may run code of the script.
     for thing in gc.get_objects():
         if issubclass(type(thing), Job):
             definition = thing.definition
             jobs.append(KnownJob(job=definition.name, line=definition.line, called=thing.was_called))
             known.update(id(parameter) for parameter in definition.parameters())
         elif issubclass(type(thing), nn.Module) and "_parameters" in thing.__dict__:
-            strangers.append(thing)
-    inner = {id(child) for module in strangers for child in module.modules() if child is not module}
+            candidates.append(thing)
+    inner = {id(child) for module in candidates for child in module.modules() if child is not module}
     outside = [
         f"{type(module).__name__} ({sum(parameter.numel() for parameter in module.parameters()):,} parameters)"
-        for module in strangers
+        for module in candidates
         if id(module) not in inner
         and any(True for _ in module.parameters())
         and not any(id(parameter) in known for parameter in module.parameters())

@@ -1,10 +1,10 @@
-"""Tensors in a few numbers, of which the differences tell how far two tensors are apart.
+"""Sketches: tensors in a few numbers whose differences estimate how far two tensors are apart.
 
-# Note [sketches]: whole tensors of every step would fill disks, so a step keeps 16 numbers of each: its
-# elements times fixed random signs, drawn from its size, summed over every 16th. The sketch is linear, and
-# the expected square of a sketch's length is the tensor's. So the length of the difference of two sketches
-# tells how far two tensors are apart, though they never meet (the count sketch of Charikar, Chen and
-# Farach-Colton, 2002, with buckets by stride).
+Note [sketches]: whole tensors of every step would fill disks, so a step keeps 16 numbers of each tensor. They are its
+elements times fixed random signs, seeded by the size, summed over every 16th element. The sketch is linear, and the
+expected square of its length is the square of the tensor's norm. The length of the difference of two sketches therefore
+estimates the distance of two tensors that are never in one place. This is the count sketch of Charikar, Chen and
+Farach-Colton (2002) with buckets by stride.
 """
 
 import torch
@@ -16,13 +16,13 @@ BUCKETS = 16
 
 
 class Sketcher:
-    """Makes summaries; the signs of each size are drawn once."""
+    """Computes summaries; draws the signs of each size once."""
 
     def __init__(self) -> None:
         self._signs: dict[int, Tensor] = {}
 
-    def of(self, tensor: Tensor) -> TensorSummary:
-        """The norm and the sketch of a tensor."""
+    def sketch(self, tensor: Tensor) -> TensorSummary:
+        """Return the norm and the sketch of a tensor."""
         flat = widen(tensor).reshape(-1).double()
         signs = self._signs.get(flat.numel())
         if signs is None or signs.device != flat.device:
@@ -33,7 +33,7 @@ class Sketcher:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """A tensor's numbers as float64, or int64 where they are whole: what numpy can read for every dtype."""
+    """Return a tensor's numbers as float64, or int64 for integers: NumPy reads both for every dtype."""
     plain = tensor.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
@@ -41,6 +41,6 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def draw_signs(count: int) -> Tensor:
-    """As many signs, always the same for a number."""
+    """Return random signs that depend only on their number."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8) * 2 - 1

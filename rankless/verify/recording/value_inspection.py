@@ -1,9 +1,9 @@
-"""One job call with every value written down: on several workers as it runs, on one beside the plain call.
+"""Record every value of one job call: on several workers as it runs, on one worker beside the plain call.
 
-# Note [taps]: the program is lowered once more, and after every operator of the logical program a tap is added that
-# makes the value whole and writes down a few numbers of it. Operators, collectives and their order stay as they were,
-# so a fault shows in the very value in which it began. On one worker the same logical program runs whole, on copies of
-# nothing: it is functional, and the random state is put back, so that the plain call that follows is what it was.
+Note [value probes]: the program is lowered once more, with a probe after every operator of the logical program. A probe
+gathers the value and records a few numbers of it. Operators, collectives and their order are unchanged, so a fault
+shows in the value where it begins. On one worker the same logical program runs whole. It is functional and the random
+state is restored, so the plain call that follows is unchanged.
 """
 
 import sys
@@ -28,7 +28,7 @@ from rankless.parallel.mesh import Mesh
 from rankless.parallel.placement import Placement, Replicate
 from rankless.records.job_values import Role
 from rankless.user_code import user_line
-from rankless.verify.recording.value_recorder import ValueRecorder, whole
+from rankless.verify.recording.value_recorder import ValueRecorder, gather_whole
 
 
 class ValueInspector:
@@ -58,7 +58,7 @@ class ValueInspector:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueProbe:
-    """A step of a program that writes down one value."""
+    """A step of a program that records one value."""
 
     recorder: ValueRecorder
     mesh: Mesh
@@ -72,12 +72,12 @@ class ValueProbe:
     __name__ = "tap"
 
     def __call__(self, local: Any) -> None:
-        """Write the value down, if it is a tensor."""
+        """Record the value if it is a tensor."""
         if isinstance(local, Tensor):
             self.recorder.record(
                 self.role,
                 self.name,
-                whole(local, self.placement, self.mesh),
+                gather_whole(local, self.placement, self.mesh),
                 operator=self.operator,
                 line=self.line,
                 inputs=self.inputs,
@@ -87,7 +87,7 @@ class ValueProbe:
 def add_probes(
     sharded: ShardedProgram, mesh: Mesh, recorder: ValueRecorder
 ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
-    """A placed program that gives what it gives, and writes down its values; for the call that is being made now."""
+    """Return a program with the same results that also records its values; call it for the current call only."""
     logical = sharded.logical
     lowering = LoweringPass(sharded, mesh)
     graph = lowering.lower_graph()
@@ -101,10 +101,10 @@ def add_probes(
             mesh=mesh,
             placement=sharded.placements[node],
             role="input" if is_input else "value",
-            name=value_name(node, logical),
-            operator="" if is_input else operator_name(node),
+            name=format_value_name(node, logical),
+            operator="" if is_input else format_operator_name(node),
             line=call_line if is_input else str(node.meta.get("line", "")),
-            inputs=tuple(value_name(item, logical) for item in node.all_input_nodes),
+            inputs=tuple(format_value_name(item, logical) for item in node.all_input_nodes),
         )
         with local.graph.inserting_after(value):
             local.graph.call_function(tap, (value,))
@@ -119,16 +119,16 @@ def add_probes(
     )
 
     def run(inputs: Sequence[Tensor], sizes: Sequence[int] = ()) -> Sequence[Tensor]:
-        assert not sizes, "a program with sizes that vary is not one to be looked at"
+        assert not sizes, "a program with varying sizes cannot be inspected"
         outputs = program(inputs)
         for output, described, (node, _) in zip(outputs, program.outputs, logical.outputs, strict=True):
             recorder.record(
                 "output",
-                output_name(described.kind, described.name),
+                format_output_name(described.kind, described.name),
                 output,
-                operator=operator_name(node),
+                operator=format_operator_name(node),
                 line=str(node.meta.get("line", "")),
-                inputs=(value_name(node, logical),),
+                inputs=(format_value_name(node, logical),),
             )
         return outputs
 
@@ -136,7 +136,7 @@ def add_probes(
 
 
 def run_alongside(job: JobDefinition, world: World, arguments: Arguments, recorder: ValueRecorder) -> None:
-    """On one worker: run the job's logical program whole, with its values written down, and change nothing."""
+    """Run the job's logical program whole on one worker and record its values, without side effects."""
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     programs = ProgramCache(job, world)
     executable = programs.capture_exactly(programs.look_up(arguments, get_placements(arguments, world.mesh)))
@@ -146,7 +146,7 @@ def run_alongside(job: JobDefinition, world: World, arguments: Arguments, record
             values.append(arguments.tensors[slot])
         else:
             values.append(slot if isinstance(slot, Tensor) else slot.tensor())
-    # Whole, though a mesh of one could split as well: what runs is PyTorch's own operators, none of ours.
+    # Replicate everything, so that only PyTorch's own operators run, and none of Rankless.
     sharded = propagate_shardings(executable.captured.program, (Replicate(),) * len(arguments.tensors), 1)
     add_probes(sharded, world.mesh, recorder)([value.detach() for value in values], ())
     torch.set_rng_state(state)
@@ -155,44 +155,44 @@ def run_alongside(job: JobDefinition, world: World, arguments: Arguments, record
 
 
 def record_plain(job: JobDefinition, result: Any, recorder: ValueRecorder) -> None:
-    """Write down what the plain call gave, under the names of the program's outputs."""
+    """Record the results of the plain call under the names of the program's outputs."""
     found: dict[str, Tensor] = {}
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     for index, leaf in enumerate(leaves, start=int(job.trains)):
-        found[output_name("result", f"result {index}")] = leaf
+        found[format_output_name("result", f"result {index}")] = leaf
     if job.trains:
-        found |= plain_gradients(job)
+        found |= get_plain_gradients(job)
     for name, tensor in found.items():
         recorder.record("plain", name, tensor, operator="", line=job.line, inputs=())
 
 
-def plain_gradients(job: JobDefinition) -> Mapping[str, Tensor]:
-    """The gradients of a job's parameters by the names of the program's outputs."""
+def get_plain_gradients(job: JobDefinition) -> Mapping[str, Tensor]:
+    """Return the gradients of a job's parameters by the names of the program's outputs."""
     return {
-        output_name("gradient", name): parameter.grad
+        format_output_name("gradient", name): parameter.grad
         for model, module in job.modules.items()
         for name, parameter in module.named_parameters(model)
         if parameter.grad is not None
     }
 
 
-def input_name(given: ProgramInput) -> str:
-    """What an input is called in words, as "parameter model.0.weight" or "argument 1"."""
+def format_input_name(given: ProgramInput) -> str:
+    """Return an input's name in words, as "parameter model.0.weight" or "argument 1"."""
     return given.name if given.kind == "argument" else f"{given.kind} {given.name}"
 
 
-def value_name(node: fx.Node, logical: LogicalProgram) -> str:
-    """What a value of a program is recorded as."""
-    return input_name(logical.inputs[node]) if node in logical.inputs else str(node.name)
+def format_value_name(node: fx.Node, logical: LogicalProgram) -> str:
+    """Return the name under which a value of a program is recorded."""
+    return format_input_name(logical.inputs[node]) if node in logical.inputs else str(node.name)
 
 
-def output_name(kind: str, name: str) -> str:
-    """What an output is called in words."""
+def format_output_name(kind: str, name: str) -> str:
+    """Return an output's name in words."""
     return {"gradient": f"gradient of {name}", "mutation": f"new value of {name}"}.get(kind, name)
 
 
-def operator_name(node: fx.Node) -> str:
-    """An operator's name without its overload, as "native_layer_norm"; that of the source for one of its outputs."""
+def format_operator_name(node: fx.Node) -> str:
+    """Return an operator's name without its overload, as "native_layer_norm", also for one of several outputs."""
     if "getitem" in str(node.target):
-        return operator_name(node.all_input_nodes[0])
+        return format_operator_name(node.all_input_nodes[0])
     return str(node.target).removeprefix("aten.").removeprefix("rankless.").rpartition(".")[0] or str(node.target)

@@ -1,4 +1,4 @@
-"""What `rankless verify` writes down of one job call: every value of its program, whole, in a few numbers each."""
+"""The file of values of one job call: every value of its program, each in a few numbers."""
 
 from pathlib import Path
 
@@ -15,35 +15,35 @@ from rankless.verify.recording.tensor_sketch import Sketcher
 
 
 class ValueRecorder:
-    """One rank's file of values, for the one call that is wanted."""
+    """One rank's file of values of the inspected call."""
 
-    def __init__(self, folder: str, rank: int, wanted: InspectedCall) -> None:
+    def __init__(self, folder: str, rank: int, inspected: InspectedCall) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._stream = values_file(folder, rank).open("wb")
-        self._wanted = wanted
+        self._inspected = inspected
         self._calls = 0
         self._sketches = Sketcher()
 
     def count_call(self, job: str) -> bool:
-        """Count a call of a job; whether it is the one wanted."""
-        self._calls += job == self._wanted.job
-        return job == self._wanted.job and self._calls == self._wanted.call
+        """Count a call of a job, and return whether it is the one to inspect."""
+        self._calls += job == self._inspected.job
+        return job == self._inspected.job and self._calls == self._inspected.call
 
     def record(
         self, role: Role, name: str, tensor: Tensor, *, operator: str, line: str, inputs: tuple[str, ...]
     ) -> None:
-        """Write down a whole value."""
+        """Record a whole value."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        value = ComputedValue(role, name, operator, line, dtype, tuple(tensor.shape), self._sketches.of(tensor), inputs)
+        value = ComputedValue(role, name, operator, line, dtype, tuple(tensor.shape), self._sketches.sketch(tensor), inputs)
         self._stream.write(encode_result(value))
         self._stream.flush()
 
 
-def whole(local: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
-    """A value from all ranks' pieces, on every rank; a copy that each rank has stays its own."""
+def gather_whole(local: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+    """Return a value gathered from all ranks' pieces; a replicated value stays as this rank has it."""
     if isinstance(placement, Replicate) or mesh.size == 1:
         return local
     gather = Redistribution(mesh, placement, Replicate())
-    # Not every backend gathers truth values.
+    # Not every backend gathers booleans.
     sent = local.to(torch.uint8) if local.dtype == torch.bool else local
     return gather(sent, *gather.lengths).to(local.dtype)
