@@ -150,7 +150,8 @@ def render_verdict(report: VerifyReport) -> str:
     first = report.first_difference
     if first is not None:
         return (
-            f"NOT the same training: first at {_describe_location(first)}: expected {first.expected}, found {first.found}"
+            f"NOT the same training: first at {_describe_location(first)}: "
+            f"expected {first.expected}, found {first.found}"
             f"{_describe_decision(report)}"
         )
     return (

@@ -34,7 +34,9 @@ class ValueRecorder:
     ) -> None:
         """Record a whole value."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        value = ComputedValue(role, name, operator, line, dtype, tuple(tensor.shape), self._sketches.sketch(tensor), inputs)
+        value = ComputedValue(
+            role, name, operator, line, dtype, tuple(tensor.shape), self._sketches.sketch(tensor), inputs
+        )
         self._stream.write(encode_result(value))
         self._stream.flush()
 
