@@ -94,7 +94,7 @@ def first_leaves(mesh: Mesh, rows: int, options: dict[str, Any]) -> list[tuple[A
     ],
     ids=["seed", "no seed", "drop last", "replicated", "reader process"],
 )
-def test_put_together_the_ranks_batches_are_one_workers(size, options):
+def test_concatenated_batches_of_ranks_equal_those_of_one_worker(size, options):
     options = options | {"batch_size": 10}
     expected, _, drawn_after = noisy_epochs(Mesh.solo(), 22, options)
     for result, _, drawn in on_mesh(size, noisy_epochs, 22, options):
@@ -102,7 +102,7 @@ def test_put_together_the_ranks_batches_are_one_workers(size, options):
         assert drawn == drawn_after
 
 
-def test_the_order_on_a_mesh_is_a_data_loaders():
+def test_the_order_on_a_mesh_equals_a_data_loaders():
     dataset = TensorDataset(torch.arange(23))
     plain = DataLoader(dataset, 7, shuffle=True, generator=torch.Generator().manual_seed(9))
     expected = [[wholes(batch) for batch in plain] for _ in range(2)]
@@ -114,12 +114,12 @@ def tensor_epochs(mesh: Mesh) -> Any:
     return epochs_of(loader_on(mesh, dataset, batch_size=7, shuffle=True, seed=9))
 
 
-def test_each_rank_reads_its_own_rows_and_nobody_reads_twice():
+def test_each_rank_reads_its_own_rows_once():
     reads = [read for _, read, _ in on_mesh(3, noisy_epochs, 10, {"batch_size": 10})]
     assert reads == [[0, 1, 2, 3] * 2, [4, 5, 6] * 2, [7, 8, 9] * 2]
 
 
-def test_a_tail_of_fewer_rows_than_workers_is_whole_and_plain_on_every_rank():
+def test_a_last_batch_smaller_than_the_mesh_is_plain_on_every_rank():
     found = on_mesh(3, first_leaves, 9, {"batch_size": 7})
     assert [rank[0] for rank in found] == [
         ("LogicalTensor", (7,), [0, 1, 2]),
@@ -134,7 +134,7 @@ def read_named(mesh: Mesh, reading: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("reading", ["split", "replicated", "first"])
-def test_texts_are_whole_on_every_rank(reading):
+def test_every_rank_has_all_texts(reading):
     assert on_mesh(2, read_named, reading) == [[[f"sample {index}" for index in range(4)]]] * 2
 
 
@@ -166,13 +166,13 @@ def collate_with(mesh: Mesh, collate_name: str, options: dict[str, Any]) -> list
     ],
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_collation_of_a_part_that_is_no_part_of_the_whole_is_refused(collate_name, message, num_workers):
+def test_a_collate_fn_whose_rows_are_not_the_samples_raises(collate_name, message, num_workers):
     with pytest.raises(DataError, match=message):
         on_mesh(2, collate_with, collate_name, {"num_workers": num_workers})
 
 
 @pytest.mark.parametrize("collate_name", ["transpose", "pad", "mask"])
-def test_any_collation_is_one_workers_in_replicated_reading(collate_name):
+def test_replicated_reading_collates_as_one_worker(collate_name):
     expected = collate_with(Mesh.solo(), collate_name, {"reading": "replicated"})
     assert on_mesh(2, collate_with, collate_name, {"reading": "replicated"}) == [expected] * 2
 
@@ -188,7 +188,7 @@ def sample_by_rank(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("function", [shuffle_by_rank, sample_by_rank])
-def test_ranks_that_would_read_different_batches_stop(function):
+def test_ranks_that_would_read_different_batches_raise(function):
     with pytest.raises(DataError, match="rank 1 has other samples, or another seed, than rank 0"):
         on_mesh(2, function)
 
@@ -197,7 +197,7 @@ def read_broken(mesh: Mesh) -> int:
     return len(list(loader_on(mesh, BrokenOnOneRank(8), batch_size=8)))
 
 
-def test_a_sample_that_cannot_be_read_is_named_on_every_rank_with_the_rank_that_reads_it():
+def test_an_unreadable_sample_raises_on_every_rank_and_names_its_reader():
     with pytest.raises(DataError, match=r"rank 1 failed: OSError: disk gone \(index 5\)") as raised:
         on_mesh(2, read_broken)
     assert "on rank 0 of 2" in raised.value.__notes__[0]

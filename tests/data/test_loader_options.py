@@ -22,7 +22,7 @@ READINGS = ["split", "replicated", "first"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_on_one_worker_three_passes_are_a_data_loaders(case):
+def test_on_one_worker_three_passes_equal_a_data_loaders(case):
     expected = plain_passes(case)
     for reading in READINGS:
         assert our_passes(Mesh.solo(), case, reading) == expected
@@ -30,7 +30,7 @@ def test_on_one_worker_three_passes_are_a_data_loaders(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", READER_CASES)
-def test_with_reader_processes_passes_are_a_data_loaders(case):
+def test_passes_with_reader_processes_equal_a_data_loaders(case):
     assert our_passes(Mesh.solo(), case, "split", 2) == plain_passes(case, 2)
 
 
@@ -41,7 +41,7 @@ def all_passes(mesh: Mesh, cases: list[str], reading: str, count: int) -> list[o
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("reading", READINGS)
-def test_on_a_mesh_the_batches_put_together_are_a_data_loaders(size, reading):
+def test_on_a_mesh_concatenated_batches_equal_a_data_loaders(size, reading):
     expected = [plain_passes(case, 2) for case in CASES]
     for found in on_mesh(size, all_passes, list(CASES), reading, 2):
         for case, passes, plain in zip(CASES, found, expected, strict=True):
@@ -50,7 +50,7 @@ def test_on_a_mesh_the_batches_put_together_are_a_data_loaders(size, reading):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_on_a_mesh_each_rank_may_have_reader_processes(size):
+def test_on_a_mesh_each_rank_may_use_reader_processes(size):
     expected = [plain_passes(case, 2) for case in READER_CASES]
     assert on_mesh(size, all_passes, list(READER_CASES), "split", 2) == [expected] * size
 
@@ -62,7 +62,7 @@ def noisy_passes(mesh: Mesh, reading: str) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reading", READINGS)
-def test_what_samples_draw_is_the_same_on_any_number_of_workers_also_from_a_generator_of_their_own(reading):
+def test_random_numbers_of_samples_do_not_depend_on_the_number_of_ranks(reading):
     expected = noisy_passes(Mesh.solo(), reading)
     assert len({repr(batch) for batches, _ in expected for batch, _ in batches}) == 9
     for size in (2, 3):
@@ -70,7 +70,7 @@ def test_what_samples_draw_is_the_same_on_any_number_of_workers_also_from_a_gene
 
 
 @pytest.mark.slow
-def test_read_by_the_first_rank_alone_samples_draw_what_they_draw_under_a_data_loader():
+def test_read_by_rank_0_samples_draw_as_under_a_data_loader():
     start_generators()
     expected = passes_over(torch.utils.data.DataLoader(Noisy(), 4, shuffle=True))
     start_generators()
@@ -110,7 +110,7 @@ def collate_with(mesh: Mesh, name: str) -> list[object]:
         ("counted", r"batch\[1\]: int 3"),
     ],
 )
-def test_a_collation_that_is_not_row_by_row_is_refused_in_split_reading(name, message):
+def test_split_reading_refuses_a_collate_fn_that_mixes_rows(name, message):
     with pytest.raises(DataError, match=message) as raised:
         on_mesh(2, collate_with, name)
     assert 'reading="replicated"' in raised.value.fix
@@ -138,7 +138,7 @@ def leave_early(mesh: Mesh) -> list[object]:
 
 
 @pytest.mark.slow
-def test_loops_left_early_nested_and_in_step_are_the_same_on_every_number_of_workers():
+def test_broken_nested_and_zipped_loops_are_equal_on_any_number_of_ranks():
     expected = leave_early(Mesh.solo())
     assert expected[-1] == 4
     for size in (2, 3):

@@ -68,7 +68,7 @@ def start_generators() -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_three_epochs_are_a_data_loaders_and_leave_the_generators_alike(rows, drop_last, seed, shuffle):
+def test_three_epochs_equal_a_data_loaders_and_leave_equal_generators(rows, drop_last, seed, shuffle):
     torch.manual_seed(1)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     plain = DataLoader(numbers(rows), 5, shuffle=shuffle, drop_last=drop_last, generator=generator)
@@ -80,12 +80,12 @@ def test_three_epochs_are_a_data_loaders_and_leave_the_generators_alike(rows, dr
     assert ours.epoch == 3
 
 
-def test_shuffled_epochs_differ_from_each_other():
+def test_shuffled_epochs_differ():
     ours = loader_of(numbers(50), batch_size=50, shuffle=True, seed=0)
     assert flat(ours) != flat(ours)
 
 
-def test_two_loaders_in_step_draw_as_two_data_loaders_do():
+def test_two_zipped_loaders_draw_as_two_zipped_data_loaders():
     torch.manual_seed(1)
     expected = flat(zip(*(DataLoader(numbers(9), 2, shuffle=True) for _ in range(2)), strict=True))
     torch.manual_seed(1)
@@ -94,13 +94,13 @@ def test_two_loaders_in_step_draw_as_two_data_loaders_do():
 
 
 @pytest.mark.parametrize("collate_fn", [None, lambda samples: [sample["tensor"].sum() for sample in samples]])
-def test_batches_are_collated_as_a_data_loader_does(collate_fn):
+def test_batches_are_collated_as_by_a_data_loader(collate_fn):
     expected = flat(DataLoader(Samples(), 4, collate_fn=collate_fn))
     assert flat(loader_of(Samples(), batch_size=4, collate_fn=collate_fn)) == expected
 
 
 @pytest.mark.parametrize("tensor", [torch.rand(3, 8).T, torch.rand(8, 2, 4, 4).to(memory_format=torch.channels_last)])
-def test_a_tensor_data_set_of_any_layout_gives_the_same_values_and_strides(tensor):
+def test_a_tensor_dataset_of_any_layout_keeps_values_and_strides(tensor):
     (expected,), (ours,) = (
         DataLoader(TensorDataset(tensor), 8),
         loader_of(TensorDataset(tensor), batch_size=8),
@@ -109,7 +109,7 @@ def test_a_tensor_data_set_of_any_layout_gives_the_same_values_and_strides(tenso
     assert ours[0].stride() == expected[0].stride()
 
 
-def test_a_sampler_of_the_users_draws_as_under_a_data_loader():
+def test_a_custom_sampler_draws_as_under_a_data_loader():
     def sampler() -> WeightedRandomSampler:
         return WeightedRandomSampler([1.0, 2.0, 3.0, 4.0], 9)
 
@@ -122,7 +122,7 @@ def test_a_sampler_of_the_users_draws_as_under_a_data_loader():
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["in-process", "two readers"])
-def test_replicated_reading_draws_what_a_data_loader_draws(num_workers):
+def test_replicated_reading_draws_as_a_data_loader(num_workers):
     start_generators()
     expected = flat(DataLoader(Noisy(), 4, shuffle=True, num_workers=num_workers)), all_generators()
     start_generators()
@@ -139,7 +139,7 @@ def by_index(batches: Iterable[Any]) -> dict[int, tuple[Any, ...]]:
 
 
 @pytest.mark.slow
-def test_split_reading_draws_by_seed_epoch_and_index_alone():
+def test_split_reading_draws_depend_on_seed_epoch_and_index_only():
     ours = loader_of(Noisy(), batch_size=4, shuffle=True, seed=7)
     first, second = by_index(ours), by_index(ours)
     other = loader_of(Noisy(), batch_size=3, seed=7, num_workers=2)
@@ -150,7 +150,7 @@ def test_split_reading_draws_by_seed_epoch_and_index_alone():
     assert len({repr(draws) for draws in first.values()}) == 10
 
 
-def test_split_reading_leaves_the_scripts_generators_as_they_were():
+def test_split_reading_restores_the_generators_of_the_script():
     start_generators()
     expected = all_generators()
     start_generators()
@@ -158,7 +158,7 @@ def test_split_reading_leaves_the_scripts_generators_as_they_were():
     assert all_generators() == expected
 
 
-def test_without_a_seed_split_reading_draws_anew_for_a_loader_made_anew():
+def test_without_a_seed_a_new_loader_draws_new_numbers():
     torch.manual_seed(1)
     first, second = (by_index(loader_of(Noisy(), batch_size=4)) for _ in range(2))
     torch.manual_seed(1)
@@ -175,7 +175,7 @@ class Broken(Samples):
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["in-process", "two readers"])
-def test_a_data_set_that_raises_is_named_with_its_index_and_line(num_workers):
+def test_an_error_of_the_data_set_names_its_index_and_line(num_workers):
     with pytest.raises(DataError, match="KeyError: 'no such file' \\(index 6\\)") as raised:
         list(loader_of(Broken(), batch_size=4, num_workers=num_workers))
     assert raised.value.where.startswith(__file__)
@@ -212,12 +212,12 @@ class Unmeasured:
         ({1, 2}, {"batch_size": 2}, "set without __getitem__"),
     ],
 )
-def test_what_no_loader_can_do_is_refused_at_once(dataset, options, message):
+def test_unsupported_options_raise_at_once(dataset, options, message):
     with pytest.raises(DataError, match=message):
         loader_of(dataset, **options)
 
 
-def test_a_data_set_without_a_length_is_read_in_a_samplers_order():
+def test_a_data_set_without_a_length_is_read_in_sampler_order():
     assert [batch.tolist() for batch in loader_of(Unmeasured(), batch_size=2, sampler=[3, 1, 2])] == [
         [3, 1],
         [2],

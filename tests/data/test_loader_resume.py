@@ -47,20 +47,20 @@ def require_continued(case: str, batches: int, passes: list[Any], position: int)
 
 @pytest.mark.parametrize("batches", [0, 1, 2])
 @pytest.mark.parametrize("case", CASES | STREAM_CASES)
-def test_on_one_worker_the_rest_is_that_of_a_script_never_interrupted(case, batches):
+def test_on_one_worker_a_resumed_pass_equals_an_uninterrupted_one(case, batches):
     saved = interrupted(Mesh.solo(), case, "split", batches)
     require_continued(case, batches, *taken_up(Mesh.solo(), case, "split", saved))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", READERS)
-def test_batches_that_readers_had_prepared_and_nobody_got_are_not_counted(case):
+def test_prefetched_but_unused_batches_are_not_counted(case):
     saved = interrupted(Mesh.solo(), case, "split", 2)
     require_continued(case, 2, *taken_up(Mesh.solo(), case, "split", saved))
 
 
 @pytest.mark.slow
-def test_persistent_readers_taken_up_between_passes_draw_no_second_base_seed():
+def test_resumed_persistent_readers_draw_no_second_base_seed():
     saved = interrupted(Mesh.solo(), "persistent readers", "split", 0)
     require_continued("persistent readers", 0, *taken_up(Mesh.solo(), "persistent readers", "split", saved))
 
@@ -76,7 +76,7 @@ def all_taken_up(mesh: Mesh, cases: list[str], reading: str, saved: list[bytes])
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "later_size"), [(2, 3), (3, 2), (2, 1)])
 @pytest.mark.parametrize("reading", ["split", "first"])
-def test_what_was_saved_on_a_mesh_is_taken_up_on_another(size, later_size, reading):
+def test_a_state_saved_on_one_mesh_resumes_on_another(size, later_size, reading):
     cases = list(CASES | STREAM_CASES)
     saved = on_mesh(size, all_interrupted, cases, reading, 2)[0]
     if later_size == 1:
@@ -89,7 +89,7 @@ def test_what_was_saved_on_a_mesh_is_taken_up_on_another(size, later_size, readi
 
 
 @pytest.mark.parametrize("reading", ["split", "replicated"])
-def test_what_samples_draw_goes_on_too(reading):
+def test_random_numbers_of_samples_resume_too(reading):
     def make() -> Any:
         return loader_on(Mesh.solo(), Noisy(), batch_size=3, shuffle=True, reading=reading)
 
@@ -110,7 +110,7 @@ def test_what_samples_draw_goes_on_too(reading):
     assert passes_over(again, 2) == [(expected[2:], after), later]
 
 
-def test_a_pass_that_the_script_has_left_is_over():
+def test_a_pass_that_the_script_left_is_over():
     start_generators()
     loader = loader_on(Mesh.solo(), Items(), batch_size=5, shuffle=True)
     for _ in loader:
@@ -125,7 +125,7 @@ def test_a_pass_that_the_script_has_left_is_over():
     assert passes_over(again, 2) == expected
 
 
-def test_a_pass_is_taken_up_in_the_state_that_was_loaded_and_can_be_saved_again_before_it_begins():
+def test_a_loaded_state_can_be_saved_again_before_the_pass_resumes():
     saved = interrupted(Mesh.solo(), "shuffled", "split", 2)
     state, generators = decode_value(saved)
     dataset, options = ALL_CASES["shuffled"]()
@@ -136,7 +136,7 @@ def test_a_pass_is_taken_up_in_the_state_that_was_loaded_and_can_be_saved_again_
 
 
 @pytest.mark.parametrize("case", ["own generator", "stream", "knows itself"])
-def test_a_state_can_stand_in_a_checkpoint(case):
+def test_a_checkpoint_can_hold_a_loader_state(case):
     state, generators = decode_value(interrupted(Mesh.solo(), case, "split", 2))
     writer = TreeWriter()
     node = writer.encode(state, ("loader",))
@@ -167,7 +167,7 @@ def test_skipped_samples_are_not_read():
     assert dataset.read == 8
 
 
-def test_a_stream_that_knows_where_it_is_reads_nothing_twice():
+def test_a_stream_with_state_dict_reads_nothing_twice():
     state, _ = decode_value(interrupted(Mesh.solo(), "stream that knows where it is", "split", 2))
     dataset = StreamThatKnows()
     loader = loader_on(Mesh.solo(), dataset, batch_size=4)
@@ -180,7 +180,7 @@ def test_a_stream_that_knows_where_it_is_reads_nothing_twice():
     ("dataset", "options", "name"),
     [(Items(), {"sampler": DrawsLate(list(range(9)))}, "Python"), (StreamDrawsLate(), {}, "torch")],
 )
-def test_what_draws_in_turn_with_the_script_cannot_be_saved_in_mid_pass(dataset, options, name):
+def test_a_sampler_that_shares_draws_with_the_script_cannot_be_saved(dataset, options, name):
     loader = loader_on(Mesh.solo(), dataset, batch_size=2, **options)
     for number, _ in enumerate(loader):
         torch.rand(1)
@@ -200,7 +200,7 @@ class Forgetful(Stream):
         return (torch.tensor(number * Forgetful.passes) for number in range(9))
 
 
-def test_a_stream_that_gives_other_samples_when_read_again_is_refused():
+def test_a_stream_that_yields_other_samples_on_resume_raises():
     loader = loader_on(Mesh.solo(), Forgetful(), batch_size=3)
     next(batches := iter(loader))
     again = loader_on(Mesh.solo(), Forgetful(), batch_size=3)
@@ -217,7 +217,7 @@ def test_a_stream_that_gives_other_samples_when_read_again_is_refused():
         ({"batch_size": 5, "shuffle": True, "seed": 2}, r"samplers=\['BatchSampler', 'RandomSampler'\], seed=2"),
     ],
 )
-def test_a_state_of_another_loader_is_refused(options, message):
+def test_a_state_of_another_loader_raises(options, message):
     state = loader_on(Mesh.solo(), Items(), batch_size=5).state_dict()
     with pytest.raises(DataError, match=message):
         loader_on(Mesh.solo(), Items(), **options).load_state_dict(state)
@@ -225,7 +225,7 @@ def test_a_state_of_another_loader_is_refused(options, message):
         loader_on(Mesh.solo(), Items(7), batch_size=5).load_state_dict(state)
 
 
-def test_a_pass_whose_last_batch_was_handed_out_ends_at_once_and_the_next_is_a_new_one():
+def test_a_resumed_complete_pass_ends_at_once_and_a_new_one_follows():
     expected = our_passes(Mesh.solo(), "shuffled", "split")
     saved = interrupted(Mesh.solo(), "shuffled", "split", 3)
     (rest, _), third = taken_up(Mesh.solo(), "shuffled", "split", saved)[0]

@@ -39,7 +39,7 @@ print("the end")
 
 
 @pytest.mark.parametrize("readers", [0, 1])
-def test_a_sample_that_cannot_be_read_ends_the_run_and_is_named_with_its_rank(readers: int, tmp_path: Path) -> None:
+def test_an_unreadable_sample_ends_the_run_and_names_its_rank(readers: int, tmp_path: Path) -> None:
     job = run_script(BROKEN.replace("READERS", str(readers)), "-n", "2", folder=tmp_path)
     assert time.time() - float((tmp_path / "failed").read_text()) < 4.0
     assert job.returncode == 1
@@ -61,7 +61,7 @@ for batch in rankless.loader(torch.arange(8.0), batch_size=8):
 """
 
 
-def test_an_operation_on_a_batch_that_one_rank_makes_alone_is_named_and_ends_the_run(tmp_path: Path) -> None:
+def test_a_gather_on_one_rank_only_ends_the_run_and_names_the_line(tmp_path: Path) -> None:
     job = run_script(ALONE, "-n", "2", folder=tmp_path)
     assert "rank 1 has waited 0 s at" in job.stderr
     assert "script.py:7 for the other ranks to run the same operation" in job.stderr
@@ -82,7 +82,7 @@ predict(batch)
 )
 
 
-def test_once_inside_a_job_is_refused(tmp_path: Path) -> None:
+def test_once_inside_a_job_raises(tmp_path: Path) -> None:
     job = run_script(IN_A_JOB, "-n", "2", folder=tmp_path)
     assert job.returncode == 1
     assert "rankless.once(time) inside it, which would run at capture and never again" in job.stderr
@@ -109,7 +109,7 @@ for epoch in range(first, 3):
 
 
 @pytest.mark.parametrize(("size", "later_size"), [("2", "2"), pytest.param("3", "2", marks=pytest.mark.exhaustive)])
-def test_an_interrupted_run_goes_on_with_its_next_batch(size: str, later_size: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_its_next_batch(size: str, later_size: str, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()

@@ -17,7 +17,7 @@ READINGS = ["split", "replicated", "first"]
 
 
 @pytest.mark.parametrize("case", STREAM_CASES)
-def test_on_one_worker_a_streams_passes_are_a_data_loaders(case):
+def test_on_one_worker_a_stream_is_read_as_by_a_data_loader(case):
     expected = plain_passes(case)
     for reading in READINGS:
         assert our_passes(Mesh.solo(), case, reading) == expected
@@ -25,7 +25,7 @@ def test_on_one_worker_a_streams_passes_are_a_data_loaders(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STREAM_READER_CASES)
-def test_with_reader_processes_a_streams_passes_are_a_data_loaders(case):
+def test_reader_processes_read_a_stream_as_a_data_loader_does(case):
     assert our_passes(Mesh.solo(), case, "split", 2) == plain_passes(case, 2)
 
 
@@ -36,7 +36,7 @@ def all_passes(mesh: Mesh, cases: list[str], reading: str) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("reading", READINGS)
-def test_on_a_mesh_a_streams_batches_put_together_are_a_data_loaders(size, reading):
+def test_on_a_mesh_concatenated_stream_batches_equal_a_data_loaders(size, reading):
     expected = [plain_passes(case, 2) for case in STREAM_CASES]
     for found in on_mesh(size, all_passes, list(STREAM_CASES), reading):
         for case, passes, plain in zip(STREAM_CASES, found, expected, strict=True):
@@ -45,7 +45,7 @@ def test_on_a_mesh_a_streams_batches_put_together_are_a_data_loaders(size, readi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_on_a_mesh_reader_processes_divide_a_stream_as_under_a_data_loader(size):
+def test_on_a_mesh_reader_processes_divide_a_stream_as_in_a_data_loader(size):
     expected = [plain_passes(case, 2) for case in STREAM_READER_CASES]
     for reading in ("split", "first"):
         assert on_mesh(size, all_passes, list(STREAM_READER_CASES), reading) == [expected] * size
@@ -70,7 +70,7 @@ def read_queue(mesh: Mesh, reading: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_gives_each_rank_other_samples_is_noticed_and_read_by_the_first_rank_instead(size):
+def test_a_source_that_differs_per_rank_raises_unless_rank_0_reads(size):
     for reading in ("split", "replicated"):
         with pytest.raises(DataError, match="rank 1 has other samples") as raised:
             on_mesh(size, read_queue, reading)
@@ -90,7 +90,7 @@ def read_shorter(mesh: Mesh) -> int:
 
 
 @pytest.mark.slow
-def test_a_stream_that_is_shorter_on_one_rank_stops_every_rank():
+def test_a_stream_that_is_shorter_on_one_rank_raises_on_every_rank():
     with pytest.raises(DataError, match="rank 1 is at the end of its data, rank 0 has another batch"):
         on_mesh(2, read_shorter)
 
@@ -111,7 +111,7 @@ def read_broken(mesh: Mesh, rank: int | None, options: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_stream_that_raises_names_the_sample_and_the_line(num_workers):
+def test_an_error_of_a_stream_names_the_sample_and_the_line(num_workers):
     with pytest.raises(DataError, match=r"OSError: line cut off \(sample 9 of the stream, from 0") as raised:
         read_broken(Mesh.solo(), None, {"num_workers": num_workers})
     assert raised.value.where.startswith(__file__)
@@ -125,13 +125,13 @@ def test_a_stream_that_raises_names_the_sample_and_the_line(num_workers):
         ({"reading": "replicated", "num_workers": 1}, r"rank 1 failed: OSError: line cut off \(sample 9"),
     ],
 )
-def test_a_stream_that_raises_on_one_rank_stops_every_rank(options, message):
+def test_a_stream_error_on_one_rank_raises_on_every_rank(options, message):
     with pytest.raises(DataError, match=message):
         on_mesh(2, read_broken, 1, options)
 
 
 @pytest.mark.slow
-def test_a_stream_that_raises_on_the_rank_that_reads_for_all_stops_every_rank():
+def test_a_stream_error_on_the_reading_rank_raises_on_every_rank():
     with pytest.raises(DataError, match="line cut off") as raised:
         on_mesh(3, read_broken, 0, {"reading": "first"})
     assert "sample 9 of the stream" in str(raised.value)
@@ -147,7 +147,7 @@ def read_unsendable(mesh: Mesh) -> int:
 
 
 @pytest.mark.slow
-def test_what_the_first_rank_cannot_send_is_refused_by_name_on_every_rank():
+def test_an_unserializable_batch_raises_on_every_rank_by_name():
     with pytest.raises(DataError, match=r"posix\.ScandirIterator|plain values, because rank 0 sends"):
         on_mesh(2, read_unsendable)
 

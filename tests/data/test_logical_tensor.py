@@ -113,7 +113,7 @@ def outcomes(mesh: Mesh) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_operation_gives_the_wholes_result_on_every_rank(size):
+def test_every_operation_returns_the_result_of_the_whole_tensor_on_every_rank(size):
     expected = {name: outcome(operation, whole_tensor()) for name, operation in ALL_OPERATIONS.items()}
     for found in on_mesh(size, outcomes):
         wrong = {name: (found[name], value) for name, value in expected.items() if found[name] != value}
@@ -142,7 +142,7 @@ def kinds_of_results(mesh: Mesh) -> dict[str, tuple[bool, list[str]]]:
     return found
 
 
-def test_casts_and_moves_stay_logical_and_the_first_gathering_is_said_with_its_line():
+def test_casts_stay_logical_and_the_first_gather_warns_with_its_line():
     for found in on_mesh(2, kinds_of_results):
         for name in ("to", "same", "half", "clone", "contiguous"):
             assert found[name] == (True, []), name
@@ -179,7 +179,7 @@ def change_then_read_local(mesh: Mesh) -> list[bool]:
     return found
 
 
-def test_what_changes_the_whole_in_place_changes_the_rows_that_a_job_takes():
+def test_an_in_place_change_of_the_whole_changes_the_local_rows():
     assert on_mesh(3, change_then_read_local) == [[True] * 6] * 3
 
 
@@ -192,7 +192,7 @@ def reshape_in_place(mesh: Mesh, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["t_", "unsqueeze_", "resize_", "data"])
-def test_changing_shape_or_storage_in_place_is_refused(how):
+def test_an_in_place_change_of_shape_or_storage_raises(how):
     with pytest.raises(DataError, match="changed them in place"):
         on_mesh(2, reshape_in_place, how)
 
@@ -216,7 +216,7 @@ def gather_types(mesh: Mesh) -> list[str]:
     return wrong
 
 
-def test_every_type_and_dim_is_gathered():
+def test_every_dtype_and_dim_is_gathered():
     assert on_mesh(3, gather_types) == [[]] * 3
 
 
@@ -227,7 +227,7 @@ def identity_survives(mesh: Mesh) -> bool:
     return known[tensor] == "here" and tensor.local.shape == (4 if mesh.rank == 0 else 3, 5)
 
 
-def test_gathering_changes_neither_the_hash_nor_the_rows():
+def test_gathering_keeps_the_hash_and_the_local_rows():
     assert on_mesh(2, identity_survives) == [True, True]
 
 
@@ -237,5 +237,5 @@ def below_torch_function(mesh: Mesh) -> tuple[float, list[int]]:
         return torch.sum(tensor).item(), list(tensor.shape)
 
 
-def test_operations_that_come_from_below_pythons_hook_work_on_the_whole_too():
+def test_operations_called_from_cpp_work_on_the_whole_tensor():
     assert on_mesh(2, below_torch_function) == [(whole_tensor().sum().item(), [7, 5])] * 2

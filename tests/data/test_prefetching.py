@@ -43,7 +43,7 @@ class Diary:
         return found
 
 
-def test_one_ahead_the_next_batch_is_begun_before_one_is_used():
+def test_prefetching_starts_the_next_copy_before_a_batch_is_used():
     diary = Diary()
     assert diary.run(ahead=True) == [(number, f"batch {number} there") for number in range(3)]
     assert diary.entries == [
@@ -52,21 +52,21 @@ def test_one_ahead_the_next_batch_is_begun_before_one_is_used():
     ]
 
 
-def test_in_the_scripts_process_nothing_is_read_before_it_is_asked_for():
+def test_without_reader_processes_nothing_is_read_ahead():
     diary = Diary()
     assert [number for number, _ in diary.run(ahead=False)] == [0, 1, 2]
     assert diary.entries[:5] == ["read 0", "start 0", "finish 0", "use 0", "read 1"]
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_an_error_comes_after_the_batches_before_it_have_been_used(ahead):
+def test_a_prefetching_error_is_raised_after_the_previous_batches(ahead):
     diary = Diary(fails_at=2)
     with pytest.raises(OSError, match="disk gone"):
         diary.run(ahead=ahead)
     assert diary.entries[-1] == "use 1"
 
 
-def test_nothing_ahead_counts_for_the_position():
+def test_prefetched_batches_do_not_count_for_the_position():
     loader = loader_on(Mesh.solo(), Items(), batch_size=5, num_workers=1, device="cpu")
     batches = iter(loader)
     next(batches)
@@ -75,7 +75,7 @@ def test_nothing_ahead_counts_for_the_position():
     assert loader.position == 2
 
 
-def test_the_cpu_needs_no_stream_and_leaves_texts_alone():
+def test_the_cpu_copier_uses_no_stream_and_keeps_texts():
     copier = make_copier(torch.device("cpu"))
     assert isinstance(copier, PlainCopier)
     batch = {"x": torch.ones(2), "names": ["a", "b"]}
@@ -92,7 +92,7 @@ def on_device(mesh: Mesh) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_on_a_mesh_each_ranks_rows_come_to_its_device_and_batches_stay_logical(size):
+def test_on_a_mesh_local_rows_move_to_the_device_and_stay_logical(size):
     for rank, found in enumerate(on_mesh(size, on_device)):
         rows = [4 // size + (rank < 4 % size)] * 2 + [3 // size + (rank < 3 % size)]
         assert found == [True, [True, True, True], rows]

@@ -210,13 +210,13 @@ def told(mesh: Mesh, cases: str, name: str, **wanted: Any) -> tuple[str, list[st
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", DIVIDED)
-def test_nothing_is_said_of_data_that_is_divided(name: str, size: int):
+def test_divided_data_passes_without_a_warning(name: str, size: int):
     assert on_mesh(size, told, "divided", name) == [("", [])] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", PARTED)
-def test_every_rank_raises_and_names_ranks_and_samples(name: str, size: int):
+def test_undivided_data_raises_on_every_rank_with_ranks_and_samples(name: str, size: int):
     for text, said in on_mesh(size, told, "parted", name):
         assert text.startswith("RanksDiverged")
         assert all(words in text for words in PARTED[name][1]), text
@@ -243,7 +243,7 @@ NOTED: dict[str, tuple[Case, str]] = {
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", NOTED)
-def test_what_may_be_meant_is_only_said(name: str, size: int):
+def test_suspicious_data_only_warns(name: str, size: int):
     for text, said in on_mesh(size, told, "noted", name):
         assert text == ""
         assert len(said) == 1
@@ -270,7 +270,7 @@ def relaxed(mesh: Mesh) -> list[str]:
     return found
 
 
-def test_what_a_script_means_to_do_can_be_allowed():
+def test_options_allow_intended_differences():
     for missing, without, uneven, with_even, endless, whole, first, none in on_mesh(2, relaxed):
         assert (missing, uneven, endless, first) == ("", "", "", "")
         assert "batches=0" in none
@@ -320,7 +320,7 @@ def left_as_it_was(mesh: Mesh, which: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("which", ["shuffled", "generators", "a part", "a stream", "persistent readers"])
-def test_a_check_changes_nothing_that_training_draws(which: str):
+def test_a_check_does_not_change_random_numbers_of_training(which: str):
     assert on_mesh(2, left_as_it_was, which) == [[True] * 4] * 2
 
 
@@ -336,7 +336,7 @@ def forgotten(mesh: Mesh) -> list[Any]:
     return [len(passed), found, sampler.warned_same_epoch]
 
 
-def test_a_check_is_no_pass_of_our_sampler():
+def test_a_check_does_not_count_as_a_pass_of_the_sampler():
     assert on_mesh(2, forgotten) == [[2, False, True]] * 2
 
 
@@ -355,14 +355,14 @@ def refused(mesh: Mesh, once: str) -> str:
 
 
 @pytest.mark.parametrize("once", ["an iterator", "a stream that ends for good", "an iterator of indices"])
-def test_what_can_be_iterated_once_is_refused_and_nobody_waits(once: str):
+def test_an_iterator_raises_on_every_rank(once: str):
     first, second = on_mesh(2, refused, once)
     assert first.startswith("CollectiveError")
     assert second.startswith("ConfigError")
     assert "which can be iterated once at most" in second
 
 
-def test_alone_there_is_nothing_to_divide():
+def test_one_rank_has_nothing_to_divide():
     assert rankless.check_shards(DataLoader(rows(4))) is None
 
 
@@ -384,7 +384,7 @@ rankless.check_shards(DataLoader(data, batch_size=2, shuffle=True))
 
 
 @pytest.mark.slow
-def test_a_job_ends_with_the_error(tmp_path: Path):
+def test_the_run_ends_with_the_error(tmp_path: Path):
     done = run_script(SCRIPT, "-n2", folder=tmp_path)
     assert done.returncode == 1
     assert "divided" in done.stdout

@@ -109,18 +109,18 @@ def largest_difference(found, wanted):
 
 
 @pytest.mark.parametrize("where", ["inside", "around"])
-def test_on_one_device_autocast_is_the_plain_scripts(where):
+def test_on_one_device_autocast_equals_the_plain_scripts(where):
     assert largest_difference(trained(Mesh.solo(), where), trained_plainly(where)) == 0
 
 
 @pytest.mark.parametrize("where", ["inside", "around"])
-def test_a_captured_program_casts_just_what_the_plain_script_casts(where):
+def test_a_captured_program_casts_exactly_as_the_plain_script(where):
     assert largest_difference(trained(Mesh.solo(), where, captured=True), trained_plainly(where)) <= 1e-5
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("where", ["inside", "around"])
-def test_on_workers_autocast_is_the_plain_scripts_but_for_the_rounding_of_its_own_sums(where, workers):
+def test_on_workers_autocast_equals_the_plain_scripts_up_to_rounding(where, workers):
     wanted = trained_plainly(where)
     generator = torch.Generator().manual_seed(8)
     drift = max(largest_difference(trained_plainly(where, generator), wanted) for _ in range(4))
@@ -129,7 +129,7 @@ def test_on_workers_autocast_is_the_plain_scripts_but_for_the_rounding_of_its_ow
         assert off <= max(DRIFTS * drift, EPSILON), f"off by {off:.3g}, plain scripts by {drift:.3g}"
 
 
-def test_an_autocast_left_out_would_be_seen():
+def test_a_missing_autocast_would_be_detected():
     """The calls of a script that stand in an autocast and those that do not are told apart by these tests."""
     assert largest_difference(trained_plainly("around"), trained_plainly("outside")) > 1e-4
 

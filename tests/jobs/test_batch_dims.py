@@ -91,7 +91,7 @@ SCENARIOS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3))
-def test_tensors_of_other_first_dims_plain_values_and_any_pytree_are_trained_exactly(scenario, workers, dtype):
+def test_other_first_dims_plain_values_and_pytrees_train_exactly(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)
 
 
@@ -124,7 +124,7 @@ def train_marked(mesh, marks, rows):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_named_dim_is_split_and_what_is_no_batch_stays_whole_without_another_result(workers):
+def test_batch_dims_change_placements_and_no_results(workers):
     rows = 7
     marks = {"tokens": 1, "mask": None}
     for marked, plain in zip(
@@ -150,7 +150,7 @@ def names_refused(mesh):
     return messages
 
 
-def test_unknown_names_and_dims_are_refused_at_decoration():
+def test_unknown_names_and_dims_raise_at_decoration():
     for unknown, negative, boolean in on_mesh(2, names_refused):
         assert "images, more, scale" in unknown
         assert "'image'" in unknown
@@ -177,7 +177,7 @@ def contradicted(mesh):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_marks_that_contradict_a_loaders_batch_are_refused(workers):
+def test_batch_dims_that_contradict_a_loaders_batch_raise(workers):
     for (by_one, by_none), result in on_mesh(workers, contradicted):
         assert "batch_dims= says 1" in by_one
         assert "batch_dims= says None" in by_none
@@ -201,7 +201,7 @@ def variadic(mesh):
     ]
 
 
-def test_a_mark_of_variadic_arguments_is_for_each_of_them():
+def test_a_batch_dim_of_variadic_arguments_applies_to_each():
     lengths = split_lengths(6, 2)
     for _, placements in on_mesh(2, variadic):
         assert placements == [*map(str, (Shard(0, lengths), Shard(1, lengths), Shard(1, lengths), Replicate()))]

@@ -14,7 +14,7 @@ def call(*args, **kwargs):
     return flatten_arguments(args, kwargs, torch.device("cpu"))
 
 
-def test_every_tensor_has_the_name_of_its_argument_and_the_way_to_it():
+def test_a_tensors_name_has_its_argument_and_path():
     x = torch.zeros(2)
     given = call({"ids": x, "masks": [x, x]}, x, (x,), scale=2.0, labels=x)
     wanted = ["images['ids']", "images['masks'][0]", "images['masks'][1]", "more[0]", "more[1][0]", "labels"]
@@ -22,12 +22,12 @@ def test_every_tensor_has_the_name_of_its_argument_and_the_way_to_it():
     assert find_leaf_names(job, given) == [*["images"] * 3, *["more"] * 2, "scale", "labels"]
 
 
-def test_the_text_has_shapes_and_plain_values_but_no_addresses():
+def test_a_calls_text_has_shapes_and_plain_values_but_no_addresses():
     text = format_call("train", 3, call(torch.zeros(8, 3), 2, "mean", object()))
     assert text == "call 3 of job 'train' with float32[8, 3], 2, 'mean', object"
 
 
-def test_small_tensors_are_digested_whole_and_large_ones_in_pieces():
+def test_small_tensors_are_fingerprinted_whole_and_large_ones_sampled():
     small = torch.zeros(PIECES * PIECE_BYTES // 4)
     changed = small.clone()
     changed[-1] = 1
@@ -39,7 +39,7 @@ def test_small_tensors_are_digested_whole_and_large_ones_in_pieces():
     )
 
 
-def test_a_transposed_tensor_is_digested_by_its_values():
+def test_a_transposed_tensor_is_fingerprinted_by_its_values():
     values = torch.arange(12.0).reshape(3, 4)
     assert fingerprint_tensor(values.t()) == fingerprint_tensor(values.t().clone())
     assert fingerprint_tensor(values.t()) != fingerprint_tensor((values + 1).t())

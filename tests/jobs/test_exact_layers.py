@@ -365,5 +365,5 @@ SCENARIOS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS))
-def test_losses_gradients_statistics_and_parameters_are_the_plain_scripts(scenario, workers, dtype):
+def test_losses_gradients_statistics_and_parameters_equal_the_plain_scripts(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)

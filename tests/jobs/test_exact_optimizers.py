@@ -149,9 +149,9 @@ SCENARIOS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS))
-def test_parameters_after_twenty_steps_are_the_plain_scripts(scenario, workers, dtype):
+def test_parameters_after_twenty_steps_equal_the_plain_scripts(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)
 
 
-def test_a_scenario_has_as_many_steps_as_promised():
+def test_a_scenario_has_the_declared_number_of_steps():
     assert {len(scenario.rows) for scenario in SCENARIOS} == {STEPS}

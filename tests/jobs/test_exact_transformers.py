@@ -110,5 +110,5 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3))
-def test_losses_gradients_and_parameters_are_the_plain_scripts(scenario, workers, dtype):
+def test_losses_gradients_and_parameters_equal_the_plain_scripts(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)

@@ -72,7 +72,7 @@ def another_rank():
         (another_rank, r"call 1: .* of rank 1 is not rank 0's"),
     ],
 )
-def test_a_script_that_is_another_on_the_workers_is_found(build, message):
+def test_a_script_that_differs_on_the_workers_is_detected(build, message):
     adaptive = build is another_rate_of_adam
     scenario = Scenario(build=build, batch=batch, rows=(5,) * 4, exact=not adaptive, vanishing=["0.bias"])
     with pytest.raises(AssertionError, match=message):

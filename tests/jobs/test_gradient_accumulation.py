@@ -273,17 +273,17 @@ def sampled(*workers):
 
 
 @pytest.mark.parametrize(("build", "workers"), sampled(1))
-def test_on_one_device_a_step_of_several_calls_is_one_on_all_their_rows(build, workers):
+def test_on_one_device_accumulated_calls_equal_one_call_on_all_rows(build, workers):
     assert_gathered(build, workers, torch.float64)
 
 
 @pytest.mark.parametrize(("build", "workers"), sampled(2, 3))
-def test_on_workers_a_step_of_several_calls_is_one_on_all_their_rows(build, workers):
+def test_on_workers_accumulated_calls_equal_one_call_on_all_rows(build, workers):
     assert_gathered(build, workers, torch.float64)
 
 
 @pytest.mark.parametrize(("build", "workers"), [(cross_entropy, 1), (ignored_targets, 2), (masked_mean, 3)])
-def test_in_float32_too(build, workers):
+def test_accumulated_calls_equal_one_call_in_float32(build, workers):
     assert_gathered(build, workers, torch.float32)
 
 
@@ -301,7 +301,7 @@ def batch_norm():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_batch_norm_takes_the_statistics_of_each_call(workers):
+def test_batch_norm_uses_the_statistics_of_each_call(workers):
     assert_gathered(batch_norm, workers, torch.float64, ((7, 5, 7), (6, 4)))
 
 
@@ -319,5 +319,5 @@ def dropout():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_dropout_draws_as_the_plain_script_call_by_call(workers):
+def test_dropout_draws_as_in_the_plain_script_for_each_call(workers):
     assert_gathered(dropout, workers, torch.float64, ((7, 5, 7), (6, 4)))

@@ -20,40 +20,40 @@ def job_of(function, model, *, optimizer=None, view="consistent", mesh=None):
     return make_job(function, model=model, optimizer=optimizer, view=view, world=lambda: world(mesh))
 
 
-def test_another_view_is_refused_by_name():
+def test_an_unknown_view_raises_by_name():
     with pytest.raises(ConfigError, match="view='global'"):
         job_of(lambda x: x, nn.Linear(2, 2), view="global")
 
 
-def test_an_optimizer_of_parameters_that_no_model_has_is_refused():
+def test_an_optimizer_with_unknown_parameters_raises():
     with pytest.raises(ConfigError, match="to none of them"):
         job_of(lambda x: x, nn.Linear(2, 2), optimizer=torch.optim.SGD(nn.Linear(3, 3).parameters()))
 
 
-def test_an_optimizer_that_calls_the_loss_itself_is_refused():
+def test_an_optimizer_that_computes_the_loss_itself_raises():
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="LBFGS"):
         job_of(lambda x: x, model, optimizer=torch.optim.LBFGS(model.parameters()))
 
 
 @pytest.mark.parametrize("model", [[torch.zeros(2)], {"two words": nn.Linear(2, 2)}], ids=["a tensor", "a bad name"])
-def test_what_is_no_module_is_refused_as_a_model(model):
+def test_a_model_that_is_no_module_raises(model):
     with pytest.raises(ConfigError, match="model="):
         job_of(lambda x: x, model)
 
 
-def test_a_model_in_a_wrapper_that_makes_it_parallel_is_refused_with_the_way_out():
+def test_a_model_in_a_parallel_wrapper_raises_with_the_fix():
     with pytest.raises(ConfigError, match=r"DataParallel around it\n.*pass and call its \.module"):
         job_of(lambda x: x, nn.DataParallel(nn.Linear(2, 2)))
 
 
-def test_a_model_on_another_kind_of_device_than_its_job_is_refused_with_the_way_out():
+def test_a_model_on_another_kind_of_device_raises_with_the_fix():
     mesh = Mesh(rank=0, size=2, device=torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=r"model.to\('cuda'\)"):
         job_of(lambda x: x, nn.Linear(2, 2), mesh=mesh)(torch.zeros(4, 2))
 
 
-def test_a_train_job_makes_the_step_of_the_plain_script_and_gives_results_without_gradient():
+def test_a_train_job_steps_as_the_plain_script_and_detaches_results():
     torch.manual_seed(0)
     model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
     twin.load_state_dict(model.state_dict())
@@ -78,7 +78,7 @@ def test_a_train_job_makes_the_step_of_the_plain_script_and_gives_results_withou
     assert torch.equal(model.weight.grad, twin.weight.grad)
 
 
-def test_a_predict_job_makes_no_gradients_and_takes_numpy_arrays():
+def test_a_predict_job_computes_no_gradients_and_takes_numpy_arrays():
     model = nn.Linear(3, 2)
     scores = job_of(lambda features: model(features), model)(numpy.ones((4, 3), dtype=numpy.float32))
     assert scores.shape == (4, 2)
@@ -87,14 +87,14 @@ def test_a_predict_job_makes_no_gradients_and_takes_numpy_arrays():
 
 
 @pytest.mark.parametrize("mesh", [None, Mesh(rank=0, size=1, device=torch.device("cpu"))], ids=["alone", "a mesh"])
-def test_a_train_job_that_returns_no_loss_is_refused(mesh):
+def test_a_train_job_without_a_loss_raises(mesh):
     model = nn.Linear(3, 2)
     job = job_of(lambda x: model(x).detach().mean(), model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh)
     with pytest.raises(CaptureError, match="to return its loss"):
         job(torch.zeros(4, 3))
 
 
-def test_a_job_keeps_the_name_and_the_text_of_its_function():
+def test_a_job_keeps_the_name_and_docstring_of_its_function():
     def score(x):
         """Scores."""
         return x

@@ -34,7 +34,7 @@ for largest in (10, 10, 11):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_shapes_that_do_not_fit_are_shown_with_the_lines_of_the_script_and_nothing_else(workers: str, tmp_path: Path):
+def test_a_shape_error_shows_only_lines_of_the_script(workers: str, tmp_path: Path):
     job = run_script(SCRIPT.format(features=12), "-n", workers, folder=tmp_path)
     assert job.returncode == 1
     told = job.stderr[job.stderr.index("raised RuntimeError") :]
@@ -44,7 +44,7 @@ def test_shapes_that_do_not_fit_are_shown_with_the_lines_of_the_script_and_nothi
     assert "fake" not in job.stdout + job.stderr
 
 
-def test_what_an_operator_raises_in_a_captured_program_names_the_line_of_the_script(tmp_path: Path):
+def test_an_operator_error_in_a_program_names_the_line_of_the_script(tmp_path: Path):
     job = run_script(SCRIPT.format(features=24), "-n", "2", folder=tmp_path)
     assert job.returncode == 1
     assert "raised IndexError: index out of range in self" in job.stderr

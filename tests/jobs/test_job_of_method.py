@@ -23,7 +23,7 @@ class Trainer:
         return model(rows).mean()
 
 
-def test_a_job_on_a_method_is_refused_with_what_to_write_instead() -> None:
+def test_a_job_on_a_method_raises_with_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"self\.decorated = rankless\.job\(model=…\)\(self\.decorated\)") as refused:
         Trainer().decorated(torch.ones(4, 3))
     assert "Trainer.decorated" in str(refused.value)
@@ -35,5 +35,5 @@ def test_a_job_of_a_bound_method_runs() -> None:
     assert torch.equal(Trainer().bound(rows), model(rows).mean().detach() * 2)
 
 
-def test_a_job_is_found_on_the_class() -> None:
+def test_a_job_is_an_attribute_of_the_class() -> None:
     assert Trainer.decorated.definition.name == "decorated"

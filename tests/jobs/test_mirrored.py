@@ -88,7 +88,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("pieces", [[6, 6], [7, 5], [4, 4, 4], [1, 6, 5]])
-def test_losses_per_sample_train_as_the_whole_batch_does_whoever_runs_the_elements(pieces: list[int]):
+def test_losses_per_sample_train_as_the_whole_batch_on_any_workers(pieces: list[int]):
     losses, wanted = plainly(pieces)
     runs = [trained(Mesh.solo(), "plain", "none", pieces), *on_mesh(len(pieces), trained, "plain", "none", pieces)]
     for results, final in runs:
@@ -101,7 +101,7 @@ def test_losses_per_sample_train_as_the_whole_batch_does_whoever_runs_the_elemen
 
 @pytest.mark.parametrize("kind", ["plain", "dropout", "norm"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_worker_that_runs_every_element_trains_as_many_workers_do(size: int, kind: str):
+def test_one_worker_with_every_element_trains_as_many_workers(size: int, kind: str):
     pieces = [4] * size
     results, wanted = trained(Mesh.solo(), kind, "mean", pieces)
     for found, final in on_mesh(size, trained, kind, "mean", pieces):
@@ -128,7 +128,7 @@ def predicted(mesh: Mesh, own: bool) -> list[Any]:
     return found
 
 
-def test_a_predict_job_gives_all_devices_results_also_of_what_each_has_of_its_own():
+def test_a_predict_job_returns_the_results_of_all_devices():
     model, _ = fresh("plain")
     x, y = batch(3)
     wanted = [(model(part).argmax(1) == label).sum() for part, label in zip(x.chunk(2), y.chunk(2), strict=True)]
@@ -151,18 +151,18 @@ def refused(mesh: Mesh, lengths: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("lengths", [[3, 3], [2, 1], [1, 2]])
-def test_lists_that_do_not_fit_the_devices_are_refused_before_anything_runs(lengths: list[int]):
+def test_lists_that_do_not_fit_the_devices_raise_before_the_job_runs(lengths: list[int]):
     with pytest.raises(ConfigError, match="lists of length 2, the number of devices") as raised:
         on_mesh(2, refused, lengths)
     assert "one element per device" in str(raised.value)
 
 
-def test_on_one_worker_lists_of_two_lengths_are_refused():
+def test_on_one_worker_lists_of_different_lengths_raise():
     with pytest.raises(ConfigError, match="lists of equal length"):
         refused(Mesh.solo(), [2, 3])
 
 
-def test_gathering_calls_and_unknown_views_are_refused():
+def test_accumulation_in_the_mirrored_view_and_unknown_views_raise():
     model, optimizer = fresh("plain")
     job = make_job(
         lambda x: model(x).sum(),

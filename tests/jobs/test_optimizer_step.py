@@ -83,7 +83,7 @@ def assert_near(found, wanted):
 
 @pytest.mark.parametrize("settings", [{"clip_norm": 0.2}, {"clip_value": 0.05}, {"gradient_norm": True}], ids=str)
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_whole_gradient_is_clipped_and_measured_as_in_the_plain_script(workers, settings):
+def test_the_gradient_is_clipped_and_measured_as_in_the_plain_script(workers, settings):
     norms, parameters = clipped_plainly(settings)
     ranks = [clipped(Mesh.solo(), settings)] if workers == 1 else on_mesh(workers, clipped, settings)
     assert all(rank[0] == ranks[0][0] for rank in ranks)
@@ -102,7 +102,7 @@ def accumulated_and_clipped(mesh):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_gathered_gradient_is_clipped_once_per_step(workers):
+def test_an_accumulated_gradient_is_clipped_once_per_step(workers):
     model = network()
     optimizer = sgd(model)
     pairs = batches()
@@ -118,7 +118,7 @@ def test_a_gathered_gradient_is_clipped_once_per_step(workers):
         assert_near(parameters, model.parameters())
 
 
-def test_settings_that_cannot_be_meant_are_refused_by_name():
+def test_invalid_step_options_raise_by_name():
     model = network()
     for settings, found in [
         ({"clip_norm": 1.0, "clip_value": 0.5}, "clip_norm=1.0 and clip_value=0.5"),
@@ -135,7 +135,7 @@ def test_settings_that_cannot_be_meant_are_refused_by_name():
         job_of(lambda x: x, model, [sgd(model), "SGD"], Mesh.solo())
 
 
-def test_the_norm_of_a_job_that_does_not_measure_it_is_refused_with_the_keyword():
+def test_reading_an_unmeasured_norm_raises_with_the_keyword():
     model = network()
     job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo())
     job(*batches()[0])
@@ -175,7 +175,7 @@ def not_finite(mesh, where, accumulate):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_what_is_not_finite_is_named_on_every_rank_and_no_step_is_made(workers, where, accumulate):
+def test_non_finite_values_raise_by_name_on_every_rank_without_a_step(workers, where, accumulate):
     arguments = (where, accumulate)
     ranks = [not_finite(Mesh.solo(), *arguments)] if workers == 1 else on_mesh(workers, not_finite, *arguments)
     for rank in ranks:
@@ -242,7 +242,7 @@ def two_jobs_plainly():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_several_optimizers_and_a_scheduler_on_one_model_step_as_in_the_plain_script(workers):
+def test_several_optimizers_and_a_scheduler_step_as_in_the_plain_script(workers):
     wanted = two_optimizers_plainly()
     for parameters in [two_optimizers(Mesh.solo())] if workers == 1 else on_mesh(workers, two_optimizers):
         # Adam's steps follow the rounding of gradients, whose own bound is 1e-12.
@@ -251,7 +251,7 @@ def test_several_optimizers_and_a_scheduler_on_one_model_step_as_in_the_plain_sc
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_two_jobs_with_their_own_optimizers_on_one_model_train_as_the_plain_script(workers):
+def test_two_jobs_on_one_model_train_as_the_plain_script(workers):
     parameters, gradients = two_jobs_plainly()
     for ours, theirs in [two_jobs(Mesh.solo())] if workers == 1 else on_mesh(workers, two_jobs):
         assert_near(ours, parameters)
@@ -307,7 +307,7 @@ def epochs_plainly(accumulate, calls_per_batch):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_last_call_of_a_pass_makes_the_step_of_a_shorter_group(workers):
+def test_the_last_call_of_a_pass_makes_the_step_of_fewer_calls(workers):
     arguments = (4, 1, False)
     ranks = [epochs(Mesh.solo(), *arguments)] if workers == 1 else on_mesh(workers, epochs, *arguments)
     for trail, said, parameters in ranks:
@@ -318,7 +318,7 @@ def test_the_last_call_of_a_pass_makes_the_step_of_a_shorter_group(workers):
 
 
 @pytest.mark.parametrize(("calls", "sampled"), [(2, False), (1, True)], ids=["two calls per batch", "length unknown"])
-def test_where_the_last_call_cannot_be_told_the_end_of_the_pass_makes_the_step(calls, sampled):
+def test_the_end_of_a_pass_makes_the_step_if_the_last_call_is_unknown(calls, sampled):
     for trail, _, parameters in on_mesh(2, epochs, 5, calls, sampled):
         per_pass = 6 * calls // 5 + (6 * calls % 5 > 0)
         assert [item for item in trail if item is not True and item is not False] == [per_pass, 2 * per_pass]
@@ -326,7 +326,7 @@ def test_where_the_last_call_cannot_be_told_the_end_of_the_pass_makes_the_step(c
         assert_near(parameters, epochs_plainly(5, calls))
 
 
-def test_calls_left_without_a_step_are_said_at_the_next_loop_and_at_the_end():
+def test_calls_without_a_step_warn_at_the_next_loop_and_at_the_end():
     model = network()
     said = []
     job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo(), said, accumulate=4)
@@ -349,7 +349,7 @@ def test_calls_left_without_a_step_are_said_at_the_next_loop_and_at_the_end():
     assert len(said) == 2
 
 
-def test_a_pass_over_another_loader_in_between_makes_no_step():
+def test_a_pass_over_another_loader_makes_no_step():
     model = network()
     job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo(), accumulate=3)
     data = torch.utils.data.TensorDataset(torch.randn(8, 5).double(), torch.randint(0, 4, (8,)))

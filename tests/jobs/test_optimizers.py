@@ -63,7 +63,7 @@ def in_halves(name, settings, value, gradients):
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
-def test_a_step_on_two_halves_is_the_step_on_the_whole_for_elementwise_optimizers_alone(name):
+def test_only_elementwise_optimizers_step_on_halves_as_on_the_whole(name):
     torch.manual_seed(1)
     dtype = torch.float64
     value, gradients = torch.randn(6, 4, dtype=dtype), [torch.randn(6, 4, dtype=dtype) for _ in range(3)]
@@ -73,7 +73,7 @@ def test_a_step_on_two_halves_is_the_step_on_the_whole_for_elementwise_optimizer
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_cannot_be_right_is_refused_with_the_reason(name):
+def test_an_unsupported_optimizer_raises_with_the_reason(name):
     model = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match=REFUSED[name]):
         make_job(
@@ -121,7 +121,7 @@ def trained(mesh):
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_every_other_optimizer_trains_on_workers_as_in_the_plain_script(workers):
+def test_supported_optimizers_train_on_workers_as_in_the_plain_script(workers):
     wanted = trained(Mesh.solo())
     for found in on_mesh(workers, trained):
         for key, parameters in found.items():
@@ -169,14 +169,14 @@ def lively(mesh):
     return [item.detach().clone() for item in (*model.parameters(), *head.parameters())]
 
 
-def test_groups_and_rates_edited_by_hand_and_states_loaded_are_heeded():
+def test_edited_groups_and_rates_and_loaded_states_take_effect():
     wanted = lively(Mesh.solo())
     for found in on_mesh(2, lively):
         for ours, plain in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
 
 
-def test_a_group_added_later_of_parameters_that_no_model_has_is_refused_at_the_call():
+def test_a_later_group_with_unknown_parameters_raises_at_the_call():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     world = World(mesh=Mesh.solo(), notify=print, send_record=print)
@@ -254,7 +254,7 @@ def averaged_plainly():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_metrics_averages_of_weights_and_early_stopping_decide_as_in_the_plain_script(workers):
+def test_metrics_averaging_and_early_stopping_act_as_in_the_plain_script(workers):
     wanted = averaged_plainly()
     assert len(wanted) < 12 * 4, "the plain script never stops early"
     for found in [averaged(Mesh.solo())] if workers == 1 else on_mesh(workers, averaged):

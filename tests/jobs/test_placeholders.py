@@ -47,7 +47,7 @@ def scored(mesh: Mesh) -> float:
     return float(whole_job(mesh)(images, labels=torch.tensor([0, 1, 0, 1])))
 
 
-def test_arrays_and_tensors_that_fit_are_taken_on_one_worker_and_on_several():
+def test_fitting_arrays_and_tensors_are_accepted_on_any_workers():
     wanted = scored(Mesh.solo())
     assert on_mesh(2, scored) == [wanted] * 2
 
@@ -72,7 +72,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_refused_with_expected_found_and_fix(name: str):
+def test_an_argument_that_does_not_fit_raises_with_the_fix(name: str):
     arguments, expected, found, fix = WRONG[name]
     with pytest.raises(DataError) as raised:
         whole_job(Mesh.solo())(*arguments)
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused_with_expected_found_and_fix(name: str):
     assert raised.value.where.startswith(__file__)
 
 
-def test_a_list_per_device_makes_the_view_the_mirrored_one():
+def test_a_per_device_placeholder_selects_the_mirrored_view():
     job = device_job(Mesh.solo())
     assert job.definition.view == "mirrored"
     results = job([torch.ones(2, 3), numpy.ones((1, 3), dtype="float32")])
@@ -94,7 +94,7 @@ def test_a_list_per_device_makes_the_view_the_mirrored_one():
         job(torch.ones(2, 3))
 
 
-def test_placeholders_that_cannot_be_meant_are_refused_where_the_job_is_made():
+def test_invalid_placeholders_raise_at_decoration():
     with pytest.raises(ConfigError, match="PerDevice on images"):
         device_job(Mesh.solo(), "consistent")
 
@@ -121,7 +121,7 @@ def scored_with_a_default(mesh: Mesh) -> tuple[float, str]:
     return float(score), str(made.dtype)
 
 
-def test_a_default_dtype_holds_for_placeholders_and_for_what_the_job_makes():
+def test_a_default_dtype_applies_to_placeholders_and_new_tensors():
     wanted = scored_with_a_default(Mesh.solo())
     assert wanted[1] == "torch.float64"
     found = on_mesh(2, scored_with_a_default)
@@ -132,7 +132,7 @@ def test_a_default_dtype_holds_for_placeholders_and_for_what_the_job_makes():
     assert made.dtype == torch.float64
 
 
-def test_without_a_default_dtype_torchs_own_holds_and_another_is_refused():
+def test_without_a_default_dtype_torchs_applies_and_others_raise():
     with pytest.raises(DataError, match="float32"):
         made_with_a_default(Mesh.solo(), None)(torch.ones(4, 3, dtype=torch.float64))
     with pytest.raises(DataError, match="float64"):
@@ -141,7 +141,7 @@ def test_without_a_default_dtype_torchs_own_holds_and_another_is_refused():
         made_with_a_default(Mesh.solo(), torch.int64)
 
 
-def test_a_run_in_another_precision_takes_what_the_script_would_have_given():
+def test_a_run_in_another_precision_accepts_the_scripts_dtypes():
     world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None, dtype=torch.float64)
     model = nn.Linear(3, 2)
 

@@ -35,7 +35,7 @@ def annealed(mesh, coefficients, as_tensor):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_number_that_changes_is_right_and_said_once_at_its_third_value(workers):
+def test_a_changing_number_is_right_and_warns_once_at_its_third_value(workers):
     for losses, said, kinds, memories in on_mesh(workers, annealed, [1.0, 0.5, 1.0, 0.25, 0.125, 0.1], False):
         assert all(found == pytest.approx(plain, rel=1e-14) for found, plain in losses)
         (notice,) = said
@@ -46,7 +46,7 @@ def test_a_number_that_changes_is_right_and_said_once_at_its_third_value(workers
         assert memories == 1, "programs of one job share the memory of their gradients"
 
 
-def test_two_values_of_a_number_or_a_coefficient_as_a_tensor_are_not_said():
+def test_two_values_of_a_number_or_a_tensor_do_not_warn():
     for _, said, kinds, _ in on_mesh(2, annealed, [1.0, 0.5, 1.0, 0.5], False):
         assert said == []
         assert kinds == 2
@@ -57,7 +57,7 @@ def test_two_values_of_a_number_or_a_coefficient_as_a_tensor_are_not_said():
 
 
 @pytest.mark.slow
-def test_a_number_that_changes_at_every_call_does_not_keep_its_programs_for_ever():
+def test_programs_of_a_number_that_always_changes_are_dropped():
     for losses, _, kinds, _ in on_mesh(2, annealed, [1 / (number + 1) for number in range(MAX_ENTRIES + 6)], False):
         assert all(found == pytest.approx(plain, rel=1e-14) for found, plain in losses)
         assert kinds == MAX_ENTRIES

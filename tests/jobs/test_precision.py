@@ -81,7 +81,7 @@ def train_plainly():
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_job_in_float64_is_the_script_written_in_float64(workers):
+def test_a_job_in_float64_equals_the_script_in_float64(workers):
     expected_losses, expected = train_plainly()
     losses, state = train_as_job(Mesh.solo()) if workers == 1 else on_mesh(workers, train_as_job)[1]
     assert losses.dtype == torch.float64
@@ -91,7 +91,7 @@ def test_a_job_in_float64_is_the_script_written_in_float64(workers):
         torch.testing.assert_close(state[name], item, rtol=1e-11, atol=1e-13)
 
 
-def test_parameters_stay_the_same_objects_and_what_an_optimizer_knows_of_them_turns_too():
+def test_cast_parameters_keep_identity_and_optimizer_states_follow():
     model, optimizer, _ = started()
     text, shift = next(batches())
     F.cross_entropy(model(text, shift), text).backward()
@@ -108,7 +108,7 @@ def test_parameters_stay_the_same_objects_and_what_an_optimizer_knows_of_them_tu
     assert kept == {torch.float64}
 
 
-def test_only_floating_point_and_complex_numbers_turn():
+def test_only_floating_point_and_complex_tensors_are_cast():
     assert cast(torch.ones(1, dtype=torch.bfloat16), torch.float64).dtype == torch.float64
     imaginary = cast(torch.tensor([1j], dtype=torch.complex64), torch.float64)
     assert imaginary.dtype == torch.complex128

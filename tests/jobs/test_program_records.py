@@ -92,9 +92,7 @@ def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobPro
 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_move_has_the_bytes_that_travel_and_stands_in_the_order_of_the_program(
-    workers: int, dtype: torch.dtype
-) -> None:
+def test_redistributions_have_their_bytes_in_program_order(workers: int, dtype: torch.dtype) -> None:
     program, moved = on_mesh(workers, planned_and_moved, 6, dtype)[0]
     assert [(move.kind, move.bytes) for move in program.moves] == moved
     assert {move.kind for move in program.moves} == {"all_reduce", "all_gather"}
@@ -104,7 +102,7 @@ def test_every_move_has_the_bytes_that_travel_and_stands_in_the_order_of_the_pro
         assert move.sent_bytes in (share, 2 * share, 2 * move.bytes * (workers - 1) // workers)
 
 
-def test_inputs_say_how_they_lie_and_moves_serve_lines_of_the_script() -> None:
+def test_inputs_have_placements_and_redistributions_name_script_lines() -> None:
     program, _ = on_mesh(3, planned_and_moved, 7, torch.float32)[0]
     arguments = [item.placement for item in program.inputs if item.kind == "argument"]
     assert arguments == ["dim 0 split 3+2+2"] * 2

@@ -102,7 +102,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
-def test_a_loss_that_cannot_be_gathered_is_refused_with_its_line_before_anything_is_trained(build):
+def test_a_loss_that_cannot_accumulate_raises_with_its_line_untrained(build):
     model = nn.Linear(5, 4)
     before = model.weight.detach().clone()
     world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
@@ -157,14 +157,14 @@ def counts_that_part(mesh, mask):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("mask", [True, False], ids=["valid rows", "lengths"])
-def test_terms_whose_counts_part_are_refused_at_the_call_where_they_do(workers, mask):
+def test_loss_terms_with_diverging_weights_raise_at_that_call(workers, mask):
     ranks = [counts_that_part(Mesh.solo(), mask)] if workers == 1 else on_mesh(workers, counts_that_part, mask)
     for found, unchanged in ranks:
         assert found.startswith("counts of 72, 3 " if mask else "counts of 96, 6 ")
         assert unchanged, "the gradient of the calls before is lost"
 
 
-def test_calls_without_a_valid_target_count_nothing():
+def test_calls_without_a_valid_target_have_no_weight():
     """The first call of a group, or any other, may have none: its gradient is not a number, and it has no weight."""
 
     def gathered(order):

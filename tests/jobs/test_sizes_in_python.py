@@ -139,7 +139,7 @@ ROWS = (7, 7, 7, 7, 5, 6, 7, 9, 7, 7, 4, 7)
     ],
     ids=lambda item: getattr(item, "__name__", ""),
 )
-def test_a_capture_for_varying_sizes_that_comes_to_nothing_is_said_with_the_line(build, symbolic, what):
+def test_a_failed_capture_for_varying_sizes_warns_with_the_line(build, symbolic, what):
     torch.manual_seed(0)
     for found, said in on_mesh(2, counted_captures, build, [batch(rows) for rows in ROWS]):
         assert sum(found) == symbolic, said
@@ -153,5 +153,5 @@ def test_a_capture_for_varying_sizes_that_comes_to_nothing_is_said_with_the_line
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_what_python_makes_of_a_size_is_right_for_every_shape(build, workers):
+def test_python_values_computed_from_sizes_are_right_for_every_shape(build, workers):
     assert_exact(Scenario(build=build, batch=batch, rows=ROWS), workers, torch.float64)

@@ -160,7 +160,7 @@ SCENARIOS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3))
-def test_batches_of_varying_rows_and_length_are_trained_exactly(scenario, workers, dtype):
+def test_batches_of_varying_rows_and_length_train_exactly(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)
 
 
@@ -199,7 +199,7 @@ def counted_captures(mesh, build, batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_200_lengths_are_captured_three_times(workers):
+def test_200_lengths_need_three_captures(workers):
     batches = [text(6, length) for length in range(202, 2, -1)]
     for found, said in on_mesh(workers, counted_captures, language_model, batches):
         assert found == [False, False, True], said

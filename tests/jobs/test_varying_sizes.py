@@ -22,12 +22,12 @@ def history_of(*calls):
     return history
 
 
-def test_nothing_varies_before_the_third_distinct_shape():
+def test_no_size_varies_before_the_third_distinct_shape():
     assert history_of(((6, 3),), ((6, 5),), ((6, 3),)).groups(((6, 3),)) == ()
     assert history_of(((6, 3),), ((6, 5),), ((6, 4),)).groups(((6, 4),)) == (((0, 1),),)
 
 
-def test_sizes_that_were_always_equal_share_a_symbol_until_a_call_in_which_they_are_not():
+def test_sizes_share_a_symbol_as_long_as_they_are_equal():
     history = history_of(((6, 3), (6, 3)), ((6, 5), (6, 5)), ((6, 4), (6, 4)))
     assert history.groups(((6, 4), (6, 4))) == (((0, 1), (1, 1)),)
     history.add(((6, 4), (6, 7)))
@@ -40,7 +40,7 @@ def test_sizes_of_0_and_1_are_never_symbols():
     assert history.groups(((2, 4),)) == (((0, 0),), ((0, 1),))
 
 
-def test_a_program_fits_where_fixed_sizes_equal_ones_and_guards_hold():
+def test_a_program_fits_if_fixed_and_equal_sizes_and_guards_hold():
     variation = VaryingSizes(
         groups=(((0, 1), (1, 0)),), symbols=("s",), fixed={(0, 0): 6}, holds=compile_guards(["2 <= L['t0']"], 1)
     )
@@ -52,7 +52,7 @@ def test_a_program_fits_where_fixed_sizes_equal_ones_and_guards_hold():
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 7])
-def test_shard_lengths_of_a_varying_size_are_those_of_every_number_with_no_guard(parts):
+def test_symbolic_shard_lengths_fit_every_size_without_a_guard(parts):
     sizes = SymbolicSizes()
     (shape,) = make_symbolic_shapes(sizes, [ArgumentShape(shape=(9,), dtype=torch.float32)], [[(0, 0)]])
     lengths = split_lengths(shape.shape[0], parts)
@@ -64,7 +64,7 @@ def test_shard_lengths_of_a_varying_size_are_those_of_every_number_with_no_guard
         assert list(split_lengths(rows, parts)) == plain
 
 
-def test_lengths_that_do_not_follow_from_a_size_are_kept():
+def test_uneven_shard_lengths_stay_fixed():
     uneven = Shard(0, (5, 2))
     assert not is_even_split(uneven, (7, 3))
     assert is_even_split(Shard(0, (4, 3)), (7, 3))
@@ -77,7 +77,7 @@ def test_lengths_that_do_not_follow_from_a_size_are_kept():
     assert call.varying() == (((0, 1),),)
 
 
-def test_a_number_asked_of_a_size_is_a_guard_and_a_cost_looked_at_is_none():
+def test_a_size_used_as_a_number_adds_a_guard_and_a_cost_does_not():
     sizes = SymbolicSizes()
     size = sizes.create(7, "a")
     assert size_hint(size * 3) == 21
@@ -107,7 +107,7 @@ def agreed(mesh, failing):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_all_ranks_check_the_guards_of_all(workers):
+def test_every_rank_checks_the_guards_of_all_ranks(workers):
     answers = on_mesh(workers, agreed, None)
     for conditions, said in answers:
         assert conditions == answers[0][0]
@@ -118,7 +118,7 @@ def test_all_ranks_check_the_guards_of_all(workers):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_where_one_rank_has_no_program_for_varying_sizes_none_has(workers):
+def test_no_rank_keeps_a_program_for_varying_sizes_if_one_fails(workers):
     for conditions, said in on_mesh(workers, agreed, 1):
         assert conditions is None
         assert said[0].startswith("there: it raised; so job")

@@ -121,7 +121,7 @@ def replace_arguments(program: Program, words: tuple[str, ...]) -> Program:
 
 
 @pytest.mark.parametrize("form", ["", "groups", "halves"])
-def test_a_script_is_the_same_training_as_its_twin_however_the_twin_is_written(baseline: Baseline, form: str) -> None:
+def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Baseline, form: str) -> None:
     comparison = with_fault(baseline, form)
     report = make_report(comparison, workers=2)
     assert report.same, render_verdict(report)
@@ -138,7 +138,7 @@ def test_a_script_is_the_same_training_as_its_twin_however_the_twin_is_written(b
         ("shorter", 8, "the steps"),
     ],
 )
-def test_a_fault_of_the_script_against_its_twin_is_found_with_its_step(
+def test_a_fault_against_the_reference_is_found_with_its_step(
     baseline: Baseline, fault: str, step: int, tensor: str
 ) -> None:
     report = make_report(with_fault(baseline, fault), workers=2)
@@ -149,13 +149,13 @@ def test_a_fault_of_the_script_against_its_twin_is_found_with_its_step(
     assert "plain.py" in report.first_difference.expected
 
 
-def test_a_twin_that_calls_rankless_is_refused(baseline: Baseline, tmp_path: Path) -> None:
+def test_a_reference_script_that_calls_rankless_raises(baseline: Baseline, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(SCRIPT)
     with pytest.raises(RunFailed, match="failed with exit code 1"):
         replace(baseline.runs, against=str(tmp_path / "plain.py")).run_reference()
 
 
-def test_a_twin_without_a_step_is_refused(baseline: Baseline, tmp_path: Path) -> None:
+def test_a_reference_script_without_a_step_raises(baseline: Baseline, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("import torch")
     with pytest.raises(RunFailed, match=r"plain\.py made no optimizer step"):
         replace(baseline.runs, against=str(tmp_path / "plain.py")).run_reference()
@@ -163,7 +163,9 @@ def test_a_twin_without_a_step_is_refused(baseline: Baseline, tmp_path: Path) ->
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "options"), [("lenet", ("--epochs", "1")), ("gpt", ("--layers", "1"))])
-def test_the_examples_are_the_same_training_as_their_twins(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_examples_are_the_same_training_as_their_references(
+    name: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
     examples = Path(__file__).parents[2] / "examples"
     reference, script = str(examples / f"plain_{name}.py"), str(examples / f"{name}.py")
     job = rankless("verify", "-n", "3", "--steps", "4", "--against", reference, script, *options, folder=tmp_path)
@@ -171,7 +173,7 @@ def test_the_examples_are_the_same_training_as_their_twins(name: str, options: t
     assert f"and as in plain_{name}.py (stopped after 4 steps)" in job.stdout.splitlines()[-1]
 
 
-def test_the_command_compares_with_the_twin_in_the_scripts_own_precision(tmp_path: Path) -> None:
+def test_the_command_compares_with_the_reference_in_own_precision(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "plain.py").write_text(TWIN)
     options = ["-n", "2", "--devices", "cpu", "--steps", "3", "--against", "plain.py"]

@@ -114,7 +114,7 @@ def verdict(tmp_path, fault="", workers=2, **options):
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_right_training_is_the_same(tmp_path, workers, dtype, adaptive):
+def test_a_correct_training_is_the_same(tmp_path, workers, dtype, adaptive):
     report = verdict(tmp_path, workers=workers, dtype=dtype, adaptive=adaptive)
     assert report.same, render_verdict(report)
     assert report.steps == STEPS
@@ -150,7 +150,7 @@ def test_an_injected_fault_is_found_and_its_first_step_and_tensor_named(tmp_path
     assert render_verdict(report).startswith(f"NOT the same training: first at step {step}, ")
 
 
-def test_ranks_that_drift_apart_are_found_though_each_is_within_the_noise(tmp_path):
+def test_diverging_ranks_are_found_though_each_is_within_the_noise(tmp_path):
     def record(folder, values):
         for rank, value in enumerate(values):
             recorder, model = RunRecorder(str(tmp_path / folder), rank), nn.Linear(2, 1)
@@ -171,7 +171,7 @@ def test_ranks_that_drift_apart_are_found_though_each_is_within_the_noise(tmp_pa
     assert finding.location.step == 1
 
 
-def test_a_script_that_does_not_repeat_itself_is_not_judged_the_same(tmp_path):
+def test_a_script_that_is_not_repeatable_is_not_the_same(tmp_path):
     one = train(tmp_path / "one", 1)[0]
     other = train(tmp_path / "other", 1, fault="wrong count")
     shifted = Model(torch.float32)
@@ -184,7 +184,7 @@ def test_a_script_that_does_not_repeat_itself_is_not_judged_the_same(tmp_path):
     assert "repeated" in report.first_difference.expected
 
 
-def test_nan_in_both_runs_is_no_difference_and_in_one_it_is(tmp_path):
+def test_nan_is_a_difference_only_in_one_of_two_runs(tmp_path):
     def constant(folder, value):
         recorder = RunRecorder(str(tmp_path / folder), 0)
         recorder.record_call(job="predict", line="", results=torch.tensor([1.0, value]))
@@ -210,7 +210,7 @@ def test_nan_in_both_runs_is_no_difference_and_in_one_it_is(tmp_path):
         ("missing call", False),
     ],
 )
-def test_float64_is_asked_about_numbers_that_part_and_nothing_else(tmp_path, fault, asked):
+def test_float64_decides_only_about_different_numbers(tmp_path, fault, asked):
     comparison = compared(tmp_path, fault, workers=2)
     assert bool(comparison.findings) == bool(fault)
     assert comparison.precision == "float32"
@@ -219,7 +219,7 @@ def test_float64_is_asked_about_numbers_that_part_and_nothing_else(tmp_path, fau
 
 
 @pytest.mark.parametrize(("noise", "asked"), [(1e-2, True), (1e-4, False)])
-def test_float64_is_asked_where_noise_is_so_loud_that_equal_says_little(tmp_path, noise, asked):
+def test_float64_decides_if_the_noise_is_high(tmp_path, noise, asked):
     def constant(folder, loss):
         recorder, model = RunRecorder(str(tmp_path / folder), 0), nn.Linear(1, 1)
         nn.init.ones_(model.weight).grad = torch.ones(1, 1)
@@ -240,7 +240,7 @@ def test_float64_is_asked_where_noise_is_so_loud_that_equal_says_little(tmp_path
     assert not asked or render_verdict(exact).endswith(expected)
 
 
-def test_a_gradient_of_rounding_errors_may_be_a_hundred_of_the_largest_gradients_off_and_no_more(tmp_path):
+def test_a_gradient_of_rounding_errors_may_differ_by_a_hundred_errors(tmp_path):
     def constant(folder, error):
         recorder, model = RunRecorder(str(tmp_path / folder), 0), nn.Linear(1, 1, dtype=torch.float64)
         nn.init.ones_(model.weight).grad = torch.ones(1, 1, dtype=torch.float64)
@@ -255,7 +255,7 @@ def test_a_gradient_of_rounding_errors_may_be_a_hundred_of_the_largest_gradients
 
 
 @pytest.mark.parametrize(("noisy", "same"), [(100, False), (99, True)])
-def test_a_whole_number_may_differ_only_where_noise_flips_it_too(tmp_path, noisy, same):
+def test_an_integer_may_differ_only_if_noise_flips_it_too(tmp_path, noisy, same):
     def count(folder, value):
         recorder = RunRecorder(str(tmp_path / folder), 0)
         recorder.record_call(job="hits", line="", results=value)
@@ -266,7 +266,7 @@ def test_a_whole_number_may_differ_only_where_noise_flips_it_too(tmp_path, noisy
     assert (not comparison.findings) == same
 
 
-def test_the_report_and_the_table_say_what_was_compared(tmp_path):
+def test_the_report_and_the_table_list_what_was_compared(tmp_path):
     one = train(tmp_path / "one", 1)[0]
     comparison = compare(one, train(tmp_path / "many", 2), train(tmp_path / "noise", 1, noise_seed=5))
     table = render_table(comparison)
@@ -282,7 +282,7 @@ def test_the_report_and_the_table_say_what_was_compared(tmp_path):
     assert 0 <= decoded["largest_parameter_difference"] < 1e-5
 
 
-def test_a_tolerance_below_the_noise_is_out_of_reach_also_where_repeated_losses_are_by_chance_the_same(tmp_path):
+def test_a_tolerance_below_the_noise_is_unmet_even_if_losses_repeat(tmp_path):
     one = train(tmp_path / "one", 1)[0]
     many = train(tmp_path / "many", 3)
     noise = train(tmp_path / "noise", 1, noise_seed=5)[0]

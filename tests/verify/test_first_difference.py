@@ -48,7 +48,7 @@ def found(one: list[ComputedValue], *many: list[ComputedValue], noise: list[Comp
     return first
 
 
-def test_the_first_value_in_the_programs_order_is_named_whatever_follows_from_it() -> None:
+def test_the_first_different_value_in_program_order_is_named() -> None:
     wrong = with_number(with_number(MANY, "mm", 6), "gradient of w", 6)
     first = found(RIGHT, MANY, wrong)
     assert (first.fault, first.name, first.rank, first.line) == ("value", "mm", 1, "/a/train.py:7")
@@ -62,43 +62,43 @@ def test_the_first_value_in_the_programs_order_is_named_whatever_follows_from_it
 @pytest.mark.parametrize(
     ("name", "number", "fault"), [("argument 0", 4, "input"), ("gradient of w", 7, "output"), ("mask", 0, "after")]
 )
-def test_what_differs_says_what_is_at_fault(name: str, number: float, fault: str) -> None:
+def test_the_kind_of_difference_names_the_fault(name: str, number: float, fault: str) -> None:
     first = found(RIGHT, with_number(MANY, name, number))
     assert first.fault == fault
     assert render_first_value(first)
 
 
-def test_a_plain_call_that_gives_something_else_is_the_captures_fault() -> None:
+def test_a_different_plain_call_is_a_fault_of_the_capture() -> None:
     assert found(with_number(RIGHT, "gradient of w", 9, "plain"), MANY).fault == "capture"
 
 
-def test_other_programs_are_said_to_be_others() -> None:
+def test_different_programs_are_reported() -> None:
     assert found(RIGHT, MANY[:-1]).fault == "program"
 
 
-def test_what_cancels_is_measured_by_what_it_was_computed_from() -> None:
+def test_a_cancelling_value_is_measured_by_its_inputs() -> None:
     assert found(RIGHT, with_number(MANY, "sub", -4e-15)).fault == "after"
     assert found(RIGHT, with_number(MANY, "sub", -1e-12)).name == "sub"
 
 
-def test_noise_widens_what_is_allowed_ten_times() -> None:
+def test_noise_widens_the_limit_ten_times() -> None:
     noise = with_number(RIGHT, "mm", 5 + 1e-6)
     assert found(RIGHT, with_number(MANY, "mm", 5 + 9e-6), noise=noise).fault == "after"
     assert found(RIGHT, with_number(MANY, "mm", 5 + 2e-5), noise=noise).name == "mm"
 
 
-def test_a_tolerance_takes_the_place_of_the_noise() -> None:
+def test_a_tolerance_replaces_the_noise() -> None:
     wrong = with_number(MANY, "mm", 5.01)
     assert find_first_value(RIGHT, [wrong], RIGHT, call=CALL, tolerance=0.01).fault == "after"  # type: ignore[union-attr]
     assert find_first_value(RIGHT, [wrong], RIGHT, call=CALL, tolerance=0.001).name == "mm"  # type: ignore[union-attr]
 
 
-def test_a_value_that_is_not_finite_differs_from_one_that_is() -> None:
+def test_a_non_finite_value_differs_from_a_finite_one() -> None:
     assert found(RIGHT, with_number(MANY, "mm", math.nan)).size == math.inf
     both = with_number(RIGHT, "mm", math.nan)
     assert found(both, with_number(MANY, "mm", math.nan)).fault == "after"
 
 
-def test_a_call_that_nobody_made_tells_nothing() -> None:
+def test_a_call_that_was_not_made_has_no_first_value() -> None:
     assert find_first_value([], [MANY], [], call=CALL) is None
     assert find_first_value(RIGHT, [MANY, []], RIGHT, call=CALL) is None

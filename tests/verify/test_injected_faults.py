@@ -124,7 +124,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_nothing_is_found_where_nothing_is_planted(baseline: Baseline, workers: int) -> None:
+def test_nothing_is_found_without_an_injected_fault(baseline: Baseline, workers: int) -> None:
     report = baseline.verdict("nothing", workers)
     assert report.same, render_verdict(report)
     assert report.steps == 8
@@ -133,7 +133,7 @@ def test_nothing_is_found_where_nothing_is_planted(baseline: Baseline, workers: 
 
 
 @pytest.mark.parametrize("fault", FOUND)
-def test_a_fault_in_the_engine_is_found_and_its_step_and_line_named(baseline: Baseline, fault: str) -> None:
+def test_an_injected_fault_is_found_with_its_step_and_line(baseline: Baseline, fault: str) -> None:
     tensor, fault, line, operator = FOUND[fault]
     report = baseline.verdict(fault, workers=2)
     assert not report.same
@@ -151,7 +151,7 @@ def test_a_fault_in_the_engine_is_found_and_its_step_and_line_named(baseline: Ba
 
 
 @pytest.mark.parametrize("fault", STOPPED)
-def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
+def test_a_diverging_rank_stops_the_run_at_its_call(
     baseline: Baseline, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RunFailed):
@@ -170,7 +170,7 @@ def test_a_rank_that_goes_its_own_way_stops_the_run_at_its_call(
         pytest.param("local_batch_norm_statistics", "adam", 1, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_command_says_so_too(tmp_path: Path, fault: str, optimizer: str, code: int) -> None:
+def test_the_command_reports_the_fault(tmp_path: Path, fault: str, optimizer: str, code: int) -> None:
     options = ["-n", "3", "--devices", "cpu", "--json", "report.json"]
     job = rankless("verify", *options, "train.py", fault, optimizer, folder=write_scripts(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())

@@ -137,12 +137,12 @@ def require_found(baseline: Baseline, fault: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("variable", 3), ("resumed", 2)])
-def test_nothing_is_found_where_nothing_is_planted(baseline: Baseline, kind: str, workers: int) -> None:
+def test_nothing_is_found_without_an_injected_fault(baseline: Baseline, kind: str, workers: int) -> None:
     require_nothing_found(baseline, kind, workers)
 
 
 @pytest.mark.parametrize(("kind", "fault"), SAMPLE)
-def test_a_fault_is_found_and_its_step_named(baseline: Baseline, fault: str) -> None:
+def test_an_injected_fault_is_found_and_its_step_named(baseline: Baseline, fault: str) -> None:
     require_found(baseline, fault, workers=2)
 
 
@@ -155,14 +155,14 @@ def test_nothing_is_found_on_other_numbers_of_workers(baseline: Baseline, kind: 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(("kind", "fault"), CASES)
-def test_every_fault_is_found_and_its_step_named(baseline: Baseline, fault: str, workers: int) -> None:
+def test_every_injected_fault_is_found_and_its_step_named(baseline: Baseline, fault: str, workers: int) -> None:
     require_found(baseline, fault, workers)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(("kind", "fault"), STOPPED)
-def test_ranks_that_cannot_go_on_together_say_why(
+def test_ranks_that_cannot_continue_raise_with_the_reason(
     baseline: Baseline, fault: str, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RunFailed, match=f"{workers} workers failed with exit code 1"):
@@ -173,7 +173,7 @@ def test_ranks_that_cannot_go_on_together_say_why(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_the_command_says_so_and_exits_with_1(baseline: Baseline, kind: str) -> None:
+def test_the_command_reports_the_fault_and_exits_with_1(baseline: Baseline, kind: str) -> None:
     for fault, code in (("nothing", 0), ("mean_of_means", 1)):
         words = ["verify", "-n", "3", "--devices", "cpu", "--seed", "1", "train.py", fault, "goes-on"]
         job = rankless(*words, folder=baseline.folder)

@@ -70,7 +70,7 @@ def test_calls_steps_and_final_tensors_are_written_in_order(tmp_path):
     assert {final.dtype for final in finished.tensors} == {"bfloat16", "int64"}
 
 
-def test_what_a_killed_worker_had_written_can_be_read(tmp_path):
+def test_the_recording_of_a_killed_worker_is_readable(tmp_path):
     recorder = RunRecorder(str(tmp_path), 0)
     for call in range(3):
         recorder.record_call(job="train", line="", results=float(call))
@@ -83,7 +83,7 @@ def test_what_a_killed_worker_had_written_can_be_read(tmp_path):
     assert len(frames(tmp_path)) == 3
 
 
-def test_sketches_tell_how_far_tensors_are_apart(tmp_path):
+def test_sketches_estimate_the_distance_of_tensors(tmp_path):
     torch.manual_seed(0)
     tensor = torch.randn(5000, dtype=torch.float64)
     first = sketch_of(tensor, tmp_path / "a")
@@ -100,7 +100,7 @@ def test_sketches_tell_how_far_tensors_are_apart(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gradients_are_disturbed_in_their_last_bits_only_and_by_the_seed(dtype):
+def test_gradients_are_perturbed_by_the_seed_in_their_last_bits(dtype):
     original = torch.linspace(-1, 1, 101).to(dtype)
     changed, again = original.clone(), original.clone()
     perturb_gradients([changed], torch.Generator().manual_seed(1))
@@ -111,7 +111,7 @@ def test_gradients_are_disturbed_in_their_last_bits_only_and_by_the_seed(dtype):
     perturb_gradients([torch.tensor([1, 2]), torch.empty(0)], torch.Generator())
 
 
-def test_parameters_are_nudged_within_and_as_they_were_after():
+def test_parameters_are_perturbed_inside_and_restored_after():
     model = nn.Linear(50, 20)
     before = model.weight.detach().clone()
     inputs = torch.randn(4, 50)
@@ -124,7 +124,7 @@ def test_parameters_are_nudged_within_and_as_they_were_after():
     assert model.weight.grad is not None
 
 
-def test_two_models_of_one_name_are_kept_apart(tmp_path):
+def test_two_models_of_one_name_are_recorded_separately(tmp_path):
     recorder = RunRecorder(str(tmp_path), 0)
     recorder.register("model", nn.Linear(1, 1))
     recorder.register("model", nn.Linear(2, 2))

@@ -88,9 +88,7 @@ def found(tmp_path: Path, workers: int, fault: str) -> FirstValue | None:
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_right_call_has_the_same_values_everywhere_and_is_the_same_training_as_one_not_inspected(
-    tmp_path: Path, workers: int
-) -> None:
+def test_an_inspected_correct_call_has_equal_values_and_trains_the_same(tmp_path: Path, workers: int) -> None:
     first = found(tmp_path, workers, "")
     assert first is not None
     assert first.fault == "after", render_first_value(first)
@@ -105,7 +103,7 @@ def test_a_right_call_has_the_same_values_everywhere_and_is_the_same_training_as
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_batch_that_differs_is_the_first_difference_with_the_line_of_the_call(tmp_path: Path, workers: int) -> None:
+def test_a_different_batch_is_the_first_difference_with_its_line(tmp_path: Path, workers: int) -> None:
     first = found(tmp_path, workers, "batch")
     assert first is not None
     assert (first.fault, first.name) == ("input", "argument 0")
@@ -113,7 +111,7 @@ def test_a_batch_that_differs_is_the_first_difference_with_the_line_of_the_call(
     assert "job(images" in Path(file).read_text().splitlines()[int(number) - 1]
 
 
-def test_a_program_that_is_not_the_plain_call_is_blamed_on_the_capture(tmp_path: Path) -> None:
+def test_a_program_that_differs_from_the_plain_call_is_a_capture_fault(tmp_path: Path) -> None:
     first = found(tmp_path, 2, "capture")
     assert first is not None
     assert first.fault == "capture"
