@@ -1,7 +1,7 @@
-"""Faults planted in the engine of runs on several workers, as a script asks for them: `inject("name")`.
+"""Faults that a script injects into its own run on several workers: `inject("name")`.
 
-Each takes effect at the third training step (`FROM`), so that what finds it must also tell when it began. This file
-is copied beside the script; it is not imported by tests.
+Each takes effect at the third training step (`FIRST_STEP`), so that `verify` must also find where it begins. Tests copy
+this file beside the script and do not import it.
 """
 
 import os
@@ -22,99 +22,99 @@ from rankless.jobs import consistent
 from rankless.jobs.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 
-FROM = 3
+FIRST_STEP = 3
 RANK = int(os.environ["RANK"])
 WORKERS = int(os.environ["WORLD_SIZE"])
 
 
-class Clock:
-    """Which training step is being made, from 1."""
+class StepCounter:
+    """The number of the current training step, from 1."""
 
     def __init__(self) -> None:
         self.step = 0
 
     @property
-    def late(self) -> bool:
-        return self.step >= FROM
+    def is_late(self) -> bool:
+        return self.step >= FIRST_STEP
 
 
 def inject(name: str) -> None:
-    """Plant a fault by its function's name, if there are several workers; "nothing" plants nothing."""
+    """Inject a fault by its function's name if there are several workers; "nothing" injects nothing."""
     if WORKERS > 1 and name != "nothing":
-        clock = Clock()
+        counter = StepCounter()
         run = ConsistentView.run
 
-        def counted(self: ConsistentView, arguments: Any) -> Any:
-            clock.step += self._job.trains
+        def count_steps(self: ConsistentView, arguments: Any) -> Any:
+            counter.step += self._job.trains
             return run(self, arguments)
 
-        ConsistentView.run = counted
-        globals()[name](clock)
+        ConsistentView.run = count_steps
+        globals()[name](counter)
 
 
-def dropped_gradient_reduction(clock: Clock) -> None:
+def dropped_gradient_reduction(counter: StepCounter) -> None:
     start = schedule.start_all_reduce
-    schedule.start_all_reduce = lambda flat, mesh: None if clock.late else start(flat, mesh=mesh)
+    schedule.start_all_reduce = lambda flat, mesh: None if counter.is_late else start(flat, mesh=mesh)
 
 
-def gradient_scaled_by_workers(clock: Clock) -> None:
+def gradient_scaled_by_workers(counter: StepCounter) -> None:
     finish = GradientBucket.finish
 
-    def scaled(self: GradientBucket) -> list[Tensor]:
-        return [value * WORKERS if clock.late else value for value in finish(self)]
+    def scale(self: GradientBucket) -> list[Tensor]:
+        return [value * WORKERS if counter.is_late else value for value in finish(self)]
 
-    GradientBucket.finish = scaled
+    GradientBucket.finish = scale
 
 
-def instead_of_the_count(clock: Clock, wrong: Callable[[Tensor], Tensor]) -> None:
+def replace_count(counter: StepCounter, wrong: Callable[[Tensor], Tensor]) -> None:
     all_reduce = LoweringPass.all_reduce
 
-    def replaced(self: LoweringPass, value: fx.Node, reason: str, size: int) -> fx.Node:
-        right = all_reduce(self, value, reason, size)
+    def replace(self: LoweringPass, value: fx.Node, reason: str, size: int) -> fx.Node:
+        correct = all_reduce(self, value, reason, size)
         if not reason.startswith("number of valid targets"):
-            return right
-        return self.call(lambda total, mine: wrong(mine) if clock.late else total, right, value)
+            return correct
+        return self.call(lambda total, local: wrong(local) if counter.is_late else total, correct, value)
 
-    LoweringPass.all_reduce = replaced
-
-
-def dropped_count_reduction(clock: Clock) -> None:
-    instead_of_the_count(clock, lambda mine: mine)
+    LoweringPass.all_reduce = replace
 
 
-def mean_of_means(clock: Clock) -> None:
-    instead_of_the_count(clock, lambda mine: mine * WORKERS)
+def dropped_count_reduction(counter: StepCounter) -> None:
+    replace_count(counter, lambda local: local)
 
 
-def local_batch_norm_statistics(clock: Clock) -> None:
+def mean_of_means(counter: StepCounter) -> None:
+    replace_count(counter, lambda local: local * WORKERS)
+
+
+def local_batch_norm_statistics(counter: StepCounter) -> None:
     gather = StackedGather.__call__
 
-    def repeated(self: StackedGather, value: Tensor) -> Tensor:
+    def repeat_local(self: StackedGather, value: Tensor) -> Tensor:
         everyone = gather(self, value)
-        return torch.stack([value] * len(everyone)) if clock.late else everyone
+        return torch.stack([value] * len(everyone)) if counter.is_late else everyone
 
-    StackedGather.__call__ = repeated
+    StackedGather.__call__ = repeat_local
 
 
-def running_statistics_not_updated(clock: Clock) -> None:
+def running_statistics_not_updated(counter: StepCounter) -> None:
     batch_norm = local_kernels.batch_norm
 
     def stale(x: Tensor, affine: Any, running: Any, *rest: Any) -> Any:
         results = batch_norm(x, affine, running, *rest)
-        return (*results[:3], *(value.clone() for value in running)) if clock.late else results
+        return (*results[:3], *(value.clone() for value in running)) if counter.is_late else results
 
     local_kernels.batch_norm = stale
 
 
-def other_seed_on_one_rank(clock: Clock) -> None:
+def other_seed_on_one_rank(counter: StepCounter) -> None:
     dropout_mask = local_kernels.draw_dropout_mask
 
-    def drawn(*arguments: Any) -> Tensor:
-        if clock.step == FROM and RANK == 1:
+    def draw(*arguments: Any) -> Tensor:
+        if counter.step == FIRST_STEP and RANK == 1:
             torch.manual_seed(99)
         return dropout_mask(*arguments)
 
-    local_kernels.draw_dropout_mask = drawn
+    local_kernels.draw_dropout_mask = draw
 
 
 def change_batches(change: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
@@ -122,41 +122,41 @@ def change_batches(change: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
     Loader.__iter__ = lambda self: change(iterate(self))
 
 
-def skipped_batch(_clock: Clock) -> None:
-    change_batches(lambda batches: (batch for place, batch in enumerate(batches, start=1) if place != FROM))
+def skipped_batch(_counter: StepCounter) -> None:
+    change_batches(lambda batches: (batch for number, batch in enumerate(batches, start=1) if number != FIRST_STEP))
 
 
-def skipped_batch_on_one_rank(_clock: Clock) -> None:
-    """It comes to one batch too early, and repeats its last so as to make as many steps as the others."""
+def skipped_batch_on_one_rank(_counter: StepCounter) -> None:
+    """One rank skips a batch, and repeats its last one so that it makes as many steps as the others."""
 
-    def ahead(batches: Iterator[Any]) -> Iterator[Any]:
-        kept = [batch for place, batch in enumerate(batches, start=1) if place != FROM or RANK != 1]
-        yield from kept
+    def skip(batches: Iterator[Any]) -> Iterator[Any]:
+        batches_left = [batch for number, batch in enumerate(batches, start=1) if number != FIRST_STEP or RANK != 1]
+        yield from batches_left
         if RANK == 1:
-            yield kept[-1]
+            yield batches_left[-1]
 
-    change_batches(ahead)
+    change_batches(skip)
 
 
-def repeated_batch(_clock: Clock) -> None:
-    def repeating(batches: Iterator[Any]) -> Iterator[Any]:
-        for place, batch in enumerate(batches, start=1):
+def repeated_batch(_counter: StepCounter) -> None:
+    def repeat(batches: Iterator[Any]) -> Iterator[Any]:
+        for number, batch in enumerate(batches, start=1):
             yield batch
-            if place == FROM - 1:
+            if number == FIRST_STEP - 1:
                 yield batch
 
-    change_batches(repeating)
+    change_batches(repeat)
 
 
-def row_given_twice(clock: Clock) -> None:
-    """A rank reads one row again in place of its last, which nobody reads."""
+def row_given_twice(counter: StepCounter) -> None:
+    """A rank takes one row twice in place of its last row, which no rank takes."""
     get_local_piece = consistent.get_local_piece
 
-    def dropped(argument: Tensor, placement: Any, mesh: Mesh) -> Tensor:
+    def repeat_row(argument: Tensor, placement: Any, mesh: Mesh) -> Tensor:
         piece = get_local_piece(argument, placement, mesh)
-        return torch.cat([piece[:-1], piece[:1]]) if clock.late and RANK == 1 else piece
+        return torch.cat([piece[:-1], piece[:1]]) if counter.is_late and RANK == 1 else piece
 
-    consistent.get_local_piece = dropped
+    consistent.get_local_piece = repeat_row
 
 
 def change_steps(change: Callable[[Optimizer, Callable[[], Any]], None]) -> None:
@@ -164,18 +164,18 @@ def change_steps(change: Callable[[Optimizer, Callable[[], Any]], None]) -> None
     SGD.step = lambda self: change(self, lambda: step(self))
 
 
-def wrong_learning_rate(clock: Clock) -> None:
-    def faster(optimizer: Optimizer, step: Callable[[], Any]) -> None:
+def wrong_learning_rate(counter: StepCounter) -> None:
+    def step_faster(optimizer: Optimizer, step: Callable[[], Any]) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = 0.1 * (1.001 if clock.late else 1)
+            group["lr"] = 0.1 * (1.001 if counter.is_late else 1)
         step()
 
-    change_steps(faster)
+    change_steps(step_faster)
 
 
-def skipped_optimizer_step(clock: Clock) -> None:
-    change_steps(lambda _optimizer, step: None if clock.step == FROM else step())
+def skipped_optimizer_step(counter: StepCounter) -> None:
+    change_steps(lambda _optimizer, step: None if counter.step == FIRST_STEP else step())
 
 
-def stale_parameters_on_one_rank(clock: Clock) -> None:
-    change_steps(lambda _optimizer, step: None if clock.step == FROM and RANK == 1 else step())
+def stale_parameters_on_one_rank(counter: StepCounter) -> None:
+    change_steps(lambda _optimizer, step: None if counter.step == FIRST_STEP and RANK == 1 else step())

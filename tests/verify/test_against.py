@@ -1,4 +1,4 @@
-"""`rankless verify --against plain.py`: a script beside its plain twin, which knows nothing of Rankless."""
+"""`rankless verify --against plain.py`: a script compared with its plain reference, which does not use Rankless."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ for epoch in range(2):
 """
 )
 
-TWIN = (
+REFERENCE = (
     BOTH
     + """
 weights = [item for item in model.parameters() if item.dim() > 1]
@@ -84,17 +84,17 @@ class Baseline:
     """Every rank of the runs on 2 and on 3 workers."""
     noise: list[Recording]
 
-    def beside(self, reference: ReferenceRun) -> Comparison:
-        # Ranks of one run are held to agree; those of two runs round differently.
-        by_itself = compare(self.one, self.many[:2], self.noise)
-        return compare_with_reference(by_itself, reference, self.one, self.many, self.noise)
+    def compare_with(self, reference: ReferenceRun) -> Comparison:
+        # Ranks of one run must agree; those of two runs round differently.
+        comparison = compare(self.one, self.many[:2], self.noise)
+        return compare_with_reference(comparison, reference, self.one, self.many, self.noise)
 
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     folder = tmp_path_factory.mktemp("against")
     (folder / "train.py").write_text(SCRIPT)
-    (folder / "plain.py").write_text(TWIN)
+    (folder / "plain.py").write_text(REFERENCE)
     runs = VerifyRuns(
         program=Program(kind="script", target=str(folder / "train.py")),
         folder=str(folder / "recordings"),
@@ -109,20 +109,20 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     return Baseline(runs=runs, one=runs.run_one(), many=many, noise=runs.run_perturbed(1))
 
 
-def with_fault(baseline: Baseline, *words: str) -> Comparison:
-    program = replace_arguments(baseline.runs.program, words)
+def compare_with_options(baseline: Baseline, *options: str) -> Comparison:
+    program = replace_arguments(baseline.runs.program, options)
     reference = replace(baseline.runs, program=program).run_reference()
     assert reference is not None
-    return baseline.beside(reference)
+    return baseline.compare_with(reference)
 
 
-def replace_arguments(program: Program, words: tuple[str, ...]) -> Program:
-    return Program(kind=program.kind, target=program.target, arguments=words)
+def replace_arguments(program: Program, options: tuple[str, ...]) -> Program:
+    return Program(kind=program.kind, target=program.target, arguments=options)
 
 
 @pytest.mark.parametrize("form", ["", "groups", "halves"])
 def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Baseline, form: str) -> None:
-    comparison = with_fault(baseline, form)
+    comparison = compare_with_options(baseline, form)
     report = make_report(comparison, workers=2)
     assert report.same, render_verdict(report)
     # Per run: 9 tensors at the start and at the end; 8 steps of a loss, 9 parameters and buffers, 6 gradients.
@@ -141,7 +141,7 @@ def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Ba
 def test_a_fault_against_the_reference_is_found_with_its_step(
     baseline: Baseline, fault: str, step: int, tensor: str
 ) -> None:
-    report = make_report(with_fault(baseline, fault), workers=2)
+    report = make_report(compare_with_options(baseline, fault), workers=2)
     assert not report.same
     assert report.first_difference is not None
     assert report.first_difference.step == step
@@ -175,7 +175,7 @@ def test_the_examples_are_the_same_training_as_their_references(
 
 def test_the_command_compares_with_the_reference_in_own_precision(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "plain.py").write_text(TWIN)
+    (tmp_path / "plain.py").write_text(REFERENCE)
     options = ["-n", "2", "--devices", "cpu", "--steps", "3", "--against", "plain.py"]
     job = rankless("verify", *options, "train.py", folder=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr

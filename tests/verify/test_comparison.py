@@ -17,7 +17,7 @@ ROWS, STEPS = 12, 6
 
 
 class Model(nn.Module):
-    """A model with a statistic; the first bias has a gradient that is zero but for rounding."""
+    """A model with a statistic; the gradient of its first bias is zero up to rounding."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 
 def train(folder, workers, *, fault="", noise_seed=None, dtype=torch.float32, adaptive=False):
-    """A training on ranks that are played in one process: shards, reduced by hand, recorded by each rank."""
+    """Train on ranks simulated in one process: shards, reduced by hand, recorded by each rank."""
     torch.manual_seed(0)
     origin = Model(dtype)
     models = [copy.deepcopy(origin) for _ in range(workers)]
@@ -66,15 +66,15 @@ def train(folder, workers, *, fault="", noise_seed=None, dtype=torch.float32, ad
 
 
 def whole_step(models, batch, step, fault):
-    """Every rank's loss of the whole batch; gradients are left summed in all models."""
+    """Return every rank's loss of the whole batch, and leave the summed gradients in all models."""
     workers = len(models)
     shards = batch.tensor_split(workers) if workers != 3 else batch.split([5, 4, 3])
     late = step >= 3
-    kept = torch.rand(ROWS, 8, generator=torch.Generator().manual_seed(step)) > 0.3
+    keep = torch.rand(ROWS, 8, generator=torch.Generator().manual_seed(step)) > 0.3
     hidden, start = [], 0
     for rank, (model, rows) in enumerate(zip(models, shards, strict=True)):
         model.zero_grad()
-        mask = kept[start : start + len(rows)]
+        mask = keep[start : start + len(rows)]
         if fault == "other seed on one rank" and rank == 1 and late:
             mask = torch.rand(mask.shape, generator=torch.Generator().manual_seed(99)) > 0.3
         start += len(rows)
@@ -83,7 +83,7 @@ def whole_step(models, batch, step, fault):
     parts = []
     for model, (values, mask) in zip(models, hidden, strict=True):
         with torch.no_grad():
-            local = fault == "unsynchronised statistic" and late
+            local = fault == "unsynchronized statistic" and late
             model.mean.lerp_(values.mean(dim=0) if local else mean, 0.1)
             model.steps += 1
         count = len(values) * workers if fault == "wrong count" and late else ROWS
@@ -100,7 +100,7 @@ def whole_step(models, batch, step, fault):
     return [loss.detach()] * workers
 
 
-def compared(tmp_path, fault="", workers=2, **options):
+def compare_runs(tmp_path, fault="", workers=2, **options):
     one = train(tmp_path / "one", 1, **options)[0]
     many = train(tmp_path / "many", workers, fault=fault, **options)
     noise = train(tmp_path / "noise", 1, noise_seed=5, **options)
@@ -108,7 +108,7 @@ def compared(tmp_path, fault="", workers=2, **options):
 
 
 def verdict(tmp_path, fault="", workers=2, **options):
-    return make_report(compared(tmp_path, fault, workers, **options), workers=workers)
+    return make_report(compare_runs(tmp_path, fault, workers, **options), workers=workers)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -128,7 +128,7 @@ FAULTS = [
     ("wrong count", 3, "result ['loss'] of train"),
     ("other seed on one rank", 3, "result ['loss'] of train"),
     ("skipped batch", 3, "result ['loss'] of train"),
-    ("unsynchronised statistic", 3, "model.mean"),
+    ("unsynchronized statistic", 3, "model.mean"),
     ("wrong learning rate", 1, "model.first.weight"),
     ("extra step", 7, "the calls"),
     ("other shape", 2, "result ['loss'] of train"),
@@ -142,7 +142,7 @@ FAULTS = [
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(("fault", "step", "tensor"), FAULTS, ids=[name for name, _, _ in FAULTS])
 def test_an_injected_fault_is_found_and_its_first_step_and_tensor_named(tmp_path, fault, step, tensor, adaptive):
-    # Three workers with uneven shards: a count per rank that is wrong shows only where shards are uneven.
+    # Three workers with uneven shards: a wrong count per rank shows only if shards are uneven.
     report = verdict(tmp_path, fault, workers=3, adaptive=adaptive)
     assert not report.same
     assert report.first_difference.step == step
@@ -198,11 +198,11 @@ def test_nan_is_a_difference_only_in_one_of_two_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "asked"),
+    ("fault", "needed"),
     [
         ("", False),
         ("skipped batch", True),
-        ("dropped reduction", False),  # ranks part from each other, which no rounding makes
+        ("dropped reduction", False),  # ranks diverge, which rounding cannot explain
         ("wrong hits", True),
         ("extra step", False),
         ("other shape", False),
@@ -210,16 +210,16 @@ def test_nan_is_a_difference_only_in_one_of_two_runs(tmp_path):
         ("missing call", False),
     ],
 )
-def test_float64_decides_only_about_different_numbers(tmp_path, fault, asked):
-    comparison = compared(tmp_path, fault, workers=2)
+def test_float64_decides_only_about_different_numbers(tmp_path, fault, needed):
+    comparison = compare_runs(tmp_path, fault, workers=2)
     assert bool(comparison.findings) == bool(fault)
     assert comparison.precision == "float32"
-    assert comparison.needs_float64 == asked
-    assert not compared(tmp_path / "exact", fault, workers=2, dtype=torch.float64).needs_float64
+    assert comparison.needs_float64 == needed
+    assert not compare_runs(tmp_path / "exact", fault, workers=2, dtype=torch.float64).needs_float64
 
 
-@pytest.mark.parametrize(("noise", "asked"), [(1e-2, True), (1e-4, False)])
-def test_float64_decides_if_the_noise_is_high(tmp_path, noise, asked):
+@pytest.mark.parametrize(("noise", "needed"), [(1e-2, True), (1e-4, False)])
+def test_float64_decides_if_the_noise_is_high(tmp_path, noise, needed):
     def constant(folder, loss):
         recorder, model = RunRecorder(str(tmp_path / folder), 0), nn.Linear(1, 1)
         nn.init.ones_(model.weight).grad = torch.ones(1, 1)
@@ -233,11 +233,11 @@ def test_float64_decides_if_the_noise_is_high(tmp_path, noise, asked):
     [one], many = constant("one", 2.0), constant("many", 2.0)
     comparison = compare(one, many, constant("noise", 2.0 + 2.0 * noise))
     assert not comparison.findings
-    assert comparison.needs_float64 == asked
+    assert comparison.needs_float64 == needed
     own = make_report(comparison, workers=1)
     exact = msgspec.structs.replace(own, decided_in="float64", own_precision=own)
     expected = "(decided in float64: in float32 noise of 0.02 in the losses could hide faults)"
-    assert not asked or render_verdict(exact).endswith(expected)
+    assert not needed or render_verdict(exact).endswith(expected)
 
 
 def test_a_gradient_of_rounding_errors_may_differ_by_a_hundred_errors(tmp_path):
@@ -266,7 +266,7 @@ def test_an_integer_may_differ_only_if_noise_flips_it_too(tmp_path, noisy, same)
     assert (not comparison.findings) == same
 
 
-def test_the_report_and_the_table_list_what_was_compared(tmp_path):
+def test_the_report_and_the_table_list_what_was_compare_runs(tmp_path):
     one = train(tmp_path / "one", 1)[0]
     comparison = compare(one, train(tmp_path / "many", 2), train(tmp_path / "noise", 1, noise_seed=5))
     table = render_table(comparison)
@@ -287,11 +287,11 @@ def test_a_tolerance_below_the_noise_is_unmet_even_if_losses_repeat(tmp_path):
     many = train(tmp_path / "many", 3)
     noise = train(tmp_path / "noise", 1, noise_seed=5)[0]
     lucky = [
-        mine if isinstance(mine, JobCalled) else theirs for mine, theirs in zip(one.results, noise.results, strict=True)
+        call if isinstance(call, JobCalled) else other for call, other in zip(one.results, noise.results, strict=True)
     ]
     repeated = [replace(noise, results=tuple(lucky))]
-    tight, widen = (compare(one, many, repeated, tolerance=bound) for bound in (1e-12, 1e-3))
+    tight, loose = (compare(one, many, repeated, tolerance=bound) for bound in (1e-12, 1e-3))
     assert tight.findings
     assert tight.tolerance.unmet is not None
-    assert not widen.findings
-    assert widen.tolerance.unmet is None
+    assert not loose.findings
+    assert loose.tolerance.unmet is None

@@ -1,4 +1,4 @@
-"""Which value of a job call parts first, on values made by hand."""
+"""The first value that differs in a job call, on values made by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Faults planted in the real engine, on real workers: `verify` finds each of them, and the step at which it began."""
+"""Faults injected into real runs: `verify` finds each of them and the step at which it begins."""
 
 import json
 import shutil
@@ -60,12 +60,12 @@ FOUND = {
     "skipped_optimizer_step": ("model.0.weight", "after", None, ""),
     "stale_parameters_on_one_rank": ("model.0.weight", "after", None, ""),
 }
-"""Each fault, and the tensor in which it shows first; all begin at the third step. Then the first value that differs in
-that step's job call: what is wrong with it, what stands on its line, and the operator that gives it; where the job is
-right all through and its optimizer's step is not, there is none.
+"""Each fault, and the tensor in which it shows first; all begin at the third step. Then the first different value in
+that step's job call: its kind, the code on its line, and its operator. If only the optimizer step is wrong, there is
+no value.
 """
 STOPPED = {"other_seed_on_one_rank": "call 4 of job 'train'", "skipped_batch_on_one_rank": "call 3 of job 'train'"}
-"""Faults that the ranks notice by themselves, and the call at which they stop."""
+"""Faults that the ranks detect by themselves, and the call at which they stop."""
 STEP = 3
 
 
@@ -74,7 +74,7 @@ THIRD_CALL = InspectedCall(job="train", call=STEP)
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The script's folder, its run on one worker, and that run disturbed: the same for every fault."""
+    """The script's folder, its run on one worker, and the perturbed run: the same for every fault."""
 
     folder: Path
     one: Recording
@@ -84,12 +84,12 @@ class Baseline:
         return runs(self.folder, fault)
 
     def verdict(self, fault: str, workers: int) -> VerifyReport:
-        looking = self.runs(fault)
-        comparison = compare(self.one, looking.run_many(workers), self.noise)
+        inspected = self.runs(fault)
+        comparison = compare(self.one, inspected.run_many(workers), self.noise)
         (one,), many, (noise,) = (
-            looking.read_inspected_values("one"),
-            looking.read_inspected_values("many", workers),
-            looking.read_inspected_values("noise0"),
+            inspected.read_inspected_values("one"),
+            inspected.read_inspected_values("many", workers),
+            inspected.read_inspected_values("noise0"),
         )
         first = find_first_value(one, many, noise, call=THIRD_CALL)
         return msgspec.structs.replace(make_report(comparison, workers=workers), first_value=first)
@@ -102,7 +102,7 @@ def write_scripts(folder: Path) -> Path:
 
 
 def runs(folder: Path, fault: str) -> VerifyRuns:
-    """All runs write down every value of the third step's call, too, so that none is needed to look for the first."""
+    """Return runs that also record every value of the third step's call, so that no further run is needed."""
     program = Program(kind="script", target=str(folder / "train.py"), arguments=(fault, "sgd"))
     recordings, logs = str(folder / "recordings"), str(folder / "log")
     return VerifyRuns(
@@ -119,8 +119,8 @@ def runs(folder: Path, fault: str) -> VerifyRuns:
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     folder = write_scripts(tmp_path_factory.mktemp("faults"))
-    right = runs(folder, "nothing")
-    return Baseline(folder=folder, one=right.run_one(), noise=right.run_perturbed(1))
+    correct = runs(folder, "nothing")
+    return Baseline(folder=folder, one=correct.run_one(), noise=correct.run_perturbed(1))
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -134,7 +134,7 @@ def test_nothing_is_found_without_an_injected_fault(baseline: Baseline, workers:
 
 @pytest.mark.parametrize("fault", FOUND)
 def test_an_injected_fault_is_found_with_its_step_and_line(baseline: Baseline, fault: str) -> None:
-    tensor, fault, line, operator = FOUND[fault]
+    tensor, kind, line, operator = FOUND[fault]
     report = baseline.verdict(fault, workers=2)
     assert not report.same
     assert report.first_difference is not None
@@ -142,7 +142,7 @@ def test_an_injected_fault_is_found_with_its_step_and_line(baseline: Baseline, f
     assert tensor in report.first_difference.tensor
     first = report.first_value
     assert first is not None
-    assert (first.fault, first.job, first.call) == (fault, "train", STEP)
+    assert (first.fault, first.job, first.call) == (kind, "train", STEP)
     if line is not None:
         file, _, number = first.line.rpartition(":")
         assert Path(file).name == "train.py"
@@ -156,9 +156,9 @@ def test_a_diverging_rank_stops_the_run_at_its_call(
 ) -> None:
     with pytest.raises(RunFailed):
         baseline.runs(fault).run_many(2)
-    said = capsys.readouterr().err
-    assert "RanksDiverged" in said
-    assert STOPPED[fault] in said
+    errors = capsys.readouterr().err
+    assert "RanksDiverged" in errors
+    assert STOPPED[fault] in errors
 
 
 @pytest.mark.parametrize(

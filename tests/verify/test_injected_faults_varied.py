@@ -1,4 +1,4 @@
-"""The same faults planted where shapes vary from batch to batch, and where a run goes on from a checkpoint."""
+"""The same faults with shapes that vary from batch to batch, and in a run that resumes from a checkpoint."""
 
 import random
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.warm_runs import fork_server, rankless
 from verify.test_injected_faults import FOUND, STEP
-from verify.test_injected_faults import STOPPED as PARTED
+from verify.test_injected_faults import STOPPED as DIVERGING
 
 from rankless.config.run_config import Program
 from rankless.launch.agent import job_runner
@@ -40,9 +40,9 @@ def train(inputs, labels):
 
 VARIABLE = """
 def samples(epoch):
-    for place in range(37):
-        longest = 4 + 2 * (place // 9) + epoch
-        length = longest if place % 9 == 0 else int(torch.randint(2, longest, ()))
+    for index in range(37):
+        longest = 4 + 2 * (index // 9) + epoch
+        length = longest if index % 9 == 0 else int(torch.randint(2, longest, ()))
         yield torch.randn(length, 6), torch.randint(0, 4, (length,))
 
 def padded(samples):
@@ -54,33 +54,33 @@ for epoch in range(2):
     for batch in rankless.loader(list(samples(epoch)), batch_size=9, collate_fn=padded, reading="replicated"):
         train(*batch)
 """
-"""Batches of 9 rows, each of another length, and a last one of a single row: no two shapes are alike."""
+"""Batches of 9 rows, each of another length, and a last one of a single row: all shapes differ."""
 
 RESUMED = """
 inputs, labels = torch.randn(36, 6), torch.randint(0, 4, (36,))
 labels[torch.rand(36) < 0.4] = -100
 loader = rankless.loader(torch.utils.data.TensorDataset(inputs, labels), batch_size=9, shuffle=True)
-if sys.argv[2] == "goes-on":
+if sys.argv[2] == "resumes":
     rankless.load("checkpoint", model=model, optimizer=optimizer)
 for epoch in range(2):
     for batch in loader:
         train(*batch)
-if sys.argv[2] == "begins":
+if sys.argv[2] == "saves":
     rankless.save("checkpoint", model=model, optimizer=optimizer)
 """
-"""Its order of samples and its dropout are the checkpoint's, too: they come from torch's own generator."""
+"""The checkpoint also restores the order of samples and dropout, because both come from torch's generator."""
 
 SCRIPTS = {"variable": BEGINNING + VARIABLE, "resumed": BEGINNING + RESUMED}
 STEPS = {"variable": 10, "resumed": 8}
 CASES = [(kind, fault) for kind in SCRIPTS for fault in FOUND]
-STOPPED = [(kind, fault) for kind in SCRIPTS for fault in PARTED]
-"""Faults for which the ranks stop by themselves: their inputs or random numbers differ."""
+STOPPED = [(kind, fault) for kind in SCRIPTS for fault in DIVERGING]
+"""Faults for which the ranks stop by themselves, because their inputs or random numbers differ."""
 SAMPLE = random.Random(3).sample(CASES, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A script's folder, in which it is run; its run on one worker, and that run disturbed."""
+    """A script's working folder, its run on one worker, and the perturbed run."""
 
     folder: Path
     one: Recording
@@ -92,7 +92,7 @@ class Baseline:
 
 
 def runs(fault: str) -> VerifyRuns:
-    program = Program(kind="script", target="train.py", arguments=(fault, "goes-on"))
+    program = Program(kind="script", target="train.py", arguments=(fault, "resumes"))
     return VerifyRuns(
         program=program, folder="recordings", seed=1, devices="cpu", log_folder="log", run_job=job_runner(fork_server())
     )
@@ -100,7 +100,7 @@ def runs(fault: str) -> VerifyRuns:
 
 @pytest.fixture(scope="module")
 def folders() -> dict[str, Baseline]:
-    """Filled by `baseline` as kinds are asked for."""
+    """Filled by `baseline` as tests request kinds."""
     return {}
 
 
@@ -114,10 +114,10 @@ def baseline(
         shutil.copy(Path(__file__).with_name("injected_faults.py"), folder)
         monkeypatch.chdir(folder)
         if kind == "resumed":
-            begun = rankless("run", "-n", "1", "--devices", "cpu", "train.py", "nothing", "begins", folder=folder)
-            assert begun.returncode == 0, begun.stderr
-        right = runs("nothing")
-        folders[kind] = Baseline(folder=folder, one=right.run_one(), noise=right.run_perturbed(1))
+            first = rankless("run", "-n", "1", "--devices", "cpu", "train.py", "nothing", "saves", folder=folder)
+            assert first.returncode == 0, first.stderr
+        correct = runs("nothing")
+        folders[kind] = Baseline(folder=folder, one=correct.run_one(), noise=correct.run_perturbed(1))
     monkeypatch.chdir(folders[kind].folder)
     return folders[kind]
 
@@ -175,8 +175,8 @@ def test_ranks_that_cannot_continue_raise_with_the_reason(
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_the_command_reports_the_fault_and_exits_with_1(baseline: Baseline, kind: str) -> None:
     for fault, code in (("nothing", 0), ("mean_of_means", 1)):
-        words = ["verify", "-n", "3", "--devices", "cpu", "--seed", "1", "train.py", fault, "goes-on"]
+        words = ["verify", "-n", "3", "--devices", "cpu", "--seed", "1", "train.py", fault, "resumes"]
         job = rankless(*words, folder=baseline.folder)
         assert job.returncode == code, job.stdout + job.stderr
-        said = f"NOT the same training: first at step {STEP}, " if code else f"same training: {STEPS[kind]} steps"
-        assert job.stdout.splitlines()[-1].startswith(said)
+        expected = f"NOT the same training: first at step {STEP}, " if code else f"same training: {STEPS[kind]} steps"
+        assert job.stdout.splitlines()[-1].startswith(expected)

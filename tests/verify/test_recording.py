@@ -90,9 +90,9 @@ def test_sketches_estimate_the_distance_of_tensors(tmp_path):
     assert first == sketch_of(tensor, tmp_path / "b")
     assert first.norm == pytest.approx(float(tensor.norm()))
     for size in (1e-10, 1e-3, 1.0):
-        apart = torch.randn(5000, dtype=torch.float64) * size
-        second = sketch_of(tensor + apart, tmp_path / "c")
-        ratio = math.dist(first.sketch, second.sketch) / float(apart.norm())
+        change = torch.randn(5000, dtype=torch.float64) * size
+        second = sketch_of(tensor + change, tmp_path / "c")
+        ratio = math.dist(first.sketch, second.sketch) / float(change.norm())
         assert 0.5 < ratio < 2
     one_changed = tensor.clone()
     one_changed[1234] += 0.25

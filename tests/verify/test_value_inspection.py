@@ -1,4 +1,4 @@
-"""Every value of one job call, on one device and on several: written down alike, and without changing the training."""
+"""Every value of one job call, recorded on one device and on several without changing the training."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def batch(step: int) -> tuple[Tensor, ...]:
 
 
 def trained(mesh: Mesh, folder: str, fault: str, noise: int | None) -> list[float]:
-    """Three steps, the second inspected if there is a folder; the losses."""
+    """Train three steps and return the losses; inspect the second step if there is a folder."""
     inspector = ValueInspector(ValueRecorder(folder, mesh.rank, CALL)) if folder else None
     world = World(
         mesh=mesh,
@@ -78,9 +78,9 @@ def trained(mesh: Mesh, folder: str, fault: str, noise: int | None) -> list[floa
 
 def found(tmp_path: Path, workers: int, fault: str) -> FirstValue | None:
     one, noise, many = str(tmp_path / "one"), str(tmp_path / "noise"), str(tmp_path / "many")
-    alone = Mesh.solo()
-    assert trained(alone, one, fault, None) == trained(alone, "", fault, None)
-    trained(alone, noise, fault, 1)
+    solo = Mesh.solo()
+    assert trained(solo, one, fault, None) == trained(solo, "", fault, None)
+    trained(solo, noise, fault, 1)
     inspected = on_mesh(workers, trained, many, fault, None)
     assert inspected == on_mesh(workers, trained, "", fault, None)
     everyone = [list(read_values(many, rank)) for rank in range(workers)]
@@ -94,7 +94,7 @@ def test_an_inspected_correct_call_has_equal_values_and_trains_the_same(tmp_path
     assert first.fault == "after", render_first_value(first)
     values = list(read_values(str(tmp_path / "many"), workers - 1))
     assert sum(value.role == "value" for value in values) > 60
-    assert {value.line.rpartition("/")[2].partition(":")[0] for value in values} == {"test_inspecting.py"}
+    assert {value.line.rpartition("/")[2].partition(":")[0] for value in values} == {Path(__file__).name}
     assert {"input", "value", "output"} == {value.role for value in values}
     names = {value.name: value for value in values}
     assert names["argument 0"].shape == (7, 1, 8, 8)
