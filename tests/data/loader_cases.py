@@ -1,4 +1,4 @@
-"""Data sets, samplers and loaders as people write them; each case means the same to DataLoader and to our loader."""
+"""Data sets, samplers and loaders as users write them. Each case works with `DataLoader` and with our loader."""
 
 import dataclasses
 import random
@@ -29,7 +29,7 @@ from rankless.parallel.mesh import Mesh
 Pair = namedtuple("Pair", "number text")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(freeze=True)
 class Item:
     number: Any
     names: Any
@@ -68,17 +68,17 @@ class Noisy(Dataset[Any]):
     """Each sample draws from all three generators of the process and from one of its own."""
 
     def __init__(self) -> None:
-        self.own = numpy.random.default_rng(3)
+        self.generator = numpy.random.default_rng(3)
 
     def __len__(self) -> int:
         return 11
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        return index, torch.rand(2), float(numpy.random.rand()), random.random(), float(self.own.random())
+        return index, torch.rand(2), float(numpy.random.rand()), random.random(), float(self.generator.random())
 
 
 class Batches(Dataset[Any]):
-    """Whole batches of its own making, of several lengths."""
+    """A data set that returns whole batches of several lengths."""
 
     def __len__(self) -> int:
         return 5
@@ -88,7 +88,7 @@ class Batches(Dataset[Any]):
 
 
 class Ordered:
-    """A sampler that has its indices beforehand."""
+    """A sampler with given indices."""
 
     def __init__(self, indices: list[Any]) -> None:
         self.indices = indices
@@ -100,7 +100,7 @@ class Ordered:
         return len(self.indices)
 
 
-class GivesTensors(Ordered):
+class YieldsTensors(Ordered):
     def __iter__(self) -> Iterator[Any]:
         return iter(torch.randperm(len(self.indices)))
 
@@ -123,7 +123,7 @@ class DrawsAtOnce(Ordered):
 
 
 class CountsPasses(Ordered):
-    """Another order in each pass, by a counter of its own."""
+    """A sampler with another order in each pass, by a counter of its own."""
 
     def __init__(self, indices: list[Any]) -> None:
         super().__init__(indices)
@@ -134,8 +134,8 @@ class CountsPasses(Ordered):
         return iter(self.indices[self.passes :] + self.indices[: self.passes])
 
 
-class KnowsItself(CountsPasses):
-    """Its counter is in an attribute that only it understands."""
+class SamplerWithState(CountsPasses):
+    """A sampler whose state only its state_dict knows."""
 
     def __init__(self, indices: list[Any]) -> None:
         super().__init__(indices)
@@ -153,12 +153,12 @@ class KnowsItself(CountsPasses):
 
 
 class Bucketed:
-    """Batches of several lengths, in an order drawn anew."""
+    """Batches of several lengths, in a random order."""
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9, 10], [11], [12, 13, 14]]
-        for place in torch.randperm(5).tolist():
-            yield batches[place]
+        for index in torch.randperm(5).tolist():
+            yield batches[index]
 
     def __len__(self) -> int:
         return 5
@@ -195,13 +195,13 @@ class Stream(IterableDataset[Any]):
         }
 
 
-class MeasuredStream(Stream):
+class SizedStream(Stream):
     def __len__(self) -> int:
         return self.rows
 
 
-class StreamThatKnows(IterableDataset[Any]):
-    """A stream that can say where it is; it counts what it reads."""
+class StreamWithState(IterableDataset[Any]):
+    """A stream with state_dict that counts what it reads."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -262,10 +262,10 @@ CASES: dict[str, Case] = {
         {"batch_size": 9, "sampler": RandomSampler(range(23), True, 70, generator=generator())},
     ),
     "own generator": lambda: (Items(), {"batch_size": 5, "sampler": OwnGenerator(list(range(19)))}),
-    "tensors as indices": lambda: (Items(), {"batch_size": 5, "sampler": GivesTensors(list(range(13)))}),
+    "tensors as indices": lambda: (Items(), {"batch_size": 5, "sampler": YieldsTensors(list(range(13)))}),
     "draws at once": lambda: (Items(), {"batch_size": 5, "sampler": DrawsAtOnce(list(range(13)))}),
     "counts passes": lambda: (Items(), {"batch_size": 5, "sampler": CountsPasses(list(range(13)))}),
-    "knows itself": lambda: (Items(), {"batch_size": 5, "sampler": KnowsItself(list(range(13)))}),
+    "sampler with state": lambda: (Items(), {"batch_size": 5, "sampler": SamplerWithState(list(range(13)))}),
     "batch sampler": lambda: (Items(), {"batch_sampler": Bucketed()}),
     "list of batches": lambda: (Texts(), {"batch_sampler": [[0, 1, 2], [3], [4, 5, 6, 7], [10, 9, 8]]}),
     "generator": lambda: (Items(), {"batch_size": 6, "shuffle": True, "generator": generator()}),
@@ -275,7 +275,7 @@ CASES: dict[str, Case] = {
     "lists": lambda: (Items(), {"batch_size": 6, "collate_fn": to_dicts, "shuffle": True}),
     "whole batches": lambda: (Batches(), {"batch_size": None, "shuffle": True}),
 }
-"""Each gives a new data set and options of DataLoader's, with everything in them new."""
+"""Each case returns a new data set and new options of `DataLoader`."""
 
 READER_CASES: dict[str, Case] = {
     "readers": lambda: (
@@ -292,9 +292,9 @@ READER_CASES: dict[str, Case] = {
 STREAM_CASES: dict[str, Case] = {
     "stream": lambda: (Stream(), {"batch_size": 5}),
     "stream without a tail": lambda: (Stream(), {"batch_size": 5, "drop_last": True}),
-    "measured stream": lambda: (MeasuredStream(20), {"batch_size": 5}),
+    "measured stream": lambda: (SizedStream(20), {"batch_size": 5}),
     "stream in lists": lambda: (Stream(draws=False), {"batch_size": 6, "collate_fn": list_names}),
-    "stream that knows where it is": lambda: (StreamThatKnows(), {"batch_size": 4}),
+    "stream with state": lambda: (StreamWithState(), {"batch_size": 4}),
     "stream of batches": lambda: (StreamOfBatches(), {"batch_size": None}),
 }
 
@@ -318,71 +318,71 @@ def loader_on(mesh: Mesh, dataset: Any, **options: Any) -> Loader:
     return Loader(dataset, options=LoaderOptions(**options), world=lambda: world)
 
 
-def frozen(value: Any) -> Any:
-    """A batch as something that `==` compares: whole, with its types by name."""
+def freeze(value: Any) -> Any:
+    """Return a batch that `==` compares: whole, with its types by name."""
     if isinstance(value, LogicalTensor):
         value = value.whole()
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.tolist()
     if dataclasses.is_dataclass(value):
-        return type(value).__name__, frozen(vars(value))
+        return type(value).__name__, freeze(vars(value))
     if isinstance(value, dict):
-        return {key: frozen(part) for key, part in value.items()}
+        return {key: freeze(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return type(value).__name__, [frozen(part) for part in value]
+        return type(value).__name__, [freeze(part) for part in value]
     return value
 
 
-def start_generators() -> None:
+def seed_all_generators() -> None:
     torch.manual_seed(5)
     numpy.random.seed(5)
     random.seed(5)
 
 
-def drawn() -> tuple[float, float, float]:
+def draw_numbers() -> tuple[float, float, float]:
     return torch.rand(1).item(), float(numpy.random.rand()), random.random()
 
 
-def passes_over(loader: Any, count: int = 3) -> list[Any]:
-    """Passes over a loader in a script that draws torch's numbers at every batch, as dropout does."""
+def read_passes(loader: Any, count: int = 3) -> list[Any]:
+    """Read passes over a loader in a script that draws torch's numbers at every batch, as dropout does."""
     found = []
     for _ in range(count):
         batches = []
         for batch in loader:
-            batches.append((frozen(batch), torch.rand(1).item()))
-        found.append((batches, drawn()))
+            batches.append((freeze(batch), torch.rand(1).item()))
+        found.append((batches, draw_numbers()))
     return found
 
 
-def plain_passes(case: str, count: int = 3) -> list[Any]:
-    start_generators()
+def read_plain_passes(case: str, count: int = 3) -> list[Any]:
+    seed_all_generators()
     dataset, options = ALL_CASES[case]()
-    return passes_over(DataLoader(dataset, **options), count)
+    return read_passes(DataLoader(dataset, **options), count)
 
 
-def our_passes(mesh: Mesh, case: str, reading: str, count: int = 3) -> list[Any]:
-    start_generators()
+def read_our_passes(mesh: Mesh, case: str, reading: str, count: int = 3) -> list[Any]:
+    seed_all_generators()
     dataset, options = ALL_CASES[case]()
-    return passes_over(loader_on(mesh, dataset, reading=reading, **options), count)
+    return read_passes(loader_on(mesh, dataset, reading=reading, **options), count)
 
 
-def interrupted(mesh: Mesh, case: str, reading: str, batches: int) -> bytes:
-    """A script that has done one pass and some batches of the next: its loader's state and its generators'."""
-    start_generators()
+def interrupt(mesh: Mesh, case: str, reading: str, batches: int) -> bytes:
+    """Read one pass and some batches of the next. Return the states of the loader and of the generators."""
+    seed_all_generators()
     dataset, options = ALL_CASES[case]()
     loader = loader_on(mesh, dataset, reading=reading, **options)
-    passes_over(loader, 1)
+    read_passes(loader, 1)
     if batches == 0:
         return encode_value((loader.state_dict(), get_process_states()))
     for number, _ in enumerate(loader, start=1):
         torch.rand(1)
         if number == batches:
             return encode_value((loader.state_dict(), get_process_states()))
-    raise AssertionError("the pass was over before it was interrupted")
+    raise AssertionError("the pass ended before the interruption")
 
 
-def taken_up(mesh: Mesh, case: str, reading: str, saved: bytes) -> tuple[list[Any], int]:
-    """The rest of that script in a process of its own: the rest of the second pass, and a third one."""
+def resume(mesh: Mesh, case: str, reading: str, saved: bytes) -> tuple[list[Any], int]:
+    """Return the rest of the interrupted script in a fresh state: the rest of its second pass, and a third one."""
     torch.manual_seed(99)
     random.seed(99)
     numpy.random.seed(99)
@@ -392,4 +392,4 @@ def taken_up(mesh: Mesh, case: str, reading: str, saved: bytes) -> tuple[list[An
     loader.load_state_dict(state)
     set_process_states(generators)
     position = loader.position
-    return passes_over(loader, 2), position
+    return read_passes(loader, 2), position

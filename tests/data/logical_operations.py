@@ -1,4 +1,4 @@
-"""What scripts do with batches outside jobs, as functions of one tensor of shape (7, 5): plain or logical."""
+"""Operations of scripts on batches outside jobs: functions of one (7, 5) tensor, plain or logical."""
 
 import copy
 import io
@@ -16,13 +16,13 @@ import torch.nn.functional as F
 Operation = Callable[[torch.Tensor], Any]
 
 
-def printed(tensor: torch.Tensor) -> str:
+def print_tensor(tensor: torch.Tensor) -> str:
     text = io.StringIO()
     print(tensor, "and", tensor[0], file=text)
     return text.getvalue()
 
 
-def saved_in_a_dict(tensor: torch.Tensor) -> Any:
+def save_in_dict(tensor: torch.Tensor) -> Any:
     file = io.BytesIO()
     torch.save({"x": tensor, "y": [tensor[1]]}, file)
     file.seek(0)
@@ -30,8 +30,8 @@ def saved_in_a_dict(tensor: torch.Tensor) -> Any:
     return loaded["x"], loaded["y"]
 
 
-def changed(change: Callable[[torch.Tensor], Any]) -> Operation:
-    """The tensor itself after a change in place."""
+def change_in_place(change: Callable[[torch.Tensor], Any]) -> Operation:
+    """Return an operation that changes the tensor in place and returns it."""
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         change(tensor)
@@ -40,8 +40,8 @@ def changed(change: Callable[[torch.Tensor], Any]) -> Operation:
     return apply
 
 
-def into_another(shape: tuple[int, ...], change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Operation:
-    """A plain tensor after a change in place that reads the tensor."""
+def write_into_another(shape: tuple[int, ...], change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Operation:
+    """Return an operation that changes a plain tensor in place and reads the tensor."""
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         other = torch.zeros(shape)
@@ -51,7 +51,7 @@ def into_another(shape: tuple[int, ...], change: Callable[[torch.Tensor, torch.T
     return apply
 
 
-def hooked(tensor: torch.Tensor) -> Any:
+def run_hook(tensor: torch.Tensor) -> Any:
     seen: list[float] = []
     tensor.requires_grad_()
     tensor.register_hook(lambda gradient: seen.append(gradient.sum().item()))
@@ -59,8 +59,8 @@ def hooked(tensor: torch.Tensor) -> Any:
     return seen, tensor.grad, tensor.requires_grad, tensor.is_leaf
 
 
-def seeded(operation: Operation) -> Operation:
-    """With torch's generator at a known state; the next number drawn is part of the result."""
+def seed_first(operation: Operation) -> Operation:
+    """Return the operation with torch's generator seeded; the next random number is part of the result."""
 
     def apply(tensor: torch.Tensor) -> Any:
         torch.manual_seed(3)
@@ -70,7 +70,7 @@ def seeded(operation: Operation) -> Operation:
 
 
 READING: dict[str, Operation] = {
-    "print": printed,
+    "print": print_tensor,
     "f-string": lambda t: f"{t.mean():.3f} {t[0, 0]:+.1f} {t!r} {t.shape}",
     "percent": lambda t: "%s %.2f" % (t[0], t.sum()),  # noqa: UP031  # as people still write
     "len and shape": lambda t: (len(t), t.shape[0], t.size(), t.numel(), list(t.shape), t.nbytes),
@@ -98,7 +98,7 @@ READING: dict[str, Operation] = {
     "copy": copy.copy,
     "deepcopy in a dict": lambda t: copy.deepcopy({"x": [t]})["x"][0],
     "pickle 5": lambda t: pickle.loads(pickle.dumps([t, t], protocol=5)),
-    "saved in a dict": saved_in_a_dict,
+    "saved in a dict": save_in_dict,
     "storage": lambda t: (t.untyped_storage().nbytes(), t.storage_offset(), t.is_contiguous()),
 }
 
@@ -134,31 +134,31 @@ COMPUTING: dict[str, Operation] = {
     "casts": lambda t: (t.half() + 1, t.bool().sum(), t.to(torch.complex64).imag, t.int() // 3, t.long() % 3),
     "vmap": lambda t: torch.vmap(lambda row: row.sum() * 2)(t),
     "autograd": lambda t: torch.autograd.grad((t.requires_grad_() ** 3).sum(), t)[0],
-    "hook": hooked,
+    "hook": run_hook,
     "no grad module": lambda t: torch.nn.Linear(5, 1, bias=False).requires_grad_(False)(t).shape,
     "loss": lambda t: F.cross_entropy(t, t.argmax(dim=1)),
-    "random like": seeded(lambda t: torch.rand_like(t)),
-    "dropout": seeded(lambda t: F.dropout(t, 0.5)),
-    "multinomial": seeded(lambda t: torch.multinomial(t.abs() + 1, 2)),
+    "random like": seed_first(lambda t: torch.rand_like(t)),
+    "dropout": seed_first(lambda t: F.dropout(t, 0.5)),
+    "multinomial": seed_first(lambda t: torch.multinomial(t.abs() + 1, 2)),
 }
 
 CHANGING: dict[str, Operation] = {
-    "add_": changed(lambda t: t.add_(1)),
-    "item set": changed(lambda t: t.__setitem__((0, 1), 5.0)),
-    "slice set": changed(lambda t: t.__setitem__(slice(1, 3), torch.zeros(5))),
-    "mask set": changed(lambda t: t.__setitem__(t > 0, 0.0)),
-    "augmented": changed(lambda t: operator.imul(t, 2)),
-    "row": changed(lambda t: t[3].fill_(7)),
-    "clamp_": changed(lambda t: t.clamp_(0, 3)),
-    "copy_": changed(lambda t: t.copy_(torch.ones(7, 5))),
-    "index_add_": changed(lambda t: t.index_add_(0, torch.tensor([0, 6]), torch.ones(2, 5))),
-    "scatter_": changed(lambda t: t.scatter_(1, torch.zeros(7, 1, dtype=torch.int64), 1.0)),
-    "normal_": seeded(changed(lambda t: t.normal_())),
-    "through numpy": changed(lambda t: numpy.negative(t.numpy(), out=t.numpy())),
-    "out": changed(lambda t: torch.add(t, 1, out=t)),
-    "out of another": into_another((7, 5), lambda other, t: torch.exp(t, out=other)),
-    "copied into another": into_another((7, 5), lambda other, t: other.copy_(t)),
-    "assigned to another": into_another((9, 5), lambda other, t: other.__setitem__(slice(0, 7), t)),
-    "added to another": into_another((7, 5), lambda other, t: other.add_(t, alpha=2)),
-    "masked assignment": into_another((7, 5), lambda other, t: other.__setitem__(t > 0, t[t > 0])),
+    "add_": change_in_place(lambda t: t.add_(1)),
+    "item set": change_in_place(lambda t: t.__setitem__((0, 1), 5.0)),
+    "slice set": change_in_place(lambda t: t.__setitem__(slice(1, 3), torch.zeros(5))),
+    "mask set": change_in_place(lambda t: t.__setitem__(t > 0, 0.0)),
+    "augmented": change_in_place(lambda t: operator.imul(t, 2)),
+    "row": change_in_place(lambda t: t[3].fill_(7)),
+    "clamp_": change_in_place(lambda t: t.clamp_(0, 3)),
+    "copy_": change_in_place(lambda t: t.copy_(torch.ones(7, 5))),
+    "index_add_": change_in_place(lambda t: t.index_add_(0, torch.tensor([0, 6]), torch.ones(2, 5))),
+    "scatter_": change_in_place(lambda t: t.scatter_(1, torch.zeros(7, 1, dtype=torch.int64), 1.0)),
+    "normal_": seed_first(change_in_place(lambda t: t.normal_())),
+    "through numpy": change_in_place(lambda t: numpy.negative(t.numpy(), out=t.numpy())),
+    "out": change_in_place(lambda t: torch.add(t, 1, out=t)),
+    "out of another": write_into_another((7, 5), lambda other, t: torch.exp(t, out=other)),
+    "copied into another": write_into_another((7, 5), lambda other, t: other.copy_(t)),
+    "assigned to another": write_into_another((9, 5), lambda other, t: other.__setitem__(slice(0, 7), t)),
+    "added to another": write_into_another((7, 5), lambda other, t: other.add_(t, alpha=2)),
+    "masked assignment": write_into_another((7, 5), lambda other, t: other.__setitem__(t > 0, t[t > 0])),
 }

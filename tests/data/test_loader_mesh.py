@@ -1,4 +1,4 @@
-"""On a mesh a loader's batches are, put together, those of one worker; each rank reads its own rows."""
+"""On a mesh the concatenated batches of a loader equal those of one worker, and each rank reads its own rows."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 class Noisy(Dataset[Any]):
-    """Samples that draw; it remembers which it was asked for."""
+    """Samples that draw random numbers; the data set records which indices were read."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -49,31 +49,31 @@ def loader_on(mesh: Mesh, dataset: Any, **options: Any) -> Loader:
     return Loader(dataset, options=LoaderOptions(**options), world=lambda: world)
 
 
-def wholes(value: Any) -> Any:
-    """The same containers with lists of numbers in place of tensors."""
+def to_lists(value: Any) -> Any:
+    """Return the same containers with lists of numbers in place of tensors."""
     if isinstance(value, LogicalTensor):
         return value.whole().tolist()
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
-        return {key: wholes(part) for key, part in value.items()}
-    return [wholes(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: to_lists(part) for key, part in value.items()}
+    return [to_lists(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def epochs_of(loader: Loader, count: int = 2) -> list[Any]:
+def read_epochs(loader: Loader, count: int = 2) -> list[Any]:
     torch.manual_seed(11)
     numpy.random.seed(11)
-    return [[wholes(batch) for batch in loader] for _ in range(count)]
+    return [[to_lists(batch) for batch in loader] for _ in range(count)]
 
 
-def noisy_epochs(mesh: Mesh, rows: int, options: dict[str, Any]) -> tuple[Any, list[int], float]:
+def read_noisy_epochs(mesh: Mesh, rows: int, options: dict[str, Any]) -> tuple[Any, list[int], float]:
     dataset = Noisy(rows)
-    result = epochs_of(loader_on(mesh, dataset, **options))
+    result = read_epochs(loader_on(mesh, dataset, **options))
     return result, dataset.read, torch.rand(1).item()
 
 
-def first_leaves(mesh: Mesh, rows: int, options: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Of each batch's indices: its type, whole shape, and this rank's rows."""
+def describe_first_leaves(mesh: Mesh, rows: int, options: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return for each batch of indices its type, whole shape and this rank's rows."""
     found = []
     for batch in loader_on(mesh, Noisy(rows), **options):
         leaf = batch["index"]
@@ -96,31 +96,31 @@ def first_leaves(mesh: Mesh, rows: int, options: dict[str, Any]) -> list[tuple[A
 )
 def test_concatenated_batches_of_ranks_equal_those_of_one_worker(size, options):
     options = options | {"batch_size": 10}
-    expected, _, drawn_after = noisy_epochs(Mesh.solo(), 22, options)
-    for result, _, drawn in on_mesh(size, noisy_epochs, 22, options):
+    expected, _, drawn_after = read_noisy_epochs(Mesh.solo(), 22, options)
+    for result, _, draw_numbers in on_mesh(size, read_noisy_epochs, 22, options):
         assert result == expected
-        assert drawn == drawn_after
+        assert draw_numbers == drawn_after
 
 
 def test_the_order_on_a_mesh_equals_a_data_loaders():
     dataset = TensorDataset(torch.arange(23))
     plain = DataLoader(dataset, 7, shuffle=True, generator=torch.Generator().manual_seed(9))
-    expected = [[wholes(batch) for batch in plain] for _ in range(2)]
-    assert on_mesh(3, tensor_epochs) == [expected] * 3
+    expected = [[to_lists(batch) for batch in plain] for _ in range(2)]
+    assert on_mesh(3, read_tensor_epochs) == [expected] * 3
 
 
-def tensor_epochs(mesh: Mesh) -> Any:
+def read_tensor_epochs(mesh: Mesh) -> Any:
     dataset = TensorDataset(torch.arange(23))
-    return epochs_of(loader_on(mesh, dataset, batch_size=7, shuffle=True, seed=9))
+    return read_epochs(loader_on(mesh, dataset, batch_size=7, shuffle=True, seed=9))
 
 
 def test_each_rank_reads_its_own_rows_once():
-    reads = [read for _, read, _ in on_mesh(3, noisy_epochs, 10, {"batch_size": 10})]
+    reads = [read for _, read, _ in on_mesh(3, read_noisy_epochs, 10, {"batch_size": 10})]
     assert reads == [[0, 1, 2, 3] * 2, [4, 5, 6] * 2, [7, 8, 9] * 2]
 
 
 def test_a_last_batch_smaller_than_the_mesh_is_plain_on_every_rank():
-    found = on_mesh(3, first_leaves, 9, {"batch_size": 7})
+    found = on_mesh(3, describe_first_leaves, 9, {"batch_size": 7})
     assert [rank[0] for rank in found] == [
         ("LogicalTensor", (7,), [0, 1, 2]),
         ("LogicalTensor", (7,), [3, 4]),
@@ -154,7 +154,7 @@ def mask(samples: list[dict[str, Any]]) -> torch.Tensor:
 def collate_with(mesh: Mesh, collate_name: str, options: dict[str, Any]) -> list[Any]:
     torch.manual_seed(4)
     loader = loader_on(mesh, Noisy(8), batch_size=8, collate_fn=globals()[collate_name], **options)
-    return [wholes(batch) for batch in loader]
+    return [to_lists(batch) for batch in loader]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a DataLoader takes our loader takes: the same batches in the same order, and the same numbers drawn after."""
+"""Our loader takes `DataLoader`'s options: the same batches in the same order, and the same draws afterwards."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ from data.loader_cases import (
     Items,
     Noisy,
     loader_on,
-    our_passes,
-    passes_over,
-    plain_passes,
-    start_generators,
+    read_our_passes,
+    read_passes,
+    read_plain_passes,
+    seed_all_generators,
 )
 from support.processes import on_mesh
 
@@ -23,27 +23,27 @@ READINGS = ["split", "replicated", "first"]
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_one_worker_three_passes_equal_a_data_loaders(case):
-    expected = plain_passes(case)
+    expected = read_plain_passes(case)
     for reading in READINGS:
-        assert our_passes(Mesh.solo(), case, reading) == expected
+        assert read_our_passes(Mesh.solo(), case, reading) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", READER_CASES)
 def test_passes_with_reader_processes_equal_a_data_loaders(case):
-    assert our_passes(Mesh.solo(), case, "split", 2) == plain_passes(case, 2)
+    assert read_our_passes(Mesh.solo(), case, "split", 2) == read_plain_passes(case, 2)
 
 
-def all_passes(mesh: Mesh, cases: list[str], reading: str, count: int) -> list[object]:
-    return [our_passes(mesh, case, reading, count) for case in cases]
+def read_all_passes(mesh: Mesh, cases: list[str], reading: str, count: int) -> list[object]:
+    return [read_our_passes(mesh, case, reading, count) for case in cases]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("reading", READINGS)
 def test_on_a_mesh_concatenated_batches_equal_a_data_loaders(size, reading):
-    expected = [plain_passes(case, 2) for case in CASES]
-    for found in on_mesh(size, all_passes, list(CASES), reading, 2):
+    expected = [read_plain_passes(case, 2) for case in CASES]
+    for found in on_mesh(size, read_all_passes, list(CASES), reading, 2):
         for case, passes, plain in zip(CASES, found, expected, strict=True):
             assert passes == plain, case
 
@@ -51,48 +51,48 @@ def test_on_a_mesh_concatenated_batches_equal_a_data_loaders(size, reading):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_a_mesh_each_rank_may_use_reader_processes(size):
-    expected = [plain_passes(case, 2) for case in READER_CASES]
-    assert on_mesh(size, all_passes, list(READER_CASES), "split", 2) == [expected] * size
+    expected = [read_plain_passes(case, 2) for case in READER_CASES]
+    assert on_mesh(size, read_all_passes, list(READER_CASES), "split", 2) == [expected] * size
 
 
-def noisy_passes(mesh: Mesh, reading: str) -> list[object]:
-    start_generators()
-    return passes_over(loader_on(mesh, Noisy(), batch_size=4, shuffle=True, reading=reading))
+def read_noisy_passes(mesh: Mesh, reading: str) -> list[object]:
+    seed_all_generators()
+    return read_passes(loader_on(mesh, Noisy(), batch_size=4, shuffle=True, reading=reading))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reading", READINGS)
 def test_random_numbers_of_samples_do_not_depend_on_the_number_of_ranks(reading):
-    expected = noisy_passes(Mesh.solo(), reading)
+    expected = read_noisy_passes(Mesh.solo(), reading)
     assert len({repr(batch) for batches, _ in expected for batch, _ in batches}) == 9
     for size in (2, 3):
-        assert on_mesh(size, noisy_passes, reading) == [expected] * size
+        assert on_mesh(size, read_noisy_passes, reading) == [expected] * size
 
 
 @pytest.mark.slow
 def test_read_by_rank_0_samples_draw_as_under_a_data_loader():
-    start_generators()
-    expected = passes_over(torch.utils.data.DataLoader(Noisy(), 4, shuffle=True))
-    start_generators()
-    solo = passes_over(loader_on(Mesh.solo(), Noisy(), batch_size=4, shuffle=True, reading="first"))
+    seed_all_generators()
+    expected = read_passes(torch.utils.data.DataLoader(Noisy(), 4, shuffle=True))
+    seed_all_generators()
+    solo = read_passes(loader_on(Mesh.solo(), Noisy(), batch_size=4, shuffle=True, reading="first"))
     assert solo == expected
 
 
-def sorted_by_length(samples):
+def sort_by_length(samples):
     samples = sorted(samples, key=lambda sample: -sample["pair"].number)
     return torch.stack([sample["x"] for sample in samples])
 
 
-def less_their_mean(samples):
+def subtract_mean(samples):
     rows = torch.stack([sample["x"] for sample in samples])
     return rows - rows.mean(dim=0)
 
 
-def with_a_constant_list(samples):
+def add_constant_list(samples):
     return {"x": torch.stack([sample["x"] for sample in samples]), "classes": ["cat", "dog", "cow"]}
 
 
-def counted(samples):
+def add_count(samples):
     return torch.stack([sample["x"] for sample in samples]), len(samples)
 
 
@@ -104,10 +104,10 @@ def collate_with(mesh: Mesh, name: str) -> list[object]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sorted_by_length", "whose batch depends on the whole batch"),
-        ("less_their_mean", "whose batch depends on the whole batch"),
-        ("with_a_constant_list", r"whose batch\['classes'\] depends on the whole batch"),
-        ("counted", r"batch\[1\]: int 3"),
+        ("sort_by_length", "whose batch depends on the whole batch"),
+        ("subtract_mean", "whose batch depends on the whole batch"),
+        ("add_constant_list", r"whose batch\['classes'\] depends on the whole batch"),
+        ("add_count", r"batch\[1\]: int 3"),
     ],
 )
 def test_split_reading_refuses_a_collate_fn_that_mixes_rows(name, message):
@@ -117,7 +117,7 @@ def test_split_reading_refuses_a_collate_fn_that_mixes_rows(name, message):
 
 
 def leave_early(mesh: Mesh) -> list[object]:
-    """Loops as people write them: left early, nested, in step, begun twice, used after an exception."""
+    """Loop as users do: left early, nested, zipped, started twice, used after an exception."""
     torch.manual_seed(1)
     inner, outer = (loader_on(mesh, Items(9), batch_size=3, shuffle=True) for _ in range(2))
     found: list[object] = []

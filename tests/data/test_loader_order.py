@@ -1,4 +1,4 @@
-"""On one worker a loader is a DataLoader: the same batches in the same order, the same draws left behind."""
+"""On one worker a loader equals a `DataLoader`: the same batches in the same order and the same draws."""
 
 import random
 from collections.abc import Iterable
@@ -50,15 +50,15 @@ class Noisy(Dataset[Any]):
         return index, torch.rand(2), numpy.random.rand(), random.random()
 
 
-def flat(batches: Iterable[Any]) -> list[Any]:
+def to_texts(batches: Iterable[Any]) -> list[Any]:
     return [repr(batch) for batch in batches]
 
 
-def all_generators() -> tuple[Any, ...]:
+def draw_from_all_generators() -> tuple[Any, ...]:
     return torch.rand(1).item(), numpy.random.rand(), random.random()
 
 
-def start_generators() -> None:
+def seed_all_generators() -> None:
     torch.manual_seed(5)
     numpy.random.seed(5)
     random.seed(5)
@@ -72,31 +72,31 @@ def test_three_epochs_equal_a_data_loaders_and_leave_equal_generators(rows, drop
     torch.manual_seed(1)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     plain = DataLoader(numbers(rows), 5, shuffle=shuffle, drop_last=drop_last, generator=generator)
-    expected = [(flat(plain), torch.rand(1).item()) for _ in range(3)]
+    expected = [(to_texts(plain), torch.rand(1).item()) for _ in range(3)]
     torch.manual_seed(1)
     ours = loader_of(numbers(rows), batch_size=5, shuffle=shuffle, drop_last=drop_last, seed=seed)
-    assert [(flat(ours), torch.rand(1).item()) for _ in range(3)] == expected
+    assert [(to_texts(ours), torch.rand(1).item()) for _ in range(3)] == expected
     assert len(ours) == len(plain)
     assert ours.epoch == 3
 
 
 def test_shuffled_epochs_differ():
     ours = loader_of(numbers(50), batch_size=50, shuffle=True, seed=0)
-    assert flat(ours) != flat(ours)
+    assert to_texts(ours) != to_texts(ours)
 
 
 def test_two_zipped_loaders_draw_as_two_zipped_data_loaders():
     torch.manual_seed(1)
-    expected = flat(zip(*(DataLoader(numbers(9), 2, shuffle=True) for _ in range(2)), strict=True))
+    expected = to_texts(zip(*(DataLoader(numbers(9), 2, shuffle=True) for _ in range(2)), strict=True))
     torch.manual_seed(1)
     ours = (loader_of(numbers(9), batch_size=2, shuffle=True) for _ in range(2))
-    assert flat(zip(*ours, strict=True)) == expected
+    assert to_texts(zip(*ours, strict=True)) == expected
 
 
 @pytest.mark.parametrize("collate_fn", [None, lambda samples: [sample["tensor"].sum() for sample in samples]])
 def test_batches_are_collated_as_by_a_data_loader(collate_fn):
-    expected = flat(DataLoader(Samples(), 4, collate_fn=collate_fn))
-    assert flat(loader_of(Samples(), batch_size=4, collate_fn=collate_fn)) == expected
+    expected = to_texts(DataLoader(Samples(), 4, collate_fn=collate_fn))
+    assert to_texts(loader_of(Samples(), batch_size=4, collate_fn=collate_fn)) == expected
 
 
 @pytest.mark.parametrize("tensor", [torch.rand(3, 8).T, torch.rand(8, 2, 4, 4).to(memory_format=torch.channels_last)])
@@ -115,19 +115,19 @@ def test_a_custom_sampler_draws_as_under_a_data_loader():
 
     torch.manual_seed(1)
     plain = DataLoader(numbers(4), 2, sampler=sampler())
-    expected = [flat(plain) for _ in range(2)]
+    expected = [to_texts(plain) for _ in range(2)]
     torch.manual_seed(1)
     ours = loader_of(numbers(4), batch_size=2, sampler=sampler())
-    assert [flat(ours) for _ in range(2)] == expected
+    assert [to_texts(ours) for _ in range(2)] == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["in-process", "two readers"])
 def test_replicated_reading_draws_as_a_data_loader(num_workers):
-    start_generators()
-    expected = flat(DataLoader(Noisy(), 4, shuffle=True, num_workers=num_workers)), all_generators()
-    start_generators()
+    seed_all_generators()
+    expected = to_texts(DataLoader(Noisy(), 4, shuffle=True, num_workers=num_workers)), draw_from_all_generators()
+    seed_all_generators()
     ours = loader_of(Noisy(), batch_size=4, shuffle=True, num_workers=num_workers, reading="replicated")
-    assert (flat(ours), all_generators()) == expected
+    assert (to_texts(ours), draw_from_all_generators()) == expected
 
 
 def by_index(batches: Iterable[Any]) -> dict[int, tuple[Any, ...]]:
@@ -151,11 +151,11 @@ def test_split_reading_draws_depend_on_seed_epoch_and_index_only():
 
 
 def test_split_reading_restores_the_generators_of_the_script():
-    start_generators()
-    expected = all_generators()
-    start_generators()
+    seed_all_generators()
+    expected = draw_from_all_generators()
+    seed_all_generators()
     list(loader_of(Noisy(), batch_size=4, seed=7))
-    assert all_generators() == expected
+    assert draw_from_all_generators() == expected
 
 
 def test_without_a_seed_a_new_loader_draws_new_numbers():

@@ -1,4 +1,4 @@
-"""A pass that was interrupted goes on with its next batch, and all that is drawn later is as if it had not been."""
+"""An interrupted pass resumes with its next batch, and all later draws equal those of an uninterrupted script."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from data.loader_cases import (
     Noisy,
     Stream,
     StreamDrawsLate,
-    StreamThatKnows,
-    interrupted,
+    StreamWithState,
+    interrupt,
     loader_on,
-    our_passes,
-    passes_over,
-    plain_passes,
-    start_generators,
-    taken_up,
+    read_our_passes,
+    read_passes,
+    read_plain_passes,
+    resume,
+    seed_all_generators,
 )
 from support.processes import on_mesh
 
@@ -35,9 +35,9 @@ from rankless.parallel.mesh import Mesh
 READERS = READER_CASES | STREAM_READER_CASES
 
 
-def require_continued(case: str, batches: int, passes: list[Any], position: int) -> None:
-    """The rest must be that of a plain script that was never interrupted."""
-    _, (second, drawn_after), third = plain_passes(case)
+def assert_continued(case: str, batches: int, passes: list[Any], position: int) -> None:
+    """Assert that the rest equals that of an uninterrupted plain script."""
+    _, (second, drawn_after), third = read_plain_passes(case)
     assert position == batches, case
     if batches == 0:
         assert passes == [(second, drawn_after), third], case
@@ -48,29 +48,29 @@ def require_continued(case: str, batches: int, passes: list[Any], position: int)
 @pytest.mark.parametrize("batches", [0, 1, 2])
 @pytest.mark.parametrize("case", CASES | STREAM_CASES)
 def test_on_one_worker_a_resumed_pass_equals_an_uninterrupted_one(case, batches):
-    saved = interrupted(Mesh.solo(), case, "split", batches)
-    require_continued(case, batches, *taken_up(Mesh.solo(), case, "split", saved))
+    saved = interrupt(Mesh.solo(), case, "split", batches)
+    assert_continued(case, batches, *resume(Mesh.solo(), case, "split", saved))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", READERS)
 def test_prefetched_but_unused_batches_are_not_counted(case):
-    saved = interrupted(Mesh.solo(), case, "split", 2)
-    require_continued(case, 2, *taken_up(Mesh.solo(), case, "split", saved))
+    saved = interrupt(Mesh.solo(), case, "split", 2)
+    assert_continued(case, 2, *resume(Mesh.solo(), case, "split", saved))
 
 
 @pytest.mark.slow
 def test_resumed_persistent_readers_draw_no_second_base_seed():
-    saved = interrupted(Mesh.solo(), "persistent readers", "split", 0)
-    require_continued("persistent readers", 0, *taken_up(Mesh.solo(), "persistent readers", "split", saved))
+    saved = interrupt(Mesh.solo(), "persistent readers", "split", 0)
+    assert_continued("persistent readers", 0, *resume(Mesh.solo(), "persistent readers", "split", saved))
 
 
-def all_interrupted(mesh: Mesh, cases: list[str], reading: str, batches: int) -> list[bytes]:
-    return [interrupted(mesh, case, reading, batches) for case in cases]
+def interrupt_all(mesh: Mesh, cases: list[str], reading: str, batches: int) -> list[bytes]:
+    return [interrupt(mesh, case, reading, batches) for case in cases]
 
 
-def all_taken_up(mesh: Mesh, cases: list[str], reading: str, saved: list[bytes]) -> list[Any]:
-    return [taken_up(mesh, case, reading, state) for case, state in zip(cases, saved, strict=True)]
+def resume_all(mesh: Mesh, cases: list[str], reading: str, saved: list[bytes]) -> list[Any]:
+    return [resume(mesh, case, reading, state) for case, state in zip(cases, saved, strict=True)]
 
 
 @pytest.mark.slow
@@ -78,14 +78,14 @@ def all_taken_up(mesh: Mesh, cases: list[str], reading: str, saved: list[bytes])
 @pytest.mark.parametrize("reading", ["split", "first"])
 def test_a_state_saved_on_one_mesh_resumes_on_another(size, later_size, reading):
     cases = list(CASES | STREAM_CASES)
-    saved = on_mesh(size, all_interrupted, cases, reading, 2)[0]
+    saved = on_mesh(size, interrupt_all, cases, reading, 2)[0]
     if later_size == 1:
-        ranks = [all_taken_up(Mesh.solo(), cases, reading, saved)]
+        ranks = [resume_all(Mesh.solo(), cases, reading, saved)]
     else:
-        ranks = on_mesh(later_size, all_taken_up, cases, reading, saved)
+        ranks = on_mesh(later_size, resume_all, cases, reading, saved)
     for results in ranks:
         for case, (passes, position) in zip(cases, results, strict=True):
-            require_continued(case, 2, passes, position)
+            assert_continued(case, 2, passes, position)
 
 
 @pytest.mark.parametrize("reading", ["split", "replicated"])
@@ -93,9 +93,9 @@ def test_random_numbers_of_samples_resume_too(reading):
     def make() -> Any:
         return loader_on(Mesh.solo(), Noisy(), batch_size=3, shuffle=True, reading=reading)
 
-    start_generators()
-    (expected, after), later = passes_over(make(), 2)
-    start_generators()
+    seed_all_generators()
+    (expected, after), later = read_passes(make(), 2)
+    seed_all_generators()
     loader = make()
     for number, _ in enumerate(loader, start=1):
         torch.rand(1)
@@ -107,41 +107,41 @@ def test_random_numbers_of_samples_resume_too(reading):
     state, generators = decode_value(saved)
     again.load_state_dict(state)
     set_process_states(generators)
-    assert passes_over(again, 2) == [(expected[2:], after), later]
+    assert read_passes(again, 2) == [(expected[2:], after), later]
 
 
 def test_a_pass_that_the_script_left_is_over():
-    start_generators()
+    seed_all_generators()
     loader = loader_on(Mesh.solo(), Items(), batch_size=5, shuffle=True)
     for _ in loader:
         break
     saved, generators = loader.state_dict(), get_process_states()
-    expected = passes_over(loader, 2)
+    expected = read_passes(loader, 2)
     again = loader_on(Mesh.solo(), Items(), batch_size=5, shuffle=True)
     again.load_state_dict(saved)
     set_process_states(generators)
     assert saved["pass"] is None
     assert again.position == 0
-    assert passes_over(again, 2) == expected
+    assert read_passes(again, 2) == expected
 
 
 def test_a_loaded_state_can_be_saved_again_before_the_pass_resumes():
-    saved = interrupted(Mesh.solo(), "shuffled", "split", 2)
+    saved = interrupt(Mesh.solo(), "shuffled", "split", 2)
     state, generators = decode_value(saved)
     dataset, options = ALL_CASES["shuffled"]()
     loader = loader_on(Mesh.solo(), dataset, **options)
     loader.load_state_dict(state)
     again = encode_value((loader.state_dict(), generators))
-    require_continued("shuffled", 2, *taken_up(Mesh.solo(), "shuffled", "split", again))
+    assert_continued("shuffled", 2, *resume(Mesh.solo(), "shuffled", "split", again))
 
 
-@pytest.mark.parametrize("case", ["own generator", "stream", "knows itself"])
+@pytest.mark.parametrize("case", ["own generator", "stream", "sampler with state"])
 def test_a_checkpoint_can_hold_a_loader_state(case):
-    state, generators = decode_value(interrupted(Mesh.solo(), case, "split", 2))
+    state, generators = decode_value(interrupt(Mesh.solo(), case, "split", 2))
     writer = TreeWriter()
     node = writer.encode(state, ("loader",))
     read = encode_value((decode(node, writer.tensors), generators))
-    require_continued(case, 2, *taken_up(Mesh.solo(), case, "split", read))
+    assert_continued(case, 2, *resume(Mesh.solo(), case, "split", read))
 
 
 class Counted(Items):
@@ -168,8 +168,8 @@ def test_skipped_samples_are_not_read():
 
 
 def test_a_stream_with_state_dict_reads_nothing_twice():
-    state, _ = decode_value(interrupted(Mesh.solo(), "stream that knows where it is", "split", 2))
-    dataset = StreamThatKnows()
+    state, _ = decode_value(interrupt(Mesh.solo(), "stream with state", "split", 2))
+    dataset = StreamWithState()
     loader = loader_on(Mesh.solo(), dataset, batch_size=4)
     loader.load_state_dict(state)
     assert [batch.flatten().tolist() for batch in loader] == [[9, 10, 11, 12], [13, 14, 15, 16], [17, 18, 19]]
@@ -191,7 +191,7 @@ def test_a_sampler_that_shares_draws_with_the_script_cannot_be_saved(dataset, op
 
 
 class Forgetful(Stream):
-    """Gives other samples when it is read again."""
+    """A stream that yields other samples when it is read again."""
 
     passes = 0
 
@@ -226,8 +226,8 @@ def test_a_state_of_another_loader_raises(options, message):
 
 
 def test_a_resumed_complete_pass_ends_at_once_and_a_new_one_follows():
-    expected = our_passes(Mesh.solo(), "shuffled", "split")
-    saved = interrupted(Mesh.solo(), "shuffled", "split", 3)
-    (rest, _), third = taken_up(Mesh.solo(), "shuffled", "split", saved)[0]
+    expected = read_our_passes(Mesh.solo(), "shuffled", "split")
+    saved = interrupt(Mesh.solo(), "shuffled", "split", 3)
+    (rest, _), third = resume(Mesh.solo(), "shuffled", "split", saved)[0]
     assert rest == []
     assert third == expected[2]

@@ -1,4 +1,4 @@
-"""Loaders in real runs: what fails is named and ends the run, and an interrupted run goes on."""
+"""Loaders in real runs: a failure ends the run and is named, and an interrupted run resumes."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A stream's batches are a DataLoader's, whoever reads them; what the ranks cannot all read is noticed."""
+"""A stream's batches equal a `DataLoader`'s with every reading; a source that not all ranks can read raises."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from data.loader_cases import STREAM_CASES, STREAM_READER_CASES, Stream, frozen, loader_on, our_passes, plain_passes
+from data.loader_cases import (
+    STREAM_CASES,
+    STREAM_READER_CASES,
+    Stream,
+    freeze,
+    loader_on,
+    read_our_passes,
+    read_plain_passes,
+)
 from support.processes import on_mesh
 from torch.utils.data import IterableDataset
 
@@ -18,27 +26,27 @@ READINGS = ["split", "replicated", "first"]
 
 @pytest.mark.parametrize("case", STREAM_CASES)
 def test_on_one_worker_a_stream_is_read_as_by_a_data_loader(case):
-    expected = plain_passes(case)
+    expected = read_plain_passes(case)
     for reading in READINGS:
-        assert our_passes(Mesh.solo(), case, reading) == expected
+        assert read_our_passes(Mesh.solo(), case, reading) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STREAM_READER_CASES)
 def test_reader_processes_read_a_stream_as_a_data_loader_does(case):
-    assert our_passes(Mesh.solo(), case, "split", 2) == plain_passes(case, 2)
+    assert read_our_passes(Mesh.solo(), case, "split", 2) == read_plain_passes(case, 2)
 
 
-def all_passes(mesh: Mesh, cases: list[str], reading: str) -> list[Any]:
-    return [our_passes(mesh, case, reading, 2) for case in cases]
+def read_all_passes(mesh: Mesh, cases: list[str], reading: str) -> list[Any]:
+    return [read_our_passes(mesh, case, reading, 2) for case in cases]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("reading", READINGS)
 def test_on_a_mesh_concatenated_stream_batches_equal_a_data_loaders(size, reading):
-    expected = [plain_passes(case, 2) for case in STREAM_CASES]
-    for found in on_mesh(size, all_passes, list(STREAM_CASES), reading):
+    expected = [read_plain_passes(case, 2) for case in STREAM_CASES]
+    for found in on_mesh(size, read_all_passes, list(STREAM_CASES), reading):
         for case, passes, plain in zip(STREAM_CASES, found, expected, strict=True):
             assert passes == plain, case
 
@@ -46,13 +54,13 @@ def test_on_a_mesh_concatenated_stream_batches_equal_a_data_loaders(size, readin
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_a_mesh_reader_processes_divide_a_stream_as_in_a_data_loader(size):
-    expected = [plain_passes(case, 2) for case in STREAM_READER_CASES]
+    expected = [read_plain_passes(case, 2) for case in STREAM_READER_CASES]
     for reading in ("split", "first"):
-        assert on_mesh(size, all_passes, list(STREAM_READER_CASES), reading) == [expected] * size
+        assert on_mesh(size, read_all_passes, list(STREAM_READER_CASES), reading) == [expected] * size
 
 
 class Queue(IterableDataset[Any]):
-    """What one rank takes from it no other rank gets."""
+    """A source of which each rank takes other samples."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -65,7 +73,7 @@ class Queue(IterableDataset[Any]):
 
 
 def read_queue(mesh: Mesh, reading: str) -> list[Any]:
-    return [frozen(batch) for batch in loader_on(mesh, Queue(mesh.rank), batch_size=4, reading=reading)]
+    return [freeze(batch) for batch in loader_on(mesh, Queue(mesh.rank), batch_size=4, reading=reading)]
 
 
 @pytest.mark.slow
@@ -153,12 +161,12 @@ def test_an_unserializable_batch_raises_on_every_rank_by_name():
 
 
 def test_a_stream_has_a_length_if_its_data_set_has_one():
-    assert len(loader_on(Mesh.solo(), MeasuredLike(), batch_size=4)) == 6
-    assert len(loader_on(Mesh.solo(), MeasuredLike(), batch_size=4, drop_last=True)) == 5
+    assert len(loader_on(Mesh.solo(), SizedShuffledStream(), batch_size=4)) == 6
+    assert len(loader_on(Mesh.solo(), SizedShuffledStream(), batch_size=4, drop_last=True)) == 5
     with pytest.raises(TypeError):
         len(loader_on(Mesh.solo(), Stream(), batch_size=4))
 
 
-class MeasuredLike(Stream):
+class SizedShuffledStream(Stream):
     def __len__(self) -> int:
         return self.rows

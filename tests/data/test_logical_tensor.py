@@ -1,4 +1,4 @@
-"""Outside jobs a logical tensor is the whole tensor to whatever PyTorch, NumPy and Python do with it."""
+"""Outside jobs a logical tensor behaves as the whole tensor in PyTorch, NumPy and Python."""
 
 import copy
 import io
@@ -25,21 +25,23 @@ def whole_tensor() -> torch.Tensor:
     return torch.arange(35.0).reshape(7, 5) - 11
 
 
-def logical(mesh: Mesh, whole: torch.Tensor, said: list[str] | None = None, dim: int = 0) -> LogicalTensor:
+def make_logical_tensor(
+    mesh: Mesh, whole: torch.Tensor, warnings: list[str] | None = None, dim: int = 0
+) -> LogicalTensor:
     placement = Shard(dim, split_lengths(whole.shape[dim], mesh.size))
     local = whole.narrow(dim, placement.start(mesh.rank), placement.lengths[mesh.rank]).clone()
-    monitor = GatherMonitor((said if said is not None else []).append)
+    monitor = GatherMonitor((warnings if warnings is not None else []).append)
     return LogicalTensor(local, placement=placement, mesh=mesh, monitor=monitor)
 
 
-def saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:
+def save_and_load(tensor: torch.Tensor) -> torch.Tensor:
     file = io.BytesIO()
     torch.save(tensor, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+def compute_gradient(tensor: torch.Tensor) -> torch.Tensor:
     tensor.requires_grad_()
     (tensor * tensor).sum().backward()
     return tensor.grad
@@ -69,10 +71,10 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "linear": lambda t: F.linear(t, torch.ones(2, 5)),
     "module": lambda t: torch.nn.BatchNorm1d(5)(t),
     "einsum": lambda t: torch.einsum("ij,kj->ik", t, t),
-    "gradient": gradient_of,
+    "gradient": compute_gradient,
     "deepcopy": copy.deepcopy,
     "pickle": lambda t: pickle.loads(pickle.dumps(t)),
-    "torch.save": saved_and_loaded,
+    "torch.save": save_and_load,
     "length": len,
     "shape": lambda t: (t.shape, t.size(0), t.dim(), t.ndim, t.numel(), t.dtype, t.device, t.stride()),
     "cast": lambda t: t.double() / 3,
@@ -87,26 +89,26 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 ALL_OPERATIONS = OPERATIONS | READING | COMPUTING | CHANGING
 
 
-def outcome(operation: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """The result with logical tensors put whole, as lists where `==` would not do, and types by name."""
-    return comparable(operation(tensor))
+def run_operation(operation: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """Return the result with whole tensors, as lists where `==` does not work, and types by name."""
+    return to_comparable(operation(tensor))
 
 
-def comparable(result: Any) -> Any:
+def to_comparable(result: Any) -> Any:
     if isinstance(result, LogicalTensor):
         result = result.whole()
     if isinstance(result, torch.Tensor):
         return str(result.dtype), result.tolist()
     if isinstance(result, numpy.ndarray):
         return str(result.dtype), result.tolist()
-    return [comparable(part) for part in result] if isinstance(result, list | tuple) else result
+    return [to_comparable(part) for part in result] if isinstance(result, list | tuple) else result
 
 
-def outcomes(mesh: Mesh) -> dict[str, Any]:
+def run_all_operations(mesh: Mesh) -> dict[str, Any]:
     found = {}
     for name, operation in ALL_OPERATIONS.items():
         try:
-            found[name] = outcome(operation, logical(mesh, whole_tensor()))
+            found[name] = run_operation(operation, make_logical_tensor(mesh, whole_tensor()))
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -114,14 +116,14 @@ def outcomes(mesh: Mesh) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_operation_returns_the_result_of_the_whole_tensor_on_every_rank(size):
-    expected = {name: outcome(operation, whole_tensor()) for name, operation in ALL_OPERATIONS.items()}
-    for found in on_mesh(size, outcomes):
+    expected = {name: run_operation(operation, whole_tensor()) for name, operation in ALL_OPERATIONS.items()}
+    for found in on_mesh(size, run_all_operations):
         wrong = {name: (found[name], value) for name, value in expected.items() if found[name] != value}
         assert not wrong
 
 
-def kinds_of_results(mesh: Mesh) -> dict[str, tuple[bool, list[str]]]:
-    """Whether a result is logical, and what was said."""
+def run_and_collect_warnings(mesh: Mesh) -> dict[str, tuple[bool, list[str]]]:
+    """Return for each operation whether its result is logical, and the warnings."""
     operations: dict[str, Callable[[torch.Tensor], Any]] = {
         "shape": lambda t: t.shape,
         "len": len,
@@ -136,14 +138,14 @@ def kinds_of_results(mesh: Mesh) -> dict[str, tuple[bool, list[str]]]:
     }
     found = {}
     for name, operation in operations.items():
-        said: list[str] = []
-        result = operation(logical(mesh, whole_tensor(), said))
-        found[name] = (isinstance(result, LogicalTensor), said)
+        warnings: list[str] = []
+        result = operation(make_logical_tensor(mesh, whole_tensor(), warnings))
+        found[name] = (isinstance(result, LogicalTensor), warnings)
     return found
 
 
 def test_casts_stay_logical_and_the_first_gather_warns_with_its_line():
-    for found in on_mesh(2, kinds_of_results):
+    for found in on_mesh(2, run_and_collect_warnings):
         for name in ("to", "same", "half", "clone", "contiguous"):
             assert found[name] == (True, []), name
         assert found["shape"] == found["len"] == (False, [])
@@ -159,7 +161,7 @@ def test_casts_stay_logical_and_the_first_gather_warns_with_its_line():
 
 
 def change_then_read_local(mesh: Mesh) -> list[bool]:
-    """Whether this rank's rows followed each way of changing the whole in place."""
+    """Return whether this rank's rows follow each way of changing the whole in place."""
     changes: list[Callable[[torch.Tensor], Any]] = [
         lambda t: t.mul_(2),
         lambda t: t.__setitem__(slice(5, 7), 0.0),
@@ -170,7 +172,7 @@ def change_then_read_local(mesh: Mesh) -> list[bool]:
     ]
     found = []
     for change in changes:
-        tensor = logical(mesh, whole_tensor())
+        tensor = make_logical_tensor(mesh, whole_tensor())
         change(tensor)
         plain = whole_tensor()
         change(plain)
@@ -184,7 +186,7 @@ def test_an_in_place_change_of_the_whole_changes_the_local_rows():
 
 
 def reshape_in_place(mesh: Mesh, how: str) -> None:
-    tensor = logical(mesh, torch.ones(4, 4))
+    tensor = make_logical_tensor(mesh, torch.ones(4, 4))
     if how == "data":
         tensor.data = torch.zeros(4, 4)
     else:
@@ -201,12 +203,12 @@ TYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat1
 
 
 def gather_types(mesh: Mesh) -> list[str]:
-    """The types and shapes that are gathered wrong."""
+    """Return the dtypes and shapes that are gathered wrong."""
     wrong = []
     for name in TYPES:
         for shape, dim in [((7,), 0), ((5, 3), 0), ((4, 6, 2), 1), ((3, 0), 0)]:
             whole = (torch.arange(torch.Size(shape).numel()) % 3).reshape(shape).to(getattr(torch, name))
-            tensor = logical(mesh, whole, dim=dim)
+            tensor = make_logical_tensor(mesh, whole, dim=dim)
             if (
                 tensor.shape != whole.shape
                 or not tensor.whole().equal(whole)
@@ -220,22 +222,22 @@ def test_every_dtype_and_dim_is_gathered():
     assert on_mesh(3, gather_types) == [[]] * 3
 
 
-def identity_survives(mesh: Mesh) -> bool:
-    tensor = logical(mesh, whole_tensor())
+def check_hash_after_gather(mesh: Mesh) -> bool:
+    tensor = make_logical_tensor(mesh, whole_tensor())
     known = {tensor: "here"}
     tensor.whole()
     return known[tensor] == "here" and tensor.local.shape == (4 if mesh.rank == 0 else 3, 5)
 
 
 def test_gathering_keeps_the_hash_and_the_local_rows():
-    assert on_mesh(2, identity_survives) == [True, True]
+    assert on_mesh(2, check_hash_after_gather) == [True, True]
 
 
-def below_torch_function(mesh: Mesh) -> tuple[float, list[int]]:
-    tensor = logical(mesh, whole_tensor())
+def sum_without_torch_function(mesh: Mesh) -> tuple[float, list[int]]:
+    tensor = make_logical_tensor(mesh, whole_tensor())
     with torch._C.DisableTorchFunctionSubclass():
         return torch.sum(tensor).item(), list(tensor.shape)
 
 
 def test_operations_called_from_cpp_work_on_the_whole_tensor():
-    assert on_mesh(2, below_torch_function) == [(whole_tensor().sum().item(), [7, 5])] * 2
+    assert on_mesh(2, sum_without_torch_function) == [(whole_tensor().sum().item(), [7, 5])] * 2

@@ -1,11 +1,11 @@
-"""Batches come to the device one ahead where that changes nothing else, and in their order always."""
+"""Batches are copied to the device one ahead if that changes nothing else, and always in order."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from data.loader_cases import Items, Texts, frozen, loader_on
+from data.loader_cases import Items, Texts, freeze, loader_on
 from support.processes import on_mesh
 
 from rankless.data.logical_tensor import LogicalTensor
@@ -13,8 +13,8 @@ from rankless.data.prefetching import PlainCopier, copy_to_device, get_local_dat
 from rankless.parallel.mesh import Mesh
 
 
-class Diary:
-    """A source of three items and a copier, which write down what happens when."""
+class EventLog:
+    """A source of three items and a copier that record the order of events."""
 
     def __init__(self, *, fails_at: int | None = None) -> None:
         self.entries: list[str] = []
@@ -29,11 +29,11 @@ class Diary:
 
     def start(self, batch: Any) -> Any:
         self.entries.append(f"start {batch[-1]}")
-        return batch + " on its way"
+        return batch + " in flight"
 
     def finish(self, batch: Any) -> Any:
         self.entries.append(f"finish {batch[6]}")
-        return batch.replace("on its way", "there")
+        return batch.replace("in flight", "done")
 
     def run(self, *, ahead: bool) -> list[Any]:
         found = []
@@ -44,26 +44,26 @@ class Diary:
 
 
 def test_prefetching_starts_the_next_copy_before_a_batch_is_used():
-    diary = Diary()
-    assert diary.run(ahead=True) == [(number, f"batch {number} there") for number in range(3)]
-    assert diary.entries == [
+    log = EventLog()
+    assert log.run(ahead=True) == [(number, f"batch {number} done") for number in range(3)]
+    assert log.entries == [
         *("read 0", "start 0", "read 1", "start 1", "finish 0", "use 0"),
         *("read 2", "start 2", "finish 1", "use 1", "finish 2", "use 2"),
     ]
 
 
 def test_without_reader_processes_nothing_is_read_ahead():
-    diary = Diary()
-    assert [number for number, _ in diary.run(ahead=False)] == [0, 1, 2]
-    assert diary.entries[:5] == ["read 0", "start 0", "finish 0", "use 0", "read 1"]
+    log = EventLog()
+    assert [number for number, _ in log.run(ahead=False)] == [0, 1, 2]
+    assert log.entries[:5] == ["read 0", "start 0", "finish 0", "use 0", "read 1"]
 
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_prefetching_error_is_raised_after_the_previous_batches(ahead):
-    diary = Diary(fails_at=2)
+    log = EventLog(fails_at=2)
     with pytest.raises(OSError, match="disk gone"):
-        diary.run(ahead=ahead)
-    assert diary.entries[-1] == "use 1"
+        log.run(ahead=ahead)
+    assert log.entries[-1] == "use 1"
 
 
 def test_prefetched_batches_do_not_count_for_the_position():
@@ -79,20 +79,20 @@ def test_the_cpu_copier_uses_no_stream_and_keeps_texts():
     copier = make_copier(torch.device("cpu"))
     assert isinstance(copier, PlainCopier)
     batch = {"x": torch.ones(2), "names": ["a", "b"]}
-    assert frozen(copier.finish(copier.start(batch))) == frozen(batch)
+    assert freeze(copier.finish(copier.start(batch))) == freeze(batch)
 
 
-def on_device(mesh: Mesh) -> list[Any]:
-    plain = [frozen(batch) for batch in loader_on(mesh, Texts(), batch_size=4)]
+def read_on_device(mesh: Mesh) -> list[Any]:
+    plain = [freeze(batch) for batch in loader_on(mesh, Texts(), batch_size=4)]
     placed = list(loader_on(mesh, Texts(), batch_size=4, device="cpu", num_workers=1))
     kinds = [type(batch[0]) is LogicalTensor for batch in placed]
-    own = [get_local_data(batch[0]).shape[0] for batch in placed]
-    return [[frozen(batch) for batch in placed] == plain, kinds, own]
+    rows = [get_local_data(batch[0]).shape[0] for batch in placed]
+    return [[freeze(batch) for batch in placed] == plain, kinds, rows]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_a_mesh_local_rows_move_to_the_device_and_stay_logical(size):
-    for rank, found in enumerate(on_mesh(size, on_device)):
+    for rank, found in enumerate(on_mesh(size, read_on_device)):
         rows = [4 // size + (rank < 4 % size)] * 2 + [3 // size + (rank < 3 % size)]
         assert found == [True, [True, True, True], rows]

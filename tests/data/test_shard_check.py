@@ -1,4 +1,4 @@
-"""Whether the ranks divide the data is found out, without changing what training draws afterwards."""
+"""`check_shards` finds out whether ranks divide the data, and changes nothing that training draws later."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ class Stream(IterableDataset):
 
 
 class Augmented(Dataset):
-    """Draws; and its files come in another order on the odd ranks, where it is so built."""
+    """A data set that draws random numbers; its order may differ between ranks."""
 
     def __init__(self, order: Any) -> None:
         self.order = list(order)
@@ -63,16 +63,16 @@ class Augmented(Dataset):
         return torch.tensor([float(self.order[index]), 0.0]) + torch.rand(2) + random.random() + numpy.random.rand()
 
 
-class Once(IterableDataset):
-    def __iter__(self) -> "Once":
+class OneTimeStream(IterableDataset):
+    def __iter__(self) -> "OneTimeStream":
         return self
 
     def __next__(self) -> int:
         raise StopIteration
 
 
-class Again:
-    """Batches, each time it is iterated."""
+class RepeatableBatches:
+    """Batches that can be iterated again and again."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -81,7 +81,7 @@ class Again:
         return iter(self.batches)
 
 
-def unnumbered(mesh: Mesh, count: int) -> Iterator[int]:
+def iterate_endlessly(mesh: Mesh, count: int) -> Iterator[int]:
     while True:
         yield from range(mesh.rank, count, mesh.size)
 
@@ -91,14 +91,14 @@ class Endless:
         self.mesh = mesh
 
     def __iter__(self) -> Iterator[int]:
-        return unnumbered(self.mesh, 10)
+        return iterate_endlessly(self.mesh, 10)
 
 
-def own(mesh: Mesh, count: int) -> range:
+def own_indices(mesh: Mesh, count: int) -> range:
     return range(mesh.rank, count, mesh.size)
 
 
-def our_loader(mesh: Mesh, dataset: Any, **options: Any) -> Loader:
+def make_our_loader(mesh: Mesh, dataset: Any, **options: Any) -> Loader:
     world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     return Loader(dataset, options=LoaderOptions(**options), world=lambda: world)
 
@@ -112,23 +112,23 @@ DIVIDED: dict[str, Case] = {
     "torch's sampler": lambda _: DataLoader(rows(24), 2, sampler=TorchSampler(rows(24))),
     "a sampler alone": lambda _: DistributedSampler(rows(25)),
     "a batch sampler alone": lambda _: BatchSampler(DistributedSampler(rows(24)), 5, False),
-    "a Subset of one's own": lambda mesh: DataLoader(Subset(rows(24), own(mesh, 24)), 2, shuffle=True),
+    "a Subset of its own": lambda mesh: DataLoader(Subset(rows(24), own_indices(mesh, 24)), 2, shuffle=True),
     "a part of a Subset": lambda _: DataLoader(
         (part := Subset(rows(40), range(5, 29))), 2, sampler=DistributedSampler(part)
     ),
     "without batches": lambda _: DataLoader(rows(24), batch_size=None, sampler=DistributedSampler(rows(24))),
-    "data of one's own": lambda mesh: DataLoader(rows(6, 100 * mesh.rank), 2, shuffle=True),
-    "more data of one's own": lambda mesh: DataLoader(rows(5 + mesh.rank, 100 * mesh.rank), 4, shuffle=True),
-    "a stream": lambda mesh: DataLoader(Stream(own(mesh, 24)), 2),
-    "batches": lambda mesh: Again([torch.arange(4.0).view(2, 2) + 10 * mesh.rank]),
+    "data of its own": lambda mesh: DataLoader(rows(6, 100 * mesh.rank), 2, shuffle=True),
+    "more data of its own": lambda mesh: DataLoader(rows(5 + mesh.rank, 100 * mesh.rank), 4, shuffle=True),
+    "a stream": lambda mesh: DataLoader(Stream(own_indices(mesh, 24)), 2),
+    "batches": lambda mesh: RepeatableBatches([torch.arange(4.0).view(2, 2) + 10 * mesh.rank]),
     "a stream, two readers": lambda mesh: DataLoader(Stream(range(mesh.rank, 99, mesh.size)), 4, num_workers=1),
     "draws with replacement": lambda mesh: DataLoader(
         rows(24), 2, sampler=WeightedRandomSampler([1.0] * 24, 12, generator=torch.Generator().manual_seed(mesh.rank))
     ),
-    "a rankless.loader": lambda mesh: our_loader(mesh, rows(25), batch_size=4, shuffle=True, seed=3),
-    "a rankless.loader of a stream": lambda mesh: our_loader(mesh, Stream(range(25)), batch_size=4),
+    "a rankless.loader": lambda mesh: make_our_loader(mesh, rows(25), batch_size=4, shuffle=True, seed=3),
+    "a rankless.loader of a stream": lambda mesh: make_our_loader(mesh, Stream(range(25)), batch_size=4),
 }
-PARTED: dict[str, tuple[Case, list[str]]] = {
+UNDIVIDED: dict[str, tuple[Case, list[str]]] = {
     "no sampler": (
         lambda _: DataLoader(rows(24), 2, shuffle=True),
         ["24 of 24 come to several ranks: 0 (ranks 0, 1", "1 (ranks 0, 1", "and 19 more", "RandomSampler()"],
@@ -143,7 +143,9 @@ PARTED: dict[str, tuple[Case, list[str]]] = {
         ["come to several ranks", "rank 1: DistributedSampler(rank=1, num_replicas=", "seed=1"],
     ),
     "one sample twice": (
-        lambda mesh: DataLoader(rows(60), 2, sampler=[*own(mesh, 60)][:20] if mesh.rank else [1, *own(mesh, 60)][:20]),
+        lambda mesh: DataLoader(
+            rows(60), 2, sampler=[*own_indices(mesh, 60)][:20] if mesh.rank else [1, *own_indices(mesh, 60)][:20]
+        ),
         ["1 of 60 come to several ranks: 1 (ranks 0, 1)"],
     ),
     "overlapping Subsets": (
@@ -151,7 +153,7 @@ PARTED: dict[str, tuple[Case, list[str]]] = {
         ["8 (ranks 0, 1)", "9 (ranks 0, 1)"],
     ),
     "some left out": (
-        lambda mesh: DataLoader(rows(30), 2, sampler=[*own(mesh, 30)][: 30 // mesh.size - 1]),
+        lambda mesh: DataLoader(rows(30), 2, sampler=[*own_indices(mesh, 30)][: 30 // mesh.size - 1]),
         ["of 30 come to no rank: ", "29"],
     ),
     "one batch more": (
@@ -176,54 +178,57 @@ PARTED: dict[str, tuple[Case, list[str]]] = {
         lambda mesh: DataLoader(Stream(range(100 * mesh.rank, 102 * mesh.rank + 4)), 2),
         ["rank 0: 2; rank 1: 3"],
     ),
-    "data of one's own that is the same": (
+    "data of its own that is the same": (
         lambda mesh: DataLoader(rows(8 + mesh.rank), 8),
         ["also on another rank: 0 of rank 1 is 0 of rank 0"],
     ),
-    "the same batches": (lambda _: Again([torch.ones(2, 2)] * 3), ["batches of one rank are also on another rank"]),
+    "the same batches": (
+        lambda _: RepeatableBatches([torch.ones(2, 2)] * 3),
+        ["batches of one rank are also on another rank"],
+    ),
     "a rankless.loader of a divided sampler": (
-        lambda mesh: our_loader(mesh, rows(24), batch_size=4, sampler=DistributedSampler(rows(24))),
+        lambda mesh: make_our_loader(mesh, rows(24), batch_size=4, sampler=DistributedSampler(rows(24))),
         ["already divides them: DistributedSampler for "],
     ),
     "rankless.loaders of other batches": (
-        lambda mesh: our_loader(mesh, rows(24), batch_size=4 + mesh.rank),
+        lambda mesh: make_our_loader(mesh, rows(24), batch_size=4 + mesh.rank),
         ["'batch_size': 4", "'batch_size': 5"],
     ),
     "a loader and a sampler": (
-        lambda mesh: Stream(own(mesh, 4)) if mesh.rank else DataLoader(rows(4)),
+        lambda mesh: Stream(own_indices(mesh, 4)) if mesh.rank else DataLoader(rows(4)),
         ["rank 0: a sampler's; rank 1: batches"],
     ),
 }
 
 
-def told(mesh: Mesh, cases: str, name: str, **wanted: Any) -> tuple[str, list[str]]:
-    """What the check says of a case: its error, its notices."""
-    case = {"divided": DIVIDED, "noted": {key: case for key, (case, _) in NOTED.items()}}.get(cases)
-    made = (case[name] if case else PARTED[name][0])(mesh)
-    said: list[str] = []
+def run_check(mesh: Mesh, cases: str, name: str, **options: Any) -> tuple[str, list[str]]:
+    """Return the error and the warnings of the check of a case."""
+    case = {"divided": DIVIDED, "suspicious": {key: case for key, (case, _) in SUSPICIOUS.items()}}.get(cases)
+    loader = (case[name] if case else UNDIVIDED[name][0])(mesh)
+    warnings: list[str] = []
     try:
-        require_shards(made, ShardCheckOptions(**wanted), mesh=mesh, notify=said.append)
+        require_shards(loader, ShardCheckOptions(**options), mesh=mesh, notify=warnings.append)
     except RanklessError as error:
-        return f"{type(error).__name__} {error}", said
-    return "", said
+        return f"{type(error).__name__} {error}", warnings
+    return "", warnings
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", DIVIDED)
 def test_divided_data_passes_without_a_warning(name: str, size: int):
-    assert on_mesh(size, told, "divided", name) == [("", [])] * size
+    assert on_mesh(size, run_check, "divided", name) == [("", [])] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", PARTED)
+@pytest.mark.parametrize("name", UNDIVIDED)
 def test_undivided_data_raises_on_every_rank_with_ranks_and_samples(name: str, size: int):
-    for text, said in on_mesh(size, told, "parted", name):
+    for text, warnings in on_mesh(size, run_check, "undivided", name):
         assert text.startswith("RanksDiverged")
-        assert all(words in text for words in PARTED[name][1]), text
-        assert said == []
+        assert all(words in text for words in UNDIVIDED[name][1]), text
+        assert warnings == []
 
 
-NOTED: dict[str, tuple[Case, str]] = {
+SUSPICIOUS: dict[str, tuple[Case, str]] = {
     "padding": (
         lambda mesh: DataLoader(rows(12 * mesh.size - 1), 2, sampler=TorchSampler(rows(12 * mesh.size - 1))),
         "samples come twice because of padding: pass drop_last=True",
@@ -242,16 +247,16 @@ NOTED: dict[str, tuple[Case, str]] = {
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", NOTED)
+@pytest.mark.parametrize("name", SUSPICIOUS)
 def test_suspicious_data_only_warns(name: str, size: int):
-    for text, said in on_mesh(size, told, "noted", name):
+    for text, warnings in on_mesh(size, run_check, "suspicious", name):
         assert text == ""
-        assert len(said) == 1
-        assert NOTED[name][1] in said[0]
+        assert len(warnings) == 1
+        assert SUSPICIOUS[name][1] in warnings[0]
 
 
-def relaxed(mesh: Mesh) -> list[str]:
-    most = DataLoader(rows(30), 2, sampler=[*own(mesh, 30)][:10])
+def check_relaxed(mesh: Mesh) -> list[str]:
+    most = DataLoader(rows(30), 2, sampler=[*own_indices(mesh, 30)][:10])
     uneven = DataLoader(rows(4 * mesh.size + 1), 4, sampler=DistributedSampler(rows(4 * mesh.size + 1)))
     endless = DataLoader(rows(10), 2, sampler=Endless(mesh))
     found = []
@@ -261,9 +266,9 @@ def relaxed(mesh: Mesh) -> list[str]:
         (endless, {"batches": 2}),
         (uneven, {"batches": 1}),
     ]:
-        for wanted in (options, {} if options != {"batches": 1} else {"batches": 0}):
+        for chosen in (options, {} if options != {"batches": 1} else {"batches": 0}):
             try:
-                require_shards(loader, ShardCheckOptions(**wanted), mesh=mesh, notify=found.append)
+                require_shards(loader, ShardCheckOptions(**chosen), mesh=mesh, notify=found.append)
                 found.append("")
             except RanklessError as error:
                 found.append(f"{type(error).__name__}{error}")
@@ -271,7 +276,7 @@ def relaxed(mesh: Mesh) -> list[str]:
 
 
 def test_options_allow_intended_differences():
-    for missing, without, uneven, with_even, endless, whole, first, none in on_mesh(2, relaxed):
+    for missing, without, uneven, with_even, endless, whole, first, none in on_mesh(2, check_relaxed):
         assert (missing, uneven, endless, first) == ("", "", "", "")
         assert "batches=0" in none
         assert "10 of 30 come to no rank" in without
@@ -280,7 +285,7 @@ def test_options_allow_intended_differences():
         assert "pass batches=" in whole
 
 
-def all_states() -> list[bytes]:
+def get_all_states() -> list[bytes]:
     return [
         torch.get_rng_state().numpy().tobytes(),
         repr(numpy.random.get_state()).encode(),
@@ -288,44 +293,44 @@ def all_states() -> list[bytes]:
     ]
 
 
-def plain_loader(mesh: Mesh, which: str, generator: torch.Generator) -> DataLoader:
+def make_plain_loader(mesh: Mesh, kind: str, generator: torch.Generator) -> DataLoader:
     data = Augmented(range(mesh.rank, 24, mesh.size))
-    if which == "a stream":
-        return DataLoader(Stream(own(mesh, 10)), 2)
-    if which == "generators":
+    if kind == "a stream":
+        return DataLoader(Stream(own_indices(mesh, 10)), 2)
+    if kind == "generators":
         return DataLoader(data, 2, sampler=RandomSampler(data, generator=generator), generator=generator)
-    if which == "a part":
+    if kind == "a part":
         return DataLoader(data, 2, sampler=SubsetRandomSampler(range(4)))
-    readers = {"num_workers": 1, "persistent_workers": True} if which == "persistent readers" else {}
+    readers = {"num_workers": 1, "persistent_workers": True} if kind == "persistent readers" else {}
     return DataLoader(data, 2, shuffle=True, **readers)
 
 
-def left_as_it_was(mesh: Mesh, which: str) -> list[bool]:
-    """Whether a check leaves all generators as they are, and whether training gets what it gets without the check."""
+def check_side_effects(mesh: Mesh, kind: str) -> list[bool]:
+    """Return whether a check keeps all generators, and whether training then gets the same batches."""
     generator = torch.Generator()
-    trained, kept = [], []
+    trained, unchanged = [], []
     for checked in (False, True):
         torch.manual_seed(7 + mesh.rank)
         random.seed(1)
         numpy.random.seed(1)
         generator.manual_seed(5)
-        loader = plain_loader(mesh, which, generator)
+        loader = make_plain_loader(mesh, kind, generator)
         if checked:
-            before, held = all_states(), generator.get_state()
+            before, state = get_all_states(), generator.get_state()
             require_shards(loader, ShardCheckOptions(all_samples=False), mesh=mesh, notify=lambda _: None)
-            kept = [all_states() == before, torch.equal(held, generator.get_state())]
-            kept.append(getattr(loader.dataset, "passes", 0) == 0)
+            unchanged = [get_all_states() == before, torch.equal(state, generator.get_state())]
+            unchanged.append(getattr(loader.dataset, "passes", 0) == 0)
         trained.append(torch.cat([batch["x"] if isinstance(batch, dict) else batch for batch in loader]))
-    return [*kept, torch.equal(*trained)]
+    return [*unchanged, torch.equal(*trained)]
 
 
 @pytest.mark.parametrize("which", ["shuffled", "generators", "a part", "a stream", "persistent readers"])
-def test_a_check_does_not_change_random_numbers_of_training(which: str):
-    assert on_mesh(2, left_as_it_was, which) == [[True] * 4] * 2
+def test_a_check_does_not_change_random_numbers_of_training(kind: str):
+    assert on_mesh(2, check_side_effects, kind) == [[True] * 4] * 2
 
 
-def forgotten(mesh: Mesh) -> list[Any]:
-    """After a whole pass, and twice: the check must neither say that set_epoch was forgotten nor count as a pass."""
+def check_after_pass(mesh: Mesh) -> list[Any]:
+    """Check after a whole pass, twice: it must neither warn of a missing set_epoch nor count as a pass."""
     sampler = DistributedSampler(rows(8))
     loader = DataLoader(rows(8), 2, sampler=sampler)
     passed = [list(loader)]
@@ -337,13 +342,13 @@ def forgotten(mesh: Mesh) -> list[Any]:
 
 
 def test_a_check_does_not_count_as_a_pass_of_the_sampler():
-    assert on_mesh(2, forgotten) == [[2, False, True]] * 2
+    assert on_mesh(2, check_after_pass) == [[2, False, True]] * 2
 
 
-def refused(mesh: Mesh, once: str) -> str:
+def check_iterator(mesh: Mesh, once: str) -> str:
     passes = {
         "an iterator": iter([1]),
-        "a stream that ends for good": DataLoader(Once(), 2),
+        "a stream that ends for good": DataLoader(OneTimeStream(), 2),
         "an iterator of indices": DataLoader(rows(4), sampler=iter([1])),
     }
     try:
@@ -356,7 +361,7 @@ def refused(mesh: Mesh, once: str) -> str:
 
 @pytest.mark.parametrize("once", ["an iterator", "a stream that ends for good", "an iterator of indices"])
 def test_an_iterator_raises_on_every_rank(once: str):
-    first, second = on_mesh(2, refused, once)
+    first, second = on_mesh(2, check_iterator, once)
     assert first.startswith("CollectiveError")
     assert second.startswith("ConfigError")
     assert "which can be iterated once at most" in second
