@@ -29,7 +29,7 @@ from rankless.parallel.mesh import Mesh
 Pair = namedtuple("Pair", "number text")
 
 
-@dataclasses.dataclass(freeze=True)
+@dataclasses.dataclass(frozen=True)
 class Item:
     number: Any
     names: Any
