@@ -324,7 +324,7 @@ def check_side_effects(mesh: Mesh, kind: str) -> list[bool]:
     return [*unchanged, torch.equal(*trained)]
 
 
-@pytest.mark.parametrize("which", ["shuffled", "generators", "a part", "a stream", "persistent readers"])
+@pytest.mark.parametrize("kind", ["shuffled", "generators", "a part", "a stream", "persistent readers"])
 def test_a_check_does_not_change_random_numbers_of_training(kind: str):
     assert on_mesh(2, check_side_effects, kind) == [[True] * 4] * 2
 
