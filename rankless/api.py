@@ -25,7 +25,7 @@ from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import Job, Models, Optimizers, make_job
 from rankless.jobs.mirrored import LocalElement
 from rankless.jobs.placeholders import PerDevice, Whole
-from rankless.launch.self_launch import Elsewhere, relaunch
+from rankless.launch.self_launch import ScriptHosts, relaunch
 from rankless.launch.spawning import Spawned
 from rankless.launch.spawning import spawn as spawn_workers
 from rankless.records.events import AnyRecord, Notice, Progress
@@ -169,7 +169,7 @@ def configure(
             found=f"port={port}, insecure={insecure} and no hosts",
             fix='name the hosts: hosts=["10.0.0.1", "10.0.0.2"]; one host needs no port',
         )
-    relaunch(devices_per_host, None if hosts is None else Elsewhere(hosts=hosts, port=port, insecure=insecure))
+    relaunch(devices_per_host, None if hosts is None else ScriptHosts(hosts=hosts, port=port, insecure=insecure))
 
 
 def check_synchronized(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -8,7 +8,7 @@ from rankless.cli.program_options import add_program_options, read_program
 from rankless.config.run_config import RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
-from rankless.launch.agent import job_runner
+from rankless.launch.agent import make_job_runner
 from rankless.records.job_programs import read_program_records
 from rankless.terminal.program_table import encode_plan_report, make_plan_report, render_plan
 from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             ),
         )
         try:
-            run_silently(config, f"{workers} workers", show=arguments.show, run_job=job_runner())
+            run_silently(config, f"{workers} workers", show=arguments.show, run_job=make_job_runner())
         except RunFailed as end:
             print(f"rankless plan: {end}")
             return INTERRUPTED if end.exit_code == INTERRUPTED else 1

@@ -69,5 +69,5 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with ProgressObserver() as progress:
         return agent.run(
-            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, making_room=progress.hidden
+            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, hide_progress=progress.hidden
         )

@@ -49,5 +49,5 @@ def run_program(command: str, flags: TorchrunFlags, program: Program, notices: l
             print(f"rankless {command}: {'; '.join(notices)}", file=sys.stderr, flush=True)
         progress = stack.enter_context(ProgressObserver())
         return agent.run(
-            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, making_room=progress.hidden
+            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, hide_progress=progress.hidden
         )

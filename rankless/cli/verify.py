@@ -15,7 +15,7 @@ from rankless.cli.program_options import add_program_options, read_program
 from rankless.config.run_config import Cluster, Precision, Program
 from rankless.config.validation import check_program
 from rankless.errors import ConfigError
-from rankless.launch.agent import job_runner
+from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.records.job_results import JobCalled
 from rankless.verify.comparison import Comparison, compare
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             steps=arguments.steps,
             against=arguments.against,
-            run_job=job_runner(stack.enter_context(ForkServerPoolClient())),
+            run_job=make_job_runner(stack.enter_context(ForkServerPoolClient())),
         )
         options = ComparisonOptions(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
         try:

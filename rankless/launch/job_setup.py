@@ -1,4 +1,4 @@
-"""From a plan to a job all of whose hosts are there: alone, as host 0, or as one of the others."""
+"""From a `RunConfig` to a job whose hosts are all there: on one host, on host 0 of several, or on another one."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from rankless.config.validation import choose_backend
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.preflight import run_preflight
 from rankless.launch.log_files import make_run_id
-from rankless.launch.ports import open_store_socket, owner_of, reserve_master_port
+from rankless.launch.ports import describe_port_owner, open_store_socket, reserve_master_port
 from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.follower import join_leader
@@ -34,99 +34,114 @@ from rankless.launch.signals import Interrupts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assembled:
-    """A job whose hosts are there."""
+class AssembledJob:
+    """A job whose hosts are all there, as one of them sees it."""
 
     peers: NoPeers | FollowerPeers | LeaderPeer
     start: JobStart
     host_index: int = 0
     names: Sequence[str] = ("",)
-    """Of the hosts."""
+    """The name of every host."""
     devices: Sequence[Sequence[str]]
-    """Of each host's workers, where they are known."""
+    """The devices of each host's workers; on other hosts than host 0 only this host's."""
     interface: str | None = None
+    """The network interface that leads to the other hosts."""
     store: socket.socket | None = None
-    """Host 0's, on which rank 0 will serve."""
+    """The socket on which rank 0 will serve the store; on host 0 only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Assembly:
+    """What assembling a job on several hosts needs besides the `RunConfig`."""
+
+    cluster: Cluster
+    interrupts: Interrupts
+    notify: Callable[[str], None]
+    token: bytes | None
 
 
 @contextlib.contextmanager
-def assembled(
-    config: RunConfig, *, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
-) -> Iterator[Assembled]:
-    """The job, once all its hosts are there. Raises JoinError if they do not come, and `gathering.Interrupted`."""
+def assemble_job(
+    config: RunConfig, *, interrupts: Interrupts, notify: Callable[[str], None], token: bytes | None
+) -> Iterator[AssembledJob]:
+    """Yield the job once all its hosts are there.
+
+    Raises `JoinError` if a host does not join in time, and `RendezvousInterrupted` on a signal.
+    """
     if config.cluster is None:
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(open_store_socket())
             reserved = stack.enter_context(reserve_master_port(config.master_port))
-            start = _start(config, [config.devices], store=store, reserved=reserved)
-            variables = stack.enter_context(_services(config, start, [config.master_address]))
+            start = _make_start(config, [config.devices], store=store, reserved=reserved)
+            variables = stack.enter_context(_open_services(config, start, [config.master_address]))
             start = msgspec.structs.replace(start, launcher_variables=variables)
-            yield Assembled(peers=NoPeers(), start=start, devices=(config.devices,), store=store)
+            yield AssembledJob(peers=NoPeers(), start=start, devices=(config.devices,), store=store)
         return
-    run_preflight(config, tell)
-    if config.cluster.host_index == 0:
-        with _as_host_0(config, config.cluster, interrupts, tell, token) as found:
-            yield found
-    else:
-        with _as_another(config, config.cluster, interrupts, tell, token) as found:
-            yield found
+    run_preflight(config, notify)
+    assembly = _Assembly(cluster=config.cluster, interrupts=interrupts, notify=notify, token=token)
+    assemble = _assemble_as_leader if config.cluster.host_index == 0 else _assemble_as_follower
+    with assemble(config, assembly) as job:
+        yield job
 
 
 @contextlib.contextmanager
-def _as_host_0(
-    config: RunConfig, cluster: Cluster, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
-) -> Iterator[Assembled]:
+def _assemble_as_leader(config: RunConfig, assembly: _Assembly) -> Iterator[AssembledJob]:
+    cluster, notify = assembly.cluster, assembly.notify
     require_own_name(cluster)
     environment.apply(cluster.variables)
-    token = make_leader_token(cluster) if token is None else token
+    token = make_leader_token(cluster) if assembly.token is None else assembly.token
     interface, address = own_address(cluster)
-    own = _facts(config, cluster, address)
+    own = _collect_facts(config, cluster, address)
+    followers = range(1, len(cluster.hosts))
     with contextlib.ExitStack() as stack:
         server = ControlServer(_listen(address, cluster), token=token, host_count=len(cluster.hosts))
         stack.callback(server.close)
         starters: Mapping[int, SshAgent | SshTokenDelivery] = {}
         if cluster.agent_start == "ssh":
-            starters = {place: _started(config, cluster, place, token, tell) for place in range(1, len(cluster.hosts))}
+            starters = {host: SshAgent(_make_task(config, cluster, host, token), notify=notify) for host in followers}
         elif needs_token_delivery(cluster):
-            starters = {place: SshTokenDelivery(cluster, place, token) for place in range(1, len(cluster.hosts))}
+            starters = {host: SshTokenDelivery(cluster, host, token) for host in followers}
         for starter in starters.values():
             stack.callback(starter.close)
         store = stack.enter_context(open_store_socket(address))
         reserved = stack.enter_context(reserve_master_port())
-        facts = wait_for_hosts(server, cluster, own=own, starters=starters, interrupts=interrupts, notify=tell)
-        devices = [config.devices, *(facts[place].devices for place in sorted(facts))]
-        addresses = [_address(cluster, place, facts, own=address) for place in range(len(cluster.hosts))]
-        start = _start(config, devices, store=store, reserved=reserved)
+        facts = wait_for_hosts(
+            server, cluster, own=own, starters=starters, interrupts=assembly.interrupts, notify=notify
+        )
+        devices = [config.devices, *(facts[host].devices for host in sorted(facts))]
+        addresses = [_address(cluster, host, facts, own=address) for host in range(len(cluster.hosts))]
+        start = _make_start(config, devices, store=store, reserved=reserved)
         start = msgspec.structs.replace(
             start,
-            addresses=(address, *(facts[place].address for place in sorted(facts))),
-            launcher_variables=stack.enter_context(_services(config, start, addresses)),
+            addresses=(address, *(facts[host].address for host in sorted(facts))),
+            launcher_variables=stack.enter_context(_open_services(config, start, addresses)),
         )
         start_hosts(server, start)
-        names = [cluster.hosts[0].address, *(_name(cluster, place, facts) for place in sorted(facts))]
+        names = [cluster.hosts[0].address, *(_name(cluster, host, facts) for host in sorted(facts))]
         peers = FollowerPeers(server, start, names)
-        yield Assembled(peers=peers, start=start, names=names, devices=devices, interface=interface, store=store)
+        yield AssembledJob(peers=peers, start=start, names=names, devices=devices, interface=interface, store=store)
 
 
 @contextlib.contextmanager
-def _as_another(
-    config: RunConfig, cluster: Cluster, interrupts: Interrupts, tell: Callable[[str], None], token: bytes | None
-) -> Iterator[Assembled]:
+def _assemble_as_follower(config: RunConfig, assembly: _Assembly) -> Iterator[AssembledJob]:
+    cluster, token = assembly.cluster, assembly.token
     tokens = make_follower_token_source(cluster) if token is None else FixedToken(token)
 
-    def facts() -> HostFacts:
+    def collect_facts() -> HostFacts:
         _, address = interface_towards(cluster.hosts[0].address)
-        return _facts(config, cluster, address)
+        return _collect_facts(config, cluster, address)
 
-    connection, told = join_leader(cluster, facts, tokens, interrupts=interrupts, notify=tell)
+    connection, job = join_leader(
+        cluster, collect_facts, tokens, interrupts=assembly.interrupts, notify=assembly.notify
+    )
     try:
         interface, _ = interface_towards(cluster.hosts[0].address)
-        name = cluster.hosts[told.host_index].address
+        name = cluster.hosts[job.host_index].address
         names = [host.address for host in cluster.hosts]
-        yield Assembled(
-            peers=LeaderPeer(connection, told.start, told.host_index, name),
-            start=told.start,
-            host_index=told.host_index,
+        yield AssembledJob(
+            peers=LeaderPeer(connection, job.start, job.host_index, name),
+            start=job.start,
+            host_index=job.host_index,
             names=names,
             devices=(config.devices,),
             interface=interface,
@@ -136,28 +151,29 @@ def _as_another(
 
 
 def require_own_name(cluster: Cluster) -> None:
-    """Raise ConfigError unless host 0's name is one of this host's."""
+    """Raise `ConfigError` unless host 0's name is one of this host's."""
     if not addresses_of(cluster.hosts[0].address) & own_addresses():
         raise ConfigError(
             expected=f"host 0, the master, on the host that is called {cluster.hosts[0]}",
             found="this host, which has no such address",
-            fix="--node-rank 0 (--host-rank 0, --rank 0) is the master's own host: number or name this one otherwise",
+            fix="give this host another number: --node-rank 0 (--host-rank 0, --rank 0) is the master's host; or name "
+            "this host as the master",
         )
 
 
 def own_address(cluster: Cluster) -> tuple[str, str]:
-    """Host 0's interface and the address on it that the others reach.
+    """Return host 0's network interface, and its address there that the other hosts reach.
 
-    Raises ConfigError where no way leads from here to them.
+    Raises `ConfigError` if no route leads from here to them.
     """
     outward = sorted(each for each in addresses_of(cluster.hosts[0].address) if not is_loopback(each))
-    # As Debian has it, a host's own name means itself alone, there; then the way to another host tells its address.
-    towards = cluster.hosts[1 if cluster.is_listed else 0].address
+    # On Debian a host's own name is a loopback address. The route to another host then gives the address.
+    target = cluster.hosts[1 if cluster.is_listed else 0].address
     try:
-        return (interface_of(outward[0]), outward[0]) if outward else interface_towards(towards)
+        return (interface_of(outward[0]), outward[0]) if outward else interface_towards(target)
     except OSError as error:
         raise ConfigError(
-            expected=f"a way from host 0 to {towards}",
+            expected=f"a route from host 0 to {target}",
             found=error.strerror or str(error),
             fix="check that the names resolve and the network is up: rankless doctor --hosts …",
         ) from None
@@ -169,49 +185,53 @@ def _listen(address: str, cluster: Cluster) -> socket.socket:
         return socket.create_server((address, cluster.port), family=family, backlog=1024)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
-        found = f"taken by {owner_of(cluster.port) or 'a connection that lingers'}" if is_taken else error.strerror
+        found = (
+            f"taken by {describe_port_owner(cluster.port) or 'a connection that lingers'}"
+            if is_taken
+            else error.strerror
+        )
         raise JoinError(
-            expected=f"port {cluster.port} of {address} to be free, for the other hosts to come to",
+            expected=f"port {cluster.port} of {address} to be free, because the other hosts connect to it",
             found=found,
-            fix="end what has it, or choose another with --port (port=, --master), on every host",
+            fix="end the process that has it, or choose another with --port (port=, --master), on every host",
         ) from None
 
 
-def _started(config: RunConfig, cluster: Cluster, place: int, token: bytes, tell: Callable[[str], None]) -> SshAgent:
-    there = msgspec.structs.replace(cluster, host_index=place)
+def _make_task(config: RunConfig, cluster: Cluster, host_index: int, token: bytes) -> RemoteTask:
+    """Return what the agent of another host receives when ssh starts it."""
+    own_cluster = msgspec.structs.replace(cluster, host_index=host_index)
     script = None
     if cluster.copies and config.program.kind == "script":
         with open(config.program.target, "rb") as file:
             script = file.read()
     exports = load_profile(config.launcher).exports_environment
     carried = environment.exported_variables() if exports else environment.carried_variables()
-    task = RemoteTask(
+    return RemoteTask(
         program=config.program,
-        request=msgspec.structs.replace(config.request, cluster=there, seed=config.seed),
+        request=msgspec.structs.replace(config.request, cluster=own_cluster, seed=config.seed),
         token=token,
         environment=carried | dict(cluster.variables),
         script=script,
     )
-    return SshAgent(task, notify=tell)
 
 
-def _facts(config: RunConfig, cluster: Cluster, address: str) -> HostFacts:
+def _collect_facts(config: RunConfig, cluster: Cluster, address: str) -> HostFacts:
     hosts = [f"{host.address}:{host.workers}" for host in cluster.hosts]
-    told = hosts if cluster.is_listed else [f"{len(hosts)} hosts"]
-    return collect_host_facts(config.program, hosts=told, devices=config.devices, address=address)
+    known = hosts if cluster.is_listed else [f"{len(hosts)} hosts"]
+    return collect_host_facts(config.program, hosts=known, devices=config.devices, address=address)
 
 
-def _name(cluster: Cluster, place: int, facts: Mapping[int, HostFacts]) -> str:
-    return cluster.hosts[place].address if cluster.is_listed else facts[place].name
+def _name(cluster: Cluster, host_index: int, facts: Mapping[int, HostFacts]) -> str:
+    return cluster.hosts[host_index].address if cluster.is_listed else facts[host_index].name
 
 
-def _address(cluster: Cluster, place: int, facts: Mapping[int, HostFacts], *, own: str) -> str:
+def _address(cluster: Cluster, host_index: int, facts: Mapping[int, HostFacts], *, own: str) -> str:
     if cluster.is_listed:
-        return cluster.hosts[place].address
-    return own if place == 0 else facts[place].address
+        return cluster.hosts[host_index].address
+    return own if host_index == 0 else facts[host_index].address
 
 
-def _services(
+def _open_services(
     config: RunConfig, start: JobStart, addresses: Sequence[str]
 ) -> AbstractContextManager[Mapping[str, str | None]]:
     return load_profile(config.launcher).open_services(
@@ -219,20 +239,16 @@ def _services(
     )
 
 
-def _start(
-    config: RunConfig,
-    devices: Sequence[Sequence[str]],
-    *,
-    store: socket.socket,
-    reserved: socket.socket,
+def _make_start(
+    config: RunConfig, devices: Sequence[Sequence[str]], *, store: socket.socket, reserved: socket.socket
 ) -> JobStart:
     address = str(store.getsockname()[0])
-    apart = [choose_backend(tuple(some)) for some in devices]
+    backends = {choose_backend(tuple(host_devices)) for host_devices in devices}
     return JobStart(
         run_id=make_run_id(config),
         seed=config.seed,
         workers=tuple(map(len, devices)),
-        backend="nccl" if set(apart) == {"nccl"} else "gloo",
+        backend="nccl" if backends == {"nccl"} else "gloo",
         master_address=config.master_address if config.cluster is None else address,
         master_port=reserved.getsockname()[1],
         store_address=address,

@@ -1,4 +1,4 @@
-"""The agent of a host that ssh has started: told by host 0 what to do, through standard input."""
+"""The agent of a host that ssh has started. It reads its task from standard input."""
 
 import contextlib
 import os
@@ -17,23 +17,23 @@ from rankless.launch.rendezvous.ssh import RemoteTask
 from rankless.runtime.fast_exit import FastExit
 
 
-def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
-    """Read the task, and return what runs it."""
+def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # every process of ours starts with it
+    """Read the task and return a function that runs it."""
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RemoteTask)
     environment.apply(task.environment)
     joined = threading.Event()
-    threading.Thread(target=_watch_input, args=(joined,), name="lifeline until joined", daemon=True).start()
+    threading.Thread(target=_watch_input, args=(joined,), name="stdin until joined", daemon=True).start()
 
     def run() -> None:
         try:
             if task.script is not None:
-                _take_over(task.program.target, task.script)
+                _replace_script(task.program.target, task.script)
             code = agent.run(
                 make_run_config(task.program, task.request),
                 on_record=lambda _: None,
                 out=sys.stdout,
                 err=sys.stderr,
-                outside=agent.Outside(token=task.token, on_joined=joined.set),
+                context=agent.AgentContext(token=task.token, on_joined=joined.set),
             )
         except RanklessError as error:
             print(f"rankless: {type(error).__name__}{error}", file=sys.stderr, flush=True)
@@ -43,8 +43,8 @@ def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what eve
     return run
 
 
-def _take_over(path: str, text: bytes) -> None:
-    """Make the script here that of host 0."""
+def _replace_script(path: str, text: bytes) -> None:
+    """Write host 0's script to `path` unless it is there already."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read() == text:
             return
@@ -55,9 +55,9 @@ def _take_over(path: str, text: bytes) -> None:
 
 
 def _watch_input(joined: threading.Event) -> None:
-    """End this process if the one that started it goes before the job has begun."""
+    """End this process if host 0's agent ends before this host has joined the job."""
     with contextlib.suppress(OSError):
-        while os.read(0, 1024):  # not sys.stdin: its lock, held here, would be a fault at the interpreter's end
+        while os.read(0, 1024):  # not sys.stdin: a lock held here would be a fatal error at the interpreter's exit
             pass
     if not joined.is_set():
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""How a run went, for the user: the table at its start, and at its end who failed, on which host, and where to look."""
+"""What the terminal shows of a run: the table at its start and, at its end, the rank that failed and its log file."""
 
 import os
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from contextlib import suppress
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import LaunchError
-from rankless.launch.job_setup import Assembled
+from rankless.launch.job_setup import AssembledJob
 from rankless.launch.log_files import run_folder
 from rankless.launch.profile import LogFiles, load_profile
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
@@ -21,19 +21,22 @@ from rankless.launch.supervisor.terminal_text import (
 )
 
 
-class Account:
-    """What is known of a run that the user may want to know."""
+class RunReport:
+    """The texts about one run on this host."""
 
-    def __init__(self, config: RunConfig, job: Assembled, folder: str) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, job: AssembledJob, folder: str) -> None:
         self.job = job
+        self._config = config
         self._profile = load_profile(config.launcher)
         self._folder = folder
         self.parent_log = os.path.join(folder, "parent.log" if job.host_index == 0 else f"parent{job.host_index}.log")
 
-    def opening(self, lead: WorkerLaunch) -> str:
-        """The table of all workers; on other hosts than host 0 one line; under fleetrun what it shows of its first."""
-        config, job = self.config, self.job
+    def format_opening(self, lead: WorkerLaunch) -> str:
+        """Return the table of all workers; on other hosts than host 0 one line; or the launcher's own text.
+
+        `lead` is this host's first worker.
+        """
+        config, job = self._config, self.job
         count = len(job.start.workers)
         text = self._profile.opening_text(config, lead, self._folder, job.names[0])
         if text is not None:
@@ -53,110 +56,115 @@ class Account:
         return format_hosts_table(config, folder=self._folder, rows=rows, log_files=paths)
 
     def host_name(self, rank: int) -> str:
-        """On which host a rank runs; empty where there is only one."""
+        """Return the name of a rank's host; "" if the job has one host."""
         return "" if len(self.job.start.workers) == 1 else self.job.names[self.job.start.host_of(rank)]
 
     def log_file(self, rank: int) -> str:
-        """Where a worker's last words are."""
+        """Return the log file that has a rank's standard error."""
         files = self._log_files(rank)
         return os.path.relpath(files.error or files.output)
 
-    def failure(self, verdict: Verdict) -> str:
-        """Who failed, in at most 15 lines; under horovodrun its own sentence after them."""
-        host = self.job.start.host_of(verdict.root_cause_rank)
+    def format_failure(self, verdict: Verdict) -> str:
+        """Return at most 15 lines about the rank that failed, and the launcher's own note after them."""
+        rank = verdict.root_cause_rank
+        host = self.job.start.host_of(rank)
         text = format_failure(
             verdict,
-            log_file=self.log_file(verdict.root_cause_rank),
-            host=self.host_name(verdict.root_cause_rank),
+            log_file=self.log_file(rank),
+            host=self.host_name(rank),
             report=self.report_file(host) if host > 0 else "",
         )
         has_ended_itself = verdict.cause not in ("host", "interrupted", "hang")
-        if has_ended_itself:
-            text += self._profile.failure_note(verdict.root_cause_rank, verdict.exit_code)
-        return text
+        return text + self._profile.failure_note(rank, verdict.exit_code) if has_ended_itself else text
 
     def report_file(self, host: int) -> str:
-        """Where another host than host 0 keeps what is said at the end: started by ssh, it has no terminal."""
-        return os.path.relpath(os.path.join(run_folder(self.config, self.job.start.run_id, host), f"report{host}.txt"))
+        """Return the file with the closing text of another host than host 0, which may have no terminal."""
+        return os.path.relpath(os.path.join(run_folder(self._config, self.job.start.run_id, host), f"report{host}.txt"))
 
-    def keep(self, text: str) -> None:
-        """Write what is said at the end on this host, which is not host 0, to its file."""
+    def save(self, text: str) -> None:
+        """Write the closing text of this host, which is not host 0, to its file."""
         with suppress(OSError), open(self.report_file(self.job.host_index), "w", encoding="utf-8") as file:
             file.write(text)
+
+    def read_parent_log(self) -> str:
+        """Return the end of what the workers' parent wrote; delete the file if it is empty."""
+        with open(self.parent_log, encoding="utf-8", errors="replace") as log:
+            text = log.read()[-2000:].strip()
+        if not text:
+            with suppress(OSError):
+                os.unlink(self.parent_log)
+        return text
 
     def _log_files(self, rank: int) -> LogFiles:
         start = self.job.start
         host = start.host_of(rank)
-        folder = run_folder(self.config, start.run_id, host)
+        folder = run_folder(self._config, start.run_id, host)
         return self._profile.log_files(folder, rank, rank - start.first_rank(host))
 
-    def parents_last_words(self) -> str:
-        """What the workers' parent has written; the file goes if that is nothing."""
-        with open(self.parent_log, encoding="utf-8", errors="replace") as log:
-            words = log.read()[-2000:].strip()
-        if not words:
-            with suppress(OSError):
-                os.unlink(self.parent_log)
-        return words
 
+def conclude(outcome: RunOutcome, report: RunReport, *, write: Callable[[str], None]) -> int:
+    """Write how the run ended here and send it to the other hosts; return the exit code.
 
-def conclude(outcome: RunOutcome, account: Account, *, tell_text: Callable[[str], None]) -> int:
-    """The exit code of the run, once the user and the other hosts are told how it ended."""
-    peers = account.job.peers
+    Raises `LaunchError` if the workers' parent failed although no worker did.
+    """
+    peers = report.job.peers
     if isinstance(peers, LeaderPeer):
-        return _conclude_led(outcome, account, peers, tell_text=tell_text)
-    words = account.parents_last_words()
-    code, text = _verdict_on(outcome, account)
-    failed_alone = code == 0 and outcome.fork_server_exit_code not in (0, None)
-    if isinstance(peers, FollowerPeers) and failed_alone:
-        peers.send_job_end(2, ["rankless: host 0 could not see its workers to their end\n"] * len(account.job.names))
+        return _conclude_as_follower(outcome, report, peers, write=write)
+    parent_text = report.read_parent_log()
+    code, text = _format_outcome(outcome, report)
+    parent_failed = code == 0 and outcome.fork_server_exit_code not in (0, None)
+    if isinstance(peers, FollowerPeers) and parent_failed:
+        peers.send_job_end(
+            2, ["rankless: the process that starts host 0's workers ended before them\n"] * len(report.job.names)
+        )
     elif isinstance(peers, FollowerPeers):
-        peers.send_job_end(code, [_text_for(host, outcome, account, text) for host in range(len(account.job.names))])
-    tell_text(text)
-    if failed_alone:
+        peers.send_job_end(code, [_text_for_host(host, outcome, report, text) for host in range(len(report.job.names))])
+    write(text)
+    if parent_failed:
         raise LaunchError(
-            expected="the process that starts the workers to see them to their end",
-            found=f"it ended with {outcome.fork_server_exit_code} first" + (f":\n{words}" if words else ""),
-            fix="try plain processes: --no-warm, or torchrun's --start-method spawn; if a signal ended it (negative), "
-            "find out who sent it",
+            expected="the process that starts the workers to run until they have ended",
+            found=f"it ended with {outcome.fork_server_exit_code} before them"
+            + (f":\n{parent_text}" if parent_text else ""),
+            fix="start plain processes with --no-warm (torchrun: --start-method spawn); if a signal "
+            "ended it (negative), find out what sent it",
         )
     return code
 
 
-def _verdict_on(outcome: RunOutcome, account: Account) -> tuple[int, str]:
+def _format_outcome(outcome: RunOutcome, report: RunReport) -> tuple[int, str]:
     if outcome.interrupted_by is not None:
         return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
     if outcome.verdict is not None:
-        return outcome.verdict.exit_code, account.failure(outcome.verdict)
+        return outcome.verdict.exit_code, report.format_failure(outcome.verdict)
     return 0, ""
 
 
-def _text_for(host: int, outcome: RunOutcome, account: Account, text: str) -> str:
-    """What another host shows: the whole of it where the culprit was, else a line."""
+def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str) -> str:
+    """Return what another host shows: the whole text on the host of the rank that failed, else one line."""
     verdict = outcome.verdict
     if not text or outcome.interrupted_by is not None or verdict is None:
-        return text.replace("ended by", f"{account.job.names[0]} was told to end by") if text else ""
-    if account.job.start.host_of(verdict.root_cause_rank) == host:
+        return text.replace("ended by", f"{report.job.names[0]} was stopped by") if text else ""
+    if report.job.start.host_of(verdict.root_cause_rank) == host:
         return text
     return f"rankless: the job was ended: {text.splitlines()[0].removeprefix('rankless: ')}\n"
 
 
-def _conclude_led(
-    outcome: RunOutcome, account: Account, leading: LeaderPeer, *, tell_text: Callable[[str], None]
+def _conclude_as_follower(
+    outcome: RunOutcome, report: RunReport, leader: LeaderPeer, *, write: Callable[[str], None]
 ) -> int:
-    code, text = _verdict_led(outcome, account, leading)
+    code, text = _format_follower_outcome(outcome, report, leader)
     if text:
-        account.keep(text)
-        tell_text(text)
+        report.save(text)
+        write(text)
     return code
 
 
-def _verdict_led(outcome: RunOutcome, account: Account, leading: LeaderPeer) -> tuple[int, str]:
-    words = account.parents_last_words()
-    if leading.job_end is not None:
-        return leading.job_end.exit_code, leading.job_end.text
+def _format_follower_outcome(outcome: RunOutcome, report: RunReport, leader: LeaderPeer) -> tuple[int, str]:
+    parent_text = report.read_parent_log()
+    if leader.job_end is not None:
+        return leader.job_end.exit_code, leader.job_end.text
     if outcome.interrupted_by is not None:
         return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
-    text = f"rankless: the process that starts the workers wrote: {words}\n" if words else ""
-    ended = format_count(account.job.start.workers[account.job.host_index], "worker")
-    return 1, f"{text}rankless: host 0, {account.job.names[0]}, was lost: {leading.lost_reason}; {ended} here ended\n"
+    text = f"rankless: the process that starts the workers wrote: {parent_text}\n" if parent_text else ""
+    ended = format_count(report.job.start.workers[report.job.host_index], "worker")
+    return 1, f"{text}rankless: host 0, {report.job.names[0]}, was lost: {leader.lost_reason}; {ended} here ended\n"

@@ -1,6 +1,6 @@
-"""A plain `python train.py` that becomes the launcher of its own script: `rankless.configure`.
+"""`rankless.configure`: a plain `python train.py` becomes the launcher of its own script.
 
-Note [two runs of the script's beginning]: what stands before `configure` runs once in the process that becomes the
+Note [two runs of the script's beginning]: the code before `configure` runs once in the process that becomes the
 launcher, and again in every worker, where `configure` returns at once. The process is replaced, not forked: signals,
 exit code, terminal and process id are those of the command that the user typed.
 """
@@ -21,19 +21,19 @@ from rankless.runtime.python_command import rankless_command
 
 _KINDS: Mapping[str, ProgramKind] = {"c": "code", "m": "module"}
 _LONG_OPTION = "--check-hash-based-pycs"
-"""Python's one long option that a value follows."""
+"""Python's only long option that takes a separate value."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere:
-    """The hosts of a job, as a script names them: it is started by hand on each."""
+class ScriptHosts:
+    """The hosts of a job as a script names them. The user starts the script on each."""
 
     hosts: Sequence[Any]
     port: int | None = None
     insecure: bool = False
 
     def options(self, devices_per_host: int) -> list[str]:
-        """Those of `rankless run` that say the same."""
+        """Return the equivalent options of `rankless run`."""
         hosts = hosts_of_settings(self.hosts, workers_per_host=devices_per_host)
         listed = [f"[{host.address}]" if ":" in host.address else host.address for host in hosts]
         options = ["--no-ssh", "--hosts", ",".join(listed)]
@@ -41,35 +41,36 @@ class Elsewhere:
         return [*options, "--insecure" if self.insecure else "--token-by-ssh"]
 
 
-def relaunch(devices_per_host: int, elsewhere: Elsewhere | None = None) -> None:
-    """Become `rankless run -n devices_per_host` of the script that runs; return in its workers and where one is enough.
+def relaunch(devices_per_host: int, hosts: ScriptHosts | None = None) -> None:
+    """Replace this process by `rankless run -n devices_per_host` of the running script.
 
-    Raises ConfigError where there is no script that could be started again.
+    Returns in the workers of that run, and where one process is enough. Raises `ConfigError` if no script runs that
+    could be started again.
     """
     if not isinstance(devices_per_host, int) or isinstance(devices_per_host, bool) or devices_per_host < 1:
         raise ConfigError(
             expected="devices_per_host= as a number of workers, from 1 up",
             found=f"devices_per_host={devices_per_host!r}",
-            fix="pass how many devices of this host are to be used",
+            fix="pass the number of devices of this host to use",
         )
     if environment.is_launched():
-        _tell_who_decides(devices_per_host)
-    elif (devices_per_host > 1 or elsewhere is not None) and multiprocessing.parent_process() is None:
-        options = [] if elsewhere is None else elsewhere.options(devices_per_host)
+        _warn_of_overridden_count(devices_per_host)
+    elif (devices_per_host > 1 or hosts is not None) and multiprocessing.parent_process() is None:
+        options = [] if hosts is None else hosts.options(devices_per_host)
         _become_launcher(devices_per_host, running_program(sys.orig_argv, _main_file()), options)
 
 
 def running_program(command: Sequence[str], main_file: str | None) -> Program:
-    """The program that this interpreter was started with: `command` is `sys.orig_argv`, `main_file` the script's file.
+    """Return the program that this interpreter runs; `command` is `sys.orig_argv`, `main_file` the script's file.
 
-    Raises ConfigError in the interactive interpreter, a notebook, and for a script read from standard input.
+    Raises `ConfigError` in the interactive interpreter, in a notebook, and for a script from standard input.
     """
     rest = list(command[1:])
     while rest and rest[0].startswith("-") and rest[0] != "-":
         option = rest.pop(0)
-        for place, letter in enumerate(option) if not option.startswith("--") else ():
+        for index, letter in enumerate(option) if not option.startswith("--") else ():
             if letter in "cmWX":
-                value = option[place + 1 :] or (rest.pop(0) if rest else "")
+                value = option[index + 1 :] or (rest.pop(0) if rest else "")
                 if letter in "cm":
                     return Program(kind=_KINDS[letter], target=value, arguments=tuple(rest))
                 break
@@ -81,7 +82,7 @@ def running_program(command: Sequence[str], main_file: str | None) -> Program:
             found="the interactive interpreter, a notebook, or a script read from standard input",
             fix="start workers from there by rankless.spawn(function, args, nprocs=4)",
         )
-    # The script may have gone to another folder since, or be a folder with a __main__.py.
+    # The script may have changed the working folder, or be a folder with a __main__.py.
     is_found = os.path.isfile(rest[0]) and os.path.samefile(rest[0], main_file)
     return Program(kind="script", target=rest[0] if is_found else main_file, arguments=tuple(rest[1:]))
 
@@ -99,7 +100,7 @@ def _become_launcher(count: int, program: Program, options: Sequence[str]) -> No
     os.execv(sys.executable, rankless_command(*command))
 
 
-def _tell_who_decides(devices_per_host: int) -> None:
+def _warn_of_overridden_count(devices_per_host: int) -> None:
     config = environment.read_worker_config()
     if (
         config is not None
@@ -108,7 +109,7 @@ def _tell_who_decides(devices_per_host: int) -> None:
         and config.local_world_size != devices_per_host
     ):
         print(
-            f"rankless: rankless.configure(devices_per_host={devices_per_host}) gives way to the command line's "
+            f"rankless: rankless.configure(devices_per_host={devices_per_host}) is overridden by the command line's "
             f"-n {config.local_world_size}",
             file=sys.stderr,
             flush=True,

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and their like, as something to read instead of something that interrupts."""
+"""Ctrl-C, SIGTERM and other signals, read from a descriptor instead of interrupting the code."""
 
 import signal
 import socket
@@ -6,14 +6,14 @@ import threading
 from collections.abc import Collection
 from types import FrameType, TracebackType
 
-ALWAYS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DEFAULT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """While it is entered, in the main thread, these signals and `others` are collected; `fileno` becomes readable."""
+    """Collects signals while it is entered in the main thread: `fileno` becomes readable when one arrives."""
 
-    def __init__(self, others: Collection[int] = ()) -> None:
-        self._numbers = {*ALWAYS, *others}
+    def __init__(self, more_signals: Collection[int] = ()) -> None:
+        self._numbers = {*DEFAULT_SIGNALS, *more_signals}
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -23,7 +23,7 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
-                # Ignored stays ignored: nohup and background jobs of a shell rely on it.
+                # An ignored signal stays ignored: nohup and background jobs of a shell rely on it.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, _ignore)
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -35,16 +35,16 @@ class Interrupts:
         if self._before:
             signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # it came from signal.signal
+            signal.signal(number, handler)  # type: ignore[arg-type]  # signal.signal returned it
         self._reader.close()
         self._writer.close()
 
     def fileno(self) -> int:
-        """What to select on."""
+        """Return the descriptor to select on."""
         return self._reader.fileno()
 
     def read(self) -> list[int]:
-        """The numbers of the signals that have come since the last call."""
+        """Return the numbers of the signals that arrived since the last call."""
         try:
             return [number for number in self._reader.recv(64) if number in self._before]
         except BlockingIOError:
@@ -52,4 +52,4 @@ class Interrupts:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Python writes the number to the wakeup descriptor; nothing else is to happen."""
+    """Do nothing: Python writes the number to the wakeup descriptor."""

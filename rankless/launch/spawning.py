@@ -1,8 +1,8 @@
-"""Workers that a script starts itself, each running one of its functions: `rankless.spawn`.
+"""`rankless.spawn`: a script starts workers itself, and each runs one of its functions.
 
-Note [functions that travel]: each worker is a new interpreter with this one's flags and module path, and gets the
-function by cloudpickle, which takes what is defined in a script, a notebook or the interpreter along by value. So the
-script is not run again in the workers, and needs no guard around its main part.
+Note [functions by value]: each worker is a new interpreter with this one's flags and module path. It receives the
+function through cloudpickle, which pickles definitions of a script, a notebook or the interpreter by value. So the
+workers do not run the script again, and its main part needs no guard.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from rankless.runtime.spawned_process import receive, send
 
 GRACE_SECONDS = 2.0
 LEAVING_SECONDS = 10.0
-"""How long a worker that has given its result may take to end."""
+"""The time that a worker has to end after it has returned its result."""
 
 
 class Spawned:
@@ -43,7 +43,7 @@ class Spawned:
         self._results: dict[int, Any] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: dict[int, socket.socket] = {}
-        # The path first and alone: the function's modules are found on it.
+        # The path goes first and separately: unpickling the function needs it to find modules.
         payload = cloudpickle.dumps((list(sys.path), cloudpickle.dumps((function, args))))
         self._reserved = reserve_master_port()
         try:
@@ -97,7 +97,7 @@ class Spawned:
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        self.terminate()  # one that has given its result, and hangs in a thread or at its exit, is not waited for
+        self.terminate()  # do not wait for one that has returned its result and hangs in a thread or at its exit
         return [self._results[rank] for rank in range(len(self._processes))]
 
     def terminate(self) -> None:
@@ -122,8 +122,8 @@ class Spawned:
     def _start(self, rank: int, count: int, payload: bytes) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            told = map(str, (theirs.fileno(), rank, os.getpid()))
-            command = [*python_command("rankless.runtime.spawned_process"), *told]
+            arguments = map(str, (theirs.fileno(), rank, os.getpid()))
+            command = [*python_command("rankless.runtime.spawned_process"), *arguments]
             environment = spawned_environment(rank, count, self._reserved.getsockname()[1])
             process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         self._processes.append(process)
@@ -134,14 +134,14 @@ class Spawned:
     def _result_of(self, rank: int) -> Any:
         data = receive(self._channels[rank])
         if data is None:
-            raise self._silent(rank)
+            raise self._make_error(rank)
         kind, value, trace = cloudpickle.loads(data)
         if kind == "error":
             value.add_note(f"on rank {rank} of {len(self._processes)}:\n{trace}")
             raise value
         return value
 
-    def _silent(self, rank: int) -> LaunchError:
+    def _make_error(self, rank: int) -> LaunchError:
         process = self._processes[rank]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
@@ -150,14 +150,14 @@ class Spawned:
         return LaunchError(
             expected=f"rank {rank} to return from the function, or to raise",
             found=f"it was killed by {name_signal(-code)}" if killed and code else f"it ended with exit code {code}",
-            fix="look at what it has printed; a SIGKILL that nobody sent is often the kernel's, for want of memory",
+            fix="read its output; the kernel sends SIGKILL when memory runs out",
         )
 
 
 def spawn(
     function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True
 ) -> list[Any] | Spawned:
-    """The results of `function(rank, *args)` in `nprocs` new processes; with `join=False` a handle of them."""
+    """Run `function(rank, *args)` in `nprocs` new processes; return the results, or a handle with `join=False`."""
     if not callable(function):
         raise ConfigError(
             expected="a function to spawn, called as function(rank, *args)",
@@ -165,7 +165,9 @@ def spawn(
             fix="pass the function itself, without calling it",
         )
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
-        raise ConfigError(expected="nprocs= of at least 1", found=repr(nprocs), fix="say how many processes to start")
+        raise ConfigError(
+            expected="nprocs= of at least 1", found=repr(nprocs), fix="give the number of processes to start"
+        )
     spawned = Spawned(function, tuple(args), nprocs)
     if not join:
         return spawned

@@ -1,4 +1,4 @@
-"""A job of two workers on this host, through the same agent as any other, to see that Rankless itself starts."""
+"""The doctor's startup test: a job of two workers on this host, run by the same agent as any other."""
 
 import sys
 import tempfile
@@ -24,12 +24,12 @@ dist.destroy_process_group()
 """
 
 
-def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
-    """Return what runs the job: its figure follows the mark of the second argument."""
+def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # every process of ours starts with it
+    """Return a function that runs the job, whose time follows the mark given as the second argument."""
     mark = sys.argv[2]
 
     def run() -> None:
-        # Its own, so that it goes even where the doctor has been killed.
+        # The job deletes its folder itself, also if the doctor is killed.
         with tempfile.TemporaryDirectory(prefix="rankless-doctor-") as folder:
             config = make_run_config(
                 Program(kind="code", target=_SCRIPT, arguments=(mark,)),

@@ -1,4 +1,4 @@
-"""The workers' output on the terminal, read along from the files that they write."""
+"""The workers' output on the terminal, read from their log files while they write them."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TextIO
 
 _BLOCK = 1 << 16
 _LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!\n|$)")
-"""A progress bar ends its lines with carriage returns alone; one at the very end may be half of a line's end."""
+"""Progress bars end lines with a lone carriage return. One at the very end of the data may be half of a line end."""
 
 Source = Literal["out", "err"]
 SOURCES: tuple[Source, ...] = ("out", "err")
@@ -21,42 +21,42 @@ Write = Callable[[bytes], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """A file to be read along, and how it is shown."""
+    """A file to follow, and how the terminal shows it."""
 
     path: str
     sink: Source = "out"
     prefix: str | None = None
-    """What stands before each line; "" shows whole lines as they are, None everything as it comes."""
-    timed: bool = False
-    """Whether the time stands before the prefix."""
-    needles: tuple[str, ...] = ()
+    """The text before each line; "" shows whole lines unchanged, None shows all data at once."""
+    has_timestamps: bool = False
+    """Whether the time precedes the prefix."""
+    filters: tuple[str, ...] = ()
     copy: str | None = None
-    """A file that gets the lines which contain one of the needles."""
+    """A file that gets the lines which contain one of the filters."""
 
 
-class Lines(Protocol):
-    """What takes the bytes of one file."""
+class LineWriter(Protocol):
+    """Writes the bytes of one file in some form."""
 
     def write(self, data: bytes) -> None:
-        """Take what is new."""
+        """Take new data."""
 
     def idle(self) -> None:
-        """Nothing new has come for a turn."""
+        """Take note that no new data arrived since the last call."""
 
     def close(self) -> None:
-        """Nothing will come."""
+        """Write what is left."""
 
 
-class Tail:
-    """Reads along in one growing file."""
+class FileTail:
+    """Follows one growing file."""
 
-    def __init__(self, path: str, lines: Lines) -> None:
+    def __init__(self, path: str, lines: LineWriter) -> None:
         self._path = path
         self._lines = lines
         self._file: io.FileIO | None = None
 
     def pump(self) -> None:
-        """Pass on what is new."""
+        """Write new data."""
         if self._file is None:
             try:
                 self._file = io.FileIO(self._path)
@@ -70,32 +70,32 @@ class Tail:
             self._lines.idle()
 
     def finish(self) -> None:
-        """Pass on the rest, since its writer has ended."""
+        """Write the rest, because the file's writer has ended."""
         self.pump()
         self._lines.close()
 
     def close(self) -> None:
-        """Pass on the rest, and read no more."""
+        """Write the rest and close the file."""
         self.finish()
         if self._file is not None:
             self._file.close()
 
 
-class AsTheyCome:
-    """Writes everything at once, for one rank whose output is shown alone."""
+class PassThrough:
+    """Writes all data at once, for a single rank."""
 
     def __init__(self, write: Write) -> None:
         self.write = write
 
     def idle(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no data is held back."""
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no data is held back."""
 
 
 class WholeLines:
-    """Writes lines as they are, and the beginning of one when nothing has followed it for a turn."""
+    """Writes whole lines unchanged, and an unfinished line if no data follows it until the next call."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -110,7 +110,7 @@ class WholeLines:
             self._write(data[:end])
 
     def idle(self) -> None:
-        """Write the beginning of a line."""
+        """Write an unfinished line."""
         if self._rest:
             self._write(self._rest)
             self._rest = b""
@@ -119,84 +119,84 @@ class WholeLines:
 
 
 class PrefixedLines:
-    """Writes whole lines, each with its prefix; `close` writes a last line that has no end.
+    """Writes whole lines, each with a prefix; `close` writes a last line without an end.
 
-    With needles, only the lines that contain one of them.
+    With `filters` it writes only lines that contain one of them.
     """
 
-    def __init__(self, prefix: str, write: Write, *, needles: Sequence[str] = (), timed: bool = False) -> None:
+    def __init__(self, prefix: str, write: Write, *, filters: Sequence[str] = (), has_timestamps: bool = False) -> None:
         self._prefix = prefix.encode()
-        self._timed = timed
+        self._has_timestamps = has_timestamps
         self._write = write
-        self._needles = [needle.encode() for needle in needles]
+        self._filters = [text.encode() for text in filters]
         self._rest = b""
 
     def write(self, data: bytes) -> None:
         """Write the lines that `data` completes."""
         *lines, self._rest = _LINE_ENDS.split(self._rest + data)
-        self._put(lines)
+        self._write_lines(lines)
 
     def idle(self) -> None:
-        """The beginning of a line is kept: another rank's might come between."""
+        """Do nothing: another rank's line could interrupt an unfinished one."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write an unfinished last line."""
         if self._rest:
-            self._put([self._rest.removesuffix(b"\r")])
+            self._write_lines([self._rest.removesuffix(b"\r")])
             self._rest = b""
 
-    def _put(self, lines: Sequence[bytes]) -> None:
-        wanted = [line for line in lines if not self._needles or any(needle in line for needle in self._needles)]
+    def _write_lines(self, lines: Sequence[bytes]) -> None:
+        wanted = [line for line in lines if not self._filters or any(text in line for text in self._filters)]
         if wanted:
-            prefix = (time.asctime().encode() if self._timed else b"") + self._prefix
+            prefix = (time.asctime().encode() if self._has_timestamps else b"") + self._prefix
             self._write(b"".join(prefix + line + b"\n" for line in wanted))
 
 
 class Terminal:
-    """All streams that are shown."""
+    """All streams that the terminal shows."""
 
-    def __init__(self, streams: Sequence[Stream], *, writes: Mapping[Source, Write]) -> None:
-        self._writes = writes
-        self._tails: list[Tail] = []
+    def __init__(self, streams: Sequence[Stream], *, writers: Mapping[Source, Write]) -> None:
+        self._writers = writers
+        self._tails: list[FileTail] = []
         self._copies = contextlib.ExitStack()
         for stream in streams:
             self.add(stream)
 
     def add(self, stream: Stream) -> None:
         """Show one more stream from now on."""
-        self._tails.append(Tail(stream.path, _lines_of(stream, self._writes[stream.sink])))
+        self._tails.append(FileTail(stream.path, _make_line_writer(stream, self._writers[stream.sink])))
         if stream.copy is not None:
             copy = self._copies.enter_context(io.FileIO(stream.copy, "ab"))
-            lines = PrefixedLines(stream.prefix or "", _writer(copy), needles=stream.needles)
-            self._tails.append(Tail(stream.path, lines))
+            lines = PrefixedLines(stream.prefix or "", _file_writer(copy), filters=stream.filters)
+            self._tails.append(FileTail(stream.path, lines))
 
     def pump(self) -> None:
-        """Show what is new."""
+        """Show new data."""
         for tail in self._tails:
             tail.pump()
 
     def show(self, source: Source, data: bytes) -> None:
-        """Show what another host has sent."""
-        self._writes[source](data)
+        """Show data that another host has sent."""
+        self._writers[source](data)
 
     def finish(self) -> None:
-        """Show what is left of lines that nobody will end."""
+        """Show unfinished lines, because all workers have ended."""
         for tail in self._tails:
             tail.finish()
 
     def close(self) -> None:
-        """Show the rest."""
+        """Show the rest and close all files."""
         with self._copies:
             for tail in self._tails:
                 tail.close()
 
 
-def writer_to(text: TextIO, making_room: Callable[[], AbstractContextManager[None]]) -> Write:
-    """What writes on the agent's own terminal; `making_room` is entered around each writing."""
+def make_writer(text: TextIO, hide_progress: Callable[[], AbstractContextManager[None]]) -> Write:
+    """Return a function that writes to the agent's terminal and enters `hide_progress` while it does."""
 
     def write(data: bytes) -> None:
-        # A reader that is gone (`| head`) or a full disk behind the terminal's redirection never stops training.
-        with making_room(), contextlib.suppress(OSError):
+        # A closed pipe (`| head`) or a full disk behind a redirection never stops training.
+        with hide_progress(), contextlib.suppress(OSError):
             text.flush()
             binary = getattr(text, "buffer", None)
             if binary is None:
@@ -208,7 +208,7 @@ def writer_to(text: TextIO, making_room: Callable[[], AbstractContextManager[Non
     return write
 
 
-def _writer(file: io.FileIO) -> Write:
+def _file_writer(file: io.FileIO) -> Write:
     def write(data: bytes) -> None:
         with contextlib.suppress(OSError):  # as for the terminal
             file.write(data)
@@ -216,7 +216,11 @@ def _writer(file: io.FileIO) -> Write:
     return write
 
 
-def _lines_of(stream: Stream, write: Write) -> Lines:
+def _make_line_writer(stream: Stream, write: Write) -> LineWriter:
     if stream.prefix is None:
-        return AsTheyCome(write)
-    return PrefixedLines(stream.prefix, write, timed=stream.timed) if stream.prefix else WholeLines(write)
+        return PassThrough(write)
+    return (
+        PrefixedLines(stream.prefix, write, has_timestamps=stream.has_timestamps)
+        if stream.prefix
+        else WholeLines(write)
+    )

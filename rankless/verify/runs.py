@@ -21,7 +21,7 @@ from rankless.verify.reference_run import ReferenceRun
 INTERRUPTED = 130
 
 RunJob = Callable[[RunConfig, TextIO, TextIO], int]
-"""Runs a job with its output on two streams, and returns its exit code; see `launch.agent.job_runner`."""
+"""Runs a job with its output on two streams, and returns its exit code; see `launch.agent.make_job_runner`."""
 
 
 class RunFailed(Exception):

@@ -30,8 +30,8 @@ with ForkServerPoolClient() as server:
         open_files += [open(os.devnull) for _ in range(3 * number)]
         program = Program(kind="script", target="script.py", arguments=(str(number),))
         plan = make_run_config(program, RunRequest(worker_count=2, seed=seed, progress=False))
-        outside = agent.Outside(fork_server=server)
-        code = agent.run(plan, on_record=lambda _: None, out=sys.stdout, err=sys.stderr, outside=outside)
+        context = agent.AgentContext(fork_server=server)
+        code = agent.run(plan, on_record=lambda _: None, out=sys.stdout, err=sys.stderr, context=context)
         print(json.dumps({"code": code, "agent": os.getpid(), "server": server.process_id}))
 """
 

@@ -80,7 +80,7 @@ def test_a_command_line_has_the_last_word(tmp_path: Path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = rankless("run", "-n", "1", "train.py", "2", folder=tmp_path)
     assert (done.returncode, " on 1," in done.stdout) == (0, True)
-    assert "configure(devices_per_host=2) gives way to the command line's -n 1" in done.stdout + done.stderr
+    assert "configure(devices_per_host=2) is overridden by the command line's -n 1" in done.stdout + done.stderr
     verdict = rankless("verify", "-n", "2", "train.py", "3", folder=tmp_path)
     assert (verdict.returncode, "same training" in verdict.stdout) == (0, True), verdict.stderr
     assert "gives way" not in verdict.stdout + verdict.stderr

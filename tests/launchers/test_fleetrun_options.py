@@ -11,7 +11,7 @@ from rankless.config import validation
 from rankless.config.run_config import UNKNOWN_HOST, Cluster, JobStart, Program, RunConfig
 from rankless.errors import ConfigError
 from rankless.launch import log_files
-from rankless.launch.job_setup import Assembled
+from rankless.launch.job_setup import AssembledJob
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launchers.fleetrun import hosts
@@ -42,7 +42,7 @@ def cluster_of(*words: str) -> Cluster:
     return cluster
 
 
-def job_of(config: RunConfig) -> Assembled:
+def job_of(config: RunConfig) -> AssembledJob:
     count = config.worker_count
     start = JobStart(
         run_id="run",
@@ -55,7 +55,7 @@ def job_of(config: RunConfig) -> Assembled:
         store_port=1,
         launcher_variables={ENDPOINTS: ",".join(f"127.0.0.1:{6070 + rank}" for rank in range(count))},
     )
-    return Assembled(peers=NoPeers(), start=start, devices=(config.devices,))
+    return AssembledJob(peers=NoPeers(), start=start, devices=(config.devices,))
 
 
 def environments(config: RunConfig) -> list[dict[str, str | None]]:

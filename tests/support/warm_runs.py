@@ -33,7 +33,7 @@ def rankless(*arguments: str, folder: Path, **environment: str) -> subprocess.Co
     with (
         contextlib.chdir(folder),
         patch.dict(os.environ, environment_of_jobs(environment), clear=True),
-        patch.object(agent, "Outside", _outside),
+        patch.object(agent, "AgentContext", _context_with_fork_server),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         _ended_in_time(),
@@ -81,12 +81,12 @@ def close_fork_server() -> None:
         _servers.pop().close()
 
 
-_OUTSIDE = agent.Outside
+_AGENT_CONTEXT = agent.AgentContext
 
 
-def _outside(**given: object) -> agent.Outside:
-    """What an agent of this process is given by who starts it: always the one fork server."""
-    return _OUTSIDE(**(given | {"fork_server": fork_server()}))  # type: ignore[arg-type]
+def _context_with_fork_server(**given: object) -> agent.AgentContext:
+    """Return the context of an agent of this process, always with the one fork server."""
+    return _AGENT_CONTEXT(**(given | {"fork_server": fork_server()}))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

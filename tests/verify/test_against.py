@@ -7,7 +7,7 @@ import pytest
 from support.warm_runs import fork_server, rankless
 
 from rankless.config.run_config import Program
-from rankless.launch.agent import job_runner
+from rankless.launch.agent import make_job_runner
 from rankless.verify.comparison import Comparison, compare
 from rankless.verify.recordings import Recording
 from rankless.verify.reference_run import ReferenceRun, compare_with_reference
@@ -103,7 +103,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
         log_folder=str(folder / "log"),
         against=str(folder / "plain.py"),
         dtype="float64",
-        run_job=job_runner(fork_server()),
+        run_job=make_job_runner(fork_server()),
     )
     many = [*runs.run_many(2), *runs.run_many(3)]
     return Baseline(runs=runs, one=runs.run_one(), many=many, noise=runs.run_perturbed(1))

@@ -10,7 +10,7 @@ import pytest
 from support.warm_runs import fork_server, rankless
 
 from rankless.config.run_config import InspectedCall, Program
-from rankless.launch.agent import job_runner
+from rankless.launch.agent import make_job_runner
 from rankless.verify.comparison import compare
 from rankless.verify.first_difference import find_first_value
 from rankless.verify.recordings import Recording
@@ -112,7 +112,7 @@ def runs(folder: Path, fault: str) -> VerifyRuns:
         devices="cpu",
         log_folder=logs,
         inspected=THIRD_CALL,
-        run_job=job_runner(fork_server()),
+        run_job=make_job_runner(fork_server()),
     )
 
 

@@ -11,7 +11,7 @@ from verify.test_injected_faults import FOUND, STEP
 from verify.test_injected_faults import STOPPED as DIVERGING
 
 from rankless.config.run_config import Program
-from rankless.launch.agent import job_runner
+from rankless.launch.agent import make_job_runner
 from rankless.verify.comparison import compare
 from rankless.verify.recordings import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
@@ -94,7 +94,12 @@ class Baseline:
 def runs(fault: str) -> VerifyRuns:
     program = Program(kind="script", target="train.py", arguments=(fault, "resumes"))
     return VerifyRuns(
-        program=program, folder="recordings", seed=1, devices="cpu", log_folder="log", run_job=job_runner(fork_server())
+        program=program,
+        folder="recordings",
+        seed=1,
+        devices="cpu",
+        log_folder="log",
+        run_job=make_job_runner(fork_server()),
     )
 
 

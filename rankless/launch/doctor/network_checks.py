@@ -11,7 +11,7 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 from rankless.config.environment import hosts_without_proxy, loopback_name, user_interfaces, user_proxies
 from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.launch.doctor.probe_protocol import CheckHost
-from rankless.launch.ports import taken_by
+from rankless.launch.ports import find_port_conflict
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning
 
 _VIRTUAL = re.compile(
@@ -107,7 +107,7 @@ def check_free_port(request: CheckHost) -> CheckResult:
     check_name = f"port {request.port}"
     card = find_own_card(request)
     address = "" if card is None else card[1]
-    why = taken_by(request.port, address)
+    why = find_port_conflict(request.port, address)
     if why is None:
         return make_pass(check_name, "free")
     if not request.has_several:
@@ -115,7 +115,7 @@ def check_free_port(request: CheckHost) -> CheckResult:
             check_name, why, "end that process, or set --port for jobs on several hosts; other jobs need no port"
         )
     others = range(request.port + 1, min(request.port + 100, 65536))
-    free = next((f" {port}" for port in others if taken_by(port, address) is None), "")
+    free = next((f" {port}" for port in others if find_port_conflict(port, address) is None), "")
     return make_failure(check_name, why, f"end that process, or choose another port on every host: --port{free}")
 
 

@@ -47,7 +47,7 @@ class AllWorkers:
     def __init__(self, orders: LaunchContext, selector: selectors.BaseSelector) -> None:
         self._orders = orders
         self._selector = selector
-        self._terminal = Terminal([], writes=orders.writes)
+        self._terminal = Terminal([], writers=orders.writes)
         self._here = LocalWorkers(orders.config, log_path=os.path.join(orders.folder, "parent.log"), selector=selector)
         self._there: dict[str, RemoteWorkers] = {}
         self._crew_of: dict[int, LocalWorkers | RemoteWorkers] = {}

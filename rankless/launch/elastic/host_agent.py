@@ -91,7 +91,7 @@ class HostAgent:
             address=address, interface=self._interface, driver_address=driver_address, versions=installed_versions()
         )
         pipe.send(here)
-        self._terminal = Terminal([], writes={source: functools.partial(self._show, source) for source in SOURCES})
+        self._terminal = Terminal([], writers={source: functools.partial(self._show, source) for source in SOURCES})
         log_path = os.path.join(task.folder, f"parent-{address}.log")
         self._crew = LocalWorkers(self._config, log_path=log_path, selector=selector)
         self._beaten = 0.0

@@ -49,9 +49,14 @@ class HorovodrunProfile(LauncherProfile):
 
     def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[Stream]:
         """Return both streams of every worker, with Horovod's prefix."""
-        timed = self.settings.timestamps
+        timestamps = self.settings.timestamps
         return [
-            Stream(path=log_file_of(each, source), sink=source, prefix=f"[{each.rank}]<std{source}>:", timed=timed)
+            Stream(
+                path=log_file_of(each, source),
+                sink=source,
+                prefix=f"[{each.rank}]<std{source}>:",
+                has_timestamps=timestamps,
+            )
             for each in workers
             for source in SOURCES
         ]

@@ -72,7 +72,7 @@ class TorchrunProfile(LauncherProfile):
                 path=log_file_of(workers[stream.rank], stream.source),
                 sink=stream.source,
                 prefix=stream.prefix,
-                needles=stream.needles,
+                filters=stream.filters,
                 copy=_copy_file(folder, stream),
             )
             for stream in self.settings.streams
@@ -105,6 +105,6 @@ class TorchrunProfile(LauncherProfile):
 
 
 def _copy_file(folder: str, stream: ShownStream) -> str | None:
-    if not stream.needles:
+    if not stream.filters:
         return None
     return os.path.join(folder, _FIRST_ATTEMPT, f"filtered_{_STREAM_NAMES[stream.source]}.log")

@@ -153,7 +153,7 @@ def _streams(flags: TorchrunFlags, count: int) -> Iterator[ShownStream]:
     template = string.Template(
         snapshot().get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or "[${role_name}${local_rank}]:"
     )
-    needles = {"out": flags.duplicate_stdout_filters, "err": flags.duplicate_stderr_filters}
+    filters = {"out": flags.duplicate_stdout_filters, "err": flags.duplicate_stderr_filters}
     for rank in range(count):
         prefix = template.safe_substitute(role_name=flags.role or "default", rank=rank, local_rank=rank)
         for source, bit in _BITS:
@@ -164,7 +164,7 @@ def _streams(flags: TorchrunFlags, count: int) -> Iterator[ShownStream]:
                 rank=rank,
                 source=source,
                 prefix=prefix if teed else "",
-                needles=_texts(needles[source] or "") if teed else (),
+                filters=_texts(filters[source] or "") if teed else (),
             )
 
 

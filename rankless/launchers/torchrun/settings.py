@@ -13,7 +13,7 @@ class ShownStream(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     prefix: str = ""
     """The text before each of its lines."""
-    needles: tuple[str, ...] = ()
+    filters: tuple[str, ...] = ()
     """Lines that contain one of these texts are copied to a file."""
 
 
