@@ -66,44 +66,44 @@ class ModuleGuard:
         ]
         self._names = list(chain.from_iterable(self._tables))
         self._tensors = list_tensors(self._tables)
-        self._are_parameters = [isinstance(tensor, nn.Parameter) for tensor in self._tensors]
+        self._is_parameter = [isinstance(tensor, nn.Parameter) for tensor in self._tensors]
         self._tensor_attributes = list_attributes(self._tensors)
         self._hook_counts = count_tensor_hooks(self._tensors)
 
     def holds(self) -> bool:
         """Return whether everything is unchanged."""
-        return self._difference() is None
+        return self._find_difference() is None
 
     def describe_change(self) -> str:
         """Describe the first change."""
-        return self._difference() or "is as it was"
+        return self._find_difference() or "is unchanged"
 
-    def _difference(self) -> str | None:
+    def _find_difference(self) -> str | None:
         if any(self._empty_tables) or any(self._empty_tensor_tables):
-            return "has got a part, a hook or a tensor that it had not"
+            return "has a new submodule, hook or tensor"
         for label, table, keys, values in self._filled_tables:
             if len(table) != len(keys) or not all(map(is_, table.values(), values)) or [*table] != keys:
-                return f"has other entries in {label}"
+                return f"has different entries in {label}"
         if list(map(type, self._submodules)) != self._classes:
-            return "has a part that is of another class"
+            return "has a submodule of another class"
         if self._training is not None and list(map(get_training, self._submodules)) != self._training:
-            return "is in another mode, train or eval"
-        return self._tensor_difference()
+            return "is in another mode (train or eval)"
+        return self._find_tensor_difference()
 
-    def _tensor_difference(self) -> str | None:
+    def _find_tensor_difference(self) -> str | None:
         if list(chain.from_iterable(self._tables)) != self._names:
             return "has tensors under other names"
         tensors = list_tensors(self._tables)
         if not all(map(is_, tensors, self._tensors)):
-            for now, before, is_parameter in zip(tensors, self._tensors, self._are_parameters, strict=True):
+            for now, before, is_parameter in zip(tensors, self._tensors, self._is_parameter, strict=True):
                 if now is not before and (is_parameter or isinstance(now, nn.Parameter)):
-                    return "has a parameter that is another tensor"
+                    return "has a parameter that was replaced"
             if find_aliases(tensors) != find_aliases(self._tensors):
-                return "has buffers that are one tensor, or no longer are"
+                return "has buffers that became, or no longer are, the same tensor"
         if list_attributes(tensors) != self._tensor_attributes:
             return "has a tensor of another shape, dtype or requires_grad"
         if count_tensor_hooks(tensors) != self._hook_counts:
-            return "has other hooks on its parameters"
+            return "has different hooks on its parameters"
         return None
 
 

@@ -37,7 +37,7 @@ class PythonTracer:
         """The environment variables that the code read."""
         self.print_line: str | None = None
         """The first line that prints or logs."""
-        self._is_user_file: dict[str, bool] = {}
+        self._user_file_cache: dict[str, bool] = {}
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[None]:
@@ -94,9 +94,9 @@ class PythonTracer:
             # Generated code, such as a dataclass's methods, belongs to the module of its globals.
             module = frame.f_globals.get("__name__", "__main__")
             file = getattr(sys.modules.get(module), "__file__", None) or ("<frozen" if module != "__main__" else file)
-        is_user = self._is_user_file.get(file)
+        is_user = self._user_file_cache.get(file)
         if is_user is None:
-            is_user = self._is_user_file[file] = is_user_code(file)
+            is_user = self._user_file_cache[file] = is_user_code(file)
         return is_user
 
     def _record_frame(self, code: CodeType, frame: FrameType) -> None:
