@@ -221,8 +221,8 @@ def restore_module_tensors(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))
         for module in modules.values()
-        for part in module.modules()
-        for table in (part._parameters, part._buffers)
+        for submodule in module.modules()
+        for table in (submodule._parameters, submodule._buffers)
     ]
     try:
         yield

@@ -29,7 +29,7 @@ class SideEffects:
         self._function = function
         self._modules = modules
         self._generator = read_generator_state()
-        self._training = {id(part): part.training for part in self._submodules()}
+        self._training = {id(submodule): submodule.training for submodule in self._submodules()}
         self._tracer: PythonTracer | None = None
         self._error: CaptureError | None = None
         self._call_logs: list[list[Any]] = [[]]
@@ -38,15 +38,15 @@ class SideEffects:
     @contextlib.contextmanager
     def trace_pass(self) -> Iterator[list[Any]]:
         """Observe one pass and record what the job changes. Yield a list that receives the job's calls in order."""
-        for part in self._submodules():
-            part.training = self._training.setdefault(id(part), part.training)
+        for submodule in self._submodules():
+            submodule.training = self._training.setdefault(id(submodule), submodule.training)
         # The first pass determines what the job reads.
         discovery = None if self._tracer is None else discover_guards(self._function, self._modules, self._tracer)
         guards = None if discovery is None else discovery.guard_set(None)
         tables = [
-            (f"{name}.{path}" if path else name, part, dict(part._buffers), dict(part._parameters))
+            (f"{name}.{path}" if path else name, submodule, dict(submodule._buffers), dict(submodule._parameters))
             for name, module in self._modules.items()
-            for path, part in module.named_modules()
+            for path, submodule in module.named_modules()
         ]
         is_first, tracer = self._tracer is None, PythonTracer()
         self._call_logs.append([])
@@ -62,8 +62,8 @@ class SideEffects:
         self._same_code = self._tracer is not None and tracer.codes.keys() <= self._tracer.codes.keys()
         self._tracer = tracer
         self._error = None if discovery is None or guards is None else find_state_change(discovery, guards)
-        for path, part, buffers, parameters in tables:
-            replaced = find_replaced(part._buffers, buffers) or find_replaced(part._parameters, parameters)
+        for path, submodule, buffers, parameters in tables:
+            replaced = find_replaced(submodule._buffers, buffers) or find_replaced(submodule._parameters, parameters)
             if replaced is not None:
                 self._error = CaptureError(
                     expected="buffers and parameters that stay the same tensors",
@@ -101,7 +101,9 @@ class SideEffects:
     def changed_modes(self) -> list[tuple[nn.Module, bool]]:
         """Return the modules whose train or eval mode the job changes, with the new mode."""
         return [
-            (part, part.training) for part in self._submodules() if self._training.get(id(part)) is not part.training
+            (submodule, submodule.training)
+            for submodule in self._submodules()
+            if self._training.get(id(submodule)) is not submodule.training
         ]
 
     def first_print_line(self) -> str | None:
@@ -109,7 +111,7 @@ class SideEffects:
         return None if self._tracer is None else self._tracer.print_line
 
     def _submodules(self) -> list[nn.Module]:
-        return [part for module in self._modules.values() for part in module.modules()]
+        return [submodule for module in self._modules.values() for submodule in module.modules()]
 
 
 def find_state_change(discovery: GuardDiscovery, guards: GuardSet) -> CaptureError | None:
