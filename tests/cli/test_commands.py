@@ -36,7 +36,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "-m"], "expected the module to run"),
     ],
 )
-def test_a_slip_is_answered_with_the_nearest_known_word(
+def test_a_typing_error_gets_the_closest_known_option(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as leaving:
@@ -60,7 +60,7 @@ def test_importing_rankless_does_not_import_torch(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"False {VERSION} ")
 
 
-def test_on_windows_importing_refuses_in_one_sentence(tmp_path: Path) -> None:
+def test_on_windows_the_import_fails_with_one_sentence(tmp_path: Path) -> None:
     code = "import sys\nsys.platform = 'win32'\nimport rankless"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
@@ -70,14 +70,14 @@ def test_on_windows_importing_refuses_in_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        ("--version", 0),  # what argparse prints itself it lets go of in silence
+        ("--version", 0),  # argparse itself ignores a broken pipe here
         ("run --help", 0),
         pytest.param("verify -n 2 train.py", 141, marks=pytest.mark.slow),
         pytest.param("plan -n 2 train.py", 141, marks=pytest.mark.slow),
-        pytest.param("run -n 1 train.py", 0, marks=pytest.mark.slow),  # training goes on without its terminal
+        pytest.param("run -n 1 train.py", 0, marks=pytest.mark.slow),  # training continues without its terminal
     ],
 )
-def test_a_command_whose_reader_is_gone_ends_quietly_as_other_tools_do(line: str, code: int, tmp_path: Path) -> None:
+def test_a_command_without_a_reader_ends_quietly(line: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import torch, rankless\n"
         "model = torch.nn.Linear(2, 1)\n"

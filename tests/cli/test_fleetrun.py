@@ -35,15 +35,15 @@ if sys.argv[1:] == ["fail"]:
 """
 
 
-def told(text: str) -> dict[str, str]:
+def printed_variables(text: str) -> dict[str, str]:
     (line,) = (line for line in text.splitlines() if line.startswith("{"))
     found: dict[str, str] = json.loads(line)
     return found
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Two processes on the CPU."""
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run two processes on the CPU."""
     folder = tmp_path_factory.mktemp("two")
     (folder / "tell.py").write_text(TELL)
     words = ["--nproc_per_node=2", "--job_id", "job/7", "--max-restart=3", "--log_level", "INFO", "tell.py", "a", "--b"]
@@ -52,9 +52,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     return done, folder
 
 
-def test_both_kinds_of_variables_tell_a_process_where_it_stands(two):
-    _, folder = two
-    found = [told((folder / f"log/workerlog.{rank}").read_text()) for rank in range(2)]
+def test_a_process_gets_paddles_and_torchruns_variables(two_processes):
+    _, folder = two_processes
+    found = [printed_variables((folder / f"log/workerlog.{rank}").read_text()) for rank in range(2)]
     for rank, each in enumerate(found):
         for name in ("PADDLE_TRAINER_ID", "PADDLE_GLOBAL_RANK", "PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE", "RANK"):
             assert each[name] == str(rank)
@@ -70,27 +70,27 @@ def test_both_kinds_of_variables_tell_a_process_where_it_stands(two):
     assert len(set(endpoints)) == 2
 
 
-def test_two_tables_are_shown_at_the_start_and_a_line_for_what_does_nothing(two):
-    done, _ = two
-    said = done.stderr.splitlines()
-    assert re.fullmatch("-+ Configuration Arguments -+", said[0])
+def test_the_start_prints_two_tables_and_a_notice_on_ignored_options(two_processes):
+    done, _ = two_processes
+    lines = done.stderr.splitlines()
+    assert re.fullmatch("-+ Configuration Arguments -+", lines[0])
     for row in ("gpus: None", "ips: 127.0.0.1", "log_dir: log", "training_script: tell.py", "nproc_per_node: 2"):
-        assert row in said
-    assert "training_script_args: ['a', '--b']" in said
-    notes = [line for line in said if line.startswith("rankless fleetrun: ")]
+        assert row in lines
+    assert "training_script_args: ['a', '--b']" in lines
+    notes = [line for line in lines if line.startswith("rankless fleetrun: ")]
     assert [note.split(": ")[1] for note in notes] == ["--log_level", "--max_restart"]
-    start = said.index("Local start 2 processes. First process distributed environment info:")
-    first = told(done.stdout)
-    rows = [line.strip(" |").split() for line in said[start:]]
+    start = lines.index("Local start 2 processes. First process distributed environment info:")
+    first = printed_variables(done.stdout)
+    rows = [line.strip(" |").split() for line in lines[start:]]
     assert ["PADDLE_CURRENT_ENDPOINT", first["PADDLE_CURRENT_ENDPOINT"]] in rows
     assert ["PADDLE_TRAINERS_NUM", "2"] in rows
     assert ["PADDLE_TRAINER_ID", "0"] in rows
-    assert re.match(r"rankless: on the CPU; .* logs: log/workerlog.0 to workerlog.1 \(in log/job_7-\w+,", said[-1])
+    assert re.match(r"rankless: on the CPU; .* logs: log/workerlog.0 to workerlog.1 \(in log/job_7-\w+,", lines[-1])
 
 
-def test_the_first_process_alone_is_shown_and_each_has_a_log_file(two):
-    done, folder = two
-    assert told(done.stdout)["RANK"] == "0"
+def test_only_the_first_process_is_shown_and_each_has_a_log_file(two_processes):
+    done, folder = two_processes
+    assert printed_variables(done.stdout)["RANK"] == "0"
     assert done.stdout.count("a complaint") == 1
     for rank in range(2):
         path = folder / f"log/workerlog.{rank}"
@@ -98,19 +98,19 @@ def test_the_first_process_alone_is_shown_and_each_has_a_log_file(two):
         assert "a complaint" in path.read_text()
 
 
-def test_the_culprits_code_is_the_commands_and_its_log_is_named(two):
-    _, folder = two
+def test_the_failing_process_gives_the_exit_code_and_its_log_is_named(two_processes):
+    _, folder = two_processes
     done = rankless("fleetrun", "--nproc_per_node", "2", "tell.py", "fail", folder=folder)
     assert done.returncode == 7
     assert re.search(r"^rankless: rank 1 .*exit code 7$", done.stderr, re.M)
     assert re.search(r"log file is log/\S+/workerlog.1;", done.stderr)
 
 
-def test_a_plain_line_is_one_process_on_the_cpu_and_takes_the_links_of_more_away(two):
-    _, folder = two
+def test_the_default_is_one_cpu_process_and_stale_log_links_are_removed(two_processes):
+    _, folder = two_processes
     done = rankless("fleetrun", "tell.py", folder=folder, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    assert told(done.stdout)["PADDLE_TRAINERS_NUM"] == "1"
+    assert printed_variables(done.stdout)["PADDLE_TRAINERS_NUM"] == "1"
     assert "Local start 1 process. " in done.stderr
     assert os.path.lexists(folder / "log/workerlog.0")
     assert not os.path.lexists(folder / "log/workerlog.1")
@@ -154,7 +154,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_line_on_two_hosts_is_one_training(way: str, hosts: Hosts, tmp_path: Path):
+def test_the_same_command_on_two_hosts_is_one_training(way: str, hosts: Hosts, tmp_path: Path):
     options = way.format(*hosts.addresses).split()
     line = [sys.executable, "-m", "rankless", "fleetrun", *options, "--nproc_per_node=2", "tell.py"]
     for name in "ab":
@@ -163,12 +163,12 @@ def test_the_same_line_on_two_hosts_is_one_training(way: str, hosts: Hosts, tmp_
     started = [hosts.start(name, line, cwd=tmp_path / name) for name in "ab"]
     first, second = (job.communicate(timeout=60) for job in started)
     assert [job.returncode for job in started] == [0, 0], (first, second)
-    lead = told(first[0])
+    lead = printed_variables(first[0])
     endpoints = [f"{address}:{port}" for address in hosts.addresses for port in (6070, 6071)]
     assert lead["PADDLE_TRAINER_ENDPOINTS"].split(",") == endpoints
     assert (lead["PADDLE_NNODES"], lead["PADDLE_TRAINERS_NUM"], lead["total"]) == ("2", "4", 4)
     assert second[0] == ""
-    other = told((tmp_path / "b/log/workerlog.2").read_text())
+    other = printed_variables((tmp_path / "b/log/workerlog.2").read_text())
     assert (other["PADDLE_TRAINER_ID"], other["PADDLE_LOCAL_RANK"], other["POD_IP"]) == ("2", "0", hosts.addresses[1])
     assert f"{endpoints[2]} " in second[1]
     assert f"host 2 of 2; {hosts.addresses[0]} shows the training" in second[1]

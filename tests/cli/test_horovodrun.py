@@ -1,4 +1,4 @@
-"""What Horovod's users type, run by `rankless horovodrun` on the CPU of one host, and of two."""
+"""Commands of Horovod's users, run by `rankless horovodrun` on the CPU of one host, and of two."""
 
 import os
 import re
@@ -20,7 +20,7 @@ SENTENCE = (
 )
 PREFIXED = re.compile(r"^\[(\d+)\]<std(?:out|err)>:(.*)$", re.M)
 SIZE = "import horovod.torch as hvd; hvd.init(); print('size', hvd.size(), 'rank', hvd.rank())"
-TOLD = """
+PRINT_VARIABLES = """
 import os, sys
 for name in sorted(os.environ):
     if name.startswith("HOROVOD_") or name in ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED"):
@@ -54,13 +54,13 @@ print(f"weights {model.weight.flatten().tolist()}")
 
 
 def horovodrun(*words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a line of horovodrun's prints and returns; `python` is the interpreter of the tests."""
+    """Run horovodrun; `python` is the interpreter of the tests."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return rankless("horovodrun", *words, folder=folder, **{"PATH": path, **environment})
 
 
 def by_rank(text: str) -> dict[int, list[str]]:
-    """The lines that each rank has written."""
+    """Return the lines that each rank printed."""
     found: dict[int, list[str]] = {}
     for rank, line in PREFIXED.findall(text):
         found.setdefault(int(rank), []).append(line)
@@ -72,14 +72,14 @@ def variables(lines: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_check_of_the_tutorials_tells_the_size_on_each_rank(count: int, tmp_path: Path):
+def test_the_tutorials_check_prints_the_size_on_each_rank(count: int, tmp_path: Path):
     launch = ("--mpi-launch-flag", "env CUDA_VISIBLE_DEVICES=0")
     done = horovodrun("-np", str(count), *launch, "python", "-c", SIZE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert by_rank(done.stdout) == {rank: [f"size {count} rank {rank}"] for rank in range(count)}
 
 
-def test_code_that_does_not_init_gives_the_documented_error_and_no_hang(tmp_path: Path):
+def test_code_without_init_gets_the_documented_error_and_does_not_hang(tmp_path: Path):
     code = "import horovod.torch as hvd; print(hvd.size())"
     done = horovodrun("-np", "2", "python", "-c", code, folder=tmp_path)
     assert done.returncode == 1
@@ -97,7 +97,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("words", WAYS)
-def test_a_script_trains_alike_on_all_ranks_however_python_is_told_to_run_it(words: tuple[str, ...], tmp_path: Path):
+def test_a_script_trains_alike_for_every_way_to_run_python(words: tuple[str, ...], tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAIN)
     done = horovodrun("-np", "2", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -106,7 +106,7 @@ def test_a_script_trains_alike_on_all_ranks_however_python_is_told_to_run_it(wor
     assert lines[0] == lines[1]
 
 
-def test_two_names_of_one_machine_are_two_hosts_to_a_script(tmp_path: Path):
+def test_two_names_of_one_machine_count_as_two_hosts(tmp_path: Path):
     places = "hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()"
     code = f"import horovod.torch as hvd; hvd.init(); print({places})"
     done = horovodrun("-np", "3", "-H", "localhost:2,127.0.0.1:1", "python", "-c", code, folder=tmp_path)
@@ -114,10 +114,10 @@ def test_two_names_of_one_machine_are_two_hosts_to_a_script(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """A run with a handful of options, some of which the environment says otherwise."""
-    folder = tmp_path_factory.mktemp("told")
-    (folder / "told.py").write_text(TOLD)
+def configured_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run with some options, a few of which contradict the environment."""
+    folder = tmp_path_factory.mktemp("configured")
+    (folder / "print_variables.py").write_text(PRINT_VARIABLES)
     (folder / "out/rank.0").mkdir(parents=True)
     (folder / "out/rank.0/stdout").write_text("of a run before\n")
     (folder / "config.yaml").write_text("params:\n    cycle_time_ms: 2\n    cache_capacity: 5\n")
@@ -127,13 +127,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
         *("--mpi-launch-flag", "env CUDA_VISIBLE_DEVICES="),
     )
     given = {"HOROVOD_FUSION_THRESHOLD": "3", "HOROVOD_LOG_LEVEL": "INFO"}
-    done = horovodrun(*words, "python", "told.py", "a", "--b", folder=folder, **given)
+    done = horovodrun(*words, "python", "print_variables.py", "a", "--b", folder=folder, **given)
     assert done.returncode == 0, done.stderr
     return done, folder
 
 
-def test_horovods_variables_tell_a_worker_where_it_stands_and_options_win(told):
-    found = {rank: variables(lines) for rank, lines in by_rank(told[0].stdout).items()}
+def test_workers_get_horovods_variables_and_options_take_precedence(configured_run):
+    found = {rank: variables(lines) for rank, lines in by_rank(configured_run[0].stdout).items()}
     for rank, host in enumerate(("localhost", "127.0.0.1")):
         assert found[rank] == {
             "CUDA_VISIBLE_DEVICES": "",
@@ -157,8 +157,8 @@ def test_horovods_variables_tell_a_worker_where_it_stands_and_options_win(told):
         }
 
 
-def test_both_streams_of_every_rank_are_shown_and_kept_and_the_files_are_this_runs(told):
-    done, folder = told
+def test_both_streams_of_every_rank_are_shown_and_logged(configured_run):
+    done, folder = configured_run
     assert by_rank(done.stderr) == {rank: ["['a', '--b']"] for rank in range(2)}
     for rank in range(2):
         assert by_rank(done.stdout)[rank][-1] == "no end"
@@ -167,12 +167,12 @@ def test_both_streams_of_every_rank_are_shown_and_kept_and_the_files_are_this_ru
         assert (own / "stderr").read_text() == "['a', '--b']\n"
 
 
-def test_what_does_nothing_is_said_in_a_line_and_verbose_tells_what_workers_get(told):
-    said = [line for line in told[0].stderr.splitlines() if line.startswith("rankless horovodrun: ")]
-    assert said == [
+def test_ignored_options_get_a_notice_and_verbose_prints_the_variables(configured_run):
+    notices = [line for line in configured_run[0].stderr.splitlines() if line.startswith("rankless horovodrun: ")]
+    assert notices == [
         "rankless horovodrun: --disable-cache: not needed, no checks are cached",
         "rankless horovodrun: slots: localhost:1, 127.0.0.1:1",
-        "rankless horovodrun: program: script told.py a --b",
+        "rankless horovodrun: program: script print_variables.py a --b",
         "rankless horovodrun: variable: HOROVOD_FUSION_THRESHOLD=1048576",
         "rankless horovodrun: variable: HOROVOD_CYCLE_TIME=2.0",
         "rankless horovodrun: variable: HOROVOD_CACHE_CAPACITY=7",
@@ -180,13 +180,13 @@ def test_what_does_nothing_is_said_in_a_line_and_verbose_tells_what_workers_get(
     ]
 
 
-def test_the_time_stands_before_each_line_if_it_is_asked_for(tmp_path: Path):
+def test_each_line_starts_with_the_time_on_request(tmp_path: Path):
     done = horovodrun("-np", "1", "-prefix-timestamp", "echo", "hello", folder=tmp_path)
     assert re.fullmatch(r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:hello\n", done.stdout)
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
+    ("how", "code", "message"),
     [
         ("sys.exit(7)", 7, "left with exit code 7"),
         pytest.param(
@@ -198,7 +198,7 @@ def test_the_time_stands_before_each_line_if_it_is_asked_for(tmp_path: Path):
         pytest.param("raise KeyError('mine')", 1, "raised KeyError: 'mine'", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_culprit_is_named_by_both_and_its_code_is_the_commands(how: str, code: int, said: str, tmp_path: Path):
+def test_the_failing_rank_is_named_and_gives_the_exit_code(how: str, code: int, message: str, tmp_path: Path):
     text = (
         "import horovod.torch as hvd, torch, os, signal, sys\nhvd.init()\nhvd.allreduce(torch.ones(1))\n"
         f"if hvd.rank() == 1:\n    {how}\nwhile True:\n    hvd.allreduce(torch.ones(1), name='on')\n"
@@ -206,17 +206,17 @@ def test_the_culprit_is_named_by_both_and_its_code_is_the_commands(how: str, cod
     (tmp_path / "fails.py").write_text(text)
     done = horovodrun("-np", "2", "python", "fails.py", folder=tmp_path)
     assert done.returncode == code, done.stderr
-    assert f"rankless: rank 1 {said}\n" in done.stderr
+    assert f"rankless: rank 1 {message}\n" in done.stderr
     assert done.stderr.endswith(SENTENCE.format(1, code))
 
 
-def test_a_command_that_fails_is_a_culprit_too(tmp_path: Path):
+def test_a_failing_command_is_named_too(tmp_path: Path):
     done = horovodrun("-np", "2", "sh", "-c", "test $HOROVOD_RANK = 0 || exit 3; sleep 600", folder=tmp_path)
     assert done.returncode == 3
     assert done.stderr.endswith(SENTENCE.format(1, 3))
 
 
-def test_the_build_is_told_as_it_is(tmp_path: Path):
+def test_check_build_reports_the_actual_build(tmp_path: Path):
     done = horovodrun("--check-build", folder=tmp_path)
     assert done.returncode == 0
     rows = {name.strip(): mark for mark, name in re.findall(r"^    \[([X ])\] (.*)$", done.stdout, re.M)}
@@ -233,7 +233,7 @@ def test_the_build_is_told_as_it_is(tmp_path: Path):
 
 
 @pytest.mark.exhaustive
-def test_an_installed_horovod_is_pointed_out(tmp_path: Path):
+def test_an_installed_horovod_is_reported(tmp_path: Path):
     (tmp_path / "site/horovod").mkdir(parents=True)
     (tmp_path / "site/horovod/__init__.py").write_text("print('the real one')")
     path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
@@ -257,7 +257,7 @@ def on_two(hosts: Hosts, *words: str, folder: Path, **environment: str) -> subpr
 
 
 @pytest.mark.parametrize("listed", ["a:1,b:1", pytest.param("localhost:1,b:3", marks=pytest.mark.exhaustive)])
-def test_one_line_on_one_host_starts_both_and_shows_all_their_output(listed: str, hosts: Hosts, tmp_path: Path):
+def test_one_command_starts_both_hosts_and_shows_all_output(listed: str, hosts: Hosts, tmp_path: Path):
     code = SIZE + "; import os, sys; print(os.environ['MINE'], end='', file=sys.stderr)"
     done = on_two(hosts, "-H", listed, sys.executable, "-c", code, folder=tmp_path, MINE="carried along")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -265,10 +265,10 @@ def test_one_line_on_one_host_starts_both_and_shows_all_their_output(listed: str
     assert {rank: lines[-1] for rank, lines in by_rank(done.stderr).items()} == dict.fromkeys(range(2), "carried along")
 
 
-def test_a_hostfile_a_port_and_a_key_of_ssh(hosts: Hosts, tmp_path: Path):
+def test_a_hostfile_with_an_ssh_port_and_key(hosts: Hosts, tmp_path: Path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    (tmp_path / "told.py").write_text(TOLD)
-    words = ("-hostfile", "hosts", "-p", "22", "--output-filename", "out", sys.executable, "told.py")
+    (tmp_path / "print_variables.py").write_text(PRINT_VARIABLES)
+    words = ("-hostfile", "hosts", "-p", "22", "--output-filename", "out", sys.executable, "print_variables.py")
     done = on_two(hosts, *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {rank: variables(lines) for rank, lines in by_rank(done.stdout).items()}
@@ -285,7 +285,7 @@ def test_a_hostfile_a_port_and_a_key_of_ssh(hosts: Hosts, tmp_path: Path):
 
 
 @pytest.mark.exhaustive
-def test_a_failure_on_the_other_host_is_the_jobs(hosts: Hosts, tmp_path: Path):
+def test_a_failure_on_the_other_host_ends_the_job(hosts: Hosts, tmp_path: Path):
     (tmp_path / "fails.py").write_text(
         "import os, sys, time\nsys.exit(9) if os.environ['RANK'] == '1' else time.sleep(600)"
     )

@@ -49,7 +49,7 @@ def test_the_option_is_the_one_that_the_script_declares(kind: str, tmp_path: Pat
     assert find_rank_way(Program(kind="script", target=str(tmp_path / "main.py"))).option == option
 
 
-def test_what_stands_in_a_module_beside_the_script_counts(tmp_path: Path):
+def test_an_option_declared_in_a_module_beside_the_script_counts(tmp_path: Path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "__init__.py").write_text("from .options import parse\n")
     (tmp_path / "tools" / "options.py").write_text(DECLARATIONS["argparse, underscored"][0])
@@ -59,7 +59,7 @@ def test_what_stands_in_a_module_beside_the_script_counts(tmp_path: Path):
         assert find_rank_way(Program(kind="script", target=str(tmp_path / name))).option == UNDERSCORED
 
 
-def test_a_modules_source_is_found_without_running_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_source_of_a_module_is_found_without_running_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "pack"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('it ran')")
@@ -115,13 +115,13 @@ def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_tutorials_script_trains_by_a_tutorials_line(tmp_path: Path):
+def test_a_tutorial_script_trains_with_the_tutorials_command(tmp_path: Path):
     (tmp_path / "main.py").write_text(TUTORIAL)
     job = launch(*LINE, "main.py", "--epochs", "2", folder=tmp_path)
     assert job.returncode == 0, job.stderr
-    told = sorted(line.split() for line in job.stdout.splitlines())
-    assert [each[:3] for each in told] == [["0", "0", "2"], ["1", "1", "2"]]
-    assert told[0][3] == told[1][3]
+    lines = sorted(line.split() for line in job.stdout.splitlines())
+    assert [each[:3] for each in lines] == [["0", "0", "2"], ["1", "1", "2"]]
+    assert lines[0][3] == lines[1][3]
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["0.ckpt", "1.ckpt"]
     assert "rankless launch:" not in job.stderr
     own = launch(*LINE, "--use-env", "main.py", folder=tmp_path)
@@ -129,7 +129,7 @@ def test_a_tutorials_script_trains_by_a_tutorials_line(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_script_that_declares_neither_is_passed_nothing_and_the_user_is_told(tmp_path: Path):
+def test_a_script_that_declares_no_option_gets_none_and_a_notice_appears(tmp_path: Path):
     script = "import argparse, os\nprint(argparse.ArgumentParser().parse_args(), os.environ['LOCAL_RANK'])\n"
     (tmp_path / "main.py").write_text(script)
     job = launch(*LINE, "main.py", folder=tmp_path)
@@ -137,13 +137,13 @@ def test_a_script_that_declares_neither_is_passed_nothing_and_the_user_is_told(t
     assert "rankless launch: main.py declares no --local-rank, so none is passed; LOCAL_RANK is set" in job.stderr
 
 
-def test_a_command_is_not_told_its_rank_and_must_be_run_with_use_env(tmp_path: Path):
+def test_a_command_requires_use_env(tmp_path: Path):
     job = launch("--no-python", "echo", folder=tmp_path)
     assert job.returncode == 2
     assert "add --use-env" in job.stderr
 
 
-def test_host_0_of_several_is_the_masters(tmp_path: Path):
+def test_host_0_of_several_is_the_master(tmp_path: Path):
     (tmp_path / "main.py").write_text("print('ran')")
     words = ["--nnodes=2", "--node_rank=0", "--nproc_per_node", "8", "--master_addr", "10.0.0.1"]
     job = launch(*words, "--master_port", "2950", "main.py", folder=tmp_path)

@@ -55,7 +55,7 @@ print("not reached")
 
 
 @pytest.mark.slow
-def test_a_scripts_first_step_is_shown_as_a_table_and_written_as_json(tmp_path: Path) -> None:
+def test_the_first_step_gives_a_table_and_json(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["-n", "3", "--devices", "cpu", "--json", "plan.json"]
     job = rankless("plan", *options, "train.py", folder=tmp_path)
@@ -77,7 +77,7 @@ def test_a_scripts_first_step_is_shown_as_a_table_and_written_as_json(tmp_path: 
 
 
 @pytest.mark.slow
-def test_further_steps_reach_further_jobs(tmp_path: Path) -> None:
+def test_more_steps_reach_more_jobs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     job = rankless("plan", "-n", "2", "--devices", "cpu", "--steps", "4", "train.py", folder=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
@@ -86,7 +86,7 @@ def test_further_steps_reach_further_jobs(tmp_path: Path) -> None:
     assert "was not called" not in job.stdout
 
 
-def test_what_cannot_be_planned_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_invalid_options_are_rejected_with_a_fix(tmp_path: Path) -> None:
     job = rankless("plan", "-n", "1", "-c", "pass", folder=tmp_path)
     assert job.returncode == 2
     assert "expected: at least 2 workers" in job.stderr
@@ -96,7 +96,7 @@ def test_what_cannot_be_planned_is_refused_with_a_remedy(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_script_without_jobs_and_one_that_fails_are_told_apart(tmp_path: Path) -> None:
+def test_a_script_without_jobs_and_a_failing_script_differ(tmp_path: Path) -> None:
     job = rankless("plan", "--devices", "cpu", "-c", "import rankless; rankless.rank()", folder=tmp_path)
     assert job.returncode == 2
     assert "expected: a script that defines at least one job" in job.stderr
@@ -105,7 +105,7 @@ def test_a_script_without_jobs_and_one_that_fails_are_told_apart(tmp_path: Path)
     assert "the run on 2 workers failed with exit code 3" in job.stdout
 
 
-def test_the_table_is_readable_at_a_glance() -> None:
+def test_the_table_groups_moves_and_fits_100_columns() -> None:
     def move(kind: str, value: str, size: int, *, overlapped: bool = False) -> ProgramCommunication:
         return ProgramCommunication(
             kind=kind,
@@ -149,5 +149,5 @@ def test_the_table_is_readable_at_a_glance() -> None:
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_960, "100 kB"), (26_214_400, "26.2 MB")]
 )
-def test_bytes_are_written_in_the_unit_that_keeps_them_short(size: int, text: str) -> None:
+def test_bytes_use_the_shortest_unit(size: int, text: str) -> None:
     assert format_decimal_bytes(size) == text

@@ -1,4 +1,4 @@
-"""What `rankless run` prints and keeps."""
+"""The output, logs and environment of `rankless run`."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from support.warm_runs import run_script as run_script_here
 pytestmark = pytest.mark.slow
 
 
-def test_the_start_prints_one_short_table_of_ranks_devices_and_log_files(tmp_path: Path) -> None:
+def test_the_start_prints_a_table_of_ranks_devices_and_log_files(tmp_path: Path) -> None:
     job = run_script("print('hello')", "-n", "2", "--devices", "cpu", "--seed", "5", folder=tmp_path)
     lines = job.stderr.splitlines()
     assert re.fullmatch(r"rankless: 2 workers, \d+ threads? each, seed 5, logs in log/\S+", lines[0])
@@ -24,7 +24,7 @@ def test_the_start_prints_one_short_table_of_ranks_devices_and_log_files(tmp_pat
     assert job.stdout == "hello\n"
 
 
-def test_threads_are_the_cores_shared_out_and_reach_torch(tmp_path: Path) -> None:
+def test_workers_share_the_cores_as_threads(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     script = "import os, torch\nprint(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
     one = run_script_here(script, "-n", "1", folder=tmp_path)
@@ -47,7 +47,7 @@ def test_every_rank_has_a_file_and_latest_points_to_the_newest_run(tmp_path: Pat
     assert job.stdout == "out of 0\nerr of 0\n"
 
 
-def test_runs_at_the_same_time_do_not_mix(tmp_path: Path) -> None:
+def test_concurrent_runs_do_not_interfere(tmp_path: Path) -> None:
     script = "import os, sys, time\nprint(os.environ['TORCHELASTIC_RUN_ID'], os.environ['MASTER_PORT'])"
     jobs = [start_script(script, "-n", "2", folder=tmp_path) for _ in range(3)]
     outputs = [job.communicate(timeout=60)[0] for job in jobs]
@@ -65,7 +65,7 @@ def test_show_all_prefixes_every_rank_and_keeps_lines_whole(tmp_path: Path) -> N
         assert lines == [f"[{rank}] line {i} of {rank}" for i in range(200)] + [f"[{rank}] end"]
 
 
-def test_output_is_shown_while_the_job_goes_on(tmp_path: Path) -> None:
+def test_output_is_shown_while_the_job_runs(tmp_path: Path) -> None:
     script = "import time\nprint('now')\ntime.sleep(600)"
     job = start_script(script, "-n", "1", folder=tmp_path)
     try:
@@ -76,7 +76,7 @@ def test_output_is_shown_while_the_job_goes_on(tmp_path: Path) -> None:
         end(job)
 
 
-def test_much_output_arrives_complete_before_the_agent_ends(tmp_path: Path) -> None:
+def test_long_output_is_complete_before_the_agent_ends(tmp_path: Path) -> None:
     script = "for i in range(20000):\n    print(i, 'x' * 100)\nprint('last', end='')\nraise SystemExit(3)"
     job = run_script_here(script, "-n", "2", folder=tmp_path)
     assert len(job.stdout.splitlines()) == 20001
@@ -84,7 +84,7 @@ def test_much_output_arrives_complete_before_the_agent_ends(tmp_path: Path) -> N
     assert job.returncode == 3
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_job(tmp_path: Path) -> None:
+def test_a_reader_that_closes_its_pipe_does_not_stop_the_job(tmp_path: Path) -> None:
     script = "import os\nfor i in range(20000):\n    print(i)\nopen('done', 'w').close()\n"
     job = start_script(script, "-n", "1", folder=tmp_path)
     try:
@@ -98,7 +98,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_job(tmp_path: Path) -> None:
             job.kill()
 
 
-def test_the_environment_is_torchruns_and_nothing_dumps_it(tmp_path: Path) -> None:
+def test_workers_have_torchruns_environment_and_no_log_prints_it(tmp_path: Path) -> None:
     script = """
 import os
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE"
@@ -118,7 +118,7 @@ assert int(os.environ["MASTER_PORT"]) and os.environ["TORCHELASTIC_RUN_ID"]
 @pytest.mark.parametrize(
     "warm", [pytest.param(True, id="warm"), pytest.param(False, id="plain", marks=pytest.mark.exhaustive)]
 )
-def test_all_ranks_start_from_the_same_seeds_and_runs_from_different_ones(warm: bool, tmp_path: Path) -> None:
+def test_all_ranks_share_a_seed_and_runs_have_different_seeds(warm: bool, tmp_path: Path) -> None:
     drawing = "print(random.random(), hash('a'), numpy.random.rand(), torch.rand(1).item())"
     script = f"import random, numpy, torch, rankless\n{drawing}"
     options = ["-n", "2", "--show", "all", *([] if warm else ["--no-warm"])]
@@ -132,7 +132,7 @@ def test_all_ranks_start_from_the_same_seeds_and_runs_from_different_ones(warm: 
     assert len({number for line in drawn[:3] for number in line.split()[1:]}) == 12
 
 
-def test_ranks_of_a_script_that_knows_nothing_of_us_draw_their_own_numbers(tmp_path: Path) -> None:
+def test_ranks_of_a_plain_script_draw_different_random_numbers(tmp_path: Path) -> None:
     script = "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())"
     drawn = run_script_here(script, "-n", "2", "--show", "all", folder=tmp_path).stdout.split()
     assert len(set(drawn)) == 2 * (1 + 3)
@@ -143,7 +143,7 @@ def test_ranks_of_a_script_that_knows_nothing_of_us_draw_their_own_numbers(tmp_p
     assert first.split()[1:] == second.split()[1:]
 
 
-def test_what_a_script_sets_before_it_imports_torch_is_honoured_or_the_user_is_told(tmp_path: Path) -> None:
+def test_variables_set_before_the_import_of_torch_work_or_give_a_warning(tmp_path: Path) -> None:
     script = """
 import os
 os.environ["OMP_NUM_THREADS"] = "5"
@@ -162,7 +162,7 @@ print(torch.get_num_threads(), dist.get_debug_level())
     assert "too late" not in plain.stderr
 
 
-def test_the_parent_imports_torch_once_and_has_one_thread(tmp_path: Path) -> None:
+def test_the_fork_server_imports_torch_once_and_has_one_thread(tmp_path: Path) -> None:
     script = "import rankless, os, time\nprint(os.getppid())\ntime.sleep(600)"
     job = start_script(script, "-n", "2", folder=tmp_path)
     try:
@@ -200,7 +200,9 @@ print(torch.get_num_threads(), tuple(x.grad.shape), torch.compile(lambda a: a + 
         (["-n", "2"], "a script to run"),
     ],
 )
-def test_what_cannot_be_run_is_said_before_any_process_starts(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_an_invalid_program_is_rejected_before_any_process_starts(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text("print('ran')")
     job = rankless("run", *arguments, folder=tmp_path)
     assert job.returncode == 2
@@ -209,14 +211,14 @@ def test_what_cannot_be_run_is_said_before_any_process_starts(arguments: list[st
     assert not (tmp_path / "log").exists()
 
 
-def test_a_log_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_log_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
     job = run_script_here("print('ran')", folder=tmp_path)
     assert job.returncode == 2
     assert "--log-dir" in job.stderr
 
 
-def test_a_script_makes_its_own_group_as_under_torchrun_while_others_do_too(tmp_path: Path) -> None:
+def test_concurrent_scripts_make_their_own_process_groups(tmp_path: Path) -> None:
     script = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -229,7 +231,7 @@ dist.destroy_process_group()
     assert [job.communicate(timeout=60)[0] for job in jobs] == ["3.0\n"] * 3
 
 
-def test_it_is_python_m_rankless_too(tmp_path: Path) -> None:
+def test_the_installed_command_works_like_python_m_rankless(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "rankless"), "run", "-c", "print('ran')"]
     if not os.path.exists(command[0]):
         pytest.skip("the command is not installed beside this interpreter")
@@ -247,7 +249,7 @@ def test_it_is_python_m_rankless_too(tmp_path: Path) -> None:
         (["--hosts", "127.0.0.1,h2", "--env", "RANK=3"], "each worker or host gets for itself", "leave it away"),
     ],
 )
-def test_a_variable_that_cannot_be_carried_is_refused_with_the_fix(options, found, fix, tmp_path):
+def test_a_variable_that_cannot_be_forwarded_is_rejected_with_a_fix(options, found, fix, tmp_path):
     (tmp_path / "script.py").write_text("")
     done = rankless("run", *options, "script.py", folder=tmp_path)
     assert done.returncode == 2

@@ -82,13 +82,13 @@ sys.stdout.write("half")
 
 
 @pytest.fixture(scope="module")
-def loud(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    folder = tmp_path_factory.mktemp("loud")
+def run_with_output(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("output")
     return torchrun(LOUD, *TWO, "--log_dir", "logs", "--rdzv-id", "job/7", folder=folder), folder
 
 
-def test_output_of_all_ranks_is_shown_as_it_is_each_stream_in_its_place(loud):
-    job, _ = loud
+def test_the_output_of_all_ranks_goes_unchanged_to_the_same_streams(run_with_output):
+    job, _ = run_with_output
     lines = job.stdout.replace("half", "\n").split("\n")
     for rank in "01":
         assert [line for line in lines if line.startswith("out") and line.endswith(rank)] == [
@@ -99,8 +99,8 @@ def test_output_of_all_ranks_is_shown_as_it_is_each_stream_in_its_place(loud):
     assert sorted(line for line in job.stderr.splitlines() if line.startswith("err")) == ["err of 0", "err of 1"]
 
 
-def test_logs_lie_as_torchrun_lays_them(loud):
-    _, folder = loud
+def test_log_files_have_torchruns_layout(run_with_output):
+    _, folder = run_with_output
     (run,) = (folder / "logs").glob("job_7-*")
     assert os.readlink(folder / "logs" / "latest") == run.name
     found = sorted(path.relative_to(run).as_posix() for path in run.rglob("*.log"))
@@ -108,14 +108,14 @@ def test_logs_lie_as_torchrun_lays_them(loud):
     assert (run / "attempt_0/1/stderr.log").read_text() == "err of 1\n"
 
 
-def test_nothing_but_one_short_table_is_said(loud):
-    job, _ = loud
-    said = [line for line in job.stderr.splitlines() if not line.startswith("err of")]
-    assert re.fullmatch(r"rankless: 2 workers, 1 thread each, logs in logs/job_7-\S+", said[0])
-    assert [line.split()[:2] for line in said[1:]] == [["rank", "device"], ["0", "cpu"], ["1", "cpu"]]
+def test_the_start_prints_only_one_short_table(run_with_output):
+    job, _ = run_with_output
+    lines = [line for line in job.stderr.splitlines() if not line.startswith("err of")]
+    assert re.fullmatch(r"rankless: 2 workers, 1 thread each, logs in logs/job_7-\S+", lines[0])
+    assert [line.split()[:2] for line in lines[1:]] == [["rank", "device"], ["0", "cpu"], ["1", "cpu"]]
 
 
-def test_tee_redirects_filter_and_copies(tmp_path: Path):
+def test_tee_redirects_filters_and_copies(tmp_path: Path):
     options = ["-t", "0:1,1:3", "-r", "0:2", "--role", "dog", "--duplicate-stdout-filters", "apple,9 of"]
     job = torchrun(LOUD, *TWO, *options, folder=tmp_path)
     assert {line.partition(":")[0] for line in job.stdout.splitlines()} == {"[dog0]", "[dog1]"}
@@ -135,7 +135,7 @@ SEEDS = "import random, numpy, torch\nprint(random.random(), numpy.random.rand()
 
 
 @pytest.mark.parametrize("start", [(), ("--start-method", "spawn")], ids=["forked", "plain"])
-def test_ranks_draw_different_numbers_as_separate_processes_do(start: tuple[str, ...], tmp_path: Path):
+def test_ranks_draw_different_random_numbers(start: tuple[str, ...], tmp_path: Path):
     job = torchrun(SEEDS, *TWO, *start, folder=tmp_path)
     drawn = job.stdout.split()
     assert len(drawn) == len(set(drawn)) == 6, job.stderr
@@ -166,7 +166,7 @@ def test_a_script_with_jobs_trains_the_same_on_all_ranks(tmp_path: Path):
 
 
 @pytest.mark.parametrize("how", ["out of sight", pytest.param("in a command's child", marks=pytest.mark.exhaustive)])
-def test_ranks_that_began_apart_go_on_from_rank_0s_seed_at_the_first_job(how: str, tmp_path: Path):
+def test_ranks_with_different_seeds_continue_from_rank_0s_at_the_first_job(how: str, tmp_path: Path):
     name, options = "'rank' 'less'", [*TWO]
     if how == "in a command's child":
         name, options = "'rankless'", [*TWO, "--no-python", sys.executable]
@@ -176,7 +176,7 @@ def test_ranks_that_began_apart_go_on_from_rank_0s_seed_at_the_first_job(how: st
     assert job.stderr.count("started from different seeds") == 1
 
 
-def test_the_first_failing_worker_is_named_and_its_code_is_the_jobs(tmp_path: Path):
+def test_the_first_failing_worker_is_named_and_gives_the_exit_code(tmp_path: Path):
     script = """
 import os, sys, time
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -210,14 +210,14 @@ def test_a_module_and_any_command_run_and_macros_are_replaced(tmp_path: Path):
     job = rankless("torchrun", *TWO, "-m", "pack.part", "-m", "${local_rank}", folder=tmp_path)
     assert sorted(job.stdout.splitlines()) == [f"__main__ pack ['-m', '{rank}']" for rank in range(2)]
     echo = 'echo "$RANK of $WORLD_SIZE, $1, $RANKLESS_WORKER_PLAN"'
-    words = f"{echo}; touch said$RANK; while [ ! -e said0 ]; do sleep 0.02; done; exit $((RANK * 3))"
+    words = f"{echo}; touch started$RANK; while [ ! -e started0 ]; do sleep 0.02; done; exit $((RANK * 3))"
     job = rankless("torchrun", *TWO, "--no_python", "sh", "-c", words, "sh", "${local_rank}", folder=tmp_path)
     assert sorted(job.stdout.splitlines()) == ["0 of 2, 0, ", "1 of 2, 1, "]
     assert job.returncode == 3
     assert "rank 1 ended with exit code 3" in job.stderr
 
 
-def test_the_users_own_interpreter_and_virtual_ranks(tmp_path: Path):
+def test_the_users_interpreter_and_virtual_local_ranks(tmp_path: Path):
     python = tmp_path / "my python"
     python.write_text(f'#!/bin/sh\nMINE=1 exec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -237,7 +237,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_group_is_made_at_the_port_that_was_asked_for_also_right_after_another(tmp_path: Path):
+def test_a_process_group_uses_the_requested_port_twice_in_a_row(tmp_path: Path):
     port = str(free_port())
     for _ in range(2):
         job = torchrun(GROUP, *TWO, "--master-addr", "localhost", "--master-port", port, folder=tmp_path)
@@ -250,7 +250,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_starts_and_its_owner_named(tmp_path: Path):
+def test_a_taken_port_is_rejected_and_its_owner_named(tmp_path: Path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         job = torchrun("", "--master-port", str(port), folder=tmp_path)
@@ -260,19 +260,19 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts_and_its_owner_na
     assert not (tmp_path / "log").exists()
 
 
-def test_a_port_that_another_run_reserves_is_refused_and_one_that_only_lingers_is_not():
+def test_a_port_reserved_by_another_run_is_rejected_one_in_time_wait_is_not():
     with reserve_master_port() as other, pytest.raises(ConfigError, match="without listening"):
         reserve_master_port(other.getsockname()[1])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)):
             ours, _ = server.accept()
-            ours.close()  # who closes first is the one whose port lingers
+            ours.close()  # the side that closes first keeps its port in TIME_WAIT
     reserve_master_port(port).close()
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
-def test_a_master_that_is_not_this_host_is_refused(address: str):
+def test_a_master_address_of_another_host_is_rejected(address: str):
     with pytest.raises(ConfigError, match=address):
         require_own_address(address)
     require_own_address("localhost")
@@ -293,7 +293,7 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signals_are_handed_on_and_workers_have_time_to_save(number: signal.Signals, tmp_path: Path):
+def test_signals_are_forwarded_and_workers_have_time_to_save(number: signal.Signals, tmp_path: Path):
     (tmp_path / "script.py").write_text(HANDLER)
     job = start_rankless(
         "torchrun", *TWO, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "script.py", folder=tmp_path

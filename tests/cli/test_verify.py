@@ -67,7 +67,7 @@ def train(inputs, labels):
 for inputs, labels in rankless.loader(torch.utils.data.TensorDataset(inputs, labels), batch_size=10):
     train(inputs * (2 if FAULT else 1), labels)
 """
-"""In float32 the last bit of a sum is another in another order of summation; in float64 it is 30 bits further down."""
+"""In float32 the order of summation changes the last bit of a sum; in float64 that bit is 30 places lower."""
 
 
 def verify(folder: Path, script: str, *options: str, workers: int = 2):
@@ -79,7 +79,7 @@ def verify(folder: Path, script: str, *options: str, workers: int = 2):
 
 
 @pytest.mark.exhaustive
-def test_a_training_is_the_same_on_three_workers_and_its_output_is_in_the_logs(tmp_path: Path) -> None:
+def test_a_training_is_the_same_on_three_workers(tmp_path: Path) -> None:
     job, report = verify(tmp_path, SCRIPT.format(fault=""), "--keep", "recordings", workers=3)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.splitlines()[-1].startswith("same training: 8 steps and 10 job calls on 1 and on 3 workers")
@@ -105,7 +105,7 @@ def test_a_training_is_the_same_on_three_workers_and_its_output_is_in_the_logs(t
         ("longer", 9, "the calls", "float32"),  # nor are more calls
     ],
 )
-def test_a_fault_of_the_script_is_found_and_the_step_named(
+def test_an_injected_fault_is_found_and_its_step_named(
     tmp_path: Path, fault: str, step: int, tensor: str, decided_in: str
 ) -> None:
     job, report = verify(tmp_path, SCRIPT.format(fault=fault))
@@ -119,7 +119,7 @@ def test_a_fault_of_the_script_is_found_and_the_step_named(
     assert (report["own_precision"] is not None) == (decided_in == "float64")
 
 
-def test_float64_decides_where_rounding_turns_something_over_in_float32(tmp_path: Path) -> None:
+def test_float64_decides_if_rounding_flips_a_result_in_float32(tmp_path: Path) -> None:
     job, report = verify(tmp_path, FLIPS.format(fault="", weight=None))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("gradients, each step") == 2
@@ -133,7 +133,7 @@ def test_float64_decides_where_rounding_turns_something_over_in_float32(tmp_path
     assert report["largest_loss_difference"] < 1e-14 < own["largest_loss_difference"] < 1e-6
 
 
-def test_float64_does_not_hide_a_fault_beside_the_rounding(tmp_path: Path) -> None:
+def test_float64_does_not_hide_a_fault_besides_rounding(tmp_path: Path) -> None:
     job, report = verify(tmp_path, FLIPS.format(fault="doubled", weight=None))
     assert job.returncode == 1
     verdict = job.stdout.splitlines()[-1]
@@ -143,7 +143,7 @@ def test_float64_does_not_hide_a_fault_beside_the_rounding(tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
-def test_where_float64_cannot_run_the_own_precision_stands_and_that_is_said(tmp_path: Path) -> None:
+def test_if_float64_fails_the_own_precision_decides_and_the_report_says_so(tmp_path: Path) -> None:
     job, report = verify(tmp_path, FLIPS.format(fault="", weight="weights"))  # of float32, whatever the job computes in
     assert job.returncode == 1
     verdict = job.stdout.splitlines()[-1]
@@ -153,7 +153,7 @@ def test_where_float64_cannot_run_the_own_precision_stands_and_that_is_said(tmp_
     assert "exit code 1" in report["float64_failure"]
 
 
-def test_a_script_can_be_compared_in_float64_at_once(tmp_path: Path) -> None:
+def test_dtype_float64_compares_only_in_float64(tmp_path: Path) -> None:
     job, report = verify(tmp_path, FLIPS.format(fault="", weight=None), "--dtype", "float64")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("gradients, each step") == 1
@@ -161,7 +161,7 @@ def test_a_script_can_be_compared_in_float64_at_once(tmp_path: Path) -> None:
     assert report["largest_parameter_difference"] < 1e-14
 
 
-def test_a_script_without_a_job_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_a_script_without_a_job_is_rejected_with_a_fix(tmp_path: Path) -> None:
     job, _ = verify(tmp_path, "print('nothing to compare')")
     assert job.returncode == 2
     assert "expected: a script that calls at least one job" in job.stderr
@@ -177,7 +177,7 @@ def test_a_run_that_fails_is_not_the_same_training(tmp_path: Path) -> None:
     assert "failed with exit code 3" in report["failure"]
 
 
-def test_a_run_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     job = rankless("verify", "-n", "2", "absent.py", folder=tmp_path)
     assert job.returncode == 2
     assert "no file absent.py" in job.stderr

@@ -1,4 +1,4 @@
-"""The options of `rankless verify`, and what it says beside its verdict."""
+"""The options of `rankless verify`, and its report besides the verdict."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def verify(folder: Path, *options: str, workers: int = 2):
     return job, json.loads(file.read_text()) if file.exists() else None
 
 
-def test_all_runs_end_after_as_many_steps_as_asked_for_and_say_what_they_did_not_cover(tmp_path: Path) -> None:
+def test_steps_ends_all_runs_and_the_report_lists_what_is_not_covered(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "3", workers=3)
     assert job.returncode == 0, job.stdout + job.stderr
     assert (report["steps"], report["stopped"]) == (3, True)
@@ -91,14 +91,14 @@ def test_all_runs_end_after_as_many_steps_as_asked_for_and_say_what_they_did_not
     assert [line.removeprefix("  - ") for line in job.stdout.splitlines() if line.startswith("  - ")] == expected
 
 
-def test_a_script_that_ends_by_itself_is_not_said_to_be_stopped(tmp_path: Path) -> None:
+def test_a_script_that_ends_on_its_own_is_not_reported_as_stopped(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "30")
     assert job.returncode == 1
     assert "failed with exit code 3" in job.stdout  # its own end, which it reached
     assert report["failure"]
 
 
-def test_a_tolerance_is_printed_beside_the_noise_floor_and_decides(tmp_path: Path) -> None:
+def test_a_tolerance_decides_and_is_printed_with_the_noise_floor(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "2", "--tolerance", "1e-3")
     assert job.returncode == 0, job.stdout + job.stderr
     used = report["tolerance"]
@@ -110,7 +110,7 @@ def test_a_tolerance_is_printed_beside_the_noise_floor_and_decides(tmp_path: Pat
     assert "(within the tolerance 0.001)" in job.stdout.splitlines()[-1]
 
 
-def test_a_tolerance_below_the_noise_floor_is_said_to_be_out_of_reach(tmp_path: Path) -> None:
+def test_a_tolerance_below_the_noise_floor_is_reported_as_unreachable(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "4", "--tolerance", "1e-12")
     assert job.returncode == 1
     assert "not even the script on one worker, with its last bits perturbed, stays within it (" in job.stdout
@@ -127,7 +127,7 @@ def test_a_tolerance_below_the_noise_floor_is_said_to_be_out_of_reach(tmp_path: 
         (("--against", "absent.py"), "no file absent.py"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+def test_an_invalid_option_is_rejected(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
     job, _ = verify(tmp_path, *options)
     assert job.returncode == 2
     assert words in job.stderr

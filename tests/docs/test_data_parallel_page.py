@@ -39,7 +39,7 @@ def ran(text: str, launcher: str, folder: Path) -> subprocess.CompletedProcess[s
     "launcher",
     [pytest.param(each, marks=[pytest.mark.exhaustive] if each == "torchrun" else []) for each in LAUNCHERS],
 )
-def test_the_script_of_the_page_trains_and_counts_every_test_sample_once(tmp_path: Path, launcher: str):
+def test_the_pages_script_trains_and_counts_every_test_sample_once(tmp_path: Path, launcher: str):
     done = ran(script(), launcher, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [tuple(map(int, pair)) for pair in re.findall(r"epoch \d: (\d+) of (\d+) right", done.stdout)]
@@ -60,7 +60,7 @@ JOINED = (
 )
 
 
-def test_uneven_batches_are_refused_before_they_hang_and_torchs_join_takes_them(tmp_path: Path):
+def test_uneven_batches_raise_before_they_hang_and_torchs_join_allows_them(tmp_path: Path):
     done = ran(UNEVEN, "rankless run", tmp_path)
     assert done.returncode == 1
     assert "rank 0: 31; rank 1: 30" in done.stderr

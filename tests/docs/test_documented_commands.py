@@ -83,12 +83,12 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the pages' scripts and the examples, as a reader would have them."""
-    place = tmp_path_factory.mktemp("reader")
+    """Make a folder with the pages' scripts and the examples."""
+    folder = tmp_path_factory.mktemp("reader")
     for name, script in SCRIPTS:
-        (place / name).write_text(script)
-    (place / "examples").symlink_to(ROOT / "examples")
-    return place
+        (folder / name).write_text(script)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_command_of_the_docs_works(command: str, folder: Path):
         assert re.search(r"^same training: ", done.stdout, re.MULTILINE), done.stdout
 
 
-def test_ci_runs_the_demo_which_fails_unless_it_trains_well_and_is_the_same_training():
+def test_ci_runs_the_demo_which_trains_and_verifies():
     assert "make demo" in (ROOT / ".ci" / "run").read_text()
     recipe = run("make --no-print-directory -n demo", ROOT).stdout.replace(".venv/bin/", "")
     trained, verified = (line for line in recipe.splitlines() if line.startswith("rankless"))
@@ -110,7 +110,7 @@ def test_ci_runs_the_demo_which_fails_unless_it_trains_well_and_is_the_same_trai
     assert verified.startswith("rankless verify -n 4 examples/lenet.py")
 
 
-def test_the_pages_have_commands_and_only_known_kinds_of_blocks():
+def test_the_pages_have_only_known_kinds_of_blocks():
     assert len(HERE) >= 5
     for page in PAGES:
         kinds = {kind for kind, _ in BLOCK.findall(page.read_text())}
@@ -118,17 +118,17 @@ def test_the_pages_have_commands_and_only_known_kinds_of_blocks():
         assert kinds <= known, f"{page.name}: a block of kind {kinds} would run in no test"
 
 
-def test_no_two_scripts_of_the_pages_have_one_name():
+def test_the_scripts_of_the_pages_have_distinct_names():
     names = [name for name, _ in SCRIPTS]
     assert "train.py" in names
     assert len(set(names)) == len(names)
 
 
-def test_no_exception_outlives_its_command():
+def test_every_listed_exception_is_a_documented_command():
     assert set(RUN_ELSEWHERE) | set(IN_SOAK) <= set(ALL_COMMANDS)
 
 
-def test_every_link_between_pages_leads_somewhere():
+def test_every_link_between_pages_exists():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

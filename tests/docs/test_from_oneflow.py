@@ -28,7 +28,7 @@ def losses(name: str, folder: Path, devices: int) -> list[float]:
     "others",
     [[("mirrored", 2)], pytest.param([("consistent", 2), ("mirrored", 1)], marks=pytest.mark.exhaustive)],
 )
-def test_both_views_print_the_same_losses_on_one_device_and_on_two(others: list[tuple[str, int]], tmp_path: Path):
+def test_both_views_print_the_same_losses_on_one_and_two_devices(others: list[tuple[str, int]], tmp_path: Path):
     found = losses("consistent", tmp_path, 1)
     assert len(found) == 2
     assert found[0] > 2 > found[1]

@@ -83,6 +83,6 @@ def test_no_sync_in_three_calls_of_four_is_accumulate_4(tmp_path: Path):
     require_equal(printed("after", after, *RANKLESS, folder=tmp_path / "after"), wanted)
 
 
-def test_every_script_of_the_pages_is_one_of_a_pair():
+def test_every_script_of_the_pages_has_a_counterpart():
     assert sorted(SCRIPTS) == ["after_accelerate", "after_torch", "before_accelerate", "before_torch"]
     assert sum((DOCS / f"from-{page}.md").read_text().count("```python") for page in ("torch", "accelerate")) == 4

@@ -37,11 +37,11 @@ def progress_at(step: int, *, loss: float | None = 0.523, steps: int | None = 15
         ),
     ],
 )
-def test_a_plain_line_says_what_is_known(progress, line):
+def test_a_plain_line_shows_the_known_fields(progress, line):
     assert format_progress(progress) == line
 
 
-def test_piped_lines_come_every_five_seconds_and_at_the_end_of_an_epoch():
+def test_piped_lines_appear_every_five_seconds_and_at_an_epochs_end():
     now = [100.0]
     file = io.StringIO()
     display = ProgressDisplay(file, clock=lambda: now[0])
@@ -52,7 +52,7 @@ def test_piped_lines_come_every_five_seconds_and_at_the_end_of_an_epoch():
     assert steps == ["1", "3", "15"]
 
 
-def test_piped_lines_carry_no_control_characters():
+def test_piped_lines_have_no_control_characters():
     file = io.StringIO()
     display = ProgressDisplay(file)
     with display.hidden():
@@ -142,7 +142,7 @@ def run_on_a_terminal(script: str) -> str:
 
 
 @pytest.mark.slow
-def test_on_a_terminal_other_text_stands_above_the_line_whole():
+def test_on_a_terminal_other_text_appears_whole_above_the_line():
     screen = [line for line in screen_after(run_on_a_terminal(TERMINAL_SCRIPT)) if line]
     assert screen[:2] == ["from a worker", "from the script"]
     assert len(screen) == 3
@@ -151,7 +151,7 @@ def test_on_a_terminal_other_text_stands_above_the_line_whole():
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_leaves_the_cursor_visible():
+def test_a_killed_process_leaves_the_cursor_visible():
     output = run_on_a_terminal(KILLED_SCRIPT)
     assert "step 1/3" in output
     assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l")
