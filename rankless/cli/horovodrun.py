@@ -39,20 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    flags, notices = apply_config_file(take_flags(arguments))
+    flags, messages = apply_config_file(take_flags(arguments))
     if flags.check_build:
         print(build_table(horovod_version))
         return 0
     real = installed_package("horovod")
     program = horovodrun_program(flags)
     config = make_run_config(program, horovodrun_request(flags, program))
-    notices += notes(flags)
+    messages += notes(flags)
     if real is not None:
-        notices.append(f"`import horovod` imports the installed one, {real}; RANKLESS_HOROVOD=1 selects Rankless's")
+        messages.append(f"`import horovod` imports the installed one, {real}; RANKLESS_HOROVOD=1 selects Rankless's")
         if config.elastic is not None:
-            notices.append("the installed one finds no elastic job here: each of its processes would train alone")
-    notices += describe_run(config) if flags.verbose else []
-    sys.stderr.writelines(f"rankless horovodrun: {note}\n" for note in notices)
+            messages.append("the installed one finds no elastic job here: each of its processes would train alone")
+    messages += describe_run(config) if flags.verbose else []
+    sys.stderr.writelines(f"rankless horovodrun: {note}\n" for note in messages)
     sys.stderr.flush()
     with ProgressObserver() as progress:
         return agent.run(

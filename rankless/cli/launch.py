@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     flags = take_flags(arguments)
     program = torchrun_program(flags)
     check_program(program)
-    notices = notes(flags)
+    messages = notes(flags)
     if not flags.use_env:
         if program.kind == "command":
             raise ConfigError(
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
                 fix="add --use-env, and read LOCAL_RANK",
             )
         way = find_rank_way(program)
-        notices += [way.note] if way.note else []
+        messages += [way.note] if way.note else []
         if way.option is not None:
             rank_argument = f"{way.option}={LOCAL_RANK}"
             program = msgspec.structs.replace(program, arguments=(rank_argument, *program.arguments))
-    return run_program(NAME, flags, program, notices)
+    return run_program(NAME, flags, program, messages)

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     return run_program(NAME, flags, torchrun_program(flags), notes(flags))
 
 
-def run_program(command: str, flags: TorchrunFlags, program: Program, notices: list[str]) -> int:
+def run_program(command: str, flags: TorchrunFlags, program: Program, messages: list[str]) -> int:
     """Run `program` as `flags` say, after printing a line with the notices, and return the exit code."""
     check_program(program)
     program = under_own_python(program)
@@ -45,8 +45,8 @@ def run_program(command: str, flags: TorchrunFlags, program: Program, notices: l
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-"))
             request = msgspec.structs.replace(request, log_folder=folder)
         config = make_run_config(program, request)
-        if notices:
-            print(f"rankless {command}: {'; '.join(notices)}", file=sys.stderr, flush=True)
+        if messages:
+            print(f"rankless {command}: {'; '.join(messages)}", file=sys.stderr, flush=True)
         progress = stack.enter_context(ProgressObserver())
         return agent.run(
             config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, hide_progress=progress.hidden

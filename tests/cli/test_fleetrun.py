@@ -15,7 +15,7 @@ from support.warm_runs import rankless
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "foreign" / "fleet_digits.py"
-TELL = """
+PRINT_VARIABLES = """
 import json, os, sys
 import torch, torch.distributed as dist
 
@@ -45,8 +45,18 @@ def printed_variables(text: str) -> dict[str, str]:
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Run two processes on the CPU."""
     folder = tmp_path_factory.mktemp("two")
-    (folder / "tell.py").write_text(TELL)
-    words = ["--nproc_per_node=2", "--job_id", "job/7", "--max-restart=3", "--log_level", "INFO", "tell.py", "a", "--b"]
+    (folder / "print_variables.py").write_text(PRINT_VARIABLES)
+    words = [
+        "--nproc_per_node=2",
+        "--job_id",
+        "job/7",
+        "--max-restart=3",
+        "--log_level",
+        "INFO",
+        "print_variables.py",
+        "a",
+        "--b",
+    ]
     done = rankless("fleetrun", *words, folder=folder)
     assert done.returncode == 0, done.stderr
     return done, folder
@@ -66,7 +76,7 @@ def test_a_process_gets_paddles_and_torchruns_variables(two_processes):
         assert each["PADDLE_MASTER"] == f"{each['MASTER_ADDR']}:{each['MASTER_PORT']}"
         assert (each["PADDLE_NNODES"], each["PADDLE_JOB_ID"]) == ("1", "job/7")
         assert "FLAGS_selected_gpus" not in each
-        assert (each["total"], each["argv"]) == (2, ["tell.py", "a", "--b"])
+        assert (each["total"], each["argv"]) == (2, ["print_variables.py", "a", "--b"])
     assert len(set(endpoints)) == 2
 
 
@@ -74,7 +84,13 @@ def test_the_start_prints_two_tables_and_a_notice_on_ignored_options(two_process
     done, _ = two_processes
     lines = done.stderr.splitlines()
     assert re.fullmatch("-+ Configuration Arguments -+", lines[0])
-    for row in ("gpus: None", "ips: 127.0.0.1", "log_dir: log", "training_script: tell.py", "nproc_per_node: 2"):
+    for row in (
+        "gpus: None",
+        "ips: 127.0.0.1",
+        "log_dir: log",
+        "training_script: print_variables.py",
+        "nproc_per_node: 2",
+    ):
         assert row in lines
     assert "training_script_args: ['a', '--b']" in lines
     notes = [line for line in lines if line.startswith("rankless fleetrun: ")]
@@ -100,7 +116,7 @@ def test_only_the_first_process_is_shown_and_each_has_a_log_file(two_processes):
 
 def test_the_failing_process_gives_the_exit_code_and_its_log_is_named(two_processes):
     _, folder = two_processes
-    done = rankless("fleetrun", "--nproc_per_node", "2", "tell.py", "fail", folder=folder)
+    done = rankless("fleetrun", "--nproc_per_node", "2", "print_variables.py", "fail", folder=folder)
     assert done.returncode == 7
     assert re.search(r"^rankless: rank 1 .*exit code 7$", done.stderr, re.M)
     assert re.search(r"log file is log/\S+/workerlog.1;", done.stderr)
@@ -108,7 +124,7 @@ def test_the_failing_process_gives_the_exit_code_and_its_log_is_named(two_proces
 
 def test_the_default_is_one_cpu_process_and_stale_log_links_are_removed(two_processes):
     _, folder = two_processes
-    done = rankless("fleetrun", "tell.py", folder=folder, CUDA_VISIBLE_DEVICES="")
+    done = rankless("fleetrun", "print_variables.py", folder=folder, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert printed_variables(done.stdout)["PADDLE_TRAINERS_NUM"] == "1"
     assert "Local start 1 process. " in done.stderr
@@ -156,10 +172,10 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_command_on_two_hosts_is_one_training(way: str, hosts: Hosts, tmp_path: Path):
     options = way.format(*hosts.addresses).split()
-    line = [sys.executable, "-m", "rankless", "fleetrun", *options, "--nproc_per_node=2", "tell.py"]
+    line = [sys.executable, "-m", "rankless", "fleetrun", *options, "--nproc_per_node=2", "print_variables.py"]
     for name in "ab":
         (tmp_path / name).mkdir()
-        (tmp_path / name / "tell.py").write_text(TELL)
+        (tmp_path / name / "print_variables.py").write_text(PRINT_VARIABLES)
     started = [hosts.start(name, line, cwd=tmp_path / name) for name in "ab"]
     first, second = (job.communicate(timeout=60) for job in started)
     assert [job.returncode for job in started] == [0, 0], (first, second)

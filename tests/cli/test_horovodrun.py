@@ -168,8 +168,8 @@ def test_both_streams_of_every_rank_are_shown_and_logged(configured_run):
 
 
 def test_ignored_options_get_a_notice_and_verbose_prints_the_variables(configured_run):
-    notices = [line for line in configured_run[0].stderr.splitlines() if line.startswith("rankless horovodrun: ")]
-    assert notices == [
+    messages = [line for line in configured_run[0].stderr.splitlines() if line.startswith("rankless horovodrun: ")]
+    assert messages == [
         "rankless horovodrun: --disable-cache: not needed, no checks are cached",
         "rankless horovodrun: slots: localhost:1, 127.0.0.1:1",
         "rankless horovodrun: program: script print_variables.py a --b",

@@ -99,9 +99,9 @@ def test_a_report_names_the_missing_rank_and_its_host(sleeper, tmp_path):
         start = time.monotonic()
         assert collect_records(watchdog, 25, start) == []
         watchdog.receive(waiting_status(still=40.0))
-        notices = [record.text for record in collect_records(watchdog, 10, start + 25) if isinstance(record, Notice)]
-    assert "rank 1 waits in all_reduce at train.py:33" in notices[0]
-    assert "rank 0 on a did not arrive: its stack cannot be read (sleeps, 0 % CPU)" in notices[0]
+        messages = [record.text for record in collect_records(watchdog, 10, start + 25) if isinstance(record, Notice)]
+    assert "rank 1 waits in all_reduce at train.py:33" in messages[0]
+    assert "rank 0 on a did not arrive: its stack cannot be read (sleeps, 0 % CPU)" in messages[0]
 
 
 def test_the_users_timeout_ends_the_job_and_gives_the_verdict(sleeper, tmp_path):
@@ -174,7 +174,7 @@ def test_host_0_requests_the_statuses_and_waits_for_the_responses(sleeper, tmp_p
         assert peers.count == 1
         assert watchdog.tick(start + 1) == []
         watchdog.receive(msgspec.structs.replace(waiting_status(still=41.0), doing="barrier", asked=True))
-        notices = [record.text for record in collect_records(watchdog, 1, start + 1) if isinstance(record, Notice)]
+        messages = [record.text for record in collect_records(watchdog, 1, start + 1) if isinstance(record, Notice)]
         assert collect_records(watchdog, 20, start + 2) == []  # a response starts no new check
-    assert "rank 1 waits in barrier" in notices[0]
+    assert "rank 1 waits in barrier" in messages[0]
     assert peers.count == 1

@@ -73,9 +73,9 @@ def _collect_gpu_facts() -> GpuFacts:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return GpuFacts(files=files, visible=visible, cuda=cuda)
-    words = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as caught:
         return GpuFacts(files=files, names=(), error=str(caught), visible=visible, cuda=cuda)
     if done.returncode != 0:

@@ -220,8 +220,7 @@ def _make_speed_result(found: LinkSpeed | ProbeFailed) -> CheckResult:
 
 
 def schedule_rounds(indices: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return all ordered pairs in rounds in which each host takes part once, so that measurements do not share a
-    network card.
+    """Return all ordered pairs in rounds, with each host at most once per round: measurements must not share a card.
 
     This is the circle method for round-robin tournaments.
     """

@@ -191,8 +191,8 @@ def _read_cpu_quota() -> float | None:
     found = []
     for group in _list_cgroup_folders("cpu"):
         with suppress(OSError, ValueError):
-            words = (group / "cpu.max").read_text(encoding="utf-8").split()
-            found += [] if words[0] == "max" else [int(words[0]) / int(words[1])]
+            fields = (group / "cpu.max").read_text(encoding="utf-8").split()
+            found += [] if fields[0] == "max" else [int(fields[0]) / int(fields[1])]
         allowed, period = _read_number(group / "cpu.cfs_quota_us"), _read_number(group / "cpu.cfs_period_us")
         found += [allowed / period] if allowed and period and allowed > 0 else []
     return min(found, default=None)

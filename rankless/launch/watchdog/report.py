@@ -37,15 +37,15 @@ def format_report(diagnosis: HangDiagnosis, step_rate: StepRate, *, host_name: H
 
 def format_headline(diagnosis: HangDiagnosis, *, host_name: HostName) -> str:
     """Return the cause for which the job ends, to follow "rank 1" of the first missing rank."""
-    who = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
-    rest = [missing_rank for missing_rank in diagnosis.missing if missing_rank is not who]
+    first = diagnosis.missing[0] if diagnosis.missing else diagnosis.waiting[0]
+    rest = [missing_rank for missing_rank in diagnosis.missing if missing_rank is not first]
     seconds = format_seconds(diagnosis.seconds)
     more = "; also missing: " + ", ".join(format_rank(missing_rank, host_name) for missing_rank in rest) if rest else ""
     if not diagnosis.missing:
-        return f"waits in {who.doing}{_format_location(who)}, like every other rank, for {seconds}"
+        return f"waits in {first.doing}{_format_location(first)}, like every other rank, for {seconds}"
     if not diagnosis.waiting:
-        return f"made no progress for {seconds}: {describe_status(who)}{more}"
-    return f"{describe_missing(diagnosis, who)}; {describe_waiting(diagnosis)} for {seconds}{more}"
+        return f"made no progress for {seconds}: {describe_status(first)}{more}"
+    return f"{describe_missing(diagnosis, first)}; {describe_waiting(diagnosis)} for {seconds}{more}"
 
 
 def describe_waiting(diagnosis: HangDiagnosis) -> str:
