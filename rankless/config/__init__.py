@@ -1,5 +1,5 @@
-"""What is to be done: frozen data, no torch.
+"""The configuration of a run: frozen data, without torch.
 
-Enters: what the command line or the environment says. Leaves: a `RunConfig` for the agent, a `WorkerConfig` for
-each worker. Called by `cli`, `launch` and `runtime`.
+The options of a command line and the environment enter. A `RunConfig` for the agent and a `WorkerConfig` for each
+worker leave. `cli`, `launch` and `runtime` call it.
 """

@@ -1,33 +1,33 @@
-"""A trial collective: what each host's process is told, and what it tells, as lines of JSON behind a mark."""
+"""The messages of the doctor's collective test to and from each host's process, as lines of JSON after a mark."""
 
 import msgspec
 
 MARK = b"rankless: "
-"""Begins our lines on standard output, where Gloo, and a login's own greetings, write too."""
+"""Precedes our lines on standard output, where Gloo and a login shell write too."""
 
 
-class AreYouThere(msgspec.Struct, frozen=True, kw_only=True, tag="are you there"):
-    """To each: answer once torch is imported."""
+class CheckTorch(msgspec.Struct, frozen=True, kw_only=True, tag="are you there"):
+    """To each process: answer once torch is imported."""
 
 
-class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
+class TorchImported(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
     """Torch is imported."""
 
 
-class OpenStore(msgspec.Struct, frozen=True, kw_only=True, tag="open store"):
-    """To host 0's: serve the store where all meet."""
+class ServeStore(msgspec.Struct, frozen=True, kw_only=True, tag="open store"):
+    """To host 0's process: serve the store that all processes use."""
 
     address: str
 
 
-class StoreOpened(msgspec.Struct, frozen=True, kw_only=True, tag="store opened"):
-    """The store is served."""
+class StoreServed(msgspec.Struct, frozen=True, kw_only=True, tag="store opened"):
+    """The store listens at `port`."""
 
     port: int
 
 
-class Reduce(msgspec.Struct, frozen=True, kw_only=True, tag="reduce"):
-    """Meet the others, and sum tensors with them."""
+class RunAllReduce(msgspec.Struct, frozen=True, kw_only=True, tag="reduce"):
+    """Make a process group with the other hosts and sum tensors with them."""
 
     address: str
     port: int
@@ -37,8 +37,8 @@ class Reduce(msgspec.Struct, frozen=True, kw_only=True, tag="reduce"):
     timeout_seconds: float
 
 
-class Reduced(msgspec.Struct, frozen=True, kw_only=True, tag="reduced"):
-    """The sums were right; how long each size took, in seconds by bytes, and what torch sees here."""
+class AllReduceResult(msgspec.Struct, frozen=True, kw_only=True, tag="reduced"):
+    """The sums are right: the seconds for each size in bytes, torch's version, and the number of CUDA devices."""
 
     join_seconds: float
     seconds: dict[int, float]
@@ -46,11 +46,11 @@ class Reduced(msgspec.Struct, frozen=True, kw_only=True, tag="reduced"):
     cuda_devices: int
 
 
-class NotReduced(msgspec.Struct, frozen=True, kw_only=True, tag="not reduced"):
-    """What went wrong."""
+class AllReduceFailed(msgspec.Struct, frozen=True, kw_only=True, tag="not reduced"):
+    """The error of a test that failed."""
 
     text: str
 
 
-TrialTask = AreYouThere | OpenStore | Reduce
-TrialResult = Here | StoreOpened | Reduced | NotReduced
+CollectiveTestTask = CheckTorch | ServeStore | RunAllReduce
+CollectiveTestResult = TorchImported | StoreServed | AllReduceResult | AllReduceFailed

@@ -1,4 +1,4 @@
-"""The variables that a user chooses for all hosts of a job."""
+"""The environment variables that a user chooses for all hosts of a job."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +22,10 @@ _EACH_WORKERS_OWN = (
 
 
 def chosen_variables(given: Sequence[str], here: Mapping[str, str]) -> dict[str, str]:
-    """The variables that `--env NAME` (as it is in `here`) and `--env NAME=VALUE` choose. Raises ConfigError."""
+    """Return the variables of `--env NAME`, with its value in `here`, and of `--env NAME=VALUE`.
+
+    Raises `ConfigError` for an invalid name, an unset variable, and one that every worker gets for itself.
+    """
     chosen = {}
     for item in given:
         name, has_value, value = item.partition("=")
@@ -34,7 +37,7 @@ def chosen_variables(given: Sequence[str], here: Mapping[str, str]) -> dict[str,
             raise ConfigError(
                 expected="--env with a variable that may be the same everywhere",
                 found=f"--env {item}, which each worker or host gets for itself",
-                fix="leave it away",
+                fix="omit it",
             )
         if not has_value and name not in here:
             raise ConfigError(

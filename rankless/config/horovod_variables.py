@@ -1,4 +1,4 @@
-"""What Horovod's own launcher, or one that does as it does (Ray's, Spark's), tells a process that it has started."""
+"""The environment variables of Horovod's own launcher, and of those that act like it (Ray's, Spark's)."""
 
 from collections.abc import Mapping
 
@@ -14,32 +14,32 @@ LAST_PORT = 65535
 
 
 class HorovodWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of a job that another launcher has started by Horovod's ways."""
+    """A process that another launcher has started with Horovod's variables."""
 
     rank: int
     world_size: int
     address: str
-    """Of the launcher's HTTP key-value server."""
+    """The address of the launcher's HTTP key-value server."""
     port: int
     assignment: RankAssignment | None = None
-    """None where the launcher has not told all of it."""
+    """None if the launcher has not set all of its variables."""
     interface: str | None = None
-    """The network card by which the ranks are to talk, if the launcher has named one."""
+    """The network interface for traffic between ranks, if the launcher names one."""
     timeout_seconds: float = START_SECONDS
-    """How long the ranks may take to come together."""
+    """How long the rendezvous of the ranks may take."""
 
 
 def horovod_worker(variables: Mapping[str, str]) -> HorovodWorker | None:
-    """What Horovod's variables, given without `HOROVOD_`, say; None where they name no server to meet at.
+    """Return what Horovod's variables contain; None if they name no server. `variables` lack the `HOROVOD_` prefix.
 
-    Raises JoinError for what cannot be meant, and for a worker of an elastic job.
+    Raises `JoinError` for invalid values, and for a worker of an elastic job.
     """
     address = variables.get(ADDRESS)
     if not address:
         return None
     _refuse_elastic(variables)
-    told = {name: _whole_number(name, variables) for name in ("RANK", "SIZE", PORT)}
-    rank, size, port = told.values()
+    numbers = {name: _whole_number(name, variables) for name in ("RANK", "SIZE", PORT)}
+    rank, size, port = numbers.values()
     if not rank < size:
         raise _unreadable("RANK", f"a rank below HOROVOD_SIZE={size}", variables)
     if not 0 < port <= LAST_PORT:

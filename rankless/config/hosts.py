@@ -1,4 +1,4 @@
-"""The hosts of a job: from a list, a file or code; which of them this one is."""
+"""The hosts of a job: parsed from a list, a file or code; and which of them is this one."""
 
 import re
 import socket
@@ -17,19 +17,19 @@ _ITEM = re.compile(r"^(?:(?P<user>[^@\[\]:]+)@)?(?P<address>\[[0-9A-Fa-f:.%\w]+\
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine of the job, by the name or address under which the others reach it."""
+    """A machine of the job, under the name or address by which the others reach it."""
 
     address: str
     workers: int
     user: str | None = None
-    """As whom ssh logs in there; None leaves it to ssh."""
+    """The user for ssh; None lets ssh choose."""
 
     def __str__(self) -> str:
         return self.address
 
 
 def parse_hosts(text: str, *, workers_per_host: int | None) -> tuple[Host, ...]:
-    """The hosts of `--hosts a:4,b:4`; `workers_per_host` is `-n`, for those without a number of their own."""
+    """Return the hosts of `--hosts a:4,b:4`. `workers_per_host` is `-n`, for hosts without a number."""
     items = [item.strip() for item in text.split(",")]
     found = []
     for item in items:
@@ -37,11 +37,11 @@ def parse_hosts(text: str, *, workers_per_host: int | None) -> tuple[Host, ...]:
         if match is None:
             raise _unreadable(item, "--hosts as a:4,b:4, user@a:4 or [::1]:4")
         found.append(_host(match["address"].strip("[]"), match["workers"], match["user"], workers_per_host, item))
-    return checked(found)
+    return check_hosts(found)
 
 
 def read_hostfile(path: str, *, workers_per_host: int | None) -> tuple[Host, ...]:
-    """The hosts of a file with lines as `host slots=N`; `#` begins a comment."""
+    """Return the hosts of a file with lines as `host slots=N`; `#` begins a comment."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line.partition("#")[0].split() for line in file]
@@ -63,11 +63,11 @@ def read_hostfile(path: str, *, workers_per_host: int | None) -> tuple[Host, ...
         found.append(_host(address.strip("[]"), slots, user or None, workers_per_host, " ".join(words)))
     if not found:
         raise ConfigError(expected=f"hosts in {path}", found="none", fix="write one a line, as `10.0.0.1 slots=4`")
-    return checked(found)
+    return check_hosts(found)
 
 
-def hosts_of_settings(items: Sequence[Any], *, workers_per_host: int) -> tuple[Host, ...]:
-    """The hosts that a script names: strings, or OneFlow's `{"addr": …}`."""
+def parse_host_settings(items: Sequence[Any], *, workers_per_host: int) -> tuple[Host, ...]:
+    """Return the hosts that a script names: strings, or OneFlow's `{"addr": …}`."""
     found = []
     for item in items:
         address = item.get("addr") if isinstance(item, Mapping) else item
@@ -78,39 +78,39 @@ def hosts_of_settings(items: Sequence[Any], *, workers_per_host: int) -> tuple[H
                 fix="name each host by the address under which the others reach it",
             )
         found.append(_host(address.strip("[]"), None, None, workers_per_host, address))
-    return checked(found)
+    return check_hosts(found)
 
 
 def numbered_hosts(address: str, count: int, *, workers: int) -> tuple[Host, ...]:
-    """Hosts of which only the first one's address is known, and how many there are."""
+    """Return `count` hosts of which only the first one's address is known."""
     names = [address.strip("[]"), *(f"host {number}" for number in range(1, count))]
     return tuple(Host(address=name, workers=workers) for name in names)
 
 
-def checked(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """The hosts. Raises ConfigError for none, and for one that is named twice."""
+def check_hosts(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """Return the hosts. Raises `ConfigError` if there is none, or if one is named twice."""
     if not hosts:
         raise ConfigError(expected="at least one host", found="none", fix="name the hosts, as a:4,b:4")
     addresses = [host.address for host in hosts]
-    twice = sorted({address for address in addresses if addresses.count(address) > 1})
-    if twice:
+    repeated = sorted({address for address in addresses if addresses.count(address) > 1})
+    if repeated:
         raise ConfigError(
             expected="each host once",
-            found=f"{twice[0]} {addresses.count(twice[0])} times",
-            fix=f"name it once, with the number of its workers: {twice[0]}:{total_workers(hosts, twice[0])}",
+            found=f"{repeated[0]} {addresses.count(repeated[0])} times",
+            fix=f"name it once, with the number of its workers: {repeated[0]}:{total_workers(hosts, repeated[0])}",
         )
     return tuple(hosts)
 
 
 def total_workers(hosts: Sequence[Host], address: str) -> int:
-    """How many workers all entries of one host have together."""
+    """Return the number of workers of all entries of one host."""
     return sum(host.workers for host in hosts if host.address == address)
 
 
 def own_host_index(hosts: Sequence[Host]) -> int:
-    """Which of the hosts this one is, by its own addresses and names. Raises ConfigError if it is none, or two."""
+    """Return the index of this host, found by its addresses. Raises `ConfigError` for no match, and for several."""
     own = own_addresses()
-    found = [place for place, host in enumerate(hosts) if addresses_of(host.address) & own]
+    found = [index for index, host in enumerate(hosts) if addresses_of(host.address) & own]
     if len(found) == 1:
         return found[0]
     listed = ", ".join(map(str, hosts))
@@ -123,13 +123,13 @@ def own_host_index(hosts: Sequence[Host]) -> int:
         )
     raise ConfigError(
         expected="hosts that are different machines",
-        found=f"{' and '.join(str(hosts[place]) for place in found)}, which are both this one",
-        fix="name each machine once; a name that every host has for itself (localhost) names none",
+        found=f"{' and '.join(str(hosts[index]) for index in found)}, which are both this one",
+        fix="name each machine once, and not by a name that every host uses for itself, as localhost",
     )
 
 
 def own_addresses() -> frozenset[str]:
-    """The addresses of this host's network interfaces, without zones."""
+    """Return the addresses of this host's network interfaces, without zones."""
     families = {socket.AF_INET, socket.AF_INET6}
     cards = psutil.net_if_addrs().values()
     found = {item.address.partition("%")[0] for items in cards for item in items if item.family in families}
@@ -137,37 +137,37 @@ def own_addresses() -> frozenset[str]:
 
 
 def addresses_of(name: str) -> frozenset[str]:
-    """The addresses that a name has; none where it has none."""
+    """Return the addresses of a name; none if it does not resolve."""
     with suppress(OSError, UnicodeError):
         return frozenset(str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(name, None))
     return frozenset()
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means this host to itself alone."""
+    """Whether an address is a loopback address."""
     return address.startswith("127.") or address == "::1"
 
 
 def is_here(name: str) -> bool:
-    """Whether a host's name, perhaps with a user before it, means this machine."""
+    """Whether a host's name, with or without `user@`, means this machine."""
     found = addresses_of(name.rpartition("@")[2])
     return bool(found & own_addresses()) or (bool(found) and all(map(is_loopback, found)))
 
 
 def interface_towards(address: str) -> tuple[str, str]:
-    """The name of the network interface whose way leads to `address`, and this host's own address on it.
+    """Return the network interface on the route to `address`, and this host's address on it.
 
-    Raises OSError if no way leads there.
+    Raises `OSError` if there is no route.
     """
-    family, kind, protocol, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, socket_address = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)  # sends nothing: it asks the kernel for the way
+        probe.connect(socket_address)  # sends nothing: it asks the kernel for the route
         own = str(probe.getsockname()[0]).partition("%")[0]
     return interface_of(own), own
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that has an address of this host. Raises OSError if none has."""
+    """Return the network interface with an address of this host. Raises `OSError` if none has it."""
     for name, items in psutil.net_if_addrs().items():
         if any(item.address.partition("%")[0] == address for item in items):
             return str(name)
@@ -183,7 +183,7 @@ def _host(address: str, workers: str | None, user: str | None, workers_per_host:
             raise ConfigError(
                 expected="one number of workers for each host",
                 found=f"{item}, and -n {workers_per_host}",
-                fix="leave -n away, or the number of the host",
+                fix="omit -n, or the number of the host",
             )
     else:
         raise _unreadable(item, "a number of workers from 1 up, as a:4")

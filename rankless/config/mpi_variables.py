@@ -1,4 +1,4 @@
-"""What MPI's launchers tell a process that they have started: its rank, but not where the others are."""
+"""The environment variables of MPI's launchers: they give a process its rank, but no address of the others."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class MpiWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of a job that `mpirun` or `mpiexec` has started."""
+    """A process that `mpirun` or `mpiexec` has started."""
 
     rank: int
     world_size: int
@@ -21,7 +21,7 @@ _VARIABLES = (
 
 
 def mpi_worker(variables: Mapping[str, str]) -> MpiWorker | None:
-    """What MPI's variables say; None where they say nothing, nonsense, or that the process is the only one."""
+    """Return what MPI's variables contain; None without valid ones, and for a job of one process."""
     for names in _VARIABLES:
         rank, size, local_rank = (variables.get(name, "") for name in names)
         if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1:

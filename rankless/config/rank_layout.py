@@ -1,4 +1,4 @@
-"""Where each rank of a job stands among those of its host, and its host among the others, in Horovod's terms."""
+"""The local and cross ranks of a job, in Horovod's terms."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -7,18 +7,18 @@ from rankless.records.elastic_messages import RankAssignment
 
 
 def assign_ranks(hosts: Sequence[Hashable]) -> list[RankAssignment]:
-    """The seat of every rank. `hosts` has each rank's host, in the order of ranks."""
+    """Return the assignment of every rank. `hosts` has each rank's host, in the order of ranks."""
     sizes = Counter(hosts)
-    # By local rank, the hosts that have a rank of that number, each with its place among them.
+    # For each local rank: the hosts that have a rank of that number, each with its index among them.
     peers = [
-        {host: place for place, host in enumerate(host for host in sizes if sizes[host] > local_rank)}
+        {host: index for index, host in enumerate(host for host in sizes if sizes[host] > local_rank)}
         for local_rank in range(max(sizes.values()))
     ]
-    seated: Counter[Hashable] = Counter()
+    assigned: Counter[Hashable] = Counter()
     found = []
     for rank, host in enumerate(hosts):
-        local_rank = seated[host]
-        seated[host] += 1
+        local_rank = assigned[host]
+        assigned[host] += 1
         found.append(
             RankAssignment(
                 rank=rank,

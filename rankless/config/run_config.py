@@ -1,4 +1,4 @@
-"""The configuration of a whole run: what is asked for, what the agent runs, and what host 0 decides."""
+"""The configuration of a whole run: the request, what the agent runs, and what host 0 decides."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -17,75 +17,75 @@ AgentStart = Literal["ssh", "manual", "script"]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's program: a script's path, a module's name (`-m`), code (`-c`), or any command that is no Python."""
+    """The user's program: a script's path, a module's name (`-m`), code (`-c`), or any command."""
 
     kind: ProgramKind
     target: str
     arguments: tuple[str, ...] = ()
     has_macros: bool = False
-    """Whether `${local_rank}` in an argument means the worker's number."""
+    """Whether `${local_rank}` in an argument stands for the worker's local rank."""
 
 
 class InspectedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A job call of which every value is to be written down: the `call`-th of the job, from 1."""
+    """A job call whose values are all recorded: the `call`-th of the job, from 1."""
 
     job: str
     call: int
 
 
 class RunObservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run leaves behind, beside its recording, for those who look at it; and how soon it ends."""
+    """What a run writes for later inspection besides its recording, and after how many steps it ends."""
 
     stop_after_steps: int | None = None
-    """End the script, as `sys.exit(0)` would, after so many training steps."""
+    """End the script after this many training steps, as `sys.exit(0)` would."""
     programs: str | None = None
-    """A folder into which the jobs' programs are written (for `rankless plan`), or None."""
+    """The folder that gets the jobs' programs (for `rankless plan`), or None."""
     inspected: InspectedCall | None = None
     is_reference: bool = False
-    """The script is plain PyTorch, and recorded by its optimizers' steps instead of by jobs."""
+    """The script is plain PyTorch, so its optimizers' steps are recorded instead of jobs."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The hosts of a job that has several, and how they come together."""
+    """The hosts of a job on several hosts, and how their agents find each other."""
 
     hosts: tuple[Host, ...]
-    """In the order of their ranks; host 0 plans, shows and saves."""
+    """In the order of their ranks. Host 0 decides, shows the training and saves."""
     host_index: int
-    """This host's; UNKNOWN_HOST until host 0 has numbered it."""
+    """This host's index in `hosts`; UNKNOWN_HOST until host 0 assigns it."""
     port: int = DEFAULT_PORT
-    """On which host 0's agent listens."""
+    """The port on which host 0's agent listens."""
     agent_start: AgentStart = "ssh"
-    """How the agents of the other hosts are started: by ssh from host 0; or each by hand, and the token is in a file
-    that each has, or (by script) is brought to them by ssh from host 0.
+    """How the agents of other hosts start: host 0 starts them by ssh ("ssh"), or the user starts each. Then each host
+    has the token in a file ("manual"), or host 0 sends it by ssh ("script").
     """
     is_listed: bool = True
-    """Whether every host knows all the others' addresses; else only host 0's, and how many there are."""
+    """Whether every host knows all addresses; if not, it knows host 0's and the number of hosts."""
     insecure: bool = False
-    """Let whoever reaches the port join: there is no token."""
+    """Let any process that reaches the port join, without a token."""
     join_timeout_seconds: float = 60.0
     copies: bool = False
-    """Send the script to hosts that have another one."""
+    """Send the script to hosts whose copy differs."""
     variables: Mapping[str, str] = {}
-    """Of the environment, on every host; by ssh only."""
+    """Environment variables for every host; with ssh only."""
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
-    """None leaves both to ssh."""
+    """None: ssh chooses both the port and the file."""
 
 
 class JobStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What host 0 decides once all hosts are there, the same for all of them."""
+    """What host 0 decides for all hosts once they have joined."""
 
     run_id: str
     seed: int | None
     workers: tuple[int, ...]
-    """On each host."""
+    """The number of workers on each host."""
     backend: Literal["gloo", "nccl"]
     master_address: str
     master_port: int
     store_address: str
     store_port: int
     addresses: tuple[str, ...] = ()
-    """Of each host, the numeric one by which its way to host 0 leads; none if there is only one host."""
+    """Each host's numeric address on its route to host 0; empty for a single host."""
     launcher_variables: Mapping[str, str | None] = {}
     """Environment variables of every worker, from the services of the launcher's profile; None removes one."""
     recording: str | None = None
@@ -95,28 +95,28 @@ class JobStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """How many workers the job has."""
+        """The number of workers of the job."""
         return sum(self.workers)
 
-    def first_rank(self, place: int) -> int:
-        """The rank of a host's first worker."""
-        return sum(self.workers[:place])
+    def first_rank(self, host_index: int) -> int:
+        """Return the rank of a host's first worker."""
+        return sum(self.workers[:host_index])
 
     def host_of(self, rank: int) -> int:
-        """The place of the host on which a rank runs."""
-        return next(place for place in range(len(self.workers)) if rank < self.first_rank(place + 1))
+        """Return the index of a rank's host."""
+        return next(host for host in range(len(self.workers)) if rank < self.first_rank(host + 1))
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user asks for; `config.validation.make_run_config` makes a `RunConfig` of it."""
+    """What a user requests. `config.validation.make_run_config` makes a `RunConfig` from it."""
 
     worker_count: int
     devices: str | None = None
-    """"cpu", or GPU numbers as "0,1"; without it each worker gets a GPU if the host has any, else the CPU."""
+    """"cpu", or GPU numbers as "0,1"; None gives each worker a GPU if the host has any, else the CPU."""
     threads: int | None = None
-    """Per worker; without it the cores are shared out evenly."""
+    """Threads per worker; None divides the cores evenly."""
     seed: int | None = None
-    """Without it one is drawn."""
+    """None draws one."""
     separate_seeds: bool = False
     """Without `seed`, let each process seed its generators itself, even if the program names Rankless."""
     log_folder: str = "log"
@@ -134,15 +134,15 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int | None = None
     """MASTER_PORT of a job on one host; None takes a free one."""
     cluster: Cluster | None = None
-    """None: this host alone."""
+    """None: this host only."""
     elastic: Elastic | None = None
-    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
+    """Workers and hosts may join and leave; None fixes them, and the first failure ends the job."""
     hang_timeout_seconds: float | None = None
-    """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
+    """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the agent needs to run one job on this host."""
+    """All that the agent needs to run a job on this host."""
 
     program: Program
     worker_count: int
@@ -150,20 +150,18 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One torch device name per worker, as "cpu" or "cuda:0"; two workers may share one."""
     threads_per_worker: int
     log_folder: str
-    """The folder under which a new folder per run is made."""
+    """The folder that gets a new folder for each run."""
     show: ShowChoice = "first"
     warm: bool = True
-    """Fork the workers from a parent that has imported torch; False starts plain processes."""
+    """Fork the workers from a process that has imported torch; False starts plain processes."""
     seed: int | None
-    """Every worker's generators start from it; None: from seeds of their own, as separate processes' do."""
+    """The seed of every worker's generators; None lets each process seed itself."""
     recording: str | None = None
     """A folder into which each worker records its job results (for `rankless verify`), or None."""
     perturbation_seed: int | None = None
-    """Set only for `verify`'s noise-floor run: gradients are disturbed in their last bit, drawn from this
-    seed.
-    """
+    """The seed of random changes to the last bit of gradients, for `verify`'s noise-floor run; else None."""
     dtype: Precision | None = None
-    """What jobs compute in, whatever the script says; None leaves it to the script."""
+    """The dtype in which jobs compute instead of the script's; None keeps the script's."""
     observation: RunObservation = RunObservation()
     progress: bool = True
     launcher: LauncherChoice | None = None
@@ -173,10 +171,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int | None = None
     """MASTER_PORT of a job on one host; None takes a free one."""
     cluster: Cluster | None = None
-    """None: this host alone."""
+    """None: this host only."""
     elastic: Elastic | None = None
-    """Workers may come and go, also whole hosts; None: they stay, and the first that fails ends the job."""
+    """Workers and hosts may join and leave; None fixes them, and the first failure ends the job."""
     hang_timeout_seconds: float | None = None
-    """How long the job may stand still before it is ended: None learns it, 0 never ends it for that."""
+    """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
     request: RunRequest
-    """What was asked for: each host makes a plan of its own of it."""
+    """The request. Each host makes its own `RunConfig` from it."""

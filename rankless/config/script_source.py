@@ -1,4 +1,4 @@
-"""The source of a user's program: read, never run."""
+"""Reads the source of a user's program without running it."""
 
 import ast
 import importlib.machinery
@@ -12,7 +12,7 @@ MOST_FILES = 100
 
 
 def program_file(program: Program) -> str | None:
-    """The Python file that runs first, or None where there is none to be read."""
+    """Return the Python file that runs first, or None if there is no source to read."""
     if program.kind == "script":
         return program.target if os.path.isfile(program.target) else None
     return _module_file(program.target, [os.getcwd(), *sys.path], runs=True) if program.kind == "module" else None
@@ -31,15 +31,15 @@ def names_word(program: Program, word: str) -> bool:
 
 
 def own_syntax(program: Program) -> Iterator[ast.Module]:
-    """The syntax trees of the program's first file and of what it imports from beside it, as far as they can be read.
+    """Yield the syntax trees of the program's first file and of the files beside it that it imports.
 
-    Nothing is imported: a package's own code might do anything.
+    Files that do not parse are skipped. Nothing is imported, because a package's code could do anything.
     """
     return (tree for _, tree in _own_files(program) if tree is not None)
 
 
 def _own_files(program: Program) -> Iterator[tuple[bytes, ast.Module | None]]:
-    """Text and, if it can be read, syntax of the first file, and then of what it imports from beside it."""
+    """Yield text and syntax tree (None if it does not parse) of the first file, then of the files it imports."""
     first = program_file(program)
     if first is None:
         return
@@ -79,20 +79,20 @@ def _imported(tree: ast.Module, path: str, root: str) -> Iterator[str]:
 
 
 def _module_file(name: str, path: list[str], *, runs: bool = False) -> str | None:
-    """The source file of a module found on `path`; with `runs`, of a package what `python -m` runs."""
-    parts, places = name.split("."), path
+    """Return the source file of a module found on `path`; with `runs`, the file that `python -m` runs."""
+    parts, folders = name.split("."), path
     found = None
     for number in range(len(parts)):
         try:
-            found = importlib.machinery.PathFinder.find_spec(".".join(parts[: number + 1]), places)
+            found = importlib.machinery.PathFinder.find_spec(".".join(parts[: number + 1]), folders)
         except (ImportError, ValueError):
             return None
         if found is None:
             return None
-        places = list(found.submodule_search_locations or [])
-        if not places and number + 1 < len(parts):
+        folders = list(found.submodule_search_locations or [])
+        if not folders and number + 1 < len(parts):
             return None
-    for folder in places if runs else ():
+    for folder in folders if runs else ():
         main = os.path.join(folder, "__main__.py")
         if os.path.isfile(main):
             return main

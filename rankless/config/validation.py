@@ -1,4 +1,4 @@
-"""All checks of what `rankless run` was asked for, before any process starts."""
+"""All checks of a request, before any process starts."""
 
 import glob
 import importlib.util
@@ -15,11 +15,11 @@ from rankless.errors import ConfigError
 
 
 def make_run_config(program: Program, request: RunRequest) -> RunConfig:
-    """A plan that can be run; raises `ConfigError` for one that cannot."""
+    """Return the `RunConfig` of a request. Raises `ConfigError` for a request that cannot run."""
     threads, seed, cluster = request.threads, request.seed, request.cluster
     count = request.worker_count if cluster is None else cluster.hosts[cluster.host_index].workers
     if request.elastic is not None:
-        # Its hosts come and go: the driver makes what is for one host, as it starts workers there.
+        # Hosts join and leave, and the driver makes what one host needs when it starts workers there.
         check_elastic(request.elastic, request.worker_count)
         count, cluster = request.worker_count, None
     if cluster is not None and len(cluster.hosts) == 1:
@@ -34,8 +34,8 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
     check_program(program)
-    # Somebody else's program draws its own random numbers in each process; one that names Rankless wants ours.
-    is_apart = request.recording is None and (request.separate_seeds or not names_rankless(program))
+    # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
+    has_separate_seeds = request.recording is None and (request.separate_seeds or not names_rankless(program))
     return RunConfig(
         program=program,
         worker_count=count,
@@ -44,7 +44,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         log_folder=request.log_folder,
         show=request.show,
         warm=request.warm,
-        seed=seed if seed is not None else None if is_apart else secrets.randbelow(2**32),
+        seed=seed if seed is not None else None if has_separate_seeds else secrets.randbelow(2**32),
         recording=request.recording,
         perturbation_seed=request.perturbation_seed,
         dtype=request.dtype,
@@ -61,7 +61,10 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
 
 
 def hang_timeout(request: RunRequest) -> float | None:
-    """How long the job may stand still, in seconds: the option's, or RANKLESS_HANG_TIMEOUT's. Raises ConfigError."""
+    """Return the seconds without progress after which a job ends: the option's, or RANKLESS_HANG_TIMEOUT's.
+
+    Raises `ConfigError` for a value that is no such number.
+    """
     seconds, given = request.hang_timeout_seconds, user_hang_timeout()
     if seconds is None and given is not None:
         try:
@@ -72,38 +75,38 @@ def hang_timeout(request: RunRequest) -> float | None:
         raise ConfigError(
             expected="seconds without progress after which a job is ended, or 0 for never",
             found=seconds if request.hang_timeout_seconds is not None else f"RANKLESS_HANG_TIMEOUT={given}",
-            fix="give --hang-timeout a number from 0 up, or leave it away: what is usual for the job is then learned",
+            fix="give --hang-timeout a number from 0 up, or omit it: Rankless then learns it from the job's steps",
         )
     return seconds
 
 
 def check_program(program: Program) -> None:
-    """Raise `ConfigError` unless the program is there to be run."""
+    """Raise `ConfigError` unless the program exists and can be run."""
     target = program.target
     if program.kind == "script" and not os.path.isfile(target):
         raise ConfigError(
             expected="a Python script",
             found=f"a folder, {target}" if os.path.isdir(target) else f"no file {target} in {os.getcwd()}",
-            fix="check the path; a module is run by -m NAME, code by -c CODE",
+            fix="check the path; run a module by -m NAME, code by -c CODE",
         )
     if program.kind == "script" and not os.access(target, os.R_OK):
-        raise ConfigError(expected=f"to be allowed to read {target}", found="not allowed", fix=f"chmod u+r {target}")
+        raise ConfigError(expected=f"permission to read {target}", found="none", fix=f"chmod u+r {target}")
     if program.kind == "command" and shutil.which(target) is None:
         raise ConfigError(
             expected=f"a command {target}",
-            found="none of that name that may be executed, here or on PATH",
+            found="no executable file of that name, here or on PATH",
             fix=f"check the name; a file here is ./{target}, and needs chmod +x",
         )
     if program.kind == "module" and not _module_may_exist(target.partition(".")[0]):
         raise ConfigError(
             expected=f"a module {target}",
             found="no such module here or among the installed packages",
-            fix="check the name; run from the folder that holds it; a script is run without -m",
+            fix="check the name; start in the folder that has it; run a script without -m",
         )
 
 
 def choose_devices(wish: str | None, *, worker_count: int) -> tuple[str, ...]:
-    """One torch device name per worker, numbered as CUDA numbers the GPUs that are visible now."""
+    """Return one torch device per worker, numbered as CUDA numbers the visible GPUs. Raises `ConfigError`."""
     if wish == "cpu":
         return ("cpu",) * worker_count
     present = count_gpus()
@@ -123,20 +126,20 @@ def choose_devices(wish: str | None, *, worker_count: int) -> tuple[str, ...]:
 
 
 def choose_backend(devices: tuple[str, ...]) -> Literal["gloo", "nccl"]:
-    """NCCL where every worker has a GPU of its own; it refuses two on one GPU, so Gloo elsewhere."""
+    """Return NCCL if every worker has its own GPU, else Gloo, because NCCL refuses two workers on one GPU."""
     on_gpus = all(device.startswith("cuda") for device in devices)
     return "nccl" if on_gpus and len(set(devices)) == len(devices) else "gloo"
 
 
 def count_gpus() -> int:
-    """How many NVIDIA GPUs are visible, asked without CUDA: the driver's device files."""
+    """Return the number of visible NVIDIA GPUs. It counts the driver's device files, without CUDA."""
     files = glob.glob("/dev/nvidia[0-9]*")
     visible = user_visible_devices()
     return len(files) if visible is None else min(len(files), len(visible))
 
 
 def core_count() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 

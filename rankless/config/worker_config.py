@@ -8,7 +8,7 @@ from rankless.config.run_config import Precision, Program, RunObservation
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one worker is told. It travels in one environment variable, beside torchrun's own."""
+    """All that one worker needs. It travels in one environment variable, besides torchrun's."""
 
     rank: int
     world_size: int
@@ -23,66 +23,64 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     log_file: str
     error_log_file: str | None = None
-    """Where standard error goes, if not to the log file too."""
+    """The file for standard error; None if it goes to `log_file` too."""
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
     observation: RunObservation = RunObservation()
     progress: bool = True
-    """Send progress records up."""
+    """Whether the worker sends progress records to the agent."""
     records_descriptor: int | None = None
-    """The inherited socket on which records go up."""
+    """The inherited socket on which the worker sends records to the agent."""
     store_descriptor: int | None = None
-    """Rank 0 only: an inherited socket that listens already, on which it serves the store that all ranks
-    meet at.
-    """
+    """Rank 0 only: an inherited, listening socket on which it serves the store of all ranks."""
     interface: str | None = None
-    """The network interface by which other hosts are reached; None where all workers are on this one."""
+    """The network interface that leads to the other hosts; None if all workers are on this one."""
     host: int = 0
-    """The place of its host among the job's."""
+    """The index of its host."""
     host_count: int = 1
     store_address: str = "127.0.0.1"
     store_port: int | None = None
     status_descriptor: int | None = None
-    """The inherited memory in which it writes its steps, and, asked, its stacks; None where nobody looks."""
+    """The inherited memory to which it writes its steps and, on request, its stacks; None without a watchdog."""
     rounds_descriptor: int | None = None
     """The inherited socket to the driver of an elastic job."""
     process_id: int | None = None
-    """The worker's own; a child of it inherits the environment but is not the worker."""
+    """The worker's process id. A child inherits the environment but is not the worker."""
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as its parent starts it."""
+    """The configuration and environment of a worker to start."""
 
     config: WorkerConfig
     environment: dict[str, str | None]
-    """Variables to set, or to remove, on top of the parent's own."""
+    """Variables to set, or to remove where None, on top of the parent's."""
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the parent of the workers is told. It comes in through its standard input, as JSON."""
+    """All that the parent of a host's workers needs. It reads it from standard input, as JSON."""
 
     program: Program
     warm: bool
     workers: tuple[WorkerLaunch, ...]
     other_hosts: tuple[str, ...] = ()
-    """The addresses of the job's other hosts, where they are known."""
+    """The addresses of the job's other hosts, as far as they are known."""
     control_descriptor: int
     records_descriptor: int
     store_descriptor: int | None
     launches_descriptor: int | None = None
-    """The socket on which further workers are ordered, in an elastic job."""
+    """The socket on which the driver of an elastic job requests more workers."""
 
     def descriptors(self) -> list[int]:
-        """Those that the parent is to inherit, under these numbers."""
+        """Return the descriptors that the parent inherits under the same numbers."""
         pages = (launch.config.status_descriptor for launch in self.workers)
         sockets = (self.control_descriptor, self.records_descriptor, self.store_descriptor, self.launches_descriptor)
         return [descriptor for descriptor in (*sockets, *pages) if descriptor is not None]
 
 
 class ForkServerPoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a fork server is told at its start, as `HostConfig` is."""
+    """All that a fork server needs at its start. It reads it from standard input, as JSON."""
 
     connection_descriptor: int
     with_jobs: bool
-    """Whether the programs of its runs call jobs."""
+    """Whether the programs of its runs call jobs, so that it imports what jobs need."""

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from rankless.config import environment
 from rankless.config.collective_test import (
     MARK,
-    AreYouThere,
-    Here,
-    NotReduced,
-    OpenStore,
-    Reduce,
-    Reduced,
-    StoreOpened,
-    TrialResult,
-    TrialTask,
+    AllReduceFailed,
+    AllReduceResult,
+    CheckTorch,
+    CollectiveTestResult,
+    CollectiveTestTask,
+    RunAllReduce,
+    ServeStore,
+    StoreServed,
+    TorchImported,
 )
 from rankless.runtime.fast_exit import FastExit
 
@@ -38,17 +38,17 @@ def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what eve
 def _serve() -> None:
     store: Any = None  # torch's stubs have no stores
     for line in sys.stdin.buffer:
-        task = msgspec.json.decode(line, type=TrialTask)
+        task = msgspec.json.decode(line, type=CollectiveTestTask)
         try:
-            if isinstance(task, AreYouThere):
-                _tell(Here())
-            elif isinstance(task, OpenStore):
+            if isinstance(task, CheckTorch):
+                _tell(TorchImported())
+            elif isinstance(task, ServeStore):
                 store, port = _served(task.address)
-                _tell(StoreOpened(port=port))
+                _tell(StoreServed(port=port))
             else:
                 _tell(_reduced(task, store))
         except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
-            _tell(NotReduced(text=str(error).strip().partition("\n")[0]))
+            _tell(AllReduceFailed(text=str(error).strip().partition("\n")[0]))
 
 
 def _served(address: str) -> tuple[Any, int]:
@@ -56,7 +56,7 @@ def _served(address: str) -> tuple[Any, int]:
     return store, int(store.port)
 
 
-def _reduced(task: Reduce, store: Any) -> Reduced:
+def _reduced(task: RunAllReduce, store: Any) -> AllReduceResult:
     environment.apply({"GLOO_SOCKET_IFNAME": task.interface})
     limit = timedelta(seconds=task.timeout_seconds)
     start = time.monotonic()
@@ -70,7 +70,7 @@ def _reduced(task: Reduce, store: Any) -> Reduced:
     for byte_count, times in SIZES_AND_TIMES:
         tensor = torch.ones(byte_count // 4)
         seconds[byte_count] = statistics.median(_sum_once(tensor.fill_(1.0), task.size) for _ in range(times))
-    return Reduced(
+    return AllReduceResult(
         join_seconds=joined, seconds=seconds, torch=str(torch.__version__), cuda_devices=torch.cuda.device_count()
     )
 
@@ -84,6 +84,6 @@ def _sum_once(tensor: torch.Tensor, size: int) -> float:
     return taken
 
 
-def _tell(result: TrialResult) -> None:
+def _tell(result: CollectiveTestResult) -> None:
     sys.stdout.buffer.write(MARK + msgspec.json.encode(result) + b"\n")
     sys.stdout.buffer.flush()

@@ -297,7 +297,7 @@ def _await_all(store: Any, name: str, world_size: int) -> int:
     return come
 
 
-def _join_existing(torchrun: environment.Torchrun | None, observer: Callable[[], Observer]) -> ProcessContext:
+def _join_existing(torchrun: environment.TorchrunWorker | None, observer: Callable[[], Observer]) -> ProcessContext:
     """Join as torchrun, or a launcher like it, has told; or take over the group that the script has made."""
     if torchrun is not None and torchrun.world_size > 1 and not dist.is_initialized():
         return _join_invited(parameters_from_torchrun(torchrun), observer)

@@ -8,10 +8,10 @@ import pytest
 from rankless.config.hosts import (
     Host,
     addresses_of,
-    hosts_of_settings,
     interface_towards,
     own_addresses,
     own_host_index,
+    parse_host_settings,
     parse_hosts,
     read_hostfile,
 )
@@ -74,11 +74,11 @@ def test_a_file_of_hosts_is_read(tmp_path: Path):
 
 
 def test_hosts_of_a_script_are_names_or_oneflows_dicts():
-    found = hosts_of_settings(["10.7.0.1", {"addr": "10.7.0.2"}], workers_per_host=2)
+    found = parse_host_settings(["10.7.0.1", {"addr": "10.7.0.2"}], workers_per_host=2)
     assert found == (Host(address="10.7.0.1", workers=2), Host(address="10.7.0.2", workers=2))
     for wrong in ([3], [{"address": "a"}], [""], [{"addr": 5}], []):
         with pytest.raises(ConfigError):
-            hosts_of_settings(wrong, workers_per_host=2)
+            parse_host_settings(wrong, workers_per_host=2)
 
 
 def test_a_host_finds_itself_by_its_own_addresses():

@@ -4,7 +4,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rankless.config.collective_test import AreYouThere, Here, OpenStore, Reduce, Reduced, StoreOpened, TrialTask
+from rankless.config.collective_test import (
+    AllReduceResult,
+    CheckTorch,
+    CollectiveTestTask,
+    RunAllReduce,
+    ServeStore,
+    StoreServed,
+    TorchImported,
+)
 from rankless.launch.doctor.probe_protocol import ProbeFailed, ProbeResponse, RelayTask, StartCollectiveProcess
 from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.records.check_results import CheckResult, make_failure, make_pass, with_place
@@ -26,17 +34,17 @@ def run_collective_test(
     """Return the result of the sums on all hosts, or a failure for each host whose process could not take part."""
     # A process that still imports torch would make the rendezvous of the others time out.
     responses = probes.request(
-        {index: _make_relay_task(AreYouThere()) for index in probes.ready}, IMPORT_TIMEOUT_SECONDS
+        {index: _make_relay_task(CheckTorch()) for index in probes.ready}, IMPORT_TIMEOUT_SECONDS
     )
-    failures = {index: found for index, found in responses.items() if not isinstance(found, Here)}
+    failures = {index: found for index, found in responses.items() if not isinstance(found, TorchImported)}
     if failures:
         return _results(failures, names)
-    (store,) = probes.request({0: _make_relay_task(OpenStore(address=address))}, IMPORT_TIMEOUT_SECONDS).values()
-    if not isinstance(store, StoreOpened):
+    (store,) = probes.request({0: _make_relay_task(ServeStore(address=address))}, IMPORT_TIMEOUT_SECONDS).values()
+    if not isinstance(store, StoreServed):
         return _results({0: store}, names)
     tasks = {
         index: _make_relay_task(
-            Reduce(
+            RunAllReduce(
                 address=address,
                 port=store.port,
                 rank=index,
@@ -48,10 +56,10 @@ def run_collective_test(
         for index in probes.ready
     }
     sums = probes.request(tasks, IMPORT_TIMEOUT_SECONDS)
-    incomplete = {index: found for index, found in sums.items() if not isinstance(found, Reduced)}
+    incomplete = {index: found for index, found in sums.items() if not isinstance(found, AllReduceResult)}
     if incomplete:
         return _results(incomplete, names)
-    reduced = [found for found in sums.values() if isinstance(found, Reduced)]
+    reduced = [found for found in sums.values() if isinstance(found, AllReduceResult)]
     slowest = {size: max(each.seconds[size] for each in reduced) for size in reduced[0].seconds}
     times = ", ".join(f"{format_bytes(size)} in {format_seconds(seconds)}" for size, seconds in slowest.items())
     cards = ", ".join(dict.fromkeys(interfaces[index] for index in sorted(probes.ready)))
@@ -62,7 +70,7 @@ def run_collective_test(
     )
 
 
-def _make_relay_task(task: TrialTask) -> RelayTask:
+def _make_relay_task(task: CollectiveTestTask) -> RelayTask:
     return RelayTask(line=msgspec.json.encode(task), timeout_seconds=IMPORT_TIMEOUT_SECONDS - 1)
 
 

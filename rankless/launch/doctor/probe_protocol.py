@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.config.collective_test import Here, Reduced, StoreOpened
+from rankless.config.collective_test import AllReduceResult, StoreServed, TorchImported
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.records.check_results import CheckResult
 
@@ -167,9 +167,9 @@ ProbeResponse = (
     | ListenersOpened
     | ConnectionAttempts
     | LinkSpeed
-    | Here
-    | StoreOpened
-    | Reduced
+    | TorchImported
+    | StoreServed
+    | AllReduceResult
     | ProbeDone
     | ProbeFailed
 )

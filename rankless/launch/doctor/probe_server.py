@@ -16,7 +16,7 @@ from typing import IO
 import msgspec
 
 from rankless.config import environment
-from rankless.config.collective_test import MARK, NotReduced, TrialResult
+from rankless.config.collective_test import MARK, AllReduceFailed, CollectiveTestResult
 from rankless.launch.doctor import link_test
 from rankless.launch.doctor.host_checks import check_host, read_host_identity
 from rankless.launch.doctor.probe_protocol import (
@@ -116,8 +116,8 @@ class ProbeServer:
                 if not line:
                     return ProbeFailed(text=self._read_last_error(process))
                 if line.startswith(MARK):
-                    result = msgspec.json.decode(line.removeprefix(MARK), type=TrialResult)
-                    return ProbeFailed(text=result.text) if isinstance(result, NotReduced) else result
+                    result = msgspec.json.decode(line.removeprefix(MARK), type=CollectiveTestResult)
+                    return ProbeFailed(text=result.text) if isinstance(result, AllReduceFailed) else result
         return ProbeFailed(text=f"no answer within {request.timeout_seconds:g} s")
 
     def _read_last_error(self, process: subprocess.Popen[bytes]) -> str:

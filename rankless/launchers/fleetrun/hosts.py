@@ -4,7 +4,7 @@ from rankless.config.hosts import (
     DEFAULT_PORT,
     Host,
     addresses_of,
-    checked,
+    check_hosts,
     numbered_hosts,
     own_addresses,
     own_host_index,
@@ -43,7 +43,7 @@ def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster
             found=flags.ips,
             fix="name it once; how many processes a host has is said by --gpus or --nproc_per_node",
         )
-    hosts = checked([Host(address=address.strip("[]"), workers=workers) for address in addresses])
+    hosts = check_hosts([Host(address=address.strip("[]"), workers=workers) for address in addresses])
     place = own_host_index(hosts)
     number = {"--nnodes": (_host_count(flags) if flags.nnodes or flags.np else len(hosts), len(hosts))}
     number["--rank"] = (place if flags.rank in (None, -1) else flags.rank, place)

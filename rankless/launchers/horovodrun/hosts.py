@@ -8,7 +8,7 @@ from rankless.config.environment import horovod_variables
 from rankless.config.hosts import (
     Host,
     addresses_of,
-    checked,
+    check_hosts,
     interface_towards,
     is_here,
     is_loopback,
@@ -62,7 +62,7 @@ def cluster_of(flags: HorovodrunFlags, hosts: Sequence[Host]) -> Cluster | None:
     machines = _machines(hosts)
     if len(machines) == 1 and is_here(machines[0].address):
         return None
-    machines = checked(machines)
+    machines = check_hosts(machines)
     place = own_host_index(machines)
     if place > 0:
         raise ConfigError(

@@ -62,7 +62,7 @@ def find_rendezvous_info() -> RendezvousInfo:
     return RendezvousInfo(rank=0, size=1, store=dist.HashStore())  # type: ignore[attr-defined]  # missing in the stubs
 
 
-def parameters_from_torchrun(torchrun: environment.Torchrun) -> RendezvousParameters:
+def parameters_from_torchrun(torchrun: environment.TorchrunWorker) -> RendezvousParameters:
     """Where torchrun, or a launcher like it, has its processes meet. Raises JoinError where it has not said."""
     if torchrun.master_address is None or torchrun.master_port == 0:
         missing = "MASTER_ADDR" if torchrun.master_address is None else "MASTER_PORT"
@@ -101,7 +101,7 @@ def _place_of_worker(config: WorkerConfig) -> RendezvousInfo:
     )
 
 
-def _place_by_torchrun(torchrun: environment.Torchrun) -> RendezvousInfo:
+def _place_by_torchrun(torchrun: environment.TorchrunWorker) -> RendezvousInfo:
     parameters = parameters_from_torchrun(torchrun)
     rendezvous = join_tcp_rendezvous(parameters, print_notice)
     if rendezvous.is_on_one_host:
