@@ -5,9 +5,9 @@ import sys
 
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
-from rankless.launchers.fleetrun.parser import add_flags, table_of, take_flags
-from rankless.launchers.fleetrun.run_config import fleetrun_program, fleetrun_request, notes
-from rankless.launchers.fleetrun.tables import arguments_table
+from rankless.launchers.fleetrun.parser import add_flags, list_arguments, read_flags
+from rankless.launchers.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
+from rankless.launchers.fleetrun.tables import format_arguments_table
 from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "fleetrun"
@@ -26,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    flags = take_flags(arguments)
+    flags = read_flags(arguments)
     program = fleetrun_program(flags)
     config = make_run_config(program, fleetrun_request(flags, program))
-    sys.stderr.write(arguments_table(table_of(flags)))
-    sys.stderr.writelines(f"rankless fleetrun: {note}\n" for note in notes(flags))
+    sys.stderr.write(format_arguments_table(list_arguments(flags)))
+    sys.stderr.writelines(f"rankless fleetrun: {note}\n" for note in describe_ignored_options(flags))
     sys.stderr.flush()
     with ProgressObserver() as progress:
         return agent.run(

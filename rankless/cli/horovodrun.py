@@ -9,10 +9,10 @@ from rankless.config.run_config import RunConfig
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
 from rankless.launchers.horovodrun.build_table import build_table
-from rankless.launchers.horovodrun.config_file import completed, read_config, unknown_keys
+from rankless.launchers.horovodrun.config_file import complete_flags, read_config, unknown_keys
 from rankless.launchers.horovodrun.options import HorovodrunFlags
-from rankless.launchers.horovodrun.parser import add_flags, take_flags
-from rankless.launchers.horovodrun.run_config import horovodrun_program, horovodrun_request, notes
+from rankless.launchers.horovodrun.parser import add_flags, read_flags
+from rankless.launchers.horovodrun.run_config import describe_ignored_options, horovodrun_program, horovodrun_request
 from rankless.launchers.horovodrun.settings import HorovodrunSettings
 from rankless.runtime.hooks.import_aliases import installed_package
 from rankless.terminal.progress_observer import ProgressObserver
@@ -39,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    flags, messages = apply_config_file(take_flags(arguments))
+    flags, messages = apply_config_file(read_flags(arguments))
     if flags.check_build:
         print(build_table(horovod_version))
         return 0
     real = installed_package("horovod")
     program = horovodrun_program(flags)
     config = make_run_config(program, horovodrun_request(flags, program))
-    messages += notes(flags)
+    messages += describe_ignored_options(flags)
     if real is not None:
         messages.append(f"`import horovod` imports the installed one, {real}; RANKLESS_HOROVOD=1 selects Rankless's")
         if config.elastic is not None:
@@ -66,7 +66,7 @@ def apply_config_file(flags: HorovodrunFlags) -> tuple[HorovodrunFlags, list[str
     if path is None:
         return flags, []
     settings = read_config(path)
-    return completed(flags, settings, path=path), [
+    return complete_flags(flags, settings, path=path), [
         f"{path}: {key}: unknown key, ignored" for key in unknown_keys(settings)
     ]
 

@@ -7,9 +7,9 @@ import msgspec
 from rankless.cli.torchrun import run_program
 from rankless.config.validation import check_program
 from rankless.errors import ConfigError
-from rankless.launchers.torchrun.parser import add_flags, take_flags
-from rankless.launchers.torchrun.rank_option import find_rank_way
-from rankless.launchers.torchrun.run_config import LOCAL_RANK, notes, torchrun_program
+from rankless.launchers.torchrun.parser import add_flags, read_flags
+from rankless.launchers.torchrun.rank_option import find_rank_option
+from rankless.launchers.torchrun.run_config import LOCAL_RANK, describe_ignored_options, torchrun_program
 
 NAME = "launch"
 HELP = (
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    flags = take_flags(arguments)
+    flags = read_flags(arguments)
     program = torchrun_program(flags)
     check_program(program)
-    messages = notes(flags)
+    messages = describe_ignored_options(flags)
     if not flags.use_env:
         if program.kind == "command":
             raise ConfigError(
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
                 found="--no-python without --use-env",
                 fix="add --use-env, and read LOCAL_RANK",
             )
-        way = find_rank_way(program)
+        way = find_rank_option(program)
         messages += [way.note] if way.note else []
         if way.option is not None:
             rank_argument = f"{way.option}={LOCAL_RANK}"

@@ -12,8 +12,13 @@ from rankless.config.run_config import Program
 from rankless.config.validation import check_program, make_run_config
 from rankless.launch import agent
 from rankless.launchers.torchrun.options import TorchrunFlags
-from rankless.launchers.torchrun.parser import add_flags, take_flags
-from rankless.launchers.torchrun.run_config import notes, torchrun_program, torchrun_request, under_own_python
+from rankless.launchers.torchrun.parser import add_flags, read_flags
+from rankless.launchers.torchrun.run_config import (
+    describe_ignored_options,
+    torchrun_program,
+    torchrun_request,
+    use_chosen_python,
+)
 from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "torchrun"
@@ -31,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    flags = take_flags(arguments)
-    return run_program(NAME, flags, torchrun_program(flags), notes(flags))
+    flags = read_flags(arguments)
+    return run_program(NAME, flags, torchrun_program(flags), describe_ignored_options(flags))
 
 
 def run_program(command: str, flags: TorchrunFlags, program: Program, messages: list[str]) -> int:
     """Run `program` as `flags` say, after printing a line with the notices, and return the exit code."""
     check_program(program)
-    program = under_own_python(program)
+    program = use_chosen_python(program)
     with ExitStack() as stack:
         request = torchrun_request(flags, program)
         if request.log_folder == os.devnull:

@@ -62,7 +62,7 @@ def declare_script(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def taken(arguments: argparse.Namespace, kind: type[Flags]) -> Flags:
+def parse_flags(arguments: argparse.Namespace, kind: type[Flags]) -> Flags:
     """What was given, as flags of that kind."""
     values = vars(arguments)
     script = values.pop("training_script")

@@ -7,7 +7,7 @@ import pytest
 from support.warm_runs import rankless
 
 from rankless.config.run_config import Program
-from rankless.launchers.torchrun.rank_option import find_rank_way
+from rankless.launchers.torchrun.rank_option import find_rank_option
 
 DASHED, UNDERSCORED = "--local-rank", "--local_rank"
 
@@ -46,7 +46,7 @@ DECLARATIONS = {
 def test_the_option_is_the_one_that_the_script_declares(kind: str, tmp_path: Path):
     text, option = DECLARATIONS[kind]
     (tmp_path / "main.py").write_text(text)
-    assert find_rank_way(Program(kind="script", target=str(tmp_path / "main.py"))).option == option
+    assert find_rank_option(Program(kind="script", target=str(tmp_path / "main.py"))).option == option
 
 
 def test_an_option_declared_in_a_module_beside_the_script_counts(tmp_path: Path):
@@ -56,7 +56,7 @@ def test_an_option_declared_in_a_module_beside_the_script_counts(tmp_path: Path)
     (tmp_path / "main.py").write_text("import torch\nfrom tools import parse\nprint(parse())\n")
     (tmp_path / "loop.py").write_text("import loop, main")
     for name in ("main.py", "loop.py"):
-        assert find_rank_way(Program(kind="script", target=str(tmp_path / name))).option == UNDERSCORED
+        assert find_rank_option(Program(kind="script", target=str(tmp_path / name))).option == UNDERSCORED
 
 
 def test_the_source_of_a_module_is_found_without_running_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -66,9 +66,9 @@ def test_the_source_of_a_module_is_found_without_running_its_package(tmp_path: P
     (package / "part.py").write_text(DECLARATIONS["argparse, underscored"][0])
     (package / "__main__.py").write_text(DECLARATIONS["argparse, dashed"][0])
     monkeypatch.chdir(tmp_path)
-    assert find_rank_way(Program(kind="module", target="pack.part")).option == UNDERSCORED
-    assert find_rank_way(Program(kind="module", target="pack")).option == DASHED
-    unseen = find_rank_way(Program(kind="module", target="pack.absent"))
+    assert find_rank_option(Program(kind="module", target="pack.part")).option == UNDERSCORED
+    assert find_rank_option(Program(kind="module", target="pack")).option == DASHED
+    unseen = find_rank_option(Program(kind="module", target="pack.absent"))
     assert (unseen.option, bool(unseen.note)) == (DASHED, True)
 
 

@@ -17,11 +17,11 @@ from rankless.launch.worker_configs import make_worker_configs
 from rankless.launchers.fleetrun import hosts
 from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.fleetrun.parameter_server_options import SERVER_FLAGS
-from rankless.launchers.fleetrun.parser import FLAGS, table_of, take_flags
+from rankless.launchers.fleetrun.parser import FLAGS, list_arguments, read_flags
 from rankless.launchers.fleetrun.profile import ENDPOINTS
-from rankless.launchers.fleetrun.run_config import fleetrun_program, fleetrun_request, notes
+from rankless.launchers.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
 from rankless.launchers.fleetrun.settings import share_out
-from rankless.launchers.fleetrun.tables import arguments_table, environment_table, worker_line
+from rankless.launchers.fleetrun.tables import format_arguments_table, format_environment_table, format_worker_line
 
 SCRIPT = Program(kind="script", target=__file__)
 
@@ -29,14 +29,14 @@ SCRIPT = Program(kind="script", target=__file__)
 def parse(*words: str) -> FleetrunFlags:
     parser = CommandParser(prog="rankless", allow_abbrev=fleetrun.ABBREVIATES)
     fleetrun.add_arguments(parser)
-    return take_flags(parser.parse_args(words))
+    return read_flags(parser.parse_args(words))
 
 
 def config_of(*words: str) -> RunConfig:
     return validation.make_run_config(SCRIPT, fleetrun_request(parse(*words, "train.py"), SCRIPT))
 
 
-def cluster_of(*words: str) -> Cluster:
+def make_cluster(*words: str) -> Cluster:
     cluster = fleetrun_request(parse(*words, "train.py"), SCRIPT).cluster
     assert cluster is not None
     return cluster
@@ -177,10 +177,10 @@ def test_parameter_servers_are_known_and_refused_with_what_works_today(line: str
 
 def test_the_hosts_of_ips_are_numbered_as_they_stand_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rankless.config.hosts.own_addresses", lambda: frozenset({"192.168.0.16", "127.0.0.1"}))
-    cluster = cluster_of("--ips=192.168.0.1,192.168.0.16", "--nproc_per_node=2")
+    cluster = make_cluster("--ips=192.168.0.1,192.168.0.16", "--nproc_per_node=2")
     assert (cluster.host_index, cluster.port, cluster.agent_start, cluster.is_listed) == (1, 9988, "script", True)
     assert [(host.address, host.workers) for host in cluster.hosts] == [("192.168.0.1", 2), ("192.168.0.16", 2)]
-    more = cluster_of("--ips", "192.168.0.1, 192.168.0.16", "--master=192.168.0.1:7000", "--rank=1", "--insecure")
+    more = make_cluster("--ips", "192.168.0.1, 192.168.0.16", "--master=192.168.0.1:7000", "--rank=1", "--insecure")
     assert (more.port, more.insecure) == (7000, True)
     assert fleetrun_request(parse("--ips=192.168.0.16", "train.py"), SCRIPT).cluster is None
     for words in (
@@ -200,9 +200,9 @@ def test_the_hosts_of_ips_are_numbered_as_they_stand_there(monkeypatch: pytest.M
 def test_numbered_hosts_meet_at_the_master(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hosts, "own_addresses", lambda: frozenset({"192.0.2.1"}))
     for words, place in (([], 0), (["--rank", "1"], 1), (["--rank=-1"], 0)):
-        cluster = cluster_of("--nnodes=2:2", "--master", "http://192.0.2.1:7000", *words)
+        cluster = make_cluster("--nnodes=2:2", "--master", "http://192.0.2.1:7000", *words)
         assert (cluster.host_index, cluster.port, cluster.agent_start, len(cluster.hosts)) == (place, 7000, "manual", 2)
-    assert cluster_of("--nnodes=2", "--master", "192.0.2.9:7000").host_index == UNKNOWN_HOST
+    assert make_cluster("--nnodes=2", "--master", "192.0.2.9:7000").host_index == UNKNOWN_HOST
 
 
 @pytest.mark.parametrize(
@@ -230,19 +230,22 @@ def test_values_that_cannot_be_meant_are_refused(words: list[str]):
 
 def test_every_option_that_does_nothing_is_named_in_a_line_and_the_others_are_not():
     assert (
-        notes(parse("--gpus=0", "--log_dir=x", "--job_id=x", "--run_mode=collective", "--legacy=False", "x.py")) == []
+        describe_ignored_options(
+            parse("--gpus=0", "--log_dir=x", "--job_id=x", "--run_mode=collective", "--legacy=False", "x.py")
+        )
+        == []
     )
     loud = (
         "--host=a --log_level=DEBUG --log_overwrite=True --with_gloo=1 --max_restart=3 --elastic_level=1 --force=True"
     )
     loud += " --elastic_pre_hook=x --sort_ip=1 --legacy=True --enable_gpu_log=1 --ranks=0,1 --auto_tuner_json=x"
-    said = notes(parse(*loud.split(), "x.py"))
+    said = describe_ignored_options(parse(*loud.split(), "x.py"))
     for word in loud.split():
         assert sum(word.partition("=")[0] in note for note in said) == 1, word
 
 
 def test_the_table_of_arguments_has_paddles_rows_and_what_else_was_given():
-    table = arguments_table(table_of(parse("--gpus=0,1", "--rank=0", "train.py", "--epochs", "2")))
+    table = format_arguments_table(list_arguments(parse("--gpus=0,1", "--rank=0", "train.py", "--epochs", "2")))
     lines = dict(line.split(": ", 1) for line in table.splitlines()[1:-1])
     wanted = "gpus ips log_dir rank server_num servers training_script training_script_args worker_num workers"
     assert list(lines) == wanted.split()
@@ -253,7 +256,7 @@ def test_the_table_of_arguments_has_paddles_rows_and_what_else_was_given():
 def test_the_box_shows_the_first_process_and_is_cut_where_there_are_many(gpus):
     gpus(16)
     config = config_of()
-    box = environment_table(environments(config)[0], local_count=16).splitlines()
+    box = format_environment_table(environments(config)[0], local_count=16).splitlines()
     assert box[0] == "Local start 16 processes. First process distributed environment info:"
     assert len({len(line) for line in box[1:]}) == 1
     rows = [line.strip(" |").split() for line in box]
@@ -267,7 +270,7 @@ def test_gpus_that_are_shared_are_said(gpus):
     gpus(2)
     config = config_of("--nproc_per_node=3")
     lead = make_worker_configs(config, job_of(config), folder="log/run")[0].config
-    line = worker_line(config, lead, "log/run", "")
+    line = format_worker_line(config, lead, "log/run", "")
     assert "on cuda:0, cuda:1, which they share: they talk through Gloo" in line
     assert "log/workerlog.0 to workerlog.2" in line
 

@@ -17,8 +17,13 @@ from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launchers.horovodrun import hosts as horovodrun_hosts
 from rankless.launchers.horovodrun.options import HorovodrunFlags
-from rankless.launchers.horovodrun.parser import take_flags
-from rankless.launchers.horovodrun.run_config import horovodrun_program, horovodrun_request, notes, worker_variables
+from rankless.launchers.horovodrun.parser import read_flags
+from rankless.launchers.horovodrun.run_config import (
+    describe_ignored_options,
+    horovodrun_program,
+    horovodrun_request,
+    worker_variables,
+)
 from rankless.launchers.horovodrun.settings import HorovodrunSettings, NamedHost
 
 HERE = "10.7.0.1"
@@ -42,7 +47,7 @@ def _addresses(monkeypatch: pytest.MonkeyPatch):
 def parse(*words: str) -> HorovodrunFlags:
     parser = CommandParser(prog="rankless horovodrun", allow_abbrev=horovodrun.ABBREVIATES)
     horovodrun.add_arguments(parser)
-    return horovodrun.apply_config_file(take_flags(parser.parse_args(words)))[0]
+    return horovodrun.apply_config_file(read_flags(parser.parse_args(words)))[0]
 
 
 def request_of(*words: str) -> RunRequest:
@@ -50,7 +55,7 @@ def request_of(*words: str) -> RunRequest:
     return horovodrun_request(flags, Program(kind="script", target="train.py"))
 
 
-def cluster_of(*words: str) -> Cluster:
+def make_cluster(*words: str) -> Cluster:
     cluster = request_of(*words).cluster
     assert cluster is not None
     return cluster
@@ -154,13 +159,13 @@ def test_each_option_that_does_nothing_here_is_told_in_a_line():
             "3",
         ),
     )
-    said = notes(parse(*words, "-np", "1"))
+    said = describe_ignored_options(parse(*words, "-np", "1"))
     assert [line.split(": ")[0] for line in said] == [
         *("--disable-cache", "--mpi, --jsrun", "--mpi-args", "--binding-args", "--mpi-threads-disable"),
         *("--num-nccl-streams", "--thread-affinity", "--hierarchical-allgather", "--autotune"),
         "--max-np and its kin",
     ]
-    assert notes(parse("-np", "2", "--gloo", "-H", "localhost:2", "--start-timeout", "3")) == []
+    assert describe_ignored_options(parse("-np", "2", "--gloo", "-H", "localhost:2", "--start-timeout", "3")) == []
 
 
 CONFIG = """
@@ -227,7 +232,7 @@ def test_a_config_file_that_cannot_be_meant_is_refused(text: str, match: str, tm
 
 
 def test_the_first_hosts_are_filled_first_and_too_few_slots_are_refused(tmp_path: Path):
-    assert [(h.address, h.workers) for h in cluster_of("-np", "3", "-H", "mine:2,other:4").hosts] == [
+    assert [(h.address, h.workers) for h in make_cluster("-np", "3", "-H", "mine:2,other:4").hosts] == [
         ("mine", 2),
         ("other", 1),
     ]
@@ -235,7 +240,7 @@ def test_the_first_hosts_are_filled_first_and_too_few_slots_are_refused(tmp_path
     with pytest.raises(ConfigError, match=r"Requested more processes \(4\) than there are available slots \(3\)"):
         request_of("-np", "4", "-H", "mine:2,other:1")
     (tmp_path / "hosts").write_text("mine slots=1\n# a comment\nother slots=2\n")
-    assert cluster_of("-np", "3", "-hostfile", str(tmp_path / "hosts")).hosts[1].workers == 2
+    assert make_cluster("-np", "3", "-hostfile", str(tmp_path / "hosts")).hosts[1].workers == 2
 
 
 def test_every_name_of_this_machine_means_it_and_others_get_an_address_of_it():
@@ -246,7 +251,7 @@ def test_every_name_of_this_machine_means_it_and_others_get_an_address_of_it():
     assert request.launcher is not None
     named = decode_settings(request.launcher.settings, HorovodrunSettings).hosts
     assert named == (NamedHost(name="localhost", slots=2), NamedHost(name="127.0.0.1", slots=1))
-    cluster = cluster_of("-np", "3", "-H", "localhost:1,mine:1,other:1", "-p", "2222", "-i", "key")
+    cluster = make_cluster("-np", "3", "-H", "localhost:1,mine:1,other:1", "-p", "2222", "-i", "key")
     assert [(host.address, host.workers) for host in cluster.hosts] == [(HERE, 2), ("other", 1)]
     assert (cluster.ssh_port, cluster.ssh_identity_file, cluster.agent_start) == (2222, "key", "ssh")
     with pytest.raises(ConfigError, match="list mine first"):
@@ -255,12 +260,12 @@ def test_every_name_of_this_machine_means_it_and_others_get_an_address_of_it():
 
 def test_the_start_timeout_is_the_options_or_the_environments_or_30_s(monkeypatch: pytest.MonkeyPatch):
     words = ("-np", "2", "-H", "mine:1,other:1")
-    assert cluster_of(*words).join_timeout_seconds == 30
+    assert make_cluster(*words).join_timeout_seconds == 30
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "70")
-    assert cluster_of(*words).join_timeout_seconds == 70
-    assert cluster_of(*words, "--start-timeout", "5").join_timeout_seconds == 5
+    assert make_cluster(*words).join_timeout_seconds == 70
+    assert make_cluster(*words, "--start-timeout", "5").join_timeout_seconds == 5
     with pytest.raises(ConfigError, match="--start-timeout"):
-        cluster_of(*words, "--start-timeout", "0")
+        make_cluster(*words, "--start-timeout", "0")
 
 
 def test_this_pythons_programs_run_in_the_worker_and_all_else_is_a_command(tmp_path: Path):

@@ -14,10 +14,15 @@ from rankless.config.launcher import decode_settings
 from rankless.config.run_config import UNKNOWN_HOST, Program
 from rankless.errors import ConfigError
 from rankless.launchers.torchrun import run_config as torchrun_run_config
-from rankless.launchers.torchrun.hosts import hosts_of
+from rankless.launchers.torchrun.hosts import make_hosts
 from rankless.launchers.torchrun.options import TorchrunFlags
-from rankless.launchers.torchrun.parser import FLAGS, take_flags
-from rankless.launchers.torchrun.run_config import notes, torchrun_program, torchrun_request, worker_count
+from rankless.launchers.torchrun.parser import FLAGS, read_flags
+from rankless.launchers.torchrun.run_config import (
+    describe_ignored_options,
+    torchrun_program,
+    torchrun_request,
+    worker_count,
+)
 from rankless.launchers.torchrun.settings import TorchrunSettings
 
 SCRIPT = Program(kind="script", target=__file__)
@@ -33,7 +38,7 @@ TORCHS = torch_options(get_args_parser())
 def parse(*words: str, command=torchrun) -> TorchrunFlags:
     parser = CommandParser(prog="rankless", allow_abbrev=command.ABBREVIATES)
     command.add_arguments(parser)
-    return take_flags(parser.parse_args(words))
+    return read_flags(parser.parse_args(words))
 
 
 def value_for(action: argparse.Action) -> str:
@@ -173,12 +178,12 @@ def test_several_hosts_meet_where_torchruns_would():
     assert request.cluster is not None
     assert (request.cluster.host_index, request.cluster.port, request.cluster.insecure) == (UNKNOWN_HOST, 1234, True)
     assert request.cluster.join_timeout_seconds == 5
-    assert (hosts_of(flags).endpoint, hosts_of(flags).local_address) == ("192.0.2.1:1234", "me")
+    assert (make_hosts(flags).endpoint, make_hosts(flags).local_address) == ("192.0.2.1:1234", "me")
     with pytest.raises(ConfigError, match="a number of hosts that stays"):
         torchrun_request(parse("--nnodes", "2:4", "main.py"), SCRIPT)
     flags = parse("--nnodes", "1:1", "main.py")
     assert validation.make_run_config(SCRIPT, torchrun_request(flags, SCRIPT)).cluster is None
-    assert hosts_of(flags).most == 1
+    assert make_hosts(flags).most == 1
 
 
 @pytest.mark.parametrize(
@@ -234,7 +239,7 @@ def test_what_is_shown_follows_redirects_tee_and_filter():
 
 def test_every_option_that_does_nothing_is_named_and_the_others_are_not():
     silent = ["--standalone", "--role", "x", "--rdzv-backend", "c10d", "--rdzv-id", "x", "-r", "1"]
-    assert notes(parse(*silent, "--max-restarts", "0", "main.py")) == []
+    assert describe_ignored_options(parse(*silent, "--max-restarts", "0", "main.py")) == []
     loud = {
         "--max-restarts": "3",
         "--monitor-interval": "1",
@@ -245,7 +250,7 @@ def test_every_option_that_does_nothing_is_named_and_the_others_are_not():
         "--rdzv-conf": "a=1",
         "--local-addr": "h",
     }
-    said = "; ".join(notes(parse(*(word for pair in loud.items() for word in pair), "main.py")))
+    said = "; ".join(describe_ignored_options(parse(*(word for pair in loud.items() for word in pair), "main.py")))
     assert all(option in said for option in loud)
 
 

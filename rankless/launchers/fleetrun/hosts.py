@@ -14,7 +14,7 @@ from rankless.errors import ConfigError
 from rankless.launchers.fleetrun.options import FleetrunFlags
 
 
-def cluster_of(flags: FleetrunFlags, *, workers: int) -> Cluster | None:
+def make_cluster(flags: FleetrunFlags, *, workers: int) -> Cluster | None:
     """The hosts, each started by its own line; None for this one alone. Raises ConfigError for what cannot be meant."""
     _require_fixed(flags)
     if flags.ips:

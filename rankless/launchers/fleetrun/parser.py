@@ -6,7 +6,7 @@ import msgspec
 
 from rankless.config.environment import snapshot, whole_number
 from rankless.launchers.fleetrun.options import FleetrunFlags
-from rankless.launchers.option_spellings import Flag, declare_script, taken
+from rankless.launchers.option_spellings import Flag, declare_script, parse_flags
 
 _SERVERS = "Rejected: Rankless has no parameter servers."
 _ACCEPTED = "Accepted for compatibility and ignored."
@@ -139,12 +139,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     declare_script(parser)
 
 
-def take_flags(arguments: argparse.Namespace) -> FleetrunFlags:
+def read_flags(arguments: argparse.Namespace) -> FleetrunFlags:
     """What was given."""
-    return taken(arguments, FleetrunFlags)
+    return parse_flags(arguments, FleetrunFlags)
 
 
-def table_of(flags: FleetrunFlags) -> dict[str, object]:
+def list_arguments(flags: FleetrunFlags) -> dict[str, object]:
     """What fleetrun shows at its start: the arguments that its users look for, and whatever else was given."""
     script, *arguments = flags.training_script
     shown: dict[str, object] = {

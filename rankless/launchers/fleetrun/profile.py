@@ -12,7 +12,7 @@ from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.ports import reserve_master_port
 from rankless.launch.profile import LauncherProfile, LogFiles, VisibleDevices, show_gpus
 from rankless.launchers.fleetrun.settings import FleetrunSettings
-from rankless.launchers.fleetrun.tables import LOG_NAME, environment_table, worker_line
+from rankless.launchers.fleetrun.tables import LOG_NAME, format_environment_table, format_worker_line
 
 FIRST_PORT = 6070
 """Paddle's first port of a host's endpoints. Several hosts use it because they do not tell each other of free ones."""
@@ -108,8 +108,8 @@ class FleetrunProfile(LauncherProfile):
 
     def opening_text(self, config: RunConfig, lead: WorkerLaunch, folder: str, first_host: str) -> str:
         """Return Paddle's table of the first worker's variables, and a line about this host's workers."""
-        table = environment_table(lead.environment, local_count=config.worker_count)
-        return table + worker_line(config, lead.config, folder, first_host)
+        table = format_environment_table(lead.environment, local_count=config.worker_count)
+        return table + format_worker_line(config, lead.config, folder, first_host)
 
 
 def endpoint(address: str, port: int) -> str:

@@ -8,7 +8,7 @@ from rankless.config.environment import user_visible_devices
 from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
-from rankless.launchers.fleetrun.hosts import cluster_of
+from rankless.launchers.fleetrun.hosts import make_cluster
 from rankless.launchers.fleetrun.options import FleetrunFlags
 from rankless.launchers.fleetrun.parameter_server_options import require_no_servers
 from rankless.launchers.fleetrun.parser import user_first_port
@@ -55,7 +55,7 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
         launcher=choose_fleetrun(
             FleetrunSettings(job_id=flags.job_id, shares=shares, hides_gpus=_wants_cpu(flags), first_port=first_port)
         ),
-        cluster=cluster_of(flags, workers=count),
+        cluster=make_cluster(flags, workers=count),
     )
 
 
@@ -87,7 +87,7 @@ def _wants_cpu(flags: FleetrunFlags) -> bool:
     return flags.backend in _CPU_BACKENDS or flags.devices == "cpu"
 
 
-def notes(flags: FleetrunFlags) -> list[str]:
+def describe_ignored_options(flags: FleetrunFlags) -> list[str]:
     """What the user is told of flags that mean nothing here, or something else than in Paddle."""
     said = {
         "--host": flags.host is not None and "not needed, a host is found by its own addresses",

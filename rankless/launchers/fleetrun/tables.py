@@ -22,13 +22,13 @@ _TITLE = " Configuration Arguments "
 _WIDTH = 48
 
 
-def arguments_table(arguments: Mapping[str, object]) -> str:
+def format_arguments_table(arguments: Mapping[str, object]) -> str:
     """Each argument and its value."""
     lines = [f"{name}: {value}" for name, value in arguments.items()]
     return "\n".join([_TITLE.center(_WIDTH, "-"), *lines, "-" * _WIDTH]) + "\n"
 
 
-def environment_table(environment: Mapping[str, str | None], *, local_count: int) -> str:
+def format_environment_table(environment: Mapping[str, str | None], *, local_count: int) -> str:
     """A box of Paddle's variables of one worker."""
     rows = [("Distributed Envs", "Value")]
     for name in SHOWN:
@@ -47,7 +47,7 @@ def environment_table(environment: Mapping[str, str | None], *, local_count: int
     return "\n".join([said, thick, head, thin, *body, thick]) + "\n"
 
 
-def worker_line(config: RunConfig, lead: WorkerConfig, folder: str, first_host: str) -> str:
+def format_worker_line(config: RunConfig, lead: WorkerConfig, folder: str, first_host: str) -> str:
     """Return a line about this host's workers and log files, and on other hosts than host 0 one that names host 0.
 
     `lead` is this host's first worker.

@@ -62,7 +62,7 @@ def read_config(path: str) -> dict[str, Any]:
     return found
 
 
-def completed(flags: HorovodrunFlags, config: Mapping[str, Any], *, path: str) -> HorovodrunFlags:
+def complete_flags(flags: HorovodrunFlags, config: Mapping[str, Any], *, path: str) -> HorovodrunFlags:
     """The flags, and from the file what the command line does not say. Raises ConfigError for values of a wrong
     kind.
     """

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 from rankless.config.elastic import Elastic
 from rankless.config.environment import horovod_variables
-from rankless.launchers.horovodrun.hosts import listed_hosts
+from rankless.launchers.horovodrun.hosts import list_hosts
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 
 ELASTIC_SECONDS = 600.0
 """horovodrun's own, where neither `--elastic-timeout` nor HOROVOD_ELASTIC_TIMEOUT says otherwise."""
 
 
-def elastic_of(flags: HorovodrunFlags, count: int, variables: Mapping[str, str]) -> Elastic:
+def make_elastic(flags: HorovodrunFlags, count: int, variables: Mapping[str, str]) -> Elastic:
     """What the flags say of workers that come and go. `config.validation` looks whether it can be meant. Raises
     ConfigError.
     """
@@ -48,4 +48,4 @@ def _timeout(flags: HorovodrunFlags) -> float:
 
 
 def _fixed_hosts(flags: HorovodrunFlags, count: int) -> tuple[tuple[str, int], ...]:
-    return tuple((host.address, host.workers) for host in listed_hosts(flags, count))
+    return tuple((host.address, host.workers) for host in list_hosts(flags, count))

@@ -25,16 +25,16 @@ START_SECONDS = 30.0
 """horovodrun's own, where neither `--start-timeout` nor HOROVOD_START_TIMEOUT says otherwise."""
 
 
-def named_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
+def fill_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
     """The hosts that get workers, the first ones filled first. Raises ConfigError for fewer slots than processes."""
     found, left = [], count
-    for host in listed_hosts(flags, count):
+    for host in list_hosts(flags, count):
         found.append(msgspec.structs.replace(host, workers=min(host.workers, left)))
         left -= found[-1].workers
     return tuple(host for host in found if host.workers)
 
 
-def listed_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
+def list_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
     """The hosts of the command line, with all their slots. Raises ConfigError for fewer slots than processes."""
     if flags.hosts is not None:
         listed = parse_hosts(flags.hosts, workers_per_host=None)
@@ -52,12 +52,12 @@ def listed_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
     return tuple(listed)
 
 
-def names_of(hosts: Sequence[Host]) -> tuple[NamedHost, ...]:
+def name_hosts(hosts: Sequence[Host]) -> tuple[NamedHost, ...]:
     """The hosts as the user named them."""
     return tuple(NamedHost(name=host.address, slots=host.workers) for host in hosts)
 
 
-def cluster_of(flags: HorovodrunFlags, hosts: Sequence[Host]) -> Cluster | None:
+def make_cluster(flags: HorovodrunFlags, hosts: Sequence[Host]) -> Cluster | None:
     """The machines, started by ssh from this one, which is the first; None for this one alone. Raises ConfigError."""
     machines = _machines(hosts)
     if len(machines) == 1 and is_here(machines[0].address):

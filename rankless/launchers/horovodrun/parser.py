@@ -239,7 +239,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def take_flags(arguments: argparse.Namespace) -> HorovodrunFlags:
+def read_flags(arguments: argparse.Namespace) -> HorovodrunFlags:
     """What was given."""
     values = vars(arguments)
     if values["command"][:1] == ["--"]:

@@ -11,8 +11,8 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
-from rankless.launchers.horovodrun.elastic_options import elastic_of
-from rankless.launchers.horovodrun.hosts import cluster_of, named_hosts, names_of
+from rankless.launchers.horovodrun.elastic_options import make_elastic
+from rankless.launchers.horovodrun.hosts import fill_hosts, make_cluster, name_hosts
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.launchers.horovodrun.settings import HorovodrunSettings, NamedHost, choose_horovodrun
 
@@ -78,9 +78,9 @@ def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
             expected="-np as a number of processes, from 1 up", found=count, fix="as in `rankless horovodrun -np 2 …`"
         )
     variables = dict(worker_variables(flags))
-    elastic = elastic_of(flags, count, variables) if flags.is_elastic else None
-    hosts = named_hosts(flags, count) if elastic is None else ()
-    cluster = cluster_of(flags, hosts) if elastic is None else None
+    elastic = make_elastic(flags, count, variables) if flags.is_elastic else None
+    hosts = fill_hosts(flags, count) if elastic is None else ()
+    cluster = make_cluster(flags, hosts) if elastic is None else None
     return RunRequest(
         worker_count=count,
         devices=_devices(variables.get("CUDA_VISIBLE_DEVICES")),
@@ -89,7 +89,7 @@ def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
         separate_seeds=True,
         launcher=choose_horovodrun(
             HorovodrunSettings(
-                hosts=names_of(hosts) or (NamedHost(name="localhost", slots=count),),
+                hosts=name_hosts(hosts) or (NamedHost(name="localhost", slots=count),),
                 variables=tuple(variables.items()),
                 output_folder=flags.output_filename,
                 timestamps=flags.prefix_output_with_timestamp,
@@ -121,7 +121,7 @@ def worker_variables(flags: HorovodrunFlags) -> Iterator[tuple[str, str]]:
         yield from _launch_environment(text)
 
 
-def notes(flags: HorovodrunFlags) -> list[str]:
+def describe_ignored_options(flags: HorovodrunFlags) -> list[str]:
     """What the user is told of flags that mean nothing here, or something else than in Horovod."""
     elastic = (flags.max_num_proc, flags.slots_per_host, flags.elastic_timeout, flags.reset_limit)
     said = {

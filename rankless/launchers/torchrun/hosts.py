@@ -30,7 +30,7 @@ class TorchrunHosts(msgspec.Struct, frozen=True, kw_only=True):
     settings: tuple[tuple[str, str], ...] = ()
 
 
-def hosts_of(flags: TorchrunFlags) -> TorchrunHosts:
+def make_hosts(flags: TorchrunFlags) -> TorchrunHosts:
     """What the flags say of hosts. Raises ConfigError for what cannot be meant."""
     least, most = _host_counts(flags.nnodes or "1")
     address, port = flags.master_addr or "127.0.0.1", flags.master_port
@@ -78,7 +78,7 @@ def _settings(text: str) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def cluster_of(hosts: TorchrunHosts, *, workers: int, insecure: bool) -> Cluster | None:
+def make_cluster(hosts: TorchrunHosts, *, workers: int, insecure: bool) -> Cluster | None:
     """The hosts as ours come together: each started by its own line. None for one alone.
 
     Agents meet at torchrun's master port; the workers' own is a free one of host 0's. Raises ConfigError for what

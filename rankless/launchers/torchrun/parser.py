@@ -3,7 +3,7 @@
 import argparse
 
 from rankless.config.environment import snapshot
-from rankless.launchers.option_spellings import Flag, declare_script, taken
+from rankless.launchers.option_spellings import Flag, declare_script, parse_flags
 from rankless.launchers.torchrun.options import TorchrunFlags
 
 _ACCEPTED = "Accepted for compatibility and ignored."
@@ -123,9 +123,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     declare_script(parser)
 
 
-def take_flags(arguments: argparse.Namespace) -> TorchrunFlags:
+def read_flags(arguments: argparse.Namespace) -> TorchrunFlags:
     """What was given."""
-    return taken(arguments, TorchrunFlags)
+    return parse_flags(arguments, TorchrunFlags)
 
 
 def _switch(parser: argparse.ArgumentParser, flag: Flag, value: str | None) -> bool:

@@ -36,35 +36,37 @@ _OPTION_OBJECTS = frozenset(
 )
 
 
-class RankWay(msgspec.Struct, frozen=True):
+class RankOptionChoice(msgspec.Struct, frozen=True):
     """The option to pass, or None, and what the user is told of it, or ""."""
 
     option: RankOption | None
     note: str = ""
 
 
-def find_rank_way(program: Program) -> RankWay:
+def find_rank_option(program: Program) -> RankOptionChoice:
     """How `program` is told its local rank as an argument."""
     if program_file(program) is None:
-        return RankWay("--local-rank", "the source cannot be read, so the rank is passed as torch does, --local-rank=N")
+        return RankOptionChoice(
+            "--local-rank", "the source cannot be read, so the rank is passed as torch does, --local-rank=N"
+        )
     name = os.path.basename(program.target)
     trees = list(own_syntax(program))
     if not trees:
-        return RankWay("--local-rank")  # it does not parse, and will say so itself
+        return RankOptionChoice("--local-rank")  # it does not parse, and will say so itself
     # Of what is written out the name of a parameter says nothing more.
     found = {option for tree in trees for option in _declared(tree)}
     found = found or {option for tree in trees for option in _declared_by_name(tree)}
     if found:
-        return RankWay("--local-rank" if "--local-rank" in found else "--local_rank")
+        return RankOptionChoice("--local-rank" if "--local-rank" in found else "--local_rank")
     if any(_reads_rank_of_options(tree) for tree in trees) and not any(_sets_rank(tree) for tree in trees):
-        return RankWay(
+        return RankOptionChoice(
             "--local-rank",
             f"{name} reads local_rank from its options and declares it out of sight: "
             "the rank is passed as torch does, --local-rank=N",
         )
     if any(_takes_arguments(tree) for tree in trees):
-        return RankWay(None, f"{name} declares no --local-rank, so none is passed; LOCAL_RANK is set")
-    return RankWay(None)
+        return RankOptionChoice(None, f"{name} declares no --local-rank, so none is passed; LOCAL_RANK is set")
+    return RankOptionChoice(None)
 
 
 def _declared(tree: ast.Module) -> Iterator[RankOption]:

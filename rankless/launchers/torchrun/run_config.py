@@ -10,7 +10,7 @@ from rankless.config.run_config import Program, ProgramKind, RunRequest
 from rankless.config.validation import core_count, count_gpus
 from rankless.errors import ConfigError
 from rankless.launch.worker_output import Source
-from rankless.launchers.torchrun.hosts import cluster_of, hosts_of
+from rankless.launchers.torchrun.hosts import make_cluster, make_hosts
 from rankless.launchers.torchrun.options import TorchrunFlags
 from rankless.launchers.torchrun.settings import ShownStream, TorchrunSettings, choose_torchrun
 
@@ -41,7 +41,7 @@ def torchrun_program(flags: TorchrunFlags) -> Program:
     return Program(kind=kind, target=target, arguments=tuple(arguments), has_macros=True)
 
 
-def under_own_python(program: Program) -> Program:
+def use_chosen_python(program: Program) -> Program:
     """The program as a command of the interpreter that PYTHON_EXEC names, if it names one."""
     python = snapshot().get("PYTHON_EXEC")
     if not python or program.kind == "command":
@@ -62,7 +62,7 @@ def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
         )
     if flags.max_restarts is not None and flags.max_restarts < 0:
         raise ConfigError(expected="--max-restarts from 0 up", found=flags.max_restarts, fix="leave it away")
-    hosts = hosts_of(flags)
+    hosts = make_hosts(flags)
     return RunRequest(
         worker_count=count,
         threads=1 if user_threads() is None and count > 1 else None,
@@ -71,7 +71,7 @@ def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
         master_address=hosts.master_address,
         master_port=hosts.master_port,
         launcher=choose_torchrun(_settings(flags, count)),
-        cluster=cluster_of(hosts, workers=count, insecure=flags.insecure),
+        cluster=make_cluster(hosts, workers=count, insecure=flags.insecure),
     )
 
 
@@ -91,7 +91,7 @@ def worker_count(text: str) -> int:
     )
 
 
-def notes(flags: TorchrunFlags) -> list[str]:
+def describe_ignored_options(flags: TorchrunFlags) -> list[str]:
     """What the user is told of flags that mean nothing here, or something else than under torchrun."""
     found = []
     is_alone = (flags.nnodes or "1") in ("1", "1:1")

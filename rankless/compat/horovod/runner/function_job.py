@@ -19,7 +19,7 @@ import cloudpickle  # type: ignore[import-untyped]  # it has no types
 import msgspec
 
 from rankless.config.environment import with_function_key
-from rankless.launchers.horovodrun.hosts import cluster_of, named_hosts
+from rankless.launchers.horovodrun.hosts import fill_hosts, make_cluster
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.runtime.python_command import rankless_command
 
@@ -94,7 +94,7 @@ def run_function(
     assert flags.num_proc is not None
     # The path first and alone: the function's modules are found on it.
     payload = cloudpickle.dumps((list(sys.path), cloudpickle.dumps((func, args, kwargs))))
-    cluster = cluster_of(flags, named_hosts(flags, flags.num_proc))
+    cluster = make_cluster(flags, fill_hosts(flags, flags.num_proc))
     with contextlib.closing(
         FunctionServer(payload, address="127.0.0.1" if cluster is None else cluster.hosts[0].address)
     ) as server:
