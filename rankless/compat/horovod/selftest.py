@@ -1,6 +1,7 @@
-"""Whether distributed training works here: `rankless horovodrun -np 2 python -m rankless.compat.horovod.selftest -v`.
+"""Checks that distributed training works: `rankless horovodrun -np 2 python -m rankless.compat.horovod.selftest -v`.
 
-Every rank makes every check, by the public API alone, and all tell what they found; rank 0 prints a line for each.
+Every rank runs every check with the public API alone. Rank 0 collects the faults of all ranks, and prints a line for
+each.
 """
 
 import argparse
@@ -21,18 +22,18 @@ DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
 SAMPLES = 24
-"""For each rank."""
+"""Per rank."""
 BATCH = 6
 EPOCHS = 6
 FEATURES = 10
 CLASSES = 3
 
 Faults = Iterator[str]
-"""What a rank finds wrong; nothing if all is well."""
+"""The faults that a rank finds."""
 
 
 def rank_and_size() -> Faults:
-    """Each rank is there once, and all agree on how many there are."""
+    """Check that each rank exists once, and that all agree on the size."""
     positions = hvd.allgather_object((hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_rank()))
     if [position[0] for position in positions] != list(range(hvd.size())):
         yield f"ranks {[position[0] for position in positions]} of {hvd.size()}"
@@ -45,7 +46,7 @@ def rank_and_size() -> Faults:
 
 
 def sums_of_every_dtype() -> Faults:
-    """Sums are right to the last digit, and averages; small and large tensors go different ways."""
+    """Check that sums and averages are exact, for small and large tensors, which use different backends."""
     total = sum(range(1, hvd.size() + 1))
     largest = hvd.size() * max(hvd.size() - 1, total)
     for dtype in DTYPES:
@@ -62,7 +63,7 @@ def sums_of_every_dtype() -> Faults:
 
 
 def gathering_and_sending() -> Faults:
-    """Allgather of as many rows as the rank says, broadcast from each rank, alltoall with splits."""
+    """Check allgather of uneven rows, broadcast from each rank, and alltoall with splits."""
     rank, size = hvd.rank(), hvd.size()
     rows = torch.full((rank + 1, 2), rank)
     expected = torch.cat([torch.full((other + 1, 2), other) for other in range(size)])
@@ -78,7 +79,7 @@ def gathering_and_sending() -> Faults:
 
 
 def mismatches_are_errors() -> Faults:
-    """Tensors that do not fit together raise on every rank, and what comes after works."""
+    """Check that tensors that do not match raise an error on every rank, and that later operations work."""
     if hvd.size() > 1:
         try:
             hvd.allreduce(torch.ones(3 + (hvd.rank() == 1)), name="does not fit")
@@ -91,7 +92,7 @@ def mismatches_are_errors() -> Faults:
 
 
 def broadcast_makes_all_equal() -> Faults:
-    """Models and optimizers that began apart are rank 0's everywhere after the broadcasts."""
+    """Check that models and optimizers which differ are equal to rank 0's after the broadcasts."""
     model, optimizer = _make_divergent_training()
     cross_entropy(model(torch.randn(4, FEATURES).double()), torch.randint(CLASSES, (4,))).backward()
     optimizer.step()
@@ -109,7 +110,7 @@ def broadcast_makes_all_equal() -> Faults:
 
 
 def every_rank_sees_other_data() -> Faults:
-    """A DistributedSampler gives each sample to one rank, in another order each epoch that set_epoch names."""
+    """Check that a DistributedSampler gives each sample to one rank, in a new order after each set_epoch."""
     sampler = _make_sampler(SAMPLES * hvd.size())
     orders = []
     for epoch in range(2):
@@ -123,7 +124,7 @@ def every_rank_sees_other_data() -> Faults:
 
 
 def training_stays_together() -> Faults:
-    """After each step of a DistributedOptimizer all parameters are equal, and the training is that of one process."""
+    """Check that parameters are equal on all ranks after each step, and equal to the training of one process."""
     data = _make_dataset()
     sampler = _make_sampler(len(data))
     model, optimizer = _make_divergent_training()
@@ -153,7 +154,7 @@ def training_stays_together() -> Faults:
 
 
 def _check_losses(losses: Sequence[float]) -> Faults:
-    """What is wrong with the mean losses of the epochs, which are known on all ranks."""
+    """Check that the mean losses of the epochs are the same on all ranks, and fall."""
     if hvd.allgather_object(losses) != [losses] * hvd.size():
         yield "the ranks have different mean losses"
     text = ", ".join(f"{loss:.3f}" for loss in losses)
@@ -172,14 +173,14 @@ def _step(
 
 
 def _make_divergent_training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and an optimizer that are different on each rank."""
+    """Return a model and an optimizer that differ on each rank."""
     torch.manual_seed(1 + hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1 if hvd.rank() == 0 else 0.2, momentum=0.9)
 
 
 def _make_dataset() -> TensorDataset:
-    """Samples that a small model can tell apart, the same on every rank."""
+    """Return samples that a small model can classify, the same on every rank."""
     generator = torch.Generator().manual_seed(7)
     labels = torch.arange(SAMPLES * hvd.size()) % CLASSES
     centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator, dtype=torch.float64)
@@ -211,10 +212,10 @@ CHECKS: tuple[Callable[[], Faults], ...] = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make all checks, and return the exit code: 0 if all is well on every rank."""
+    """Run all checks, and return the exit code: 0 if no rank finds a fault."""
     parser = argparse.ArgumentParser(prog="selftest", description="Check that distributed training works here.")
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="a line for each check, not only for those that fail"
+        "-v", "--verbose", action="store_true", help="print a line for each check, not only for those that fail"
     )
     verbose = parser.parse_args(arguments).verbose
     hvd.init()

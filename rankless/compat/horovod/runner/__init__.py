@@ -1,7 +1,7 @@
-"""Running a function on several processes, as `horovod.run` does.
+"""Runs a function on several processes, as `horovod.run` does.
 
-Enters: a function and horovodrun's options. Leaves: what it returned, by rank. Scripts call it; inside, `function_job`
-starts `rankless horovodrun` and serves the function, `run_task` is what each process runs.
+Enters: a function and horovodrun's options, from scripts. Leaves: the return values, by rank. `function_job` starts
+`rankless horovodrun` and serves the function. Each process runs `run_task`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +38,13 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """What `func(*args, **kwargs)` returned on each of `num_proc` processes, by rank.
+    """Call `func(*args, **kwargs)` on each of `num_proc` processes, and return the results by rank.
 
-    The function, its arguments and results travel by cloudpickle; the other parameters are horovodrun's options. Raises
-    RuntimeError if a process fails, with the traceback of the first that raised; ValueError for two that exclude each
-    other.
+    cloudpickle serializes the function, its arguments and results. The other parameters are horovodrun's options.
+
+    Raises:
+        RuntimeError: A process failed. The text contains the traceback of the first that raised.
+        ValueError: Two parameters exclude each other.
     """
     keywords = dict(locals())
     return run_function(func, tuple(args), dict(kwargs or {}), make_flags(keywords), executable=executable)

@@ -1,8 +1,8 @@
-"""A function as a job of `rankless horovodrun`: handed to every process, its results taken back.
+"""Runs a function as a job of `rankless horovodrun`: serves it to every process, and collects the results.
 
-Note [how a function travels]: the processes may be on other hosts, without a disk in common. So they come to a port of
-this process, which both sides know a key to (multiprocessing's challenge, HMAC); the key goes through the environment,
-never over a command line. What comes is unpickled only from who has the key.
+Note [transport of the function]: the processes may be on other hosts without a shared disk. So they connect to a port
+of this process and authenticate with a key (the HMAC challenge of multiprocessing). They receive the key in their
+environment, never on a command line. Only data from processes with the key is unpickled.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _OPTION_NAMES = {
 
 
 class FunctionServer:
-    """Gives the function to whoever comes with the key, and keeps what they bring."""
+    """Sends the function to processes that have the key, and stores their results."""
 
     def __init__(self, payload: bytes, *, address: str) -> None:
         self._payload = payload
@@ -41,23 +41,23 @@ class FunctionServer:
         self._listener = Listener((address, 0), family="AF_INET6" if ":" in address else "AF_INET", backlog=128)
         self.results: dict[int, Any] = {}
         self.errors: list[tuple[int, str]] = []
-        """Rank and traceback, in the order in which they came."""
+        """Rank and traceback, in order of arrival."""
         threading.Thread(target=self._accept, name="horovod.run", daemon=True).start()
 
     @property
     def key(self) -> bytes:
-        """What a process must have to be served."""
+        """The key with which a process authenticates."""
         return self._key
 
     @property
     def address(self) -> tuple[str, int]:
-        """Address and port."""
+        """The host address and the port."""
         address = self._listener.address
         assert isinstance(address, tuple)
         return str(address[0]), int(address[1])
 
     def close(self) -> None:
-        """Let nobody come any more."""
+        """Accept no more connections."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -69,7 +69,7 @@ class FunctionServer:
             threading.Thread(target=self._serve, args=(connection,), name="horovod.run", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        # A process that is gone, or has not the key, says no more; the job's end tells why.
+        # A process that is gone or has no key is ignored here. The end of the job shows the reason.
         with connection, contextlib.suppress(OSError, EOFError, AuthenticationError):
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
@@ -90,9 +90,9 @@ def run_function(
     *,
     executable: str | None,
 ) -> list[Any]:
-    """What the function returned, by rank. Raises RuntimeError if a process failed."""
+    """Return the function's results by rank. Raises RuntimeError if a process failed."""
     assert flags.num_proc is not None
-    # The path first and alone: the function's modules are found on it.
+    # The path is pickled separately: unpickling the function imports its modules from there.
     payload = cloudpickle.dumps((list(sys.path), cloudpickle.dumps((func, args, kwargs))))
     cluster = make_cluster(flags, fill_hosts(flags, flags.num_proc))
     with contextlib.closing(
@@ -108,7 +108,7 @@ def run_function(
 
 
 def format_options(flags: HorovodrunFlags) -> Iterator[str]:
-    """The words of a command line that say the same as the flags."""
+    """Yield the command line arguments for the flags."""
     for name, value in msgspec.structs.asdict(flags).items():
         option = _OPTION_NAMES.get(name, f"--{name.replace('_', '-')}")
         if value is True:

@@ -1,4 +1,4 @@
-"""The keywords of `horovod.run` as options of horovodrun."""
+"""Converts the keywords of `horovod.run` to options of horovodrun."""
 
 import warnings
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _SAME_NAMES = (
 
 
 def make_flags(keywords: Mapping[str, Any]) -> HorovodrunFlags:
-    """What the keywords say. Raises ValueError for two that exclude each other."""
+    """Return the flags for the keywords. Raises ValueError for two that exclude each other."""
     if keywords["hosts"] is not None and keywords["hostfile"] is not None:
         raise ValueError("Argument hosts and hostfile only allow one provided.")
     if keywords["use_gloo"] and keywords["use_mpi"]:
@@ -35,7 +35,7 @@ def make_flags(keywords: Mapping[str, Any]) -> HorovodrunFlags:
 
 
 def _resolve_renamed(keywords: Mapping[str, Any], name: str, old: str, *, default: int | None = None) -> int | None:
-    """The value of a keyword, or of its old name if the new one has not been used."""
+    """Return the value of a keyword, or of its old name if the new one is not used."""
     value: int | None = keywords[name]
     if keywords[old] is None:
         return value

@@ -1,4 +1,4 @@
-"""`horovod.runner.launch`: horovodrun as a function, which programs that start jobs themselves call."""
+"""`horovod.runner.launch`: horovodrun as a function, for programs that start jobs themselves."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from rankless.runtime.python_command import rankless_command
 
 
 def run_commandline() -> NoReturn:
-    """Become `rankless horovodrun` with this process's arguments."""
+    """Replace this process by `rankless horovodrun` with the same arguments."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     command = rankless_command("horovodrun", *sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What each process of `horovod.run` runs: `python -m … HOST PORT`."""
+"""The program of each process of `horovod.run`: `python -m … HOST PORT`."""
 
 import sys
 import traceback
@@ -10,7 +10,7 @@ from rankless.config.environment import horovod_variables, take_function_key
 
 
 def main(host: str, port: int) -> None:
-    """Take the function, call it, and bring back what it returned, or how it failed."""
+    """Receive the function, call it, and send its result or its traceback."""
     family = "AF_INET6" if ":" in host else "AF_INET"
     with Client((host, port), family=family, authkey=take_function_key()) as connection:
         path, call = cloudpickle.loads(connection.recv_bytes())

@@ -1,4 +1,4 @@
-"""Adasum of what each rank's step changes: every rank steps alone, then the changes are combined."""
+"""Adasum of the changes of each rank's step: every rank steps alone, then the ranks combine the changes."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,7 +12,7 @@ from rankless.compat.horovod.torch.operations.checks import validate_tensor
 
 
 class AdasumReduction:
-    """Combines the changes that a step makes to some parameters."""
+    """Combines the changes that a step makes to the parameters."""
 
     def __init__(self, names: Mapping[torch.Tensor, str], passes: int, compression: type[Compressor]) -> None:
         self.passes = BackwardPasses(names, passes, lambda _: None)
@@ -20,12 +20,12 @@ class AdasumReduction:
         self._compression = compression
 
     def restart(self) -> None:
-        """Count backward passes anew."""
+        """Restart the count of backward passes."""
         self.passes.restart()
 
     @torch.no_grad()
     def step(self, step: Callable[[], object]) -> None:
-        """Let `step` change the parameters, and replace its changes by the Adasum of all ranks'."""
+        """Call `step`, and replace its changes to the parameters by the Adasum of all ranks' changes."""
         initial_values = {parameter: parameter.detach().clone() for parameter in self._names}
         step()
         scheduler = context.current().scheduler

@@ -1,4 +1,4 @@
-"""When a parameter's gradient is complete: after so many backward passes."""
+"""Counts backward passes: a gradient is complete after a fixed number of them."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,24 +12,30 @@ TOO_MANY = (
 
 
 class BackwardPasses:
-    """Counts each parameter's passes, by hooks that live as long as this object, and tells when one is complete."""
+    """Counts the passes of each parameter with hooks, which it removes at its end.
+
+    Args:
+        parameters: The parameters to watch.
+        passes: The number of passes that make a gradient complete.
+        on_complete: Called with the parameter when its gradient is complete.
+    """
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], passes: int, on_complete: Callable[[torch.Tensor], None]
     ) -> None:
         self.has_gradients = False
-        """Whether a gradient was computed since the last `restart`."""
+        """Whether backward has computed a gradient since the last `restart`."""
         self._passes = passes
         self._on_complete = on_complete
         self._remaining = dict.fromkeys(parameters, passes)
         reference = weakref.ref(self)
-        # A parameter outlives the optimizers that were made for it: their hooks must not.
+        # A parameter outlives the optimizers made for it. Their hooks must not keep them alive.
         hooks = [parameter.register_post_accumulate_grad_hook(_make_hook(reference)) for parameter in self._remaining]
         self._finalizer = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     @property
     def passes(self) -> int:
-        """How many passes make a gradient complete. When it is set, counting begins anew."""
+        """The number of passes that make a gradient complete. Setting it restarts the count."""
         return self._passes
 
     @passes.setter
@@ -38,16 +44,16 @@ class BackwardPasses:
         self._remaining = dict.fromkeys(self._remaining, passes)
 
     def get_incomplete(self) -> list[torch.Tensor]:
-        """The parameters whose gradients are not complete."""
+        """Return the parameters whose gradients are not complete."""
         return [parameter for parameter, remaining in self._remaining.items() if remaining > 0]
 
     def restart(self) -> None:
-        """Begin to count anew, as after a step."""
+        """Restart the count, as after a step."""
         self._remaining = dict.fromkeys(self._remaining, self._passes)
         self.has_gradients = False
 
     def count(self, parameter: torch.Tensor) -> None:
-        """A pass has computed the parameter's gradient."""
+        """Count a pass that has computed the parameter's gradient."""
         remaining = self._remaining[parameter] - 1
         if remaining < 0:
             raise AssertionError(TOO_MANY)

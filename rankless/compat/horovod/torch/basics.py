@@ -1,4 +1,4 @@
-"""Joining and leaving, and who this process is among the others."""
+"""Joining and leaving a job, and this process's rank and size in it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,15 @@ from rankless.config import environment
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the job; alone, without a launcher, this process is rank 0 of 1. A second call changes nothing.
+    """Join the job. Without a launcher, this process becomes rank 0 of 1. A second call does nothing.
 
-    `comm`: the ranks that take part, all by default. `process_sets`: sets to be registered, or "dynamic" to let
-    `add_process_set` do so later. Raises ValueError for an MPI communicator, and for a set that is there twice.
+    Args:
+        comm: The ranks that take part. Default all.
+        process_sets: Sets to register, or "dynamic" to let `add_process_set` register sets later.
+
+    Raises:
+        ValueError: `comm` is an MPI communicator, or a process set is given twice.
+        HorovodInternalError: A process did not join within HOROVOD_START_TIMEOUT.
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
@@ -40,54 +45,59 @@ def _reject_duplicates(process_sets: list[ProcessSet]) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job; `init` joins again. A second call changes nothing."""
+    """Leave the job. `init` may be called again. A second call does nothing."""
     context.shutdown()
 
 
 def is_initialized() -> bool:
-    """Whether this process has joined."""
+    """Return whether this process has joined the job."""
     return context.is_initialized()
 
 
 def size() -> int:
-    """How many processes have joined."""
+    """Return the number of processes in the job."""
     return context.current().world.size
 
 
 def local_size() -> int:
-    """How many of them are on this host."""
+    """Return the number of processes on this host."""
     return context.current().world.local_size
 
 
 def cross_size() -> int:
-    """On how many hosts there is a process of this one's local rank."""
+    """Return the number of hosts that have a process with this local rank."""
     return context.current().world.cross_size
 
 
 def rank() -> int:
-    """This process's number among all, from 0."""
+    """Return this process's rank among all, from 0."""
     return context.current().world.rank
 
 
 def local_rank() -> int:
-    """This process's number among those of its host, from 0."""
+    """Return this process's rank on its host, from 0."""
     return context.current().world.local_rank
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a process of this local rank, from 0."""
+    """Return this host's index among the hosts that have a process with this local rank, from 0."""
     return context.current().world.cross_rank
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many processes."""
+    """Return whether every host has equally many processes."""
     return context.current().world.is_homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write what happens from now on to `file_path` on rank 0, for chrome://tracing.
+    """Start to record a timeline on rank 0, for chrome://tracing.
 
-    Raises ValueError unless HOROVOD_TIMELINE=DYNAMIC.
+    Args:
+        file_path: The file to write.
+        mark_cycles: Whether to mark each cycle of the coordinator. Default False.
+
+    Raises:
+        ValueError: HOROVOD_TIMELINE=DYNAMIC is not set.
     """
     current = context.current()
     if current.settings.timeline != "DYNAMIC":
@@ -97,5 +107,5 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Write no more, and complete the file."""
+    """Stop the recording, and complete the file."""
     context.current().scheduler.timeline.stop()

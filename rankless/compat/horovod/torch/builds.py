@@ -1,4 +1,4 @@
-"""What Horovod's build would have said of itself. Nothing is built here: these tell what PyTorch brings."""
+"""What Horovod's build would report. Rankless builds nothing, so these functions report what PyTorch provides."""
 
 from rankless.compat.horovod.common.util import (
     ccl_built,
@@ -25,15 +25,15 @@ __all__ = [
 
 
 def mpi_enabled() -> bool:
-    """False: there is no MPI."""
+    """Return False: Rankless does not use MPI."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """Raises ValueError: there is no MPI."""
+    """Raise ValueError: Rankless does not use MPI."""
     raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
 
 
 def gloo_enabled() -> bool:
-    """Whether PyTorch has Gloo."""
+    """Return whether PyTorch has Gloo."""
     return gloo_built()

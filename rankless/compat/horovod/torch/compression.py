@@ -1,4 +1,4 @@
-"""How tensors are made smaller before they travel. Scripts write compressors of their own on `Compressor`."""
+"""Compression of tensors for sending. Scripts derive their own compressors from `Compressor`."""
 
 from typing import Any
 
@@ -6,49 +6,49 @@ import torch
 
 
 class Compressor:
-    """A pair of functions: what travels, and what is made of it on arrival."""
+    """A pair of functions, which compress a tensor for sending and restore it afterwards."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What is to travel, and whatever `decompress` needs to know."""
+        """Return the tensor to send, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor as it was, from what has travelled."""
+        """Return the restored tensor."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors travel in 16 bits; others as they are."""
+    """Sends floating-point tensors in float16, and others unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor in float16, and its dtype."""
+        """Return the tensor in float16, and its dtype."""
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor in the dtype that it had."""
+        """Return the tensor in its original dtype."""
         return tensor.to(ctx)
 
 
 class Compression:
-    """The choices: `hvd.Compression.none` and `hvd.Compression.fp16`."""
+    """The available compressors: `hvd.Compression.none` and `hvd.Compression.fp16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""Making all ranks alike before training, and objects between ranks. Where Horovod has them."""
+"""Broadcasts of parameters, optimizer state and objects, under the module name that Horovod has for them."""
 
 from rankless.compat.horovod.torch.objects import allgather_object, broadcast_object
 from rankless.compat.horovod.torch.optimizer_state import broadcast_optimizer_state

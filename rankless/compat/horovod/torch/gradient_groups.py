@@ -1,4 +1,4 @@
-"""Which gradients are reduced together, where a script says so."""
+"""Groups of gradients that are reduced together, as the script specifies."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,20 +12,20 @@ Groups = int | Sequence[Sequence[torch.Tensor]]
 
 
 class GradientGroup:
-    """Parameters whose gradients go together, once the last of them is complete."""
+    """Parameters whose gradients are reduced together once all of them are complete."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = tuple(parameters)
         self.missing = len(self.parameters)
-        """How many gradients are not complete."""
+        """The number of gradients that are not complete."""
 
     def restart(self) -> None:
-        """None is complete, as after a step."""
+        """Mark all gradients as incomplete, as after a step."""
         self.missing = len(self.parameters)
 
 
 def check_groups(groups: Groups | None) -> None:
-    """Raises ValueError unless groups are a positive number, or lists in which each tensor stands once."""
+    """Raise ValueError unless groups are a positive number, or lists that contain each tensor at most once."""
     if groups is None:
         return
     if not isinstance(groups, list):
@@ -44,9 +44,10 @@ def check_groups(groups: Groups | None) -> None:
 def make_groups(
     groups: Groups | None, names: Mapping[torch.Tensor, str], process_set: ProcessSet
 ) -> dict[torch.Tensor, GradientGroup]:
-    """The group of each parameter that has one; the same on all ranks, whose parameters may stand in another order.
+    """Return the group of each parameter that has one.
 
-    A number makes so many groups of about as many parameters each. Parameters in no list go alone.
+    A number is the number of groups, of about equally many parameters each. Parameters in no list are reduced alone.
+    The groups are the same on all ranks, although ranks may order their parameters differently.
     """
     if groups is None:
         return {}

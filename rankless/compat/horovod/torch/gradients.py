@@ -1,12 +1,12 @@
-"""Gradients, combined over the ranks while backward is still computing others.
+"""Combines gradients over the ranks while backward computes others.
 
-Note [few values]: what is small travels with the negotiation itself: faster for one tensor, slower for many.
-So gradients do so only if those of the whole model are small; it is the same on all ranks, whatever they batch.
+Note [inline gradients]: sending small values inline is faster for one tensor, and slower for many. So gradients are
+sent inline only if those of the whole model are small. This is the same on all ranks, whatever they batch.
 
-Note [batches]: a gradient that is complete waits for others until they are 4 MiB together, or until backward ends; then
-they are submitted at once. The operations keep their names, each on its own: ranks may batch them differently. Smaller
-batches cost more than they hide (MLP of 8 MiB, two ranks on two busy cores: 34 ms of processor time for a step in
-batches of 1 MiB, 30 ms in batches of 4 MiB).
+Note [batches]: a complete gradient waits until 4 MiB are complete, or until backward ends. Then all are submitted at
+once. Each operation keeps its own name, so ranks may batch them differently. Smaller batches cost more time than they
+overlap. For an MLP of 8 MiB and two ranks on two busy cores, a step takes 34 ms of processor time with batches of 1
+MiB, and 30 ms with 4 MiB.
 """
 
 import threading
@@ -34,7 +34,7 @@ SMALL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class GradientRule:
-    """What is done to every gradient."""
+    """How every gradient is reduced."""
 
     reduction: ReductionRule
     compression: type[Compressor]
@@ -43,17 +43,17 @@ class GradientRule:
 
 @dataclass(frozen=True)
 class SentGradient:
-    """A gradient on its way."""
+    """A gradient that was submitted for reduction."""
 
     gradient: torch.Tensor
     buffer: torch.Tensor
-    """What travels, and what the result is written to; often the gradient itself."""
+    """The tensor that is sent, and receives the result. Often it is the gradient itself."""
     context: Any
-    """What the compressor needs to know."""
+    """The compressor's context."""
 
 
 class GradientReduction:
-    """Reduces the gradients of some parameters, once for each step."""
+    """Reduces the gradients of the parameters, once for each step."""
 
     def __init__(
         self,
@@ -64,20 +64,20 @@ class GradientReduction:
     ) -> None:
         self.passes = BackwardPasses(names, passes, self._complete)
         self._lock = threading.RLock()
-        """Backward has a thread for each device of a model."""
+        """Backward runs one thread per device of the model."""
         self._names = names
         self._rule = rule
         self._groups = groups
         self._sizes = {parameter: parameter.numel() * parameter.element_size() for parameter in names}
         self._is_small = sum(self._sizes.values()) <= SMALL_BYTES
         self._sparse_dims: dict[torch.Tensor, int] = {}
-        """Of parameters that have had sparse gradients."""
+        """The number of sparse dims of each parameter that has had a sparse gradient."""
         self._forget()
 
     def synchronize(self) -> None:
-        """Wait until every gradient is reduced. A parameter that has none takes part with zeros.
+        """Wait until every gradient is reduced. A parameter without a gradient takes part with zeros.
 
-        Raises HorovodInternalError where the ranks do not fit together.
+        Raises HorovodInternalError if the ranks' gradients do not match.
         """
         try:
             self._complete_all()
@@ -87,7 +87,7 @@ class GradientReduction:
             self.restart()
 
     def restart(self) -> None:
-        """Forget what is on its way, and count backward passes anew."""
+        """Discard submitted gradients, and restart the count of backward passes."""
         self.passes.restart()
         for group in self._groups.values():
             group.restart()
@@ -101,7 +101,7 @@ class GradientReduction:
         self._sparse_sent: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
 
     def _complete(self, parameter: torch.Tensor) -> None:
-        """The parameter's gradient is complete."""
+        """Submit the parameter's complete gradient, alone or together with others."""
         with self._lock:
             if self._groups and (group := self._groups.get(parameter)) is not None:
                 self._count_in_group(group)
@@ -125,7 +125,7 @@ class GradientReduction:
             self._send_batch()
 
     def _complete_all(self) -> None:
-        """Let also those gradients go that backward has not completed."""
+        """Complete the gradients that backward has not completed."""
         for parameter in self.passes.get_incomplete():
             if parameter.grad is None:
                 parameter.grad = self._zero_gradient(parameter)
@@ -201,13 +201,13 @@ class GradientReduction:
         try:
             scheduler.submit(handle, requests)
         except HorovodInternalError:
-            # Backward ends here: elastic training begins anew, with the same optimizer.
+            # Backward ends here. Elastic training restarts with the same optimizer.
             self.restart()
             raise
         self._sent.append((handle, sent))
 
     def _receive(self) -> None:
-        """Put what has come into the gradients. What fails is raised once all has come."""
+        """Write the results into the gradients. Raises the first failure after all results have arrived."""
         scheduler = context.current().scheduler
         failure: HorovodInternalError | None = None
         for handle, sent in self._sent:

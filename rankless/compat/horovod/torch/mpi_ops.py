@@ -1,4 +1,4 @@
-"""The operations and who is who, in the module that scripts import them from."""
+"""The operations, ranks and sizes, under the module name from which scripts import them."""
 
 from rankless.compat.horovod.common.process_sets import (
     ProcessSet,

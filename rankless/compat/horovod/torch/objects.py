@@ -1,4 +1,4 @@
-"""Any Python object that cloudpickle knows, between ranks."""
+"""Broadcast and allgather of Python objects, which cloudpickle serializes."""
 
 from typing import Any
 
@@ -12,13 +12,20 @@ from rankless.compat.horovod.torch.operations.broadcast import broadcast_
 from rankless.compat.horovod.torch.operations.handles import synchronize
 
 DEFAULT_NAME = "object"
-"""Horovod names an object by its type. Ranks that pass None where the root passes something would wait for ever."""
+"""Horovod names an object by its type. If other ranks pass None, the names differ, and the ranks wait forever."""
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object, on every rank. Other ranks may pass None. `root_rank` counts over the whole job."""
+    """Return the root's object on every rank.
+
+    Args:
+        obj: The object to broadcast. Ranks other than the root may pass None.
+        root_rank: The root's rank, counted over the whole job. Default 0.
+        name: The name of the operation. Default "object".
+        process_set: The ranks that take part. Default all.
+    """
     name = name or DEFAULT_NAME
     is_root = context.current().world.rank == root_rank
     content = _pickle(obj) if is_root else torch.empty(0, dtype=torch.uint8)
@@ -31,7 +38,13 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's object, in the order of ranks."""
+    """Return the objects of all ranks, in rank order.
+
+    Args:
+        obj: This rank's object.
+        name: The name of the operation. Default "object".
+        process_set: The ranks that take part. Default all.
+    """
     name = name or DEFAULT_NAME
     content = _pickle(obj)
     sizes_handle = allgather_async(torch.tensor([content.numel()]), f"{name}.sz", process_set)

@@ -1,8 +1,8 @@
-"""An optimizer's state, as on the root.
+"""Broadcast of an optimizer's state.
 
-Note [no step]: Horovod fills an empty state by a step with zero gradients, which changes the weights where there is
-weight decay. Here the root tells what its state is made of, and the others make room for it; nobody steps. A state that
-is empty on the root is empty on all.
+Note [no step]: Horovod fills an empty state by a step with zero gradients, which changes the weights if there is weight
+decay. Here the root describes its state, and the others allocate tensors for it, so no rank steps. A state that is
+empty on the root is empty on all ranks.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from rankless.compat.horovod.torch.parameter_broadcast import broadcast_tensors
 
 @dataclass(frozen=True)
 class TensorPlaceholder:
-    """Where a tensor of the root's state belongs, before its values have come."""
+    """A tensor of the root's state, without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
 
     def allocate(self, parameter: torch.Tensor | None) -> torch.Tensor:
-        """Without values yet, laid out like the parameter if it has its shape."""
+        """Return an uninitialized tensor, with the parameter's memory layout if it has the same shape."""
         device = torch.device("cpu") if self.on_cpu or parameter is None else parameter.device
         if parameter is not None and parameter.shape == torch.Size(self.shape):
             return torch.empty_like(parameter, dtype=self.dtype, device=device, requires_grad=False)
@@ -37,11 +37,15 @@ def broadcast_optimizer_state(
     root_rank: int,
     model: torch.nn.Module | None = None,
 ) -> None:
-    """Give the optimizer the root's state and options (learning rate and the like), on every rank.
+    """Copy the root's optimizer state and options, such as the learning rate, to every rank.
 
-    `model` is not needed: Horovod makes gradients of it for a first step.
+    Args:
+        optimizer: The optimizer. It has the same parameters on every rank.
+        root_rank: The root's rank, counted over the whole job.
+        model: Ignored. Horovod computes gradients of it for a first step.
 
-    Raises ValueError for LBFGS, and where ranks have different parameters.
+    Raises:
+        ValueError: The optimizer is LBFGS, or ranks have different parameters.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
@@ -58,7 +62,7 @@ def broadcast_optimizer_state(
 
 
 def _describe_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state with `TensorPlaceholder` for each tensor, and the options of each group."""
+    """Return the optimizer's state with a `TensorPlaceholder` for each tensor, and the options of each group."""
     content = optimizer.state_dict()
     options = [{key: value for key, value in group.items() if key != "params"} for group in content["param_groups"]]
     sizes = [len(group["params"]) for group in content["param_groups"]]
@@ -76,7 +80,7 @@ def _replace_tensors(value: Any) -> Any:
 
 
 def _allocate_tensors(state: dict[Any, Any], parameters: list[torch.Tensor]) -> dict[Any, Any]:
-    """The root's state with a tensor without values for each `TensorPlaceholder`."""
+    """Return the root's state with an uninitialized tensor for each `TensorPlaceholder`."""
     return {key: _allocate(value, parameters[key] if isinstance(key, int) else None) for key, value in state.items()}
 
 
@@ -91,7 +95,7 @@ def _allocate(value: Any, parameter: torch.Tensor | None) -> Any:
 
 
 def _iterate_tensors(state: dict[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the state, named `key.n`: the n-th of those under that key."""
+    """Yield every tensor of the state with the name `key.n`, where n counts the tensors with that key."""
     counts: dict[str, int] = {}
 
     def walk(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,7 +113,7 @@ def _iterate_tensors(state: dict[Any, Any]) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _set_options(optimizer: torch.optim.Optimizer, description: list[tuple[int, dict[str, Any]]]) -> None:
-    """Set each group's options in place: schedulers and a wrapped optimizer hold the same groups."""
+    """Set each group's options in place, since schedulers and a wrapped optimizer share the groups."""
     group_sizes = [len(group["params"]) for group in optimizer.param_groups]
     if group_sizes != [size for size, _ in description]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Named tensors, as on the root."""
+"""Broadcast of named tensors."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,9 +13,15 @@ from rankless.compat.horovod.torch.operations.handles import synchronize
 def broadcast_parameters(
     params: dict[str, torch.Tensor] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every tensor the root's values: those of `model.state_dict()`, `model.named_parameters()`, or a list.
+    """Copy the root's values into every tensor.
 
-    Raises ValueError for anything else.
+    Args:
+        params: The tensors: `model.state_dict()`, `model.named_parameters()`, or a list.
+        root_rank: The root's rank, counted over the whole job.
+        process_set: The ranks that take part. Default all.
+
+    Raises:
+        ValueError: `params` is anything else.
     """
     if isinstance(params, dict):
         named: list[tuple[str | None, Any]] = sorted(params.items())
@@ -32,7 +38,7 @@ def broadcast_parameters(
 def broadcast_tensors(
     named: Sequence[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every tensor the root's values, however it is laid out."""
+    """Copy the root's values into every tensor, whatever its memory layout."""
     started = []
     for name, tensor in named:
         values = tensor.detach()

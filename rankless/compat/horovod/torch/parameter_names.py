@@ -1,4 +1,4 @@
-"""Under which name each parameter's gradient is reduced."""
+"""The name under which each parameter's gradient is reduced."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,9 +14,10 @@ NOT_PAIRS = (
 def assign_parameter_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None
 ) -> dict[torch.Tensor, str]:
-    """The name of each parameter of the optimizer, in its order: those given, or made of group and place.
+    """Return the name of each parameter of the optimizer, in its order.
 
-    Raises ValueError if the names are no pairs, are not unique, or leave a parameter out.
+    Without `named_parameters`, a name consists of the indices of the group and of the parameter. Raises ValueError if
+    `named_parameters` contains anything but pairs, repeats a name, or omits a parameter.
     """
     if named_parameters is None:
         return {

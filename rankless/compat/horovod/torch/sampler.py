@@ -1,4 +1,4 @@
-"""`hvd.DistributedSampler`, which some scripts write. Horovod itself has none."""
+"""`hvd.DistributedSampler`, which some scripts use although Horovod itself has none."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ from rankless.compat.horovod.torch.basics import rank, size
 
 
 class DistributedSampler(RanklessSampler):
-    """torch's DistributedSampler, index by index, with `hvd.size()` and `hvd.rank()` for what is left away.
+    """torch's DistributedSampler with the same indices. The defaults are `hvd.size()` and `hvd.rank()`.
 
-    Every rank has as many samples, some of them twice if need be: in a Horovod loop each step waits for all ranks.
+    Every rank gets equally many samples, with repetitions if necessary: in a Horovod loop each step waits for all
+    ranks.
     """
 
     def __init__(

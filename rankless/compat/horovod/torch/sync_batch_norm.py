@@ -1,7 +1,7 @@
 """Batch normalization over the batches of all ranks, on any device.
 
-Note [statistics in float64]: what ranks tell each other is small, so counts, means and sums of squares travel in
-float64 and are merged there (Chan, Golub, LeVeque 1979): a count is exact, and variances do not cancel.
+Note [statistics in float64]: the ranks send counts, means and sums of squares in float64, since these are small, and
+merge them there (source: Chan, Golub, LeVeque 1979). So counts are exact, and variances do not cancel.
 """
 
 from typing import Any
@@ -21,9 +21,10 @@ from rankless.compat.horovod.torch.operations.reductions import make_reduction_r
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch's BatchNorm of any number of dimensions, as if one device had the whole batch.
+    """torch's BatchNorm for any number of dimensions, as if one device had the whole batch.
 
-    Ranks' batches may differ in length. Gradients of weight and bias are this rank's part: the optimizer combines them.
+    The ranks' batches may differ in length. The gradients of weight and bias contain this rank's part only, since the
+    optimizer combines them.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The input, normalized over the whole batch in training, by the running statistics in evaluation."""
+        """Normalize the input: over the whole batch in training, with the running statistics in evaluation."""
         self._check_input_dim(input)
         tracked = self.track_running_stats and self.running_mean is not None
         if not self.training and tracked:
@@ -61,7 +62,7 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _advance_momentum(self) -> float:
-        """How much this batch counts in the running statistics."""
+        """Count this batch, and return its weight in the running statistics."""
         batches = self.num_batches_tracked
         if batches is not None:
             batches.add_(1)
@@ -77,13 +78,13 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """The normalized input, and the whole batch's mean, variance and number of values for each channel."""
+    """Computes the normalized input, and each channel's mean, variance and number of values in the whole batch."""
 
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Statistics are merged over the ranks."""
+        """Normalize the input with statistics merged over the ranks."""
         values = input.to(_get_accumulation_dtype(input.dtype))
         mean, variance, count = _compute_global_statistics(values)
         if int(count) <= 1:
@@ -98,7 +99,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of all ranks' losses with respect to this rank's input; this rank's part of the weight's."""
+        """Return the gradient of all ranks' losses for this rank's input, and this rank's part for weight and bias."""
         normalized, weight, inverse, count = ctx.saved_tensors
         gradient_values = gradient.to(normalized.dtype)
         dims = _get_reduction_dims(normalized)
@@ -123,7 +124,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
 
 def _compute_global_statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and variance of each channel over all ranks' values, in float64, and their number."""
+    """Return each channel's mean and variance over all ranks' values, in float64, and the number of values."""
     dims, channels = _get_reduction_dims(values), values.shape[1]
     count = values.numel() // max(channels, 1)
     if count:
@@ -154,5 +155,5 @@ def _get_reduction_dims(values: torch.Tensor) -> list[int]:
 
 
 def _expand_channels(channel_values: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One number for each channel, in the values' shape and dtype."""
+    """Return the channel values in a shape that broadcasts over `values`, and in their dtype."""
     return channel_values.to(values.dtype).view(1, -1, *[1] * (values.dim() - 2))

@@ -1,4 +1,4 @@
-"""`hvd.elastic`: a training function that goes on when workers come and go, its state, and a sampler.
+"""`hvd.elastic`: a training function that continues when workers change, its state, and a sampler.
 
 Enters: the user's function and its state. Leaves: what the function returns. Scripts call it as `hvd.elastic.run`.
 """
@@ -17,8 +17,8 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a training function whose first argument is a `State`.
 
-    When a worker fails, it is called again with the state of the last commit; when hosts come or go, with the state of
-    the moment; each time with the workers that are there then.
+    The function is called again whenever the workers change. If a worker has failed, it gets the state of the last
+    commit. If hosts have been added or removed, it gets the current state.
     """
     return run_fn(func, _reset)
 

@@ -1,4 +1,4 @@
-"""A sampler that divides what is left of an epoch among the workers of the moment."""
+"""A sampler that divides the remaining samples of an epoch among the current workers."""
 
 import math
 import random
@@ -11,10 +11,15 @@ from rankless.compat.horovod import context
 
 
 class ElasticSampler(Sampler[int]):
-    """Shares out the samples of an epoch that are not done yet, and does so again after each reset.
+    """Divides the unprocessed samples of an epoch among the ranks, and does so again after each reset.
 
     Keep it in a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch. Every
-    rank gets as many samples: the first ones of the rest are repeated where they do not divide.
+    rank gets equally many samples. If they do not divide evenly, the first of the remaining samples are repeated.
+
+    Args:
+        dataset: Anything with a length.
+        shuffle: Whether to shuffle the samples of each epoch. Default True.
+        seed: The seed of the shuffling. Default 0.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -31,27 +36,27 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is done. Call it at the end of the one before, not at the beginning."""
+        """Start an epoch with no processed samples. Call it at the end of the previous epoch, not at the beginning."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002  # Horovod's signature
-        """All ranks have done a batch of so many samples each."""
+        """Record that each rank has processed a batch of `batch_size` samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another sampler was."""
+        """Continue from the state of another sampler."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many of its samples are done."""
+        """Return the epoch, and the number of its processed samples."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def reset(self) -> None:
-        """Share out what is left among the ranks of now."""
+        """Divide the remaining samples among the current ranks."""
         world = context.current().world
         self.num_replicas, self.rank = world.size, world.rank
         indices = list(range(len(self.dataset)))
@@ -63,7 +68,7 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         indices = self.remaining_indices[:]
-        while indices and len(indices) < self.total_size:  # more than once where fewer samples than ranks are left
+        while indices and len(indices) < self.total_size:  # repeats if fewer samples than ranks remain
             indices += indices[: self.total_size - len(indices)]
         return iter(indices[self.rank : self.total_size : self.num_replicas])
 

@@ -1,4 +1,4 @@
-"""The state of a PyTorch training: models, optimizers, schedulers, samplers, each by a handler, and plain objects."""
+"""The state of a PyTorch training: models, optimizers, schedulers and samplers with handlers, and plain objects."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ from rankless.compat.horovod.torch.functions import (
 
 
 class StateHandler:
-    """How one value of a state is saved, restored and sent around. Users derive their own."""
+    """Saves, restores and synchronizes one value of a state. Users derive their own handlers."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -26,73 +26,77 @@ class StateHandler:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore the state that was saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all ranks rank 0's."""
+        """Copy rank 0's value to all ranks."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Take another value, and save it."""
+        """Set another value, and save it."""
         self.value = value
         self.save()
 
 
 class _StateDictHandler(StateHandler):
-    """For what has `state_dict` and `load_state_dict`."""
+    """Handles values with `state_dict` and `load_state_dict`."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self.save()
 
     def save(self) -> None:
-        """Keep a copy."""
+        """Keep a copy of the state."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load the copy."""
+        """Load the saved copy."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Give all ranks rank 0's, and keep that: a failure before the next commit comes back to it."""
+        """Copy rank 0's state to all ranks, and save it: a failure before the next commit restores it."""
         self.broadcast()
         self.save()
 
     def broadcast(self) -> None:
-        """Give all ranks rank 0's."""
+        """Copy rank 0's state to all ranks."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
 class ModelStateHandler(_StateDictHandler):
-    """A model."""
+    """Handles a model."""
 
     def broadcast(self) -> None:
-        """Tensor by tensor."""
+        """Broadcast the state tensor by tensor."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
 class OptimizerStateHandler(_StateDictHandler):
-    """An optimizer."""
+    """Handles an optimizer."""
 
     def broadcast(self) -> None:
-        """Tensor by tensor."""
+        """Broadcast the state tensor by tensor."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class LRSchedulerStateHandler(_StateDictHandler):
-    """A scheduler of learning rates."""
+    """Handles a learning rate scheduler."""
 
 
 class SamplerStateHandler(_StateDictHandler):
-    """An `ElasticSampler`."""
+    """Handles an `ElasticSampler`."""
 
 
 class TorchState(ObjectState):
-    """What a PyTorch training goes on from.
+    """The state of a PyTorch training. Each argument becomes an attribute.
 
-    `model`, `optimizer` and any other value under its keyword become attributes. A value for whose type there is a
-    handler is saved, restored and sent by that, all others as plain Python objects.
+    A handler saves, restores and synchronizes the values of its type. All other values are plain Python objects.
+
+    Args:
+        model: The model, if any.
+        optimizer: The optimizer, if any.
+        kwargs: Any other values.
     """
 
     def __init__(
@@ -107,25 +111,25 @@ class TorchState(ObjectState):
         super().__init__(bcast_object=broadcast_object, get_rank=_rank, **plain_values)
 
     def save(self) -> None:
-        """Keep all values of now."""
+        """Save all current values."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore the state that was saved last."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Give all ranks rank 0's values."""
+        """Copy rank 0's values to all ranks."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        """Let samplers share out among the ranks of now."""
+        """Make samplers divide their samples among the current ranks."""
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
@@ -137,12 +141,12 @@ class TorchState(ObjectState):
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """The types that have handlers, in the order in which they are asked, and their handlers."""
+    """Return the types with handlers, in the order in which they are tried, and the handlers."""
     return _handler_registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Have these handlers from now on."""
+    """Replace the registry of handlers."""
     global _handler_registry  # Horovod's API has one registry
     _handler_registry = registry
 

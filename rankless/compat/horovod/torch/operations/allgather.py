@@ -1,4 +1,4 @@
-"""Tensors joined along their first dimension, which may differ from rank to rank."""
+"""Allgather: concatenates tensors along the first dimension, which may differ from rank to rank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,18 @@ from rankless.compat.horovod.torch.operations.reductions import make_reduction_r
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """All ranks' tensors, joined in the order of ranks; gradients flow through.
+    """Return all ranks' tensors, concatenated in rank order. The call is differentiable.
 
-    Its gradient is averaged over the ranks, then each rank takes its own rows. Raises IndexError for a tensor of 0
-    dimensions.
+    Backward averages the gradient over the ranks, and each rank takes its own rows.
+
+    Args:
+        tensor: A tensor of at least 1 dimension. Ranks may differ in the first dimension only.
+        name: The name of the operation. Default a counter.
+        process_set: The ranks that take part. Default all.
+
+    Raises:
+        IndexError: The tensor has 0 dimensions.
+        HorovodInternalError: The ranks' tensors do not match, or a rank is gone.
     """
     result: torch.Tensor = apply_function(Allgather, tensor, name, process_set)
     return result
@@ -29,7 +37,7 @@ def allgather(
 
 @require_tensors
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """A handle: `synchronize` gives all ranks' tensors, joined in the order of ranks."""
+    """Start an allgather. `synchronize(handle)` returns all ranks' tensors, concatenated in rank order."""
     return submit(OperationKind.ALLGATHER, name, process_set, tensor=validate_tensor(tensor))
 
 
@@ -37,7 +45,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """For each tensor, all ranks' joined in the order of ranks, all at once; gradients flow through."""
+    """Do one allgather for each tensor, all of them together. The call is differentiable."""
     return list(apply_function(GroupedAllgather, name, process_set, *tensors))
 
 
@@ -45,25 +53,25 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """A handle: `synchronize` gives, for each tensor, all ranks' joined in the order of ranks."""
+    """Start a grouped allgather. `synchronize(handle)` returns a list with one result for each tensor."""
     return submit_group(
         OperationKind.ALLGATHER, name, process_set, [{"tensor": validate_tensor(tensor)} for tensor in tensors]
     )
 
 
 class Allgather(torch.autograd.Function):
-    """An allgather; backward averages the gradient over the ranks and takes this rank's rows."""
+    """An allgather. Backward averages the gradient over the ranks, and takes this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
-        """All ranks' tensors, joined."""
+        """Return all ranks' tensors, concatenated."""
         ctx.rows, ctx.process_set = tensor.shape[0], process_set
         result: torch.Tensor = synchronize(allgather_async(tensor, name, process_set))
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The averaged gradient of this rank's rows."""
+        """Return the averaged gradient of this rank's rows."""
         rule = make_reduction_rule(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
         averaged = apply_function(Allreduce, gradient.contiguous(), None, rule)
         (offset,) = _compute_row_offsets([ctx.rows], ctx.process_set)
@@ -71,19 +79,19 @@ class Allgather(torch.autograd.Function):
 
 
 class GroupedAllgather(torch.autograd.Function):
-    """A grouped allgather; backward averages the gradients and takes this rank's rows of each."""
+    """A grouped allgather. Backward averages the gradients, and takes this rank's rows of each."""
 
     @staticmethod
     def forward(
         ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """For each tensor, all ranks' joined."""
+        """Return, for each tensor, all ranks' tensors, concatenated."""
         ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
         return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The averaged gradients of this rank's rows."""
+        """Return the averaged gradients of this rank's rows."""
         rule = make_reduction_rule(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
         averaged = apply_function(GroupedAllreduce, None, rule, *(gradient.contiguous() for gradient in gradients))
         offsets = _compute_row_offsets(ctx.rows, ctx.process_set)
@@ -92,7 +100,7 @@ class GroupedAllgather(torch.autograd.Function):
 
 
 def _compute_row_offsets(rows: list[int], process_set: ProcessSet) -> list[int]:
-    """Where this rank's rows begin in each of the joined tensors."""
+    """Return the index of this rank's first row in each of the concatenated tensors."""
     counts = synchronize(allgather_async(torch.tensor([rows]), None, process_set))
     offsets: list[int] = counts[: process_set.rank()].sum(0).tolist()
     return offsets

@@ -1,4 +1,4 @@
-"""Tensors of the same shape, combined element by element over the ranks."""
+"""Allreduce: combines tensors of the same shape element by element over the ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,24 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """A new tensor, combined over the ranks; gradients flow through. Its gradient is combined in the same way."""
+    """Return a new tensor, combined over the ranks. The call is differentiable.
+
+    Backward combines the gradient in the same way.
+
+    Args:
+        tensor: A contiguous tensor of the same shape and dtype on all ranks.
+        average: The older form of `op`. Deprecated.
+        name: The name of the operation. Default a counter.
+        compression: How the tensor is compressed for sending. Default `Compression.none`.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: Multiplies the values before the reduction. Default 1.0.
+        postscale_factor: Multiplies the values after the reduction. Default 1.0.
+        process_set: The ranks that take part. Default all.
+
+    Raises:
+        ValueError: Both `op` and `average` are given, the tensor is not supported, or its name is in use.
+        HorovodInternalError: The ranks' tensors do not match, or a rank is gone.
+    """
     rule = make_reduction_rule(resolve_reduction(op, average), prescale_factor, postscale_factor, process_set)
     compressed, context = compression.compress(tensor)
     if compressed.requires_grad and torch.is_grad_enabled():
@@ -45,7 +62,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """A handle: `synchronize` gives a new tensor, combined over the ranks."""
+    """Start an allreduce. `synchronize(handle)` returns a new tensor, combined over the ranks."""
     rule = make_reduction_rule(resolve_reduction(op, average), prescale_factor, postscale_factor, process_set)
     return start(tensor, torch.empty_like(tensor), name, rule)
 
@@ -60,7 +77,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The tensor itself, which now holds the combined values."""
+    """Combine the tensor over the ranks in place, and return it."""
     rule = make_reduction_rule(resolve_reduction(op, average), prescale_factor, postscale_factor, process_set)
     synchronize(start(tensor, tensor, name, rule))
     return tensor
@@ -76,7 +93,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """A handle: after `synchronize` the tensor holds the combined values."""
+    """Start an allreduce in place. After `synchronize(handle)` the tensor contains the combined values."""
     rule = make_reduction_rule(resolve_reduction(op, average), prescale_factor, postscale_factor, process_set)
     return start(tensor, tensor, name, rule)
 
@@ -92,7 +109,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """New tensors, each combined over the ranks, all at once; gradients flow through."""
+    """Return new tensors, combined over the ranks all together. The call is differentiable."""
     rule = make_reduction_rule(resolve_reduction(op, average), prescale_factor, postscale_factor, process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
     results = apply_function(GroupedAllreduce, name, rule, *(compressed for compressed, _ in pairs))
@@ -109,7 +126,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """A handle: `synchronize` gives new tensors, each combined over the ranks, all at once."""
+    """Start a grouped allreduce. `synchronize(handle)` returns a list of new tensors, combined over the ranks."""
     rule = make_reduction_rule(resolve_reduction(op, average), prescale_factor, postscale_factor, process_set)
     return start_group(tensors, [torch.empty_like(tensor) for tensor in tensors], name, rule)
 
@@ -124,7 +141,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """The tensors themselves, which now hold the combined values."""
+    """Combine the tensors over the ranks in place, all together, and return them."""
     rule = make_reduction_rule(resolve_reduction(op, average), prescale_factor, postscale_factor, process_set)
     synchronize(start_group(tensors, tensors, name, rule))
     return list(tensors)
@@ -140,13 +157,13 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """A handle: after `synchronize` the tensors hold the combined values."""
+    """Start a grouped allreduce in place. After `synchronize(handle)` the tensors contain the combined values."""
     rule = make_reduction_rule(resolve_reduction(op, average), prescale_factor, postscale_factor, process_set)
     return start_group(tensors, tensors, name, rule)
 
 
 def start(tensor: torch.Tensor, output: torch.Tensor, name: str | None, rule: ReductionRule) -> int:
-    """The handle of one allreduce from `tensor` to `output`."""
+    """Start one allreduce from `tensor` to `output`, and return its handle."""
     fields = _make_fields(tensor, output, rule)
     return submit(OperationKind.ALLREDUCE, name, rule.process_set, **fields)
 
@@ -154,45 +171,45 @@ def start(tensor: torch.Tensor, output: torch.Tensor, name: str | None, rule: Re
 def start_group(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str | None, rule: ReductionRule
 ) -> int:
-    """The handle of a group of allreduces, each from its tensor to its output."""
+    """Start a group of allreduces, each from its tensor to its output, and return their handle."""
     members = [_make_fields(tensor, output, rule) for tensor, output in zip(tensors, outputs, strict=True)]
     return submit_group(OperationKind.ALLREDUCE, name, rule.process_set, members)
 
 
 def _make_fields(tensor: torch.Tensor, output: torch.Tensor, rule: ReductionRule) -> dict[str, Any]:
     values = validate_tensor(tensor)
-    # In place, the output is the very tensor that was checked.
+    # In place, the output is the validated tensor itself.
     return {"tensor": values, "output": values if output is tensor else output, **rule.fields}
 
 
 class Allreduce(torch.autograd.Function):
-    """An allreduce, whose gradient is reduced by the same rule."""
+    """An allreduce. Backward reduces the gradient by the same rule."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, rule: ReductionRule) -> torch.Tensor:
-        """The combined values, in a new tensor."""
+        """Return the combined values in a new tensor."""
         ctx.rule = rule
         result: torch.Tensor = synchronize(start(tensor, torch.empty_like(tensor), name, rule))
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The gradient, combined by the same rule."""
+        """Return the gradient, combined by the same rule."""
         return apply_function(Allreduce, gradient.contiguous(), None, ctx.rule), None, None
 
 
 class GroupedAllreduce(torch.autograd.Function):
-    """A grouped allreduce, whose gradients are reduced as a group by the same rule."""
+    """A grouped allreduce. Backward reduces the gradients as a group by the same rule."""
 
     @staticmethod
     def forward(ctx: Any, name: str | None, rule: ReductionRule, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The combined values, in new tensors."""
+        """Return the combined values in new tensors."""
         ctx.rule = rule
         outputs = [torch.empty_like(tensor) for tensor in tensors]
         return tuple(synchronize(start_group(tensors, outputs, name, rule)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients, combined by the same rule."""
+        """Return the gradients, combined by the same rule."""
         contiguous = (gradient.contiguous() for gradient in gradients)
         return (None, None, *apply_function(GroupedAllreduce, None, ctx.rule, *contiguous))

@@ -1,4 +1,4 @@
-"""Every rank gives some rows to every rank."""
+"""Alltoall: every rank sends some rows to every rank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +21,22 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The rows that this rank gets, in the order of senders; gradients flow back to where the rows came from.
+    """Return the rows that this rank receives, in rank order of the senders. The call is differentiable.
 
-    `splits` says how many rows go to each rank: 32-bit integers; evenly if left away. If given, how many came from each
-    rank is returned too.
+    Backward sends the gradient of each row to the rank that the row came from.
+
+    Args:
+        tensor: A tensor of at least 1 dimension. Ranks may differ in the first dimension only.
+        splits: The number of rows for each rank, as 32-bit integers. Default an even division.
+        name: The name of the operation. Default a counter.
+        process_set: The ranks that take part. Default all.
+
+    Returns:
+        The rows. If `splits` is given, also the number of rows received from each rank.
+
+    Raises:
+        ValueError: The splits do not fit the tensor or the number of ranks.
+        HorovodInternalError: The ranks' tensors do not match, or a rank is gone.
     """
     output, received = apply_function(Alltoall, tensor, splits, name, process_set)
     return output if splits is None else (output, _match_device(splits, received))
@@ -37,7 +49,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """A handle: `synchronize` gives the rows that this rank gets, and how many came from each rank."""
+    """Start an alltoall. `synchronize(handle)` returns the received rows, and the number of rows from each rank."""
     counts = resolve_splits(tensor, splits, process_set.size() or 1)
     rows = validate_tensor(tensor).narrow(0, 0, sum(counts))
     return submit(OperationKind.ALLTOALL, name, process_set, tensor=rows, splits=counts)
@@ -48,13 +60,13 @@ def _match_device(splits: Splits, received: torch.Tensor) -> torch.Tensor:
 
 
 class Alltoall(torch.autograd.Function):
-    """An alltoall; backward sends each row's gradient to the rank that the row came from."""
+    """An alltoall. Backward sends each row's gradient to the rank that the row came from."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that came, and how many from each rank."""
+        """Return the received rows, and the number of rows from each rank."""
         output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
         ctx.rows, ctx.received, ctx.process_set = tensor.shape[0], received, process_set
         ctx.mark_non_differentiable(received)
@@ -62,7 +74,7 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
-        """The gradients of this rank's rows, from wherever they went; zero for rows that went nowhere."""
+        """Return the gradients of this rank's rows from the ranks that received them, and zeros for unsent rows."""
         sent, _ = apply_function(Alltoall, gradient.contiguous(), ctx.received, None, ctx.process_set)
         kept = ctx.rows - sent.shape[0]
         if kept:

@@ -1,4 +1,4 @@
-"""One rank's values, on all."""
+"""Broadcast: copies one rank's values to all ranks."""
 
 from typing import Any
 
@@ -18,9 +18,19 @@ from rankless.compat.horovod.torch.operations.reductions import make_reduction_r
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """A new tensor with the root's values; gradients flow through. `root_rank` counts over the whole job.
+    """Return a new tensor with the root's values. The call is differentiable.
 
-    Its gradient is averaged over the ranks on the root, and zero elsewhere.
+    Backward averages the gradient over the ranks for the root. The gradient on other ranks is zero.
+
+    Args:
+        tensor: A contiguous tensor of the same shape and dtype on all ranks.
+        root_rank: The root's rank, counted over the whole job.
+        name: The name of the operation. Default a counter.
+        process_set: The ranks that take part. Default all.
+
+    Raises:
+        ValueError: The root is not in the process set, or the tensor is not supported.
+        HorovodInternalError: The ranks' tensors do not match, or a rank is gone.
     """
     result: torch.Tensor = apply_function(Broadcast, tensor, root_rank, name, process_set)
     return result
@@ -30,7 +40,7 @@ def broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """A handle: `synchronize` gives a new tensor with the root's values."""
+    """Start a broadcast. `synchronize(handle)` returns a new tensor with the root's values."""
     return _start(tensor, torch.empty_like(tensor), root_rank, name, process_set)
 
 
@@ -38,7 +48,7 @@ def broadcast_async(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensor itself, which now holds the root's values."""
+    """Copy the root's values into the tensor, and return it."""
     synchronize(_start(tensor, tensor, root_rank, name, process_set))
     return tensor
 
@@ -47,7 +57,7 @@ def broadcast_(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """A handle: after `synchronize` the tensor holds the root's values."""
+    """Start a broadcast in place. After `synchronize(handle)` the tensor contains the root's values."""
     return _start(tensor, tensor, root_rank, name, process_set)
 
 
@@ -61,20 +71,20 @@ def _start(
 
 
 class Broadcast(torch.autograd.Function):
-    """A broadcast; backward averages the gradient, and only the root keeps it."""
+    """A broadcast. Backward averages the gradient, and only the root keeps it."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
-        """The root's values, in a new tensor."""
+        """Return the root's values in a new tensor."""
         ctx.root_rank, ctx.process_set = root_rank, process_set
         result: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """The averaged gradient on the root, zeros elsewhere."""
+        """Return the averaged gradient on the root, and zeros on other ranks."""
         rule = make_reduction_rule(Reduction.AVERAGE, 1.0, 1.0, ctx.process_set)
         averaged = apply_function(Allreduce, gradient.contiguous(), None, rule)
         if context.current().world.rank != ctx.root_rank:

@@ -1,4 +1,4 @@
-"""What one rank alone can see is wrong with a call, in Horovod's words."""
+"""Checks of a call that one rank can do alone. The error texts are Horovod's."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -23,7 +23,7 @@ DTYPES = frozenset(
         torch.float16,
         torch.float32,
         torch.float64,
-        # Horovod refuses these two.
+        # Horovod itself does not support these two.
         torch.bfloat16,
         torch.bool,
     }
@@ -31,7 +31,7 @@ DTYPES = frozenset(
 
 
 def require_tensors(operation: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The operation, whose first argument must be a tensor, or tensors if it is of a group: TypeError for all else."""
+    """Make an operation raise TypeError if its first argument is no tensor, or no tensors for a grouped operation."""
     name = operation.__name__
     first = "tensors" if name.startswith("grouped_") else "tensor"
 
@@ -59,7 +59,7 @@ def _require_tensors(name: str, argument: Any, *, is_group: bool) -> None:
 
 
 def validate_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, without its history. Raises ValueError for a kind of tensor that does not travel."""
+    """Return the tensor without its autograd history. Raises ValueError for a tensor that cannot be sent."""
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
@@ -68,7 +68,7 @@ def validate_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def resolve_set_id(process_set: ProcessSet, kind: OperationKind) -> int:
-    """The id of a set that this rank is part of. Raises ValueError for any other."""
+    """Return the id of a process set. Raises ValueError unless it is registered and contains this rank."""
     set_id = process_set.process_set_id
     if set_id == 0:
         return 0
@@ -83,14 +83,14 @@ def resolve_set_id(process_set: ProcessSet, kind: OperationKind) -> int:
 
 
 def validate_root_rank(process_set: ProcessSet, root_rank: int) -> int:
-    """The root, a rank of the job. Raises ValueError if the set does not have it."""
+    """Return the root, a rank of the job. Raises ValueError if it is not in the process set."""
     if root_rank not in process_set.ranks:
         raise ValueError(f"broadcast received invalid root rank {root_rank} for provided process set")
     return root_rank
 
 
 def resolve_splits(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """How many rows go to each of `size` ranks. Raises ValueError for splits that cannot be meant."""
+    """Return the number of rows for each of `size` ranks. Raises ValueError for invalid splits."""
     if tensor.dim() == 0:
         raise ValueError("Alltoall needs a tensor with a first dimension; a tensor of 0 dimensions was given.")
     rows = tensor.shape[0]

@@ -1,4 +1,4 @@
-"""The one call of an autograd function, which PyTorch leaves without types."""
+"""The only call of `autograd.Function.apply`, for which PyTorch has no types."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from torch.autograd import Function
 
 
 def apply_function(function: type[Function], *arguments: Any) -> Any:
-    """What `forward` gives; `backward` is called when gradients are computed."""
+    """Call `forward` and return its result, so that autograd calls `backward`."""
     return function.apply(*arguments)

@@ -1,4 +1,4 @@
-"""From a call to a handle, and from a handle to the result."""
+"""Submits operations under handles, and returns the results of handles."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,11 +12,14 @@ from rankless.compat.horovod.torch.operations.checks import resolve_set_id
 
 
 class GroupHandle(int):
-    """The handle of a grouped operation, whose result is a list also where the group has one tensor."""
+    """The handle of a grouped operation. Its result is a list, even for a group of one tensor."""
 
 
 def submit(kind: OperationKind, name: str | None, process_set: ProcessSet, **fields: Any) -> int:
-    """The handle of one operation. `fields` are those of a Submission. Without a name, calls are counted."""
+    """Submit one operation and return its handle.
+
+    `fields` are those of an `OperationRequest`. An operation without a name gets a number as its name.
+    """
     scheduler = context.current().scheduler
     set_id = resolve_set_id(process_set, kind)
     handle = scheduler.new_handle()
@@ -29,7 +32,10 @@ def submit(kind: OperationKind, name: str | None, process_set: ProcessSet, **fie
 def submit_group(
     kind: OperationKind, name: str | None, process_set: ProcessSet, members: Sequence[dict[str, Any]]
 ) -> GroupHandle:
-    """The handle of a group of operations, which are executed together; `members` are fields of their Submissions."""
+    """Submit a group of operations, which are executed together, and return their handle.
+
+    `members` contains the fields of each `OperationRequest`.
+    """
     if not members:
         raise ValueError(f"A grouped {kind.value} needs at least one tensor.")
     scheduler = context.current().scheduler
@@ -43,7 +49,7 @@ def submit_group(
 def make_group_requests(
     kind: OperationKind, name: str, set_id: int, members: Sequence[dict[str, Any]]
 ) -> list[OperationRequest]:
-    """The submissions of a group: `grouped_….name_1of3`, `…_2of3`, `…_3of3` are their keys."""
+    """Return the requests of a group. Their keys are `grouped_….name_1of3`, `…_2of3`, `…_3of3`."""
     size = len(members)
     group = f"{GROUPED_PREFIX}{kind.value}.{name}"
     return [
@@ -55,7 +61,7 @@ def make_group_requests(
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once."""
+    """Return whether `synchronize(handle)` would return at once. Raises ValueError for an unknown handle."""
     try:
         return context.current().scheduler.poll(handle)
     except KeyError:
@@ -63,10 +69,17 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int | Callable[[], torch.Tensor]) -> Any:
-    """The operation's result, once it is there: a tensor; a list for a grouped one; tensor and received splits for
-    alltoall. None for a handle that is not known, or whose result has been given out.
+    """Wait for an operation's result and return it.
 
-    Raises HorovodInternalError on every rank if the ranks do not fit together, or one is gone.
+    Args:
+        handle: The handle that an asynchronous call returned.
+
+    Returns:
+        A tensor. A list of tensors for a grouped operation. The rows and the received splits for an alltoall. None for
+        an unknown handle, or one whose result was returned before.
+
+    Raises:
+        HorovodInternalError: The ranks' requests do not match, or a rank is gone. It is raised on every rank.
     """
     if not isinstance(handle, int):
         return handle() if callable(handle) else None
@@ -80,7 +93,7 @@ def synchronize(handle: int | Callable[[], torch.Tensor]) -> Any:
 
 
 def _convert_result(result: Any) -> Any:
-    """The result, with an alltoall's splits as a tensor."""
+    """Return the result, with an alltoall's splits as a tensor."""
     if isinstance(result, tuple):
         return result[0], torch.tensor(result[1], dtype=torch.int32)
     return result

@@ -1,23 +1,25 @@
-"""Operations without a tensor: wait for all, or be done before the others."""
+"""Operations without a tensor: barrier, and join for a rank that finishes before the others."""
 
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.engine.requests import OperationKind
 from rankless.compat.horovod.torch.operations.handles import submit, synchronize
 
 SHARED_NAME = "noname"
-"""One name for all calls: ranks that have counted other handles meet all the same."""
+"""One name for all calls, so that ranks with different counts of unnamed operations match."""
 
 
 def join(device: int = -1) -> int:
-    """The rank that joined last, once all have joined.
+    """Wait until all ranks have joined, and return the rank that joined last.
 
-    Until then this rank takes part in the others' allreduces with zeros; an Average is still over all ranks. `device`
-    is where Horovod makes its zeros; here they are made where they are needed.
+    Until then this rank takes part in the others' allreduces with zeros. An Average still divides by all ranks.
+
+    Args:
+        device: Ignored. Horovod allocates the zeros on this device. Rankless allocates them where they are needed.
     """
     last_rank: int = synchronize(submit(OperationKind.JOIN, SHARED_NAME, global_process_set))
     return last_rank
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once all ranks of the set have come."""
+    """Wait until all ranks of the process set have called this."""
     synchronize(submit(OperationKind.BARRIER, SHARED_NAME, process_set))

@@ -1,4 +1,4 @@
-"""Tensors combined element by element, of which each rank keeps some rows."""
+"""Reducescatter: combines tensors element by element, and returns some rows to each rank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +26,22 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's rows of the tensor combined over the ranks; gradients flow through.
+    """Return this rank's rows of the tensor combined over the ranks. The call is differentiable.
 
-    If the rows do not divide evenly, the first ranks get one more. Average and Sum only. Its gradient is gathered from
-    all ranks (times their number for Sum).
+    If the rows do not divide evenly, the first ranks get one row more. Backward gathers the gradients of all ranks, and
+    multiplies them by the number of ranks for Sum.
+
+    Args:
+        tensor: A contiguous tensor of the same shape and dtype on all ranks, with at least 1 dimension.
+        name: The name of the operation. Default a counter.
+        compression: How the tensor is compressed for sending. Default `Compression.none`.
+        op: Average (default) or Sum.
+        process_set: The ranks that take part. Default all.
+        prescale_factor: Multiplies the values before the reduction. Default 1.0.
+        postscale_factor: Multiplies the values after the reduction. Default 1.0.
+
+    Raises:
+        HorovodInternalError: `op` is not supported, the ranks' tensors do not match, or a rank is gone.
     """
     rule = make_reduction_rule(op, prescale_factor, postscale_factor, process_set)
     compressed, context = compression.compress(tensor)
@@ -45,7 +57,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """A handle: `synchronize` gives this rank's rows of the tensor combined over the ranks."""
+    """Start a reducescatter. `synchronize(handle)` returns this rank's rows of the combined tensor."""
     return _start(tensor, name, make_reduction_rule(op, prescale_factor, postscale_factor, process_set))
 
 
@@ -59,7 +71,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """This rank's rows of each tensor combined over the ranks, all at once; gradients flow through."""
+    """Return this rank's rows of each tensor combined over the ranks, all together. The call is differentiable."""
     rule = make_reduction_rule(op, prescale_factor, postscale_factor, process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
     results = apply_function(GroupedReducescatter, name, rule, *(compressed for compressed, _ in pairs))
@@ -75,7 +87,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """A handle: `synchronize` gives this rank's rows of each tensor combined over the ranks."""
+    """Start a grouped reducescatter. `synchronize(handle)` returns this rank's rows of each combined tensor."""
     return _start_group(tensors, name, make_reduction_rule(op, prescale_factor, postscale_factor, process_set))
 
 
@@ -98,7 +110,7 @@ def _make_fields(tensor: torch.Tensor, rule: ReductionRule) -> dict[str, Any]:
 
 
 def _scale_gradient(gradient: torch.Tensor, rule: ReductionRule) -> torch.Tensor:
-    """What each rank contributes to the gradient of all."""
+    """Return this rank's contribution to the gradient."""
     factor = rule.prescale * rule.postscale
     if rule.reduction is Reduction.SUM:
         factor *= rule.process_set.size() or 1
@@ -106,32 +118,32 @@ def _scale_gradient(gradient: torch.Tensor, rule: ReductionRule) -> torch.Tensor
 
 
 class Reducescatter(torch.autograd.Function):
-    """A reducescatter; backward gathers the gradients of all ranks' rows."""
+    """A reducescatter. Backward gathers the gradients of all ranks' rows."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, rule: ReductionRule) -> torch.Tensor:
-        """This rank's rows of the combined tensor."""
+        """Return this rank's rows of the combined tensor."""
         ctx.rule = rule
         result: torch.Tensor = synchronize(_start(tensor, name, rule))
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """All ranks' gradients, joined."""
+        """Return all ranks' gradients, concatenated."""
         return apply_function(Allgather, _scale_gradient(gradient, ctx.rule), None, ctx.rule.process_set), None, None
 
 
 class GroupedReducescatter(torch.autograd.Function):
-    """A grouped reducescatter; backward gathers the gradients as a group."""
+    """A grouped reducescatter. Backward gathers the gradients as a group."""
 
     @staticmethod
     def forward(ctx: Any, name: str | None, rule: ReductionRule, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """This rank's rows of the combined tensors."""
+        """Return this rank's rows of the combined tensors."""
         ctx.rule = rule
         return tuple(synchronize(_start_group(tensors, name, rule)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """All ranks' gradients, joined for each tensor."""
+        """Return, for each tensor, all ranks' gradients, concatenated."""
         scaled_gradients = (_scale_gradient(gradient, ctx.rule) for gradient in gradients)
         return (None, None, *apply_function(GroupedAllgather, None, ctx.rule.process_set, *scaled_gradients))

@@ -1,4 +1,4 @@
-"""How values are combined: the constants, and what is asked of one allreduce or reducescatter."""
+"""How values are combined: the constants, and the rule of one allreduce or reducescatter."""
 
 import warnings
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Product = Reduction.PRODUCT
 
 @dataclass(frozen=True)
 class ReductionRule:
-    """What is done to the values, and among which ranks."""
+    """How values are combined, and among which ranks."""
 
     reduction: Reduction
     prescale: float
@@ -26,14 +26,14 @@ class ReductionRule:
 
     @property
     def fields(self) -> dict[str, float]:
-        """As a Submission takes them."""
+        """The fields of an `OperationRequest`."""
         return {"reduction": self.reduction, "prescale": self.prescale, "postscale": self.postscale}
 
 
 def make_reduction_rule(
     op: int, prescale_factor: float, postscale_factor: float, process_set: ProcessSet
 ) -> ReductionRule:
-    """The rule of one call. Raises ValueError for an unknown op, NotImplementedError where Adasum cannot be."""
+    """Return the rule of one call. Raises ValueError for an unknown op, NotImplementedError for unsupported Adasum."""
     reduction = Reduction(op)
     if reduction is Reduction.ADASUM:
         if process_set.process_set_id != 0:
@@ -44,7 +44,7 @@ def make_reduction_rule(
 
 
 def resolve_reduction(op: int | None, average: bool | None) -> int:
-    """The op that a call means: `average=` is its older form, and Average the default."""
+    """Return the op of a call. `average=` is its older form, and Average the default."""
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     if average is None:

@@ -1,4 +1,4 @@
-"""Sparse tensors, combined by gathering their indices and values."""
+"""Allreduce of sparse tensors, by gathering their indices and values."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,17 @@ from rankless.compat.horovod.torch.operations.handles import synchronize
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """A handle to be called: it gives the sparse sum (op Sum) or average (op Average) over the ranks.
+    """Start a sparse allreduce, and return a handle to call: it returns the sparse result.
 
-    Two allgathers, named `name.indices` and `name.values`.
+    The call consists of two allgathers, named `name.indices` and `name.values`.
+
+    Args:
+        tensor: A sparse COO tensor.
+        name: The name of the operation.
+        op: Sum or Average.
+        process_set: The ranks that take part. Default all.
     """
-    # What is gathered is joined along the first dimension: one row for each index.
+    # An allgather concatenates along the first dimension, so each index becomes one row.
     index_rows = tensor._indices().transpose(0, 1).contiguous()
     indices_handle = allgather_async(index_rows, f"{name}.indices", process_set)
     values_handle = allgather_async(tensor._values().contiguous(), f"{name}.values", process_set)
