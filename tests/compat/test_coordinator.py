@@ -41,7 +41,7 @@ def schedule_all(coordinator: Coordinator) -> list[list[str]]:
     return found
 
 
-def test_an_operation_that_all_ranks_have_ready_is_executed_in_any_order_of_submission():
+def test_ready_operations_are_executed_in_any_order_of_submission():
     coordinator = make_coordinator()
     submit(coordinator, 0, request("a"), request("b"))
     assert schedule(coordinator) == []

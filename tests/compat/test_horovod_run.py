@@ -55,7 +55,7 @@ GIVEN = dict.fromkeys(
 
 
 @pytest.mark.slow
-def test_a_function_of_a_script_runs_on_each_process_and_its_results_come_back_by_rank(tmp_path: Path):
+def test_a_function_of_a_script_runs_on_each_process_and_returns_results_by_rank(tmp_path: Path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/beside.py").write_text("def scaled(value):\n    return 10 * value\n")
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -99,7 +99,7 @@ def test_a_worker_that_hangs_in_its_own_code_is_left_behind_ended_and_replaced(r
     assert "has stood still" not in err, "who waits for a round is in none"
 
 
-def test_a_worker_that_does_not_end_when_the_others_have_is_named_and_the_job_fails_after_the_stall_time(folder: Path):
+def test_a_worker_that_ends_too_late_is_named_and_the_job_fails_after_the_stall_time(folder: Path):
     text = (folder / "train.py").read_text()
     last = "\nif hvd.rank() == 1:\n    time.sleep(10**6)\n"
     (folder / "train.py").write_text(text + last)

@@ -91,7 +91,7 @@ def assert_every_sample_was_seen(folder: Path, *, epochs: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_whose_workers_are_killed_again_and_again_ends_as_one_that_was_left_alone(folder: Path, tmp_path: Path):
+def test_a_job_with_repeatedly_killed_workers_ends_as_one_without_failures(folder: Path, tmp_path: Path):
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copy(SCRIPT, alone / "train.py")

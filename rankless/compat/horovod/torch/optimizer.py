@@ -160,8 +160,7 @@ def DistributedOptimizer(
         compression: How gradients are compressed for sending. Default `Compression.none`.
         backward_passes_per_step: The number of backward passes whose gradients are summed. Default 1.
         op: Average (default), Sum or Adasum. Adasum combines the changes that each rank's step makes.
-        gradient_predivide_factor: With Average, gradients are divided by this factor before the sum, and by the rest
-            of the number of ranks after it. Default 1.0.
+        gradient_predivide_factor: The part of an Average's division that precedes the sum. Default 1.0.
         num_groups: The older name of `groups`.
         groups: The number of groups in which gradients are reduced together, or lists of their parameters.
         sparse_as_dense: Whether sparse gradients are reduced as dense ones instead of gathered. Default False.
@@ -172,10 +171,7 @@ def DistributedOptimizer(
         NotImplementedError: Adasum with a process set, or with a number of ranks that is not a power of 2.
     """
     if gradient_predivide_factor != 1.0:
-        if rocm_built():
-            raise ValueError("gradient_predivide_factor not supported yet with ROCm")
-        if op != Average:
-            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        _check_predivision(op)
     if num_groups != 0:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
@@ -193,14 +189,18 @@ def DistributedOptimizer(
     prescale, postscale = 1.0 / gradient_predivide_factor, gradient_predivide_factor
     rule = GradientRule(make_reduction_rule(op, prescale, postscale, process_set), compression, sparse_as_dense)
     gradient_groups = make_groups(groups, reduced_parameters, process_set) if reduced_parameters else {}
-    return _make_distributed(
-        optimizer,
-        AllreduceOptimizer,
-        GradientReduction(reduced_parameters, backward_passes_per_step, rule, gradient_groups),
-    )
+    reduction = GradientReduction(reduced_parameters, backward_passes_per_step, rule, gradient_groups)
+    return _make_distributed(optimizer, AllreduceOptimizer, reduction)
 
 
 DistributedOptimizer.__module__ = MODULE_NAME
+
+
+def _check_predivision(op: int) -> None:
+    if rocm_built():
+        raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+    if op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
 
 
 def _make_distributed(
