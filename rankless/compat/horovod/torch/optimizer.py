@@ -183,11 +183,10 @@ def DistributedOptimizer(
     }
     if op == Adasum and size() > 1:
         make_reduction_rule(op, 1.0, 1.0, process_set)
-        return _make_distributed(
-            optimizer, AdasumOptimizer, AdasumReduction(reduced_parameters, backward_passes_per_step, compression)
-        )
-    prescale, postscale = 1.0 / gradient_predivide_factor, gradient_predivide_factor
-    rule = GradientRule(make_reduction_rule(op, prescale, postscale, process_set), compression, sparse_as_dense)
+        adasum_reduction = AdasumReduction(reduced_parameters, backward_passes_per_step, compression)
+        return _make_distributed(optimizer, AdasumOptimizer, adasum_reduction)
+    reduction_rule = make_reduction_rule(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor, process_set)
+    rule = GradientRule(reduction_rule, compression, sparse_as_dense)
     gradient_groups = make_groups(groups, reduced_parameters, process_set) if reduced_parameters else {}
     reduction = GradientReduction(reduced_parameters, backward_passes_per_step, rule, gradient_groups)
     return _make_distributed(optimizer, AllreduceOptimizer, reduction)
