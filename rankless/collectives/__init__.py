@@ -1,11 +1,12 @@
-"""Tensors, objects and small typed messages between processes.
+"""The functions of `torch.distributed`, with checks that turn hangs into errors, and what Rankless itself sends.
 
-Two sides. For Rankless itself: a mesh and the tensors that move over it (`mesh`, `tensors`, `messages`, `lockstep`);
-called by `program`, `checkpoint` and `views`. For scripts: the names below, which are torch.distributed's and take
-its process groups, each after a roll call that turns a hang into an error (`transfers`, `reductions`, `point_to_point`,
-`objects`, `handing_on`; `differentiable` is imported by name), and the sampler that goes with them (`sampling`).
-Nobody
-else talks to `torch.distributed`, save `runtime`, which makes the groups.
+For scripts: the names below, and `rankless.collectives.differentiable`. They take `torch.distributed`'s arguments under
+its names, `timeout` as a `datetime.timedelta` included; the additions of Rankless are keyword-only. Each function first
+compares the calls of all ranks (`collective_check`).
+
+For Rankless itself: tensors, bytes and typed values over a mesh (`tensor_collectives`, `byte_messages`,
+`typed_values`), and the comparison of whole calls between ranks (`desync_detection`). `compiler`, `jobs`, `data` and
+`checkpoint` call them. Only this package, and `runtime` to make the process groups, call `torch.distributed`.
 """
 
 from torch.distributed import ReduceOp

@@ -1,4 +1,4 @@
-"""Whether the tensors given to a collective can be what it says, checked before anything is sent."""
+"""Checks of a collective's arguments, made before anything is sent. All of them raise `ConfigError`."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ BITWISE = frozenset({"band", "bor", "bxor"})
 
 
 def require_usable(checked: CheckedGroup, *tensors: Tensor) -> None:
-    """Raise ConfigError for tensors that the group's backend cannot take."""
+    """Raise `ConfigError` for tensors that the group's backend cannot take."""
     backend = dist.get_backend(checked.torch)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -40,15 +40,15 @@ def require_usable(checked: CheckedGroup, *tensors: Tensor) -> None:
                 fix="pass torch.tensor(…), or use the collectives of objects, such as all_gather_object",
             )
         if tensor.layout != torch.strided or not tensor.is_contiguous():
-            kind = "strides that skip or turn" if tensor.layout == torch.strided else str(tensor.layout)
+            kind = "strides of a view" if tensor.layout == torch.strided else str(tensor.layout)
             raise ConfigError(
-                expected="a dense tensor whose elements lie one after the other",
+                expected="a dense, contiguous tensor",
                 found=f"{describe_tensor(tensor)} with {kind}",
-                fix="pass tensor.contiguous(), and copy its result back where the collective writes",
+                fix="pass tensor.contiguous(), and copy the result back if the collective writes to it",
             )
         if backend == "nccl" and tensor.device.type != "cuda":
             raise ConfigError(
-                expected="tensors on a GPU: the group's backend is NCCL",
+                expected="tensors on a GPU, because the group's backend is NCCL",
                 found=f"{describe_tensor(tensor)} on {tensor.device}",
                 fix="move it there first, or make a Gloo group: torch.distributed.new_group(backend='gloo')",
             )
@@ -61,7 +61,7 @@ def require_usable(checked: CheckedGroup, *tensors: Tensor) -> None:
 
 
 def reduction_name(op: ReduceOp.RedOpType, tensor: Tensor) -> str:
-    """What is reduced how, as "sum". Raises ConfigError for an operation that the dtype does not have."""
+    """Return the reduction's name, as "sum". Raises `ConfigError` for a reduction that the dtype does not have."""
     name = str(op).rpartition(".")[2].lower()
     floats = tensor.is_floating_point() or tensor.is_complex()
     wrong = (
@@ -71,65 +71,65 @@ def reduction_name(op: ReduceOp.RedOpType, tensor: Tensor) -> str:
     )
     if wrong:
         raise ConfigError(
-            expected=f"a dtype of which {name} can be made",
+            expected=f"a dtype that has the reduction {name}",
             found=dtype_name(tensor),
-            fix="convert the tensor: bitwise operations are of integers, averages of floats; complex numbers only add",
+            fix="convert the tensor: bitwise reductions take integers, averages take floats, complex numbers only sums",
         )
     return name
 
 
 def require_any(tensors: Sequence[Tensor]) -> None:
-    """Raise ConfigError for a list without tensors."""
+    """Raise `ConfigError` for an empty list."""
     if not tensors:
-        raise ConfigError(expected="at least one tensor", found="an empty list", fix="leave the call away")
+        raise ConfigError(expected="at least one tensor", found="an empty list", fix="leave the call out")
 
 
 def require_one_each(tensors: Sequence[object], checked: CheckedGroup, name: str) -> None:
-    """Raise ConfigError unless a list has one element for each rank of the group."""
+    """Raise `ConfigError` unless a list has one element for each rank of the group."""
     if len(tensors) != checked.size:
         raise ConfigError(
             expected=f"{name} with one element for each of {checked.size} ranks",
             found=f"{len(tensors)}",
-            fix="make as many as the group has ranks: torch.distributed.get_world_size(group)",
+            fix="pass as many as the group has ranks: torch.distributed.get_world_size(group)",
         )
 
 
 def require_shape(tensor: Tensor, shape: Shape, expected: str) -> None:
-    """Raise ConfigError unless a tensor has a shape."""
+    """Raise `ConfigError` unless a tensor has a shape."""
     if tuple(tensor.shape) != shape:
         raise ConfigError(
             expected=f"{expected}, of shape {list(shape)}",
             found=f"{list(tensor.shape)}",
-            fix="let both have one shape: that is what this rank gives, or takes",
+            fix="give both the shape that this rank sends or receives",
         )
 
 
 def require_one_dtype(tensor: Tensor, others: Sequence[Tensor]) -> None:
-    """Raise ConfigError unless all tensors have one dtype."""
+    """Raise `ConfigError` unless all tensors have one dtype."""
     for other in others:
         if other.dtype != tensor.dtype:
             raise ConfigError(
                 expected=f"tensors of one dtype, here {dtype_name(tensor)}",
                 found=dtype_name(other),
-                fix="convert the one or the other before",
+                fix="convert one of them before the call",
             )
 
 
 def require_list_on_root(
-    tensors: Sequence[Tensor] | None, place: int, checked: CheckedGroup, name: str, role: str
+    tensors: Sequence[Tensor] | None, root: int, checked: CheckedGroup, name: str, role: str
 ) -> None:
-    """Raise ConfigError unless the list is given on the one rank that needs it, and only there."""
-    here = checked.rank == place
-    if here != (tensors is not None):
+    """Raise `ConfigError` unless the list is passed on the root, and only there."""
+    is_root = checked.rank == root
+    if is_root != (tensors is not None):
         raise ConfigError(
-            expected=f"{name}= on rank {place} of the group, its {role}, and on no other",
-            found=f"{'none' if here else 'one'} on rank {checked.rank}",
-            fix=f"pass {name}= on rank {place}, and None elsewhere",
+            expected=f"{name}= on rank {root} of the group, its {role}, and on no other",
+            found=f"{'none' if is_root else 'one'} on rank {checked.rank}",
+            fix=f"pass {name}= on rank {root}, and None on the others",
         )
 
 
 def require_multiple(whole: Tensor, part: Tensor, checked: CheckedGroup, name: str) -> None:
-    """Raise ConfigError unless `whole` has room for a `part` of each rank."""
+    """Raise `ConfigError` unless `whole` has as many elements as one `part` for each rank."""
     require_one_dtype(whole, [part])
     if whole.numel() != part.numel() * checked.size:
         raise ConfigError(
@@ -140,12 +140,12 @@ def require_multiple(whole: Tensor, part: Tensor, checked: CheckedGroup, name: s
 
 
 def split_shapes(tensor: Tensor, sizes: Sequence[int] | None, checked: CheckedGroup, name: str) -> tuple[Shape, ...]:
-    """The shapes of the parts of a tensor. Raises ConfigError for sizes that are not its rows."""
+    """Return the shapes of a tensor's parts. Raises `ConfigError` for sizes that do not add up to its rows."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if sizes is None:
         if rows % checked.size or not tensor.dim():
             raise ConfigError(
-                expected=f"{name} whose {rows} rows make {checked.size} equal parts",
+                expected=f"{name} whose {rows} rows can be split into {checked.size} equal parts",
                 found=f"shape {list(tensor.shape)}",
                 fix=f"pass {name}_split_sizes=",
             )
@@ -154,27 +154,32 @@ def split_shapes(tensor: Tensor, sizes: Sequence[int] | None, checked: CheckedGr
         raise ConfigError(
             expected=f"{name}_split_sizes= of {checked.size} numbers that add up to the {rows} rows of {name}",
             found=f"{list(sizes)}",
-            fix="say how many rows go to, or come from, each rank",
+            fix="pass the number of rows that each rank receives, or sends",
         )
     return tuple((size, *tensor.shape[1:]) for size in sizes)
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
-    """The shapes of a list of tensors."""
+    """Return the shapes of a list of tensors."""
     return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """As "float32"."""
+    """Return a text such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """As "float32 [4, 2]"."""
+    """Return a text such as "float32 [4, 2]"."""
     return f"{dtype_name(tensor)} {list(tensor.shape)}"
 
 
 def as_sendable(tensor: Tensor) -> Tensor:
-    """The tensor's memory under a dtype that every backend can send."""
+    """Return the tensor's memory under a dtype that every backend can send."""
     flat = tensor.reshape(-1) if tensor.dim() == 0 else tensor
     return flat.view(torch.uint8) if tensor.dtype in (torch.bool, torch.int16) else flat
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory in one dim: Gloo takes a concatenation of pieces, but no stack."""
+    return tensor.detach().view(-1)

@@ -1,6 +1,4 @@
-"""What a hand-written data-parallel script hands from one rank to all, and asks whether all have: parameters, buffers,
-an optimizer's state.
-"""
+"""Functions for data-parallel scripts: broadcast a model and an optimizer from one rank, and compare the ranks."""
 
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
@@ -23,9 +21,20 @@ MAX_NAMES_SHOWN = 5
 
 
 def broadcast_parameters(parameters: Parameters, root_rank: int = 0, group: AnyGroup = None) -> None:
-    """Overwrite the tensors of a module, a `state_dict()` or `named_parameters()` on every rank with `root_rank`'s.
+    """Overwrite the tensors of a model on every rank with those of one rank.
 
-    Raises `RanksDiverged` on every rank, before anything is overwritten, if names, shapes or dtypes differ.
+    Args:
+        parameters: A module, its `state_dict()`, or its `named_parameters()`.
+        root_rank: The source, as a rank of the job. Default: 0.
+        group: The process group. Default: all ranks of the job.
+
+    Raises:
+        RanksDiverged: Names, shapes or dtypes differ between ranks. Every rank raises, before anything is overwritten.
+        ConfigError: `parameters` has no names, or the process has not joined a job.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> collectives.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     if resolve_group(group) is None:
         return
@@ -39,7 +48,23 @@ def broadcast_parameters(parameters: Parameters, root_rank: int = 0, group: AnyG
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, group: AnyGroup = None) -> None:
-    """Give an optimizer on every rank the state and settings of that on `root_rank`, also where it has none yet."""
+    """Give the optimizer on every rank the state and the settings of the optimizer on one rank.
+
+    The optimizers of the other ranks may have no state yet.
+
+    Args:
+        optimizer: This rank's optimizer, over the same parameters.
+        root_rank: The source, as a rank of the job. Default: 0.
+        group: The process group. Default: all ranks of the job.
+
+    Raises:
+        ConfigError: The state holds an object without a typed form, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> collectives.broadcast_optimizer_state(optimizer, root_rank=0)
+    """
     checked = resolve_group(group)
     if checked is None:
         return
@@ -52,7 +77,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, group: A
 
 
 def require_synchronized(model: Parameters, optimizer: Optimizer | None, group: AnyGroup = None) -> None:
-    """Raise `RanksDiverged` on every rank, naming what differs where, unless all have the same bits."""
+    """Raise `RanksDiverged` on every rank, naming tensors and ranks, unless all ranks have the same bits."""
     found = {name: digest(tensor) for name, tensor in named_tensors(model).items()}
     if optimizer is not None:
         leaves, _ = pytree.tree_flatten_with_path(optimizer.state_dict())
@@ -61,7 +86,7 @@ def require_synchronized(model: Parameters, optimizer: Optimizer | None, group: 
 
 
 def named_tensors(parameters: Parameters) -> dict[str, Tensor]:
-    """The tensors by name. Raises ConfigError for what has none."""
+    """Return the tensors by name. Raises `ConfigError` for an argument without names."""
     items: Any = parameters
     if isinstance(parameters, nn.Module):
         items = parameters.state_dict(keep_vars=True)
@@ -79,7 +104,7 @@ def named_tensors(parameters: Parameters) -> dict[str, Tensor]:
 
 
 def digest(value: Any) -> bytes:
-    """What tells a value from another."""
+    """Return 16 bytes that are equal for equal values."""
     return blake2b(encode_value(value.detach() if isinstance(value, Tensor) else value), digest_size=16).digest()
 
 
@@ -102,6 +127,6 @@ def _require_equal(mine: Mapping[str, Any], group: AnyGroup, expected: str) -> N
         more = f" and {len(wrong) - MAX_NAMES_SHOWN} more" if len(wrong) > MAX_NAMES_SHOWN else ""
         raise RanksDiverged(
             expected=expected,
-            found=f"other than on rank 0: {', '.join(wrong[:MAX_NAMES_SHOWN])}{more}",
-            fix="broadcast_parameters and broadcast_optimizer_state before training; then see what one rank alone does",
+            found=f"different from rank 0: {', '.join(wrong[:MAX_NAMES_SHOWN])}{more}",
+            fix="call broadcast_parameters and broadcast_optimizer_state first; then look for what one rank does alone",
         )

@@ -1,4 +1,4 @@
-"""Small messages between ranks: bytes that the caller has encoded as typed data, never pickled."""
+"""Small messages between the ranks of a mesh: bytes that the caller encodes as typed data, never as pickles."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from rankless.parallel.mesh import Mesh
 
 
 def broadcast_bytes(data: bytes, *, mesh: Mesh, source: int = 0) -> bytes:
-    """What rank `source` passed, on every rank; the others' `data` is not looked at."""
+    """Return the `data` of rank `source` on every rank, and ignore that of the others."""
     if mesh.group is None:
         return data
     size = torch.tensor([len(data)], dtype=torch.int64, device=mesh.device)
@@ -21,7 +21,7 @@ def broadcast_bytes(data: bytes, *, mesh: Mesh, source: int = 0) -> bytes:
 
 
 def all_gather_bytes(data: bytes, *, mesh: Mesh) -> list[bytes]:
-    """What every rank passed, in the order of ranks; lengths may differ."""
+    """Return the `data` of all ranks, in the order of ranks. Lengths may differ."""
     if mesh.group is None:
         return [data]
     sizes = torch.zeros(mesh.size, dtype=torch.int64, device=mesh.device)
@@ -32,12 +32,12 @@ def all_gather_bytes(data: bytes, *, mesh: Mesh) -> list[bytes]:
     padded = torch.zeros(longest, dtype=torch.uint8, device=mesh.device)
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(mesh.device)
-    everyone = torch.empty(mesh.size * longest, dtype=torch.uint8, device=mesh.device)
-    dist.all_gather_single(everyone, padded, group=mesh.group)
-    rows = everyone.reshape(mesh.size, longest).cpu()
+    gathered = torch.empty(mesh.size * longest, dtype=torch.uint8, device=mesh.device)
+    dist.all_gather_single(gathered, padded, group=mesh.group)
+    rows = gathered.reshape(mesh.size, longest).cpu()
     return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 
 
 def barrier(mesh: Mesh) -> None:
-    """Return once every rank has come here."""
+    """Return when every rank has made this call."""
     all_gather_bytes(b"", mesh=mesh)

@@ -1,4 +1,4 @@
-"""What a rank is about to do in a collective, and whether what all ranks are about to do fits together."""
+"""The description of one rank's call of a collective, and the check that the calls of all ranks match."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from rankless.errors import CollectiveError
 
 Shape = tuple[int, ...]
 
-FIX = "make every rank's script come to the same collectives in the same order, with the same shape, dtype and root"
+FIX = "make every rank call the same collectives in the same order, with the same shape, dtype and root"
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One rank's call of a collective.
 
-    `settings` (what is reduced how, to or from which rank, dtype, and the shape where all ranks have one) must be equal
-    on all ranks. `sends[rank]` is the shape that goes to a rank, `takes[rank]` the shape that is expected from it; None
-    where nothing goes. Both are left out where `settings` says it all.
+    `settings` must be equal on all ranks: the reduction, the root, the dtype, and the shape if all ranks have one.
+    `send_shapes[rank]` is the shape sent to a rank, `receive_shapes[rank]` the shape expected from it, None for no
+    message. Both are None if `settings` describes the whole call.
     """
 
     operation: str
@@ -29,35 +29,35 @@ class Call(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class PostedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call as a rank writes it down for the others."""
+    """A call as a rank posts it for the others."""
 
     call: Call
     line: str
 
 
-def require_fitting(entries: Sequence[PostedCall], names: Sequence[int]) -> None:
-    """Raise CollectiveError, the same on every rank, unless the calls of the ranks `names` fit together."""
+def require_matching(entries: Sequence[PostedCall], names: Sequence[int]) -> None:
+    """Raise the same `CollectiveError` on every rank unless the calls of the ranks `names` match."""
     calls = [entry.call for entry in entries]
     if any(call.operation != calls[0].operation for call in calls):
         raise mismatch("all ranks to call the same collective", entries, names)
     if any(call.settings != calls[0].settings for call in calls):
-        raise mismatch(f"all ranks to call {calls[0].operation} alike", entries, names)
-    for sender, sent in enumerate(calls):
-        for taker, taken in enumerate(calls):
-            given = None if sent.send_shapes is None else sent.send_shapes[taker]
-            wanted = None if taken.receive_shapes is None else taken.receive_shapes[sender]
-            if given != wanted and sent.send_shapes is not None and taken.receive_shapes is not None:
+        raise mismatch(f"all ranks to call {calls[0].operation} with the same settings", entries, names)
+    for sender, sending in enumerate(calls):
+        for receiver, receiving in enumerate(calls):
+            given = None if sending.send_shapes is None else sending.send_shapes[receiver]
+            wanted = None if receiving.receive_shapes is None else receiving.receive_shapes[sender]
+            if given != wanted and sending.send_shapes is not None and receiving.receive_shapes is not None:
                 raise CollectiveError(
-                    expected=f"what rank {names[taker]} takes from rank {names[sender]} in {calls[0].operation} "
-                    f"to have the shape sent: {format_shape(given)}",
-                    found=f"room for {format_shape(wanted)} on rank {names[taker]} ({entries[taker].line})",
-                    fix="make the lists of shapes, or the split sizes, agree: what i sends to j is what j takes from i",
+                    expected=f"rank {names[receiver]} to receive from rank {names[sender]} in {calls[0].operation} "
+                    f"the shape that is sent, {format_shape(given)}",
+                    found=f"{format_shape(wanted)} expected on rank {names[receiver]} ({entries[receiver].line})",
+                    fix="make the lists of shapes, or the split sizes, agree: rank j receives what rank i sends to it",
                     where=entries[sender].line,
                 )
 
 
 def mismatch(expected: str, entries: Sequence[PostedCall], names: Sequence[int]) -> CollectiveError:
-    """The error: who calls what, and where; ranks that do the same stand together."""
+    """Return the error, which names calls and lines, and groups the ranks that make the same call."""
     groups: dict[str, list[int]] = {}
     for rank, entry in zip(names, entries, strict=True):
         groups.setdefault(f"{entry.call} at {entry.line}", []).append(rank)
@@ -66,10 +66,10 @@ def mismatch(expected: str, entries: Sequence[PostedCall], names: Sequence[int])
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """As "rank 2" or "ranks 0, 1"."""
+    """Return a text such as "rank 2" or "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def format_shape(shape: Shape | None) -> str:
-    """A shape as people write it."""
+    """Return a text such as "[2, 3]", or "nothing"."""
     return "nothing" if shape is None else str(list(shape))

@@ -1,8 +1,8 @@
-"""A collective after its roll call: at once, or, asynchronous, as soon as all ranks have come.
+"""Run a collective after the check of the ranks' calls: at once, or, if it is asynchronous, when all ranks have called.
 
-Note [issued late]: a call with `async_op=True` returns before the other ranks have come, but must not be issued before:
-one that does not fit would kill the process. So the call goes into a queue, and a thread holds its roll call and issues
-it. Where the others are there already, and nothing waits before it, it is issued at once, without the thread.
+Note [deferred collectives]: a call with `async_op=True` returns before the other ranks have made theirs. It must not
+be issued before, because a call that does not match would kill the process. So the call goes into a queue, and a thread
+checks and issues it. If the other ranks have called already, and the queue is empty, the call is issued at once.
 """
 
 import threading
@@ -23,23 +23,23 @@ class PendingWork(Protocol):
     """What an asynchronous collective returns."""
 
     def wait(self, timeout: timedelta = ...) -> Any:
-        """Return once the result is there; raise what went wrong."""
+        """Return when the result is there; raise the collective's error."""
         ...
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         ...
 
 
 Issue = Callable[[bool], PendingWork | None]
-"""Calls torch.distributed, asynchronously if its argument says so."""
+"""Calls `torch.distributed`; the argument is its `async_op`."""
 
 
 class CollectiveQueue:
-    """The collectives of one roll call, in the order in which this rank calls them.
+    """The collectives of one group or channel, in the order in which this rank calls them.
 
-    `opening` makes the roll call at the first of them, and waits there for the other ranks; it gives None where nothing
-    can be compared.
+    `open_check` makes the check at the first of them, and waits for the other ranks. It returns None if the ranks
+    cannot compare their calls.
     """
 
     def __init__(self, open_check: Callable[[], CollectiveCheck | None], timeout: timedelta) -> None:
@@ -51,42 +51,42 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call, issue: Issue, *, timeout: timedelta | None = None) -> None:
-        """Hold the roll call, then run the collective to its end."""
+        """Check the ranks' calls, then run the collective to its end."""
         self._wait_until_empty()
-        collective_check = self.get_check()
-        if collective_check is not None:
-            collective_check.write(call, caller_line())
-            collective_check.wait(timeout or self._timeout)
-            collective_check.compare()
+        check = self.get_check()
+        if check is not None:
+            check.post(call, caller_line())
+            check.wait_for_all(timeout or self._timeout)
+            check.compare()
         issue(False)
 
     def start(self, call: Call, issue: Issue, *, timeout: timedelta | None = None) -> PendingWork:
-        """Begin the collective once the roll call is held; what does not fit is raised where it is awaited."""
-        late = DeferredCollective(call, caller_line(), issue, timeout or self._timeout)
+        """Begin the collective when all ranks have made the call. The work's `wait` raises a mismatch."""
+        deferred = DeferredCollective(call, caller_line(), issue, timeout or self._timeout)
         with self._changed:
-            if not self._waiting and self._open_check is None and late.try_issue_now(self._check):
-                return late
-            self._waiting.append(late)
+            if not self._waiting and self._open_check is None and deferred.try_issue_now(self._check):
+                return deferred
+            self._waiting.append(deferred)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._issue_waiting, name="rankless collectives", daemon=True)
                 self._thread.start()
-            return late
+            return deferred
 
     def refuse(self, operation: str, found: str) -> None:
-        """Tell the other ranks that this one cannot make its call, where they wait for it."""
+        """Tell the ranks that wait for this rank's call that it cannot make it."""
         self._wait_until_empty()
-        collective_check = self.get_check()
-        if collective_check is not None:
-            collective_check.write(Call(operation=operation, settings=f"refused there: {found}"), caller_line())
-            collective_check.wait(self._timeout)
+        check = self.get_check()
+        if check is not None:
+            check.post(Call(operation=operation, settings=f"invalid arguments: {found}"), caller_line())
+            check.wait_for_all(self._timeout)
 
     @property
     def is_open(self) -> bool:
-        """Whether the roll call has been opened."""
+        """Whether the check has been opened."""
         return self._open_check is None
 
     def get_check(self) -> CollectiveCheck | None:
-        """The roll call, opened if it is not yet."""
+        """Return the check, and open it first if necessary."""
         if self._open_check is not None:
             open_check, self._open_check = self._open_check, None
             try:
@@ -107,38 +107,38 @@ class CollectiveQueue:
                 if not self._waiting:
                     self._thread = None
                     return
-                late = self._waiting[0]
-            late.check_and_issue(self.get_check)
+                deferred = self._waiting[0]
+            deferred.check_and_issue(self.get_check)
             with self._changed:
                 self._waiting.popleft()
                 self._changed.notify_all()
 
 
 class DeferredCollective:
-    """A collective that is issued when all ranks have come."""
+    """A collective that is issued when all ranks have made the call."""
 
     def __init__(self, call: Call, line: str, issue: Issue, timeout: timedelta) -> None:
         self._call = call
         self._line = line
         self._issue = issue
         self._timeout = timeout
-        self._written = False
+        self._posted = False
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._issued = threading.Event()
         self._work: PendingWork | None = None
         self._error: Exception | None = None
         self._done = False
 
-    def try_issue_now(self, collective_check: CollectiveCheck | None) -> bool:
-        """Issue it if all ranks have come, or keep for `wait` that it does not fit: whether either was so."""
-        if collective_check is not None:
-            self._write(collective_check)
-            if not collective_check.all_posted():
+    def try_issue_now(self, check: CollectiveCheck | None) -> bool:
+        """Issue the collective if all ranks have called, or keep a mismatch for `wait`. Return whether either held."""
+        if check is not None:
+            self._post(check)
+            if not check.all_posted():
                 return False
             try:
-                collective_check.compare()
+                check.compare()
             except CollectiveError as error:
-                # A rank that came earlier learns of it in `wait`, and makes its next calls before: so must this one.
+                # A rank that called earlier finds the error in `wait`, after its next calls: so must this one.
                 self._error = error
         if self._error is None:
             self._work = self._issue(True)
@@ -146,32 +146,32 @@ class DeferredCollective:
         return True
 
     def check_and_issue(self, get_check: Callable[[], CollectiveCheck | None]) -> None:
-        """Hold the roll call and issue; what fails is kept for `wait`."""
+        """Wait for all ranks, compare their calls and issue the collective. Keep an error for `wait`."""
         try:
-            collective_check = get_check()
-            if collective_check is not None:
-                self._write(collective_check)
-                collective_check.wait(self._timeout)
-                collective_check.compare()
+            check = get_check()
+            if check is not None:
+                self._post(check)
+                check.wait_for_all(self._timeout)
+                check.compare()
             with torch.cuda.stream(self._stream):
                 self._work = self._issue(True)
-        except Exception as error:  # whatever it is, it belongs to whoever waits
+        except Exception as error:  # any error belongs to the caller of `wait`
             self._error = error
         finally:
             self._issued.set()
 
-    def _write(self, collective_check: CollectiveCheck) -> None:
-        if not self._written:
-            self._written = True
-            collective_check.write(self._call, self._line)
+    def _post(self, check: CollectiveCheck) -> None:
+        if not self._posted:
+            self._posted = True
+            check.post(self._call, self._line)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once the collective is done (on a GPU: is in the stream); raises CollectiveError if it cannot be."""
+        """Return when the collective is done, or on a GPU is in the stream. Raises `CollectiveError` if it failed."""
         if not self._issued.wait(None if timeout is None else timeout.total_seconds()):
             raise CollectiveError(
-                expected=f"all ranks to come to {self._call}",
-                found=f"not all of them in {timeout}",
-                fix="wait longer, or look at what the others do instead: py-spy dump --pid",
+                expected=f"all ranks to call {self._call}",
+                found=f"not all of them did in {timeout}",
+                fix="wait longer, or see what the other ranks do instead: py-spy dump --pid",
                 where=self._line,
             )
         if self._error is not None:
@@ -182,20 +182,20 @@ class DeferredCollective:
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return or raise at once."""
-        # Not every one of torch's works says so once it is.
+        """Return whether `wait` would return or raise at once."""
+        # Some of torch's works do not report completion even after `wait`.
         return self._done or (self._issued.is_set() and (self._work is None or self._work.is_completed()))
 
 
 class CombinedWork:
-    """A collective in pieces whose results are put where they belong once it is done."""
+    """A collective in several operations, with a function that puts the results in place afterwards."""
 
     def __init__(self, works: Sequence[PendingWork | None], finish: Callable[[], None]) -> None:
         self._works = [work for work in works if work is not None]
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once the results are in place."""
+        """Return when the results are in place."""
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
         if self._finish is not None:
@@ -204,14 +204,16 @@ class CombinedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether every piece has come; `wait` puts them in place."""
+        """Return whether every operation is done; `wait` puts the results in place."""
         return all(work.is_completed() for work in self._works)
 
 
-def combine_works(works: Sequence[PendingWork | None], finish: Callable[[], None], late: bool) -> PendingWork | None:
-    """A collective in pieces: to be waited for if it is issued late, else waited for now."""
-    whole = CombinedWork(works, finish)
-    if late:
-        return whole
-    whole.wait()
+def combine_works(
+    works: Sequence[PendingWork | None], finish: Callable[[], None], async_op: bool
+) -> PendingWork | None:
+    """Return several operations as one work if `async_op`; otherwise wait for them."""
+    combined = CombinedWork(works, finish)
+    if async_op:
+        return combined
+    combined.wait()
     return None

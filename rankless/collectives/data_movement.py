@@ -1,8 +1,9 @@
-"""Collectives that move: broadcast, gather, scatter, all_gather, all_to_all; and the barrier.
+"""Collectives that move data: broadcast, gather, scatter, all_gather, all_to_all, and the barrier.
 
-With torch.distributed's names and signatures, on its process groups, each after a roll call: where the ranks' calls do
-not fit together, or one does not come, every rank raises `CollectiveError` that says who called what, in place of a
-hang. Arguments are checked before anything is sent, and raise `ConfigError`; a process outside of the group gets None.
+They have the names, signatures and process groups of `torch.distributed`. Before each of them the ranks compare what
+they are about to call. If the calls do not match, or if a rank does not make the call, every rank raises
+`CollectiveError`, which names ranks, calls and lines, instead of hanging. Arguments are checked before anything is
+sent and raise `ConfigError`. In a process outside the group the functions do nothing and return None.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from rankless.collectives.argument_checks import (
     as_sendable,
     describe_tensor,
+    flatten,
     dtype_name,
     require_any,
     require_list_on_root,
@@ -34,13 +36,36 @@ from rankless.collectives.tensor_collectives import flatten_by_kind
 from rankless.errors import ConfigError
 
 _TAG = 0x52414E4B
-"""Of the messages in which pieces of uneven sizes travel; no script will use it."""
+"""The tag of messages with pieces of uneven sizes; an unusual number, so that no script uses it."""
 
 
 def broadcast(
     tensor: Tensor, src: int | None = None, group: AnyGroup = None, async_op: bool = False, group_src: int | None = None
 ) -> PendingWork | None:
-    """Overwrite `tensor` on every rank with that of rank `src` (of the job) or `group_src` (of the group)."""
+    """Overwrite `tensor` on every rank with the tensor of one rank.
+
+    Args:
+        tensor: The data on the source rank, and where to put it on the others: one shape and one dtype, contiguous.
+        src: The source, as a rank of the job. Default: the group's first rank.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+        group_src: The source, as a rank of the group, instead of `src`.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> tensor = torch.ones(2)
+        >>> collectives.broadcast(tensor, src=0)
+        >>> tensor
+        tensor([1., 1.])
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -60,7 +85,29 @@ def _issue_broadcast(tensor: Tensor, source: int, checked: CheckedGroup, async_o
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: AnyGroup = None, async_op: bool = False
 ) -> PendingWork | None:
-    """Fill `tensor_list[i]` on every rank with rank i's `tensor`; shapes may differ by rank."""
+    """Fill `tensor_list[i]` on every rank with rank i's `tensor`. Shapes may differ between ranks.
+
+    Args:
+        tensor_list: One contiguous tensor for each rank of the group, of the shape and dtype of that rank's `tensor`.
+        tensor: This rank's tensor, contiguous.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> gathered = [torch.zeros(2)]
+        >>> collectives.all_gather(gathered, torch.ones(2))
+        >>> gathered
+        [tensor([1., 1.])]
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -103,7 +150,29 @@ def all_gather_coalesced(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> PendingWork | None:
-    """`all_gather` of several tensors of one dtype as one: fill `output_tensor_lists[i]` with rank i's tensors."""
+    """Gather several tensors of one dtype in one operation: fill `output_tensor_lists[i]` with rank i's tensors.
+
+    Args:
+        output_tensor_lists: One list for each rank of the group, of tensors of the shapes of that rank's inputs.
+        input_tensor_list: This rank's tensors, at least one, contiguous and of one dtype.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> gathered = [[torch.zeros(2), torch.zeros(1)]]
+        >>> collectives.all_gather_coalesced(gathered, [torch.ones(2), torch.ones(1)])
+        >>> gathered
+        [[tensor([1., 1.]), tensor([1.])]]
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -117,12 +186,12 @@ def all_gather_coalesced(
         shapes = [[list(place.shape) for place in into] for into in lists]
         if shapes[checked.rank] != (mine := [list(tensor.shape) for tensor in tensors]):
             raise ConfigError(
-                expected=f"output_tensor_lists[{checked.rank}] with room for this rank's own, of shapes {mine}",
+                expected=f"output_tensor_lists[{checked.rank}] with the shapes of this rank's inputs, {mine}",
                 found=f"{shapes[checked.rank]}",
-                fix="let both have the same shapes: that is what this rank gives",
+                fix="give both the same shapes",
             )
-        # Where all ranks give alike, as is the rule, one list says it all.
-        described = f"shapes {mine}" if all(alike == mine for alike in shapes) else f"shapes by rank {shapes}"
+        # Usually all ranks have the same shapes, and one list describes them.
+        described = f"shapes {mine}" if all(other == mine for other in shapes) else f"shapes by rank {shapes}"
         call = Call(operation="all_gather_coalesced", settings=f"{dtype_name(tensors[0])}, {described}")
     return checked.run(call, partial(_issue_all_gather_coalesced, lists, tensors, checked), async_op)
 
@@ -147,7 +216,30 @@ def _issue_all_gather_coalesced(
 def all_gather_single(
     output_tensor: Tensor, input_tensor: Tensor, group: AnyGroup = None, async_op: bool = False
 ) -> PendingWork | None:
-    """Fill `output_tensor` on every rank with all ranks' `input_tensor`s, concatenated or stacked in dim 0."""
+    """Fill `output_tensor` on every rank with the `input_tensor` of all ranks, in the order of ranks.
+
+    Args:
+        output_tensor: Contiguous, with as many elements as the inputs of all ranks together: their concatenation or
+            their stack along dim 0.
+        input_tensor: This rank's tensor, contiguous: one shape and one dtype on all ranks.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> gathered = torch.zeros(1, 2)
+        >>> collectives.all_gather_single(gathered, torch.ones(2))
+        >>> gathered
+        tensor([[1., 1.]])
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -157,7 +249,9 @@ def all_gather_single(
         call = Call(operation="all_gather_single", settings=describe_tensor(input_tensor))
     return checked.run(
         call,
-        lambda async_op: dist.all_gather_single(output_tensor, input_tensor, group=checked.torch, async_op=async_op),
+        lambda async_op: dist.all_gather_single(
+            flatten(output_tensor), flatten(input_tensor), group=checked.torch, async_op=async_op
+        ),
         async_op,
     )
 
@@ -170,7 +264,31 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> PendingWork | None:
-    """Fill `gather_list[i]` on rank `dst` with rank i's `tensor`; shapes may differ by rank."""
+    """Fill `gather_list[i]` on one rank with rank i's `tensor`. Shapes may differ between ranks.
+
+    Args:
+        tensor: This rank's tensor, contiguous.
+        gather_list: On the destination one contiguous tensor for each rank of the group; None on the other ranks.
+        dst: The destination, as a rank of the job. Default: the group's first rank.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+        group_dst: The destination, as a rank of the group, instead of `dst`.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> gathered = [torch.zeros(2)]
+        >>> collectives.gather(torch.ones(2), gathered, dst=0)
+        >>> gathered
+        [tensor([1., 1.])]
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -202,7 +320,31 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> PendingWork | None:
-    """Overwrite rank i's `tensor` with `scatter_list[i]` of rank `src`; shapes may differ by rank."""
+    """Overwrite rank i's `tensor` with `scatter_list[i]` of one rank. Shapes may differ between ranks.
+
+    Args:
+        tensor: Where to put this rank's part, contiguous.
+        scatter_list: On the source one contiguous tensor for each rank of the group; None on the other ranks.
+        src: The source, as a rank of the job. Default: the group's first rank.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+        group_src: The source, as a rank of the group, instead of `src`.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> part = torch.zeros(2)
+        >>> collectives.scatter(part, [torch.ones(2)], src=0)
+        >>> part
+        tensor([1., 1.])
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -228,7 +370,7 @@ def scatter(
 def _exchange(
     sent: dict[int, Tensor], taken: dict[int, Tensor], checked: CheckedGroup, async_op: bool
 ) -> PendingWork | None:
-    """Send and take pieces of any size; what is one's own is copied."""
+    """Send and receive pieces of any size, and copy this rank's own."""
     operations, copies = [], []
     for peer, tensor in sent.items():
         if peer == checked.rank:
@@ -259,7 +401,29 @@ def all_to_all(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> PendingWork | None:
-    """Fill `output_tensor_list[i]` with rank i's `input_tensor_list[own rank]`; shapes may all differ."""
+    """Fill `output_tensor_list[i]` with the tensor that rank i sends to this rank. All shapes may differ.
+
+    Args:
+        output_tensor_list: One contiguous tensor for each rank of the group: what to receive from rank i.
+        input_tensor_list: One contiguous tensor for each rank of the group: what to send to rank i. All of one dtype.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> received = [torch.zeros(2)]
+        >>> collectives.all_to_all(received, [torch.ones(2)])
+        >>> received
+        [tensor([1., 1.])]
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -275,7 +439,11 @@ def all_to_all(
             receive_shapes=shapes_of(output_tensor_list),
         )
         sent, taken = dict(enumerate(input_tensor_list)), dict(enumerate(output_tensor_list))
-        require_shape(taken[checked.rank], tuple(sent[checked.rank].shape), "output_tensor_list with room for its own")
+        require_shape(
+            taken[checked.rank],
+            tuple(sent[checked.rank].shape),
+            "output_tensor_list with the shape of this rank's own input",
+        )
     return checked.run(call, partial(_exchange, sent, taken, checked), async_op)
 
 
@@ -287,9 +455,30 @@ def all_to_all_single(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> PendingWork | None:
-    """Send the i-th part of `input`, along dim 0, to rank i, and put what rank i sends into the i-th part of `output`.
+    """Send the i-th part of `input` to rank i, and receive rank i's part into the i-th part of `output`, along dim 0.
 
-    Parts are equal unless split sizes say otherwise.
+    Args:
+        output: Where to put the parts of all ranks, contiguous.
+        input: The parts for all ranks, contiguous, of the same dtype.
+        output_split_sizes: The rows to receive from each rank. Default: equal parts.
+        input_split_sizes: The rows to send to each rank. Default: equal parts.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> received = torch.zeros(2)
+        >>> collectives.all_to_all_single(received, torch.ones(2))
+        >>> received
+        tensor([1., 1.])
     """
     checked = resolve_group(group)
     if checked is None:
@@ -320,7 +509,26 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: timedelta | None = None,
 ) -> PendingWork | None:
-    """Return once every rank has come here; after `timeout` (the group's) raises CollectiveError naming who has not."""
+    """Return when every rank of the group has made the call.
+
+    Args:
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+        device_ids: The GPU to use with NCCL, as a list of one number. Default: NCCL's choice.
+        timeout: How long to wait, a `datetime.timedelta`. Default: the group's timeout.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> collectives.barrier()
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -330,5 +538,5 @@ def barrier(
 
 
 def _only(place: int, shape: Shape, checked: CheckedGroup) -> tuple[Shape | None, ...]:
-    """A shape for one rank, and nothing for the others."""
+    """Return a shape for one rank, and None for the others."""
     return tuple(shape if rank == place else None for rank in range(checked.size))

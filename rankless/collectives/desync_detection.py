@@ -1,13 +1,13 @@
-"""Do all ranks come to the same places in the same order? Each writes down where it is, and reads the others.
+"""Detect ranks that make different calls, or the same call with different values, without a message between them.
 
-Note [lockstep]: every collective place of a script (a job's call, a loader's pass, `save`, `once`, the script's end) is
-an event with a number. A rank writes its event into memory that all ranks of the host share, then reads what the
-others have written under the same number. Nobody waits: whoever comes later compares. If two events differ, that
-rank
-raises before it enters a collective that nobody else is in, and the job is ended; the other, which may hang in one
-already, need not notice anything. It costs microseconds, where a message per call would cost a round trip.
+Note [desync detection]: every collective call of a script (a job's call, a pass over a loader, `save`, `once`, the end
+of the script) is a sync point with a number. A rank writes its sync point into memory that all ranks of the host share,
+then reads what the others have written under the same number. No rank waits: the rank that arrives later compares. If
+two sync points differ, that rank raises before it enters a collective that no other rank is in, and the job ends. The
+other rank may hang in a collective already, and need not notice anything. The comparison costs microseconds; a message
+per call would cost a round trip.
 
-Between hosts there is no such memory: there nothing is compared yet (part 4 brings a channel), and that is said once.
+Hosts share no memory, so between hosts calls are not compared yet. Rankless notifies the user of that once.
 """
 
 import mmap
@@ -27,29 +27,29 @@ from rankless.parallel.mesh import Mesh
 from rankless.user_code import caller_line
 
 SLOTS = 64
-"""Events of each rank that can be read: a rank that is further ahead than this is not compared."""
+"""Sync points of each rank that can be read. A rank that is further ahead than this is not compared."""
 ENTRY_BYTES = 1024
 NUMBER = struct.Struct("<Q")
 HEADER = struct.Struct("<HH")
-"""Bytes of the text, and how many digests follow it; what is left is the line, and on another the remark."""
+"""Bytes of the text, and number of digests after it. The line of the script and the remark follow."""
 LENGTH_BYTES = 2
-"""At the end of each entry's place: how many bytes of it are in use."""
+"""At the end of each entry: how many bytes of it are in use."""
 MAX_DIGESTS = 32
 MAX_LINE_BYTES = 160
 REREADS = 5
 END_OF_SCRIPT = "the end of the script"
 FIX = (
-    "make every rank's script take the same way: branch on rankless.rank() only around what is not a job, a loader, "
-    "save, load or once, let all ranks decide alike when a loop ends, and change or load models on all of them"
+    "let every rank make the same calls: branch on rankless.rank() only around code without a job, a loader, save, "
+    "load or once, end loops on all ranks at the same time, and change or load models on all ranks"
 )
 FIX_OF_VALUES = (
-    "give every rank the same: read it with rankless.loader, draw it from the generators that all ranks share, or "
-    "compute it on one rank and pass it on with rankless.once"
+    "give every rank the same values: read them with rankless.loader, draw them from the generators that all ranks "
+    "share, or compute them on one rank with rankless.once"
 )
 
 
 class DesyncDetector:
-    """One rank's side of the comparison: `come` at every event."""
+    """One rank's side of the comparison."""
 
     def __init__(self, mesh: Mesh, *, notify: Callable[[str], None]) -> None:
         self._mesh = mesh
@@ -67,44 +67,44 @@ class DesyncDetector:
         digests: Sequence[int] = (),
         remark: str = "",
     ) -> None:
-        """Return if no rank is known to be elsewhere; else raise `RanksDiverged`, which says who is where.
+        """Post this rank's sync point. Raise `RanksDiverged` if another rank has posted a different one.
 
-        `text` says what this event is; it must be the same on every rank, and so must the `digests` (64 bits each) of
-        what `names` gives names to. A `remark` is this rank's own: not compared, shown where digests differ. Collective
-        the first time.
+        `text` names the sync point and must be equal on every rank. So must the `digests` of 64 bits, to which `names`
+        returns the names. A `remark` is not compared; the error shows it if digests differ. The first call is
+        collective.
         """
         if not self._opened:
             self._open()
         if self._memory is None:
             return
         self._number += 1
-        core = encode_event(text, digests)
+        core = encode_sync_point(text, digests)
         line = caller_line() if text != END_OF_SCRIPT else ""
         self._write(core, line, remark)
-        with self._fence:  # a full fence: our entry is seen by others before we read theirs
+        with self._fence:  # a full memory fence: other ranks see our entry before we read theirs
             pass
         for rank in range(self._mesh.size):
             if rank != self._mesh.rank and not self._matches(rank, core):
                 raise self._divergence_error(text, core, names(), digests, line)
 
     def end(self) -> None:
-        """The event of a script's end; nothing for a rank that never came to any other."""
+        """Post the end of the script as a sync point, if this rank has had one before."""
         if self._memory is not None:
             self.check_sync_point(END_OF_SCRIPT)
 
     def _open(self) -> None:
-        """Share memory: rank 0 makes a file, all map it, and its name goes at once."""
+        """Share memory: rank 0 creates a file, all ranks map it, and rank 0 removes its name."""
         self._opened = True
         mesh = self._mesh
         size = mesh.size * SLOTS * ENTRY_BYTES
         path = create_shared_file(size) if mesh.rank == 0 else ""
         try:
             mine = f"{host_identity()}\n{path}".encode()
-            received = [data.decode().partition("\n") for data in all_gather_bytes(mine, mesh=mesh)]
-            shared = received[0][2]
-            if len({host for host, _, _ in received}) > 1 or not shared:
-                why = "they are on several hosts" if shared else "they could get no shared memory"
-                self._notify(f"that all ranks make the same calls in the same order is not checked: {why}")
+            infos = [data.decode().partition("\n") for data in all_gather_bytes(mine, mesh=mesh)]
+            shared = infos[0][2]
+            if len({host for host, _, _ in infos}) > 1 or not shared:
+                reason = "they are on several hosts" if shared else "there is no shared memory"
+                self._notify(f"cannot check that all ranks make the same calls in the same order: {reason}")
                 return
             with open(shared, "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), size)
@@ -124,7 +124,7 @@ class DesyncDetector:
         memory[at : at + NUMBER.size] = NUMBER.pack(self._number)
 
     def _matches(self, rank: int, core: bytes) -> bool:
-        """Whether a rank has come to the same, or has not come yet, or is too far ahead to tell."""
+        """Return whether a rank has posted the same sync point, has not arrived yet, or is too far ahead to compare."""
         memory = self._memory
         assert memory is not None
         at = self._slot_offset(rank)
@@ -132,7 +132,7 @@ class DesyncDetector:
         for attempt in range(REREADS):
             if NUMBER.unpack_from(memory, at)[0] != self._number or memory[start : start + len(core)] == core:
                 return True
-            # A processor may show the number before what belongs to it.
+            # A processor may show the number before the data that belongs to it.
             time.sleep(0.0002 * attempt)
         return False
 
@@ -142,32 +142,32 @@ class DesyncDetector:
     def _divergence_error(
         self, text: str, core: bytes, names: Sequence[str], digests: Sequence[int], line: str
     ) -> RanksDiverged:
-        """The error: who came to this, who to something else, and where."""
+        """Return the error, which names the ranks, their calls and their lines."""
         entries = {rank: self._read_sync_point(rank) for rank in range(self._mesh.size)}
         here = {rank: entry for rank, entry in entries.items() if entry is not None}
-        alike = [rank for rank, (payload, _) in here.items() if payload.startswith(core)]
-        others = [rank for rank in here if rank not in alike]
+        same = [rank for rank, (payload, _) in here.items() if payload.startswith(core)]
+        others = [rank for rank in here if rank not in same]
         other = here[others[0]][1]
         if other.text != text:
             return RanksDiverged(
-                expected=f"all ranks to come to the same next: {format_ranks(alike)} came to {text}",
-                found=f"{format_ranks(others)} came to {other.text}{f' ({other.line})' if other.line else ''}",
+                expected=f"all ranks to reach the same call: {format_ranks(same)} reached {text}",
+                found=f"{format_ranks(others)} reached {other.text}{f' ({other.line})' if other.line else ''}",
                 fix=FIX,
                 where=line or None,
             )
         pairs = zip(names, digests, other.digests, strict=False)
         named = [name for name, one, other in pairs if one != other] or ["its inputs"]
-        odd, most = (alike, others) if len(alike) < len(others) else (others, alike)
+        odd, most = (same, others) if len(same) < len(others) else (others, same)
         return RanksDiverged(
             expected=f"the same {named[0]} on every rank, in {text}",
-            found=f"{' and '.join(named)} of {format_ranks(odd)}: other values than of {format_ranks(most)}"
+            found=f"{' and '.join(named)} on {format_ranks(odd)}: other values than on {format_ranks(most)}"
             + "".join(f"; on rank {rank} {entry.remark}" for rank, (_, entry) in here.items() if entry.remark),
             fix=FIX_OF_VALUES,
             where=line,
         )
 
     def _read_sync_point(self, rank: int) -> tuple[bytes, "SyncPoint"] | None:
-        """What a rank has written under this number, if it has come to it."""
+        """Return what a rank has posted under this number; None if it has not arrived or is too far ahead."""
         memory = self._memory
         assert memory is not None
         at = self._slot_offset(rank)
@@ -175,11 +175,11 @@ class DesyncDetector:
             return None
         length = int.from_bytes(memory[at + ENTRY_BYTES - LENGTH_BYTES : at + ENTRY_BYTES], "little")
         payload = memory[at + NUMBER.size : at + NUMBER.size + length]
-        return payload, decode_event(payload)
+        return payload, decode_sync_point(payload)
 
 
-def encode_event(text: str, digests: Sequence[int]) -> bytes:
-    """What must be equal on all ranks, as bytes."""
+def encode_sync_point(text: str, digests: Sequence[int]) -> bytes:
+    """Return what must be equal on all ranks, as bytes."""
     data = text.encode()
     if len(data) > 500:
         data = data[:480] + f"… {zlib.crc32(data):08x}".encode()
@@ -189,7 +189,7 @@ def encode_event(text: str, digests: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPoint:
-    """What a rank has written of an event."""
+    """What a rank has posted at a sync point."""
 
     text: str
     digests: tuple[int, ...]
@@ -197,8 +197,8 @@ class SyncPoint:
     remark: str
 
 
-def decode_event(payload: bytes) -> SyncPoint:
-    """An entry from its bytes."""
+def decode_sync_point(payload: bytes) -> SyncPoint:
+    """Return the sync point of bytes."""
     length, count = HEADER.unpack_from(payload)
     text = payload[HEADER.size : HEADER.size + length].decode(errors="replace")
     at = HEADER.size + length

@@ -1,7 +1,7 @@
-"""Collectives that autograd sees through: each returns a new tensor, and its backward is the transposed collective.
+"""Collectives that autograd sees: each returns a new tensor, and its backward is the transposed collective.
 
-The gradient is that of the sum, over all ranks, of what each rank makes of its result: as if all ranks were one script.
-Every rank must run the backward of each of them, in the same order.
+The gradient is that of the sum over all ranks of what each rank computes from its result, as if all ranks were one
+script. Every rank must run the backward of each collective, in the same order.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,100 @@ __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "red
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: AnyGroup = None) -> Tensor:
-    """The sum or average of all ranks' tensors."""
+    """Return the sum or the average of all ranks' tensors.
+
+    Args:
+        tensor: This rank's tensor, of one shape on all ranks.
+        op: `ReduceOp.SUM` or `ReduceOp.AVG`, which are linear. Default: the sum.
+        group: The process group. Default: all ranks of the job.
+
+    Returns:
+        A new tensor of the same shape.
+
+    Raises:
+        ConfigError: An argument is invalid, `op` is not linear, the process is outside the group, or it has not
+            joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call, in forward or backward.
+
+    Example:
+        >>> tensor = torch.ones(2, requires_grad=True)
+        >>> differentiable.all_reduce(tensor).sum().backward()
+        >>> tensor.grad
+        tensor([1., 1.])
+    """
     checked = _require_member(group)
     return _AllReduce.apply(tensor, _require_linear(op, "all_reduce"), checked)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: ReduceOp.RedOpType = ReduceOp.SUM, group: AnyGroup = None) -> Tensor:
-    """The sum or average of all ranks' tensors on rank `dst`; zeros on the others."""
+    """Return the sum or the average of all ranks' tensors on one rank, and zeros on the others.
+
+    Args:
+        tensor: This rank's tensor, of one shape on all ranks.
+        dst: The destination, as a rank of the job. Default: 0.
+        op: `ReduceOp.SUM` or `ReduceOp.AVG`, which are linear. Default: the sum.
+        group: The process group. Default: all ranks of the job.
+
+    Returns:
+        A new tensor of the same shape.
+
+    Raises:
+        ConfigError: An argument is invalid, `op` is not linear, the process is outside the group, or it has not
+            joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call, in forward or backward.
+
+    Example:
+        >>> differentiable.reduce(torch.ones(2), dst=0)
+        tensor([1., 1.])
+    """
     checked = _require_member(group)
     place = checked.resolve_rank(dst, None, "dst")
     return _Reduce.apply(tensor, place, _require_linear(op, "reduce"), checked)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: AnyGroup = None) -> Tensor:
-    """Rank `src`'s tensor; the others' give the shape."""
+    """Return the tensor of one rank on every rank.
+
+    Args:
+        tensor: The data on the source; on the others a tensor of the same shape and dtype.
+        src: The source, as a rank of the job. Default: 0.
+        group: The process group. Default: all ranks of the job.
+
+    Returns:
+        A new tensor of the same shape.
+
+    Raises:
+        ConfigError: An argument is invalid, the process is outside the group, or it has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call, in forward or backward.
+
+    Example:
+        >>> differentiable.broadcast(torch.ones(2), src=0)
+        tensor([1., 1.])
+    """
     checked = _require_member(group)
     source = checked.resolve_rank(src, None, "src")
     return _Broadcast.apply(tensor, source, checked)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def all_gather(tensor: Tensor, group: AnyGroup = None, lengths: Sequence[int] | None = None) -> Tensor:
-    """All ranks' tensors, concatenated in dim 0; `lengths` are every rank's rows where these differ."""
+    """Return the concatenation of all ranks' tensors along dim 0.
+
+    Args:
+        tensor: This rank's rows, of shape (rows, ...).
+        group: The process group. Default: all ranks of the job.
+        lengths: The rows of each rank, if they differ. Default: equal parts.
+
+    Returns:
+        A new tensor of shape (sum of the rows, ...).
+
+    Raises:
+        ConfigError: An argument is invalid, the process is outside the group, or it has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call, in forward or backward.
+
+    Example:
+        >>> differentiable.all_gather(torch.ones(2, 1)).shape
+        torch.Size([2, 1])
+    """
     checked = _require_member(group)
     rows = _resolve_lengths(lengths, tensor.shape[0], checked)
     return _AllGather.apply(tensor, rows, checked)  # type: ignore[no-any-return,no-untyped-call]
@@ -53,7 +126,26 @@ def reduce_scatter(
     group: AnyGroup = None,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """This rank's rows of the sum or average of all ranks' tensors; `lengths` are every rank's where these differ."""
+    """Return this rank's rows of the sum or the average of all ranks' tensors.
+
+    Args:
+        tensor: The rows of all ranks, of shape (sum of the rows, ...): one shape on all ranks.
+        op: `ReduceOp.SUM` or `ReduceOp.AVG`, which are linear. Default: the sum.
+        group: The process group. Default: all ranks of the job.
+        lengths: The rows of each rank, if they differ. Default: equal parts.
+
+    Returns:
+        A new tensor of shape (rows of this rank, ...).
+
+    Raises:
+        ConfigError: An argument is invalid, `op` is not linear, the process is outside the group, or it has not
+            joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call, in forward or backward.
+
+    Example:
+        >>> differentiable.reduce_scatter(torch.ones(2, 1)).shape
+        torch.Size([2, 1])
+    """
     checked = _require_member(group)
     rows = _resolve_lengths(lengths, tensor.shape[0] // checked.size, checked)
     linear = _require_linear(op, "reduce_scatter")
@@ -66,7 +158,25 @@ def all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     group: AnyGroup = None,
 ) -> Tensor:
-    """What all ranks send here, concatenated in dim 0: rank i sends its i-th part to rank i."""
+    """Send the i-th part of `tensor` to rank i, and return what all ranks send here, concatenated along dim 0.
+
+    Args:
+        tensor: The parts for all ranks, of shape (rows, ...).
+        output_split_sizes: The rows to receive from each rank. Default: equal parts.
+        input_split_sizes: The rows to send to each rank. Default: equal parts.
+        group: The process group. Default: all ranks of the job.
+
+    Returns:
+        A new tensor of shape (sum of `output_split_sizes`, ...).
+
+    Raises:
+        ConfigError: An argument is invalid, the process is outside the group, or it has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call, in forward or backward.
+
+    Example:
+        >>> differentiable.all_to_all(torch.ones(2, 1)).shape
+        torch.Size([2, 1])
+    """
     checked = _require_member(group)
     send_shapes = _resolve_lengths(input_split_sizes, tensor.shape[0] // checked.size, checked)
     receive_shapes = _resolve_lengths(output_split_sizes, tensor.shape[0] // checked.size, checked)
@@ -189,7 +299,7 @@ def _require_linear(op: Any, name: str) -> Any:
         raise ConfigError(
             expected=f"SUM or AVG in a differentiable {name}",
             found=str(op).rpartition(".")[2],
-            fix="use the plain collective where no gradient is needed",
+            fix="use the plain collective if you need no gradient",
         )
     return op
 
@@ -198,8 +308,8 @@ def _require_member(group: AnyGroup) -> CheckedGroup:
     checked = resolve_group(group)
     if checked is None:
         raise ConfigError(
-            expected="a group to which this process belongs",
-            found=f"one without rank {dist.get_rank()}",
-            fix="call it on the group's ranks only",
+            expected="a group that this process belongs to",
+            found=f"a group without rank {dist.get_rank()}",
+            fix="call it only on the ranks of the group",
         )
     return checked

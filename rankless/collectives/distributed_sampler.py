@@ -1,9 +1,9 @@
-"""A sampler that gives every rank other samples: torch's DistributedSampler, without samples that come twice.
+"""A sampler that gives every rank other samples: torch's DistributedSampler without repeated samples.
 
-Note [nothing twice]: torch's sampler repeats samples until all ranks have equally many. A metric summed over the ranks
-then counts some samples twice, and training weighs them double. Here each sample comes once, so that ranks may have one
-sample more than others, and, where the batch size divides what a rank has, one batch more. What waits for all ranks in
-each step, DistributedDataParallel say, would wait for ever in that batch: see docs/guides/collectives.md.
+Note [no repeated samples]: torch's sampler repeats samples until all ranks have equally many. A metric summed over the
+ranks then counts some samples twice, and training weighs them double. Here each sample comes once. So a rank may have
+one sample more than another, and one batch more if the batch size divides the smaller number. A step that waits for all
+ranks, as with DistributedDataParallel, would wait for ever in that batch: see docs/guides/collectives.md.
 """
 
 import operator
@@ -21,13 +21,31 @@ from rankless.user_code import caller_line
 
 
 class DistributedSampler(TorchSampler[int]):
-    """This rank's indices of `dataset`, for DataLoader(sampler=…): all ranks' together are each index once.
+    """The indices of this rank's samples, for `DataLoader(sampler=...)`. All ranks together have each index once.
 
-    Arguments and order are those of torch.utils.data.DistributedSampler: call `set_epoch` before each pass, and each
-    has an order of its own. But no sample comes twice, so ranks may have one more than others. With `drop_last=True`
-    so many are left out that all have equally many, with `padding=True` so many are repeated, both index by index as
-    in torch. `num_replicas` and `rank` are those of the joined job, unless given; alone 1 and 0. The data set keeps
-    the length that it has now. Raises ConfigError for what cannot be meant.
+    Arguments and order are those of `torch.utils.data.DistributedSampler`, but no sample is repeated, so ranks may have
+    one sample more than others. Call `set_epoch` before each pass, or all passes have one order.
+
+    Args:
+        dataset: A data set with a length. The sampler keeps the length that the data set has now.
+        num_replicas: Number of ranks. Default: that of the joined job; 1 without a job.
+        rank: This rank. Default: that of the joined job; 0 without a job.
+        shuffle: Whether to shuffle the indices. Default: True.
+        seed: Seed of the order, the same on all ranks. Default: 0.
+        drop_last: Whether to drop samples until all ranks have equally many, as torch's sampler does. Default: False.
+        padding: Whether to repeat samples until all ranks have equally many, as torch's sampler does. Default: False.
+
+    Attributes:
+        num_samples (int): Number of this rank's samples.
+        total_size (int): Number of all ranks' samples; repeated ones count again.
+
+    Raises:
+        ConfigError: The data set has no length, a number is invalid, or a launched process has not joined its job.
+
+    Example:
+        >>> sampler = collectives.DistributedSampler(range(5), num_replicas=2, rank=1, shuffle=False)
+        >>> list(sampler)
+        [1, 3]
     """
 
     def __init__(
@@ -43,37 +61,37 @@ class DistributedSampler(TorchSampler[int]):
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise ConfigError(
-                expected="a data set with a length: a sampler gives indices below it",
+                expected="a data set with a length, because a sampler gives indices below it",
                 found=f"{type(dataset).__name__} without __len__",
-                fix="define __len__; a stream takes no sampler: let its __iter__ leave out what is for other ranks",
+                fix="define __len__; a stream takes no sampler, so let its __iter__ skip the samples of other ranks",
             )
         if num_replicas is None or rank is None:
             checked = _find_rank_and_world_size()
             rank = checked[0] if rank is None else rank
             num_replicas = checked[1] if num_replicas is None else num_replicas
-        self.num_replicas = _whole("num_replicas", num_replicas, least=1)
-        self.rank = _whole("rank", rank, least=0)
+        self.num_replicas = _require_integer("num_replicas", num_replicas, least=1)
+        self.rank = _require_integer("rank", rank, least=0)
         if self.rank >= self.num_replicas:
             raise ConfigError(
                 expected=f"a rank below num_replicas, from 0 to {self.num_replicas - 1}",
                 found=f"rank={rank}",
-                fix="leave both away: they are then those of the job that this process has joined",
+                fix="leave both out; the sampler then uses those of the joined job",
             )
         self.dataset = dataset
         self.shuffle = shuffle
-        self.seed = _whole("seed", seed, least=None)
+        self.seed = _require_integer("seed", seed, least=None)
         self.drop_last = drop_last
         self.padding = padding
         self.epoch = 0
         self.warned_same_epoch = False
-        """Whether it has been said that `set_epoch` was forgotten. Set it where the same order is wanted every time."""
+        """Whether the sampler has warned of a missing `set_epoch`. Set it to True to use one order in all passes."""
         self.total_size = self._count = len(dataset)
-        """The samples of all ranks together, those that are repeated counted again."""
+        """Number of all ranks' samples; repeated ones count again."""
         if drop_last or padding:
             rounded = self._count if drop_last else self._count + self.num_replicas - 1
             self.total_size = rounded // self.num_replicas * self.num_replicas
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
-        """This rank's samples."""
+        """Number of this rank's samples."""
         self._epoch_done: int | None = None
 
     def __len__(self) -> int:
@@ -85,8 +103,19 @@ class DistributedSampler(TorchSampler[int]):
         return self._yield_indices(self._indices(), self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass have the order of that epoch: before each pass over the loader, on every rank."""
-        self.epoch = _whole("epoch", epoch, least=0)
+        """Give the next pass the order of this epoch. Call it before each pass, on every rank.
+
+        Args:
+            epoch: The number of the epoch, from 0.
+
+        Raises:
+            ConfigError: `epoch` is not a whole number of at least 0.
+
+        Example:
+            >>> sampler = collectives.DistributedSampler(range(5))
+            >>> sampler.set_epoch(1)
+        """
+        self.epoch = _require_integer("epoch", epoch, least=0)
 
     def _indices(self) -> list[int]:
         if self.shuffle:
@@ -95,7 +124,7 @@ class DistributedSampler(TorchSampler[int]):
         else:
             order = torch.arange(self._count)
         places = torch.arange(self.total_size)[self.rank :: self.num_replicas]
-        # Those that are repeated come again from the first on.
+        # Repeated samples are the first ones.
         chosen: list[int] = order[places % max(self._count, 1)].tolist()
         return chosen
 
@@ -106,27 +135,27 @@ class DistributedSampler(TorchSampler[int]):
     def _warn_same_epoch(self) -> None:
         if self.rank == 0 and not self.warned_same_epoch:
             notify(
-                f"{caller_line()}: a second pass in the order of the first, epoch {self.epoch}: call "
-                "sampler.set_epoch(epoch) before each pass over the loader, on every rank (said once)"
+                f"{caller_line()}: this pass has the order of the pass before it, epoch {self.epoch}: call "
+                "sampler.set_epoch(epoch) before each pass over the loader, on every rank (warned once)"
             )
         self.warned_same_epoch = True
 
 
 def _find_rank_and_world_size() -> tuple[int, int]:
-    """This process's rank and how many there are. Raises ConfigError where a launcher says that there are more."""
+    """Return this process's rank and world size. Raises `ConfigError` for a launched process that has not joined."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    received = environment.read_worker_config() or environment.read_horovod_worker() or environment.read_torchrun()
-    if received is not None and received.world_size > 1:
+    launched = environment.read_worker_config() or environment.read_horovod_worker() or environment.read_torchrun()
+    if launched is not None and launched.world_size > 1:
         raise ConfigError(
-            expected="a process that has joined its job before its sampler is made",
-            found=f"one of {received.world_size} that the launcher has started, without a process group",
+            expected="a process that joins its job before it makes a sampler",
+            found=f"one of {launched.world_size} processes of a launcher, without a process group",
             fix="call rankless.init() first, or pass num_replicas= and rank=",
         )
     return 0, 1
 
 
-def _whole(name: str, value: Any, *, least: int | None) -> int:
+def _require_integer(name: str, value: Any, *, least: int | None) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -137,6 +166,6 @@ def _whole(name: str, value: Any, *, least: int | None) -> int:
         raise ConfigError(
             expected=f"{name}= as a whole number" + ("" if least is None else f" of at least {least}"),
             found=f"{name}={value!r}",
-            fix=f"pass such a number, or leave {name}= away" if name != "epoch" else "count epochs from 0",
+            fix=f"pass such a number, or leave {name}= out" if name != "epoch" else "count epochs from 0",
         )
     return number

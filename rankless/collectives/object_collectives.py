@@ -1,9 +1,8 @@
-"""Collectives of Python objects, with torch.distributed's names and signatures: typed data, pickled only on request.
+"""Collectives of Python objects, with the names and signatures of `torch.distributed`, without pickle by default.
 
-Numbers, text, containers, tensors, NumPy arrays, paths, dates, enums, dataclasses and msgspec structs travel as what
-they are (see `typed_values`). With `allow_pickle=True`, on every rank, whatever pickle takes travels too; then a rank
-that sends can run code on those that receive. Raises `ConfigError` for an object that cannot travel, and
-`CollectiveError` on every rank where calls do not fit together.
+Numbers, text, containers, tensors, NumPy arrays, paths, dates, enums, dataclasses and msgspec structs keep their types
+(see `typed_values`). With `allow_pickle=True` on every rank, whatever pickle takes is sent too. A rank that sends can
+then run code on the ranks that receive.
 """
 
 import pickle
@@ -31,9 +30,25 @@ def broadcast_object_list(
     *,
     allow_pickle: bool = False,
 ) -> None:
-    """Fill `object_list` on every rank with the objects of rank `src`; the lists are of one length.
+    """Fill `object_list` on every rank with the objects of one rank.
 
-    Tensors come on the CPU; `device` is taken for torch's sake: the group's backend decides how bytes travel.
+    Args:
+        object_list: The objects on the source, and a list of the same length on the others.
+        src: The source, as a rank of the job. Default: the group's first rank.
+        group: The process group. Default: all ranks of the job.
+        device: Ignored; tensors arrive on the CPU. It is there because torch's function has it.
+        group_src: The source, as a rank of the group, instead of `src`.
+        allow_pickle: Whether to pickle, on every rank alike. Only if all ranks trust one another. Default: False.
+
+    Raises:
+        ConfigError: An object has no typed form, an argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises.
+
+    Example:
+        >>> objects = [{"epoch": 1}, "name"]
+        >>> collectives.broadcast_object_list(objects, src=0)
+        >>> objects
+        [{'epoch': 1}, 'name']
     """
     del device
     if (checked := resolve_group(group)) is None:
@@ -51,7 +66,24 @@ def broadcast_object_list(
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup = None, *, allow_pickle: bool = False) -> None:
-    """Fill `object_list[i]` on every rank with rank i's `obj`."""
+    """Fill `object_list[i]` on every rank with rank i's object.
+
+    Args:
+        object_list: A list with one element for each rank of the group.
+        obj: This rank's object.
+        group: The process group. Default: all ranks of the job.
+        allow_pickle: Whether to pickle, on every rank alike. Only if all ranks trust one another. Default: False.
+
+    Raises:
+        ConfigError: An object has no typed form, an argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises.
+
+    Example:
+        >>> objects = [None]
+        >>> collectives.all_gather_object(objects, {"loss": 0.5})
+        >>> objects
+        [{'loss': 0.5}]
+    """
     if (checked := resolve_group(group)) is None:
         return
     with checked.report_refusals("all_gather_object"):
@@ -72,7 +104,26 @@ def gather_object(
     *,
     allow_pickle: bool = False,
 ) -> None:
-    """Fill `object_gather_list[i]` on rank `dst` with rank i's `obj`."""
+    """Fill `object_gather_list[i]` on one rank with rank i's object.
+
+    Args:
+        obj: This rank's object.
+        object_gather_list: On the destination a list with one element for each rank of the group; None on the others.
+        dst: The destination, as a rank of the job. Default: the group's first rank.
+        group: The process group. Default: all ranks of the job.
+        group_dst: The destination, as a rank of the group, instead of `dst`.
+        allow_pickle: Whether to pickle, on every rank alike. Only if all ranks trust one another. Default: False.
+
+    Raises:
+        ConfigError: An object has no typed form, an argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises.
+
+    Example:
+        >>> objects = [None]
+        >>> collectives.gather_object("done", objects, dst=0)
+        >>> objects
+        ['done']
+    """
     if (checked := resolve_group(group)) is None:
         return
     with checked.report_refusals("gather_object"):
@@ -98,7 +149,26 @@ def scatter_object_list(
     *,
     allow_pickle: bool = False,
 ) -> None:
-    """Put the i-th object of rank `src`'s input list into the first place of rank i's output list."""
+    """Put the i-th object of one rank's input list into the first element of rank i's output list.
+
+    Args:
+        scatter_object_output_list: A list with at least one element.
+        scatter_object_input_list: On the source one object for each rank of the group; None on the others.
+        src: The source, as a rank of the job. Default: the group's first rank.
+        group: The process group. Default: all ranks of the job.
+        group_src: The source, as a rank of the group, instead of `src`.
+        allow_pickle: Whether to pickle, on every rank alike. Only if all ranks trust one another. Default: False.
+
+    Raises:
+        ConfigError: An object has no typed form, an argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises.
+
+    Example:
+        >>> output = [None]
+        >>> collectives.scatter_object_list(output, ["shard 0"], src=0)
+        >>> output
+        ['shard 0']
+    """
     if (checked := resolve_group(group)) is None:
         return
     with checked.report_refusals("scatter_object_list"):
@@ -106,7 +176,7 @@ def scatter_object_list(
         require_list_on_root(scatter_object_input_list, source, checked, "scatter_object_input_list", "src")
         if not scatter_object_output_list:
             raise ConfigError(
-                expected="an output list with a place for the object",
+                expected="an output list with at least one element",
                 found="an empty list",
                 fix="pass [None], and read its first element afterwards",
             )
@@ -125,7 +195,7 @@ def scatter_object_list(
 
 
 def encode_object(value: Any, allow_pickle: bool) -> bytes:
-    """An object as bytes. Raises ConfigError for one that has no typed form, unless it may be pickled."""
+    """Return an object as bytes. Raises `ConfigError` for an object without a typed form, unless pickle is allowed."""
     if allow_pickle:
         return pickle.dumps(value)
     try:
@@ -134,18 +204,18 @@ def encode_object(value: Any, allow_pickle: bool) -> bytes:
         raise ConfigError(
             expected="numbers, text, containers, tensors, arrays or dataclasses",
             found=str(error),
-            fix="send plain data, or pass allow_pickle=True on every rank if all of them are to be trusted",
+            fix="send plain data, or pass allow_pickle=True on every rank if all ranks trust one another",
         ) from error
 
 
 def decode_object(data: Tensor, allow_pickle: bool) -> Any:
-    """The object of bytes that `encoded` made."""
+    """Return the object of bytes that `encode_object` made."""
     read: Callable[[bytes], Any] = pickle.loads if allow_pickle else decode_value
     return read(data.cpu().numpy().tobytes())
 
 
 def _check_call(checked: CheckedGroup, operation: str, settings: str, allow_pickle: bool) -> None:
-    """A roll call under the name that the script knows, before those of the collectives that it is made of."""
+    """Compare the ranks' calls under the name that the script uses, before the collectives that implement it."""
     received = [text for text in (settings, "allow_pickle=True" * allow_pickle) if text]
     checked.queue.run(Call(operation=operation, settings=", ".join(received)), lambda _late: None)
 
@@ -169,7 +239,7 @@ def _tensor(data: bytes, checked: CheckedGroup) -> Tensor:
 
 
 def _device(checked: CheckedGroup) -> torch.device:
-    """Where the group's backend takes tensors from."""
+    """Return the device from which the group's backend takes tensors."""
     if dist.get_backend(checked.torch) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,6 +1,7 @@
-"""Messages from one rank to another, with torch.distributed's names and signatures, each after a roll call of the two.
+"""Messages from one rank to another, with the names, signatures and process groups of `torch.distributed`.
 
-As under torch.distributed the messages of one sender, receiver and tag arrive in the order in which they are sent.
+Before each message its two ranks compare what they are about to call. Messages with one sender, receiver and tag arrive
+in the order in which they are sent.
 """
 
 import time
@@ -26,7 +27,28 @@ _POLL_SECONDS = 0.0005
 def send(
     tensor: Tensor, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
-    """Send `tensor` to rank `dst`, and return once that rank takes it."""
+    """Send `tensor` to another rank, and return when that rank receives it.
+
+    Args:
+        tensor: The tensor to send, contiguous.
+        dst: The receiver, as a rank of the job.
+        group: The process group. Default: all ranks of the job.
+        tag: Distinguishes messages between two ranks: only calls of one tag match. Default: 0.
+        group_dst: The receiver, as a rank of the group, instead of `dst`.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The other rank's call does not match, or does not come.
+
+    Example:
+        >>> def exchange(rank):
+        ...     rankless.init()
+        ...     tensor = torch.full((1,), float(rank))
+        ...     collectives.send(tensor, 1) if rank == 0 else collectives.recv(tensor, 0)
+        ...     return tensor.item()
+        >>> rankless.spawn(exchange, nprocs=2)
+        [0.0, 0.0]
+    """
     if (checked := resolve_group(group)) is not None:
         channel = _channel_to(checked, tensor, dst, group_dst, tag)
         checked.channel(*channel).run(_call(tensor), partial(_issue, "send", tensor, checked, channel))
@@ -35,7 +57,31 @@ def send(
 def isend(
     tensor: Tensor, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
 ) -> PendingWork | None:
-    """Begin to send `tensor` to rank `dst`."""
+    """Begin to send `tensor` to another rank.
+
+    Args:
+        tensor: The tensor to send, contiguous.
+        dst: The receiver, as a rank of the job.
+        group: The process group. Default: all ranks of the job.
+        tag: Distinguishes messages between two ranks: only calls of one tag match. Default: 0.
+        group_dst: The receiver, as a rank of the group, instead of `dst`.
+
+    Returns:
+        The work to wait for, with `wait(timeout)` and `is_completed()`. None in a process outside the group.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The other rank's call does not match, or does not come; `wait` raises it.
+
+    Example:
+        >>> def exchange(rank):
+        ...     rankless.init()
+        ...     tensor = torch.full((1,), float(rank))
+        ...     work = collectives.isend(tensor, 1) if rank == 0 else collectives.irecv(tensor, 0)
+        ...     return work.wait()
+        >>> rankless.spawn(exchange, nprocs=2)
+        [True, True]
+    """
     if (checked := resolve_group(group)) is None:
         return None
     channel = _channel_to(checked, tensor, dst, group_dst, tag)
@@ -45,9 +91,30 @@ def isend(
 def recv(
     tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0, group_src: int | None = None
 ) -> int:
-    """Overwrite `tensor` with what rank `src` sends, of any rank that sends first if none is named; the sender's rank.
+    """Overwrite `tensor` with what another rank sends.
 
-    -1 for a process outside of the group.
+    Args:
+        tensor: Where to put the message: of the shape and dtype that is sent, contiguous.
+        src: The sender, as a rank of the job. Default: any rank, the first that sends.
+        group: The process group. Default: all ranks of the job.
+        tag: Distinguishes messages between two ranks: only calls of one tag match. Default: 0.
+        group_src: The sender, as a rank of the group, instead of `src`.
+
+    Returns:
+        The sender, as a rank of the job; -1 in a process outside the group.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The other rank's call does not match, or does not come.
+
+    Example:
+        >>> def exchange(rank):
+        ...     rankless.init()
+        ...     tensor = torch.full((1,), float(rank))
+        ...     collectives.send(tensor, 1) if rank == 0 else collectives.recv(tensor)
+        ...     return tensor.item()
+        >>> rankless.spawn(exchange, nprocs=2)
+        [0.0, 0.0]
     """
     if (checked := resolve_group(group)) is None:
         return -1
@@ -62,21 +129,62 @@ def recv(
 def irecv(
     tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0, group_src: int | None = None
 ) -> PendingWork | None:
-    """Begin to overwrite `tensor` with what rank `src` sends."""
+    """Begin to overwrite `tensor` with what another rank sends.
+
+    Args:
+        tensor: Where to put the message: of the shape and dtype that is sent, contiguous.
+        src: The sender, as a rank of the job.
+        group: The process group. Default: all ranks of the job.
+        tag: Distinguishes messages between two ranks: only calls of one tag match. Default: 0.
+        group_src: The sender, as a rank of the group, instead of `src`.
+
+    Returns:
+        The work to wait for, with `wait(timeout)` and `is_completed()`. None in a process outside the group.
+
+    Raises:
+        ConfigError: An argument is invalid, no sender is given, or the process has not joined a job.
+        CollectiveError: The other rank's call does not match, or does not come; `wait` raises it.
+
+    Example:
+        >>> def exchange(rank):
+        ...     rankless.init()
+        ...     tensor = torch.full((1,), float(rank))
+        ...     work = collectives.isend(tensor, 1) if rank == 0 else collectives.irecv(tensor, 0)
+        ...     return work.wait()
+        >>> rankless.spawn(exchange, nprocs=2)
+        [True, True]
+    """
     if (checked := resolve_group(group)) is None:
         return None
     if src is None and group_src is None:
         raise ConfigError(
-            expected="irecv with the rank that it takes from",
+            expected="irecv with the rank that it receives from",
             found="no src=",
-            fix="name it, or use recv, which takes from whoever sends first",
+            fix="pass src=, or use recv, which receives from the rank that sends first",
         )
     channel = _channel_from(checked, tensor, src, group_src, tag)
     return checked.channel(*channel).start(_call(tensor), partial(_issue, "recv", tensor, checked, channel))
 
 
 class P2POp:
-    """One message of a batch: `op` is `isend` or `irecv`, the others are its arguments."""
+    """One message of a `batch_isend_irecv`.
+
+    Args:
+        op: `isend` or `irecv`.
+        tensor: The tensor to send, or where to put the message.
+        peer: The other rank, as a rank of the job.
+        group: The process group. Default: all ranks of the job.
+        tag: Distinguishes messages between two ranks: only calls of one tag match. Default: 0.
+        group_peer: The other rank, as a rank of the group, instead of `peer`.
+
+    Raises:
+        ConfigError: `op` is another function.
+
+    Example:
+        >>> operation = collectives.P2POp(collectives.isend, torch.ones(2), peer=1)
+        >>> operation.is_send
+        True
+    """
 
     def __init__(
         self,
@@ -100,7 +208,30 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[PendingWork]:
-    """Begin several messages at once; wait on each that is returned."""
+    """Begin several messages at once.
+
+    Args:
+        p2p_op_list: The messages.
+
+    Returns:
+        The work of each message, to wait for.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The other rank's call does not match, or does not come; `wait` raises it.
+
+    Example:
+        >>> def exchange(rank):
+        ...     rankless.init()
+        ...     received = torch.zeros(1)
+        ...     send = collectives.P2POp(collectives.isend, torch.full((1,), float(rank)), 1 - rank)
+        ...     receive = collectives.P2POp(collectives.irecv, received, 1 - rank)
+        ...     for work in collectives.batch_isend_irecv([send, receive]):
+        ...         _ = work.wait()
+        ...     return received.item()
+        >>> rankless.spawn(exchange, nprocs=2)
+        [1.0, 0.0]
+    """
     works = [(isend if operation.is_send else irecv)(**operation.arguments) for operation in p2p_op_list]
     return [work for work in works if work is not None]
 
@@ -132,7 +263,7 @@ def _channel_from(checked: CheckedGroup, tensor: Tensor, src: int | None, group_
 
 
 def _check_tensor(checked: CheckedGroup, tensor: Tensor, channel: Channel) -> Channel:
-    """The lane, if the tensor can travel on it; if not, the other rank hears of it too."""
+    """Return the channel if the backend can take the tensor. Otherwise raise, here and on the other rank."""
     with checked.report_refusals(OPERATION, checked.channel(*channel)):
         require_usable(checked, tensor)
     return channel
@@ -141,7 +272,7 @@ def _check_tensor(checked: CheckedGroup, tensor: Tensor, channel: Channel) -> Ch
 def _require_other_rank(checked: CheckedGroup, peer: int) -> int:
     if peer == checked.rank:
         raise ConfigError(
-            expected="another rank to send to, or to take from",
+            expected="another rank to send to, or to receive from",
             found=f"rank {peer}, which is this one",
             fix="copy the tensor instead",
         )
@@ -149,7 +280,7 @@ def _require_other_rank(checked: CheckedGroup, peer: int) -> int:
 
 
 def _wait_for_first_sender(checked: CheckedGroup, tag: int) -> Channel:
-    """The lane of a rank that has begun to send; waits for one as long as the group's timeout, and says so."""
+    """Return the channel of the first rank that sends. Waits up to the group's timeout, and notifies the user."""
     store = checked.torch.get_group_store()
     start = received = time.monotonic()
     while True:
@@ -171,7 +302,7 @@ def _wait_for_first_sender(checked: CheckedGroup, tag: int) -> Channel:
             raise CollectiveError(
                 expected=f"some rank to send to rank {checked.rank} with tag {tag}",
                 found=f"none in {now - start:.1f} s",
-                fix="look at what the others do instead: py-spy dump --pid; is it the same tag and group?",
+                fix="compare tag and group with the sender's; see what the other ranks do: py-spy dump --pid",
                 where=caller_line(),
             )
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""What belongs to a process group of torch.distributed: its queue of checked collectives, made at the first of them."""
+"""The queue of checked collectives that belongs to a process group of `torch.distributed`, made at the first call."""
 
 import sys
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from rankless.collectives.collective_check import CheckRendezvous, open_collecti
 from rankless.errors import ConfigError
 
 AnyGroup = dist.ProcessGroup | None
-"""What a script passes as group=: None for all ranks of the job."""
+"""What a script passes as `group`: None means all ranks of the job."""
 
 Channel = tuple[int, int, int]
-"""Sender, receiver and tag: messages of one lane arrive in the order in which they are sent."""
+"""Sender, receiver and tag. Messages of one channel arrive in the order in which they are sent."""
 
 
 @dataclass(frozen=True)
 class GroupQueues:
-    """What a process has of a group: the queue of its collectives, and one for each lane of messages."""
+    """The queues of a group: one for its collectives, and one for each channel of messages."""
 
     collectives: CollectiveQueue
     channels: dict[Channel, CollectiveQueue]
@@ -36,12 +36,12 @@ class GroupQueues:
 
 
 _group_queues: WeakKeyDictionary[dist.ProcessGroup, GroupQueues] = WeakKeyDictionary()
-"""State of a module, by exception: torch's process groups are global, take no attributes, and these die with them."""
+"""Module state, by exception: torch's groups are global and take no attributes. An entry dies with its group."""
 
 
 @dataclass(frozen=True)
 class CheckedGroup:
-    """A process group with this process's place in it."""
+    """A process group with its queues, and this process's rank in it."""
 
     torch: dist.ProcessGroup
     queues: GroupQueues
@@ -50,11 +50,11 @@ class CheckedGroup:
 
     @property
     def queue(self) -> CollectiveQueue:
-        """The group's collectives."""
+        """The queue of the group's collectives."""
         return self.queues.collectives
 
     def channel(self, sender: int, receiver: int, tag: int) -> CollectiveQueue:
-        """The messages from one rank of the group to another."""
+        """Return the queue of the messages from one rank of the group to another."""
         name = (sender, receiver, tag)
         if name not in self.queues.channels:
             point = CheckRendezvous(
@@ -70,7 +70,7 @@ class CheckedGroup:
         return self.queues.channels[name]
 
     def run(self, call: Call, issue: Issue, async_op: bool, timeout: timedelta | None = None) -> PendingWork | None:
-        """A collective after its roll call: to its end, or, with `async_op`, begun and to be waited for."""
+        """Check the ranks' calls and run a collective: to its end, or with `async_op` return the work to wait for."""
         if async_op:
             return self.queue.start(call, issue, timeout=timeout)
         self.queue.run(call, issue, timeout=timeout)
@@ -78,9 +78,9 @@ class CheckedGroup:
 
     @contextmanager
     def report_refusals(self, operation: str, queue: CollectiveQueue | None = None) -> Iterator[None]:
-        """Within, a ConfigError about this rank's arguments is told to the others: they would wait for it.
+        """Report a `ConfigError` about this rank's arguments to the other ranks, which would wait for its call.
 
-        `queue` is that of a lane where the call is a message.
+        `queue` is that of the channel if the call is a message.
         """
         try:
             yield
@@ -89,35 +89,35 @@ class CheckedGroup:
             raise error.with_traceback(None) from None
 
     def resolve_rank(self, global_rank: int | None, group_rank: int | None, role: str, default: int | None = 0) -> int:
-        """The place in the group of the rank that an argument names. Raises ConfigError for none, two, or no member."""
+        """Return the rank in the group that an argument names. Raises `ConfigError` for none, two, or one outside."""
         if global_rank is not None and group_rank is not None:
             raise ConfigError(
-                expected=f"{role}= (a rank of the job) or group_{role}= (a place in the group)",
+                expected=f"{role}= (a rank of the job) or group_{role}= (a rank of the group)",
                 found=f"{role}={global_rank} and group_{role}={group_rank}",
-                fix="leave one away",
+                fix="leave one out",
             )
         members = dist.get_process_group_ranks(self.torch)
         if group_rank is None and global_rank is None:
             group_rank = default
-        place = members.index(global_rank) if global_rank in members else group_rank
-        if place is None or not 0 <= place < self.size:
+        found = members.index(global_rank) if global_rank in members else group_rank
+        if found is None or not 0 <= found < self.size:
             given = f"{role}={global_rank}" if global_rank is not None else f"group_{role}={group_rank}"
             raise ConfigError(
                 expected=f"{role} to be one of the ranks {members} of the group",
                 found=given,
-                fix=f"name a member, or pass a group that rank {global_rank} belongs to",
+                fix=f"pass one of them, or a group that rank {global_rank} belongs to",
             )
-        return place
+        return found
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> CheckedGroup | None:
-    """The group with its queue; the whole job's for None. None for a process that is not in it.
+    """Return the group with its queues, for None that of the whole job. Returns None in a process outside the group.
 
-    Raises ConfigError before the process has joined a job.
+    Raises `ConfigError` before the process has joined a job.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            expected="a process that has joined its job before the first collective",
+            expected="a process that joins its job before the first collective",
             found="torch.distributed without a process group",
             fix="call rankless.init() first",
         )
@@ -151,5 +151,5 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def notify(text: str) -> None:
-    """Tell whoever watches this process."""
+    """Print a notice to stderr."""
     print(f"rankless: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
 """Collectives that compute: all_reduce, reduce, reduce_scatter.
 
-With torch.distributed's names and signatures, on its process groups, each after a roll call: where the ranks' calls do
-not fit together, or one does not come, every rank raises `CollectiveError` that says who called what, in place of a
-hang. Arguments are checked before anything is sent, and raise `ConfigError`; a process outside of the group gets None.
+They have the names, signatures and process groups of `torch.distributed`. Before each of them the ranks compare what
+they are about to call. If the calls do not match, or if a rank does not make the call, every rank raises
+`CollectiveError`, which names ranks, calls and lines, instead of hanging. Arguments are checked before anything is
+sent and raise `ConfigError`. In a process outside the group the functions do nothing and return None.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch.distributed import ReduceOp
 
 from rankless.collectives.argument_checks import (
     describe_tensor,
+    flatten,
     dtype_name,
     reduction_name,
     require_any,
@@ -34,7 +36,29 @@ from rankless.collectives.tensor_collectives import flatten_by_kind
 def all_reduce(
     tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
 ) -> PendingWork | None:
-    """Overwrite `tensor` on every rank with the sum (or product, minimum, …) of all ranks' tensors."""
+    """Overwrite `tensor` on every rank with the reduction, for example the sum, of all ranks' tensors.
+
+    Args:
+        tensor: This rank's input, and the result: one shape and one dtype on all ranks, contiguous.
+        op: The reduction: `ReduceOp.SUM`, `AVG` (floats only), `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`, `BXOR`.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> tensor = torch.ones(2)
+        >>> collectives.all_reduce(tensor)
+        >>> tensor
+        tensor([1., 1.])
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -54,7 +78,31 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> PendingWork | None:
-    """Overwrite `tensor` on rank `dst` with the sum (or product, …) of all ranks'; theirs are undefined afterwards."""
+    """Overwrite `tensor` on one rank with the reduction of all ranks' tensors. On the others it becomes undefined.
+
+    Args:
+        tensor: This rank's input, and the result on `dst`: one shape and one dtype on all ranks, contiguous.
+        dst: The destination, as a rank of the job. Default: the group's first rank.
+        op: The reduction: `ReduceOp.SUM`, `AVG` (floats only), `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`, `BXOR`.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+        group_dst: The destination, as a rank of the group, instead of `dst`.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> tensor = torch.ones(2)
+        >>> collectives.reduce(tensor, dst=0)
+        >>> tensor
+        tensor([1., 1.])
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -78,7 +126,30 @@ def reduce_scatter(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> PendingWork | None:
-    """Overwrite rank i's `output` with the sum (or product, …) of all ranks' `input_list[i]`; shapes may differ."""
+    """Overwrite rank i's `output` with the reduction of all ranks' `input_list[i]`. Shapes may differ between ranks.
+
+    Args:
+        output: Where to put this rank's result, contiguous.
+        input_list: One contiguous tensor for each rank of the group, all of one dtype.
+        op: The reduction: `ReduceOp.SUM`, `AVG` (floats only), `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`, `BXOR`.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> result = torch.zeros(2)
+        >>> collectives.reduce_scatter(result, [torch.ones(2)])
+        >>> result
+        tensor([1., 1.])
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -126,7 +197,30 @@ def reduce_scatter_single(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> PendingWork | None:
-    """Overwrite rank i's `output` with the i-th part, along dim 0, of the sum (or product, …) of all ranks' `input`."""
+    """Overwrite rank i's `output` with the i-th part, along dim 0, of the reduction of all ranks' `input`.
+
+    Args:
+        output: Where to put this rank's part, contiguous.
+        input: Contiguous, with as many elements as the outputs of all ranks together, of the same dtype.
+        op: The reduction: `ReduceOp.SUM`, `AVG` (floats only), `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`, `BXOR`.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> result = torch.zeros(2)
+        >>> collectives.reduce_scatter_single(result, torch.ones(2))
+        >>> result
+        tensor([1., 1.])
+    """
     checked = resolve_group(group)
     if checked is None:
         return None
@@ -138,7 +232,9 @@ def reduce_scatter_single(
         )
     return checked.run(
         call,
-        lambda async_op: dist.reduce_scatter_single(output, input, op=op, group=checked.torch, async_op=async_op),
+        lambda async_op: dist.reduce_scatter_single(
+            flatten(output), flatten(input), op=op, group=checked.torch, async_op=async_op
+        ),
         async_op,
     )
 
@@ -149,7 +245,29 @@ def all_reduce_coalesced(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> PendingWork | None:
-    """`all_reduce` of several tensors of one dtype as one."""
+    """Reduce several tensors of one dtype in one operation, each as `all_reduce` does.
+
+    Args:
+        tensors: This rank's inputs, and the results, at least one: the same shapes on all ranks, contiguous.
+        op: The reduction: `ReduceOp.SUM`, `AVG` (floats only), `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`, `BXOR`.
+        group: The process group. Default: all ranks of the job.
+        async_op: Whether to return at once with work to wait for. Default: False.
+
+    Returns:
+        With `async_op=True` the work, with `wait(timeout)` and `is_completed()`. Otherwise None. In a process outside
+        the group always None.
+
+    Raises:
+        ConfigError: An argument is invalid, or the process has not joined a job.
+        CollectiveError: The ranks' calls do not match, or a rank does not make the call. Every rank raises; with
+            `async_op=True` the work's `wait` raises.
+
+    Example:
+        >>> tensors = [torch.ones(2), torch.ones(1)]
+        >>> collectives.all_reduce_coalesced(tensors)
+        >>> tensors
+        [tensor([1., 1.]), tensor([1.])]
+    """
     checked = resolve_group(group)
     if checked is None:
         return None

@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def create_shared_file(size: int) -> str:
-    """The path of a new file of that size, all its memory reserved; empty if there is none to be had."""
+    """Create a file of that size with all its memory reserved, and return its path; "" if there is no memory."""
     for folder in ("/dev/shm", None):
         with suppress(OSError):
             descriptor, path = tempfile.mkstemp(prefix="rankless-shared-", dir=folder)
             try:
-                # Writing to a mapped file for which there is no room would kill the process.
+                # Without the reservation, a write to the mapped file could kill the process.
                 os.write(descriptor, bytes(size))
                 return path
             except OSError:
@@ -24,8 +24,9 @@ def create_shared_file(size: int) -> str:
 
 
 def host_identity() -> str:
-    """What two processes have in common only if they share memory and process numbers: the running kernel, and the
-    container's memory and numbers.
+    """Return a text that two processes have in common only if they share memory and process ids.
+
+    It names the running kernel, and the container's shared memory and process namespace.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,7 +1,7 @@
-"""Collectives on tensors: each takes this rank's piece and gives this rank's piece of the answer.
+"""Collectives on tensors over a mesh: each takes this rank's part, and returns this rank's part of the result.
 
-None of them changes its input, save `start_all_reduce`, which says so. Uneven shards are normal: `lengths` holds every
-rank's number of rows along `dim`. On a mesh of one process each is the identity.
+`start_all_reduce` and `broadcast` change their input; the others do not. Shards may be uneven: `lengths` holds each
+rank's number of rows along `dim`. On a mesh of one process each function is the identity.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from rankless.parallel.mesh import Mesh
 
 
 def all_reduce(tensor: Tensor, *, mesh: Mesh) -> Tensor:
-    """The sum of all ranks' tensors, on every rank."""
+    """Return the sum of all ranks' tensors on every rank."""
     if mesh.group is None:
         return tensor
     result = tensor.clone(memory_format=torch.contiguous_format)
@@ -24,7 +24,7 @@ def all_reduce(tensor: Tensor, *, mesh: Mesh) -> Tensor:
 
 
 def start_all_reduce(tensor: Tensor, *, mesh: Mesh) -> dist.Work | None:
-    """Begin summing a contiguous `tensor` over all ranks, in place; `wait()` on what is returned, if anything."""
+    """Begin to sum a contiguous `tensor` over all ranks in place. Return the work to wait for, if there is any."""
     if mesh.group is None:
         return None
     work: dist.Work = dist.all_reduce(tensor, group=mesh.group, async_op=True)
@@ -32,7 +32,7 @@ def start_all_reduce(tensor: Tensor, *, mesh: Mesh) -> dist.Work | None:
 
 
 def all_gather(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) -> Tensor:
-    """The whole tensor from every rank's rows along `dim`, in the order of ranks."""
+    """Return the whole tensor: the rows of all ranks along `dim`, in the order of ranks."""
     if mesh.group is None:
         return tensor
     leading = tensor.movedim(dim, 0)
@@ -40,7 +40,7 @@ def all_gather(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) 
     padded = leading.new_empty((longest, *leading.shape[1:]))
     padded[: leading.shape[0]] = leading
     pieces = leading.new_empty((mesh.size * longest, *leading.shape[1:]))
-    # Gloo and NCCL take equal pieces only, so short ones travel padded to the longest and are cut here.
+    # Gloo and NCCL take equal pieces only, so all are padded to the longest, and cut afterwards.
     dist.all_gather_single(pieces, padded, group=mesh.group)
     if all(length == longest for length in lengths):
         whole = pieces
@@ -50,7 +50,7 @@ def all_gather(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) 
 
 
 def reduce_scatter(tensor: Tensor, *, mesh: Mesh, dim: int, lengths: Sequence[int]) -> Tensor:
-    """This rank's rows along `dim` of the sum of all ranks' tensors."""
+    """Return this rank's rows along `dim` of the sum of all ranks' tensors."""
     summed = all_reduce(tensor, mesh=mesh)
     return summed.narrow(dim, sum(lengths[: mesh.rank]), lengths[mesh.rank]).contiguous()
 
@@ -64,7 +64,7 @@ def all_to_all(
     to_dim: int,
     to_lengths: Sequence[int],
 ) -> Tensor:
-    """This rank's rows along `to_dim` of a tensor that was split along `from_dim`."""
+    """Return this rank's rows along `to_dim` of a tensor that is split along `from_dim`."""
     if mesh.group is None:
         return tensor
     parts = tensor.split(list(to_lengths), dim=to_dim)
@@ -88,7 +88,7 @@ def all_to_all(
 
 
 def broadcast(tensor: Tensor, *, mesh: Mesh, source: int = 0) -> None:
-    """Overwrite `tensor` on every rank with the one of rank `source`, in place."""
+    """Overwrite `tensor` on every rank with that of rank `source`."""
     if mesh.group is not None:
         contiguous = tensor.detach().contiguous()
         dist.broadcast(contiguous, group=mesh.group, group_src=source)
@@ -96,14 +96,14 @@ def broadcast(tensor: Tensor, *, mesh: Mesh, source: int = 0) -> None:
 
 
 def scatter(tensor: Tensor, *, mesh: Mesh, lengths: Sequence[int], source: int = 0) -> Tensor:
-    """This rank's rows along dim 0 of rank `source`'s tensor; the others pass one of no rows, for type and shape."""
+    """Return this rank's rows, along dim 0, of rank `source`'s tensor. The others pass a tensor without rows."""
     if mesh.group is None:
         return tensor
     longest = max(lengths)
     row = tensor.new_empty((longest, *tensor.shape[1:]))
     pieces = None
     if mesh.rank == source:
-        # As in `all_gather`: backends take equal pieces only.
+        # Backends take equal pieces only, as in `all_gather`.
         pieces = [row.new_zeros(row.shape) for _ in lengths]
         for piece, part in zip(pieces, tensor.split(list(lengths)), strict=True):
             piece[: part.shape[0]] = part
@@ -112,13 +112,13 @@ def scatter(tensor: Tensor, *, mesh: Mesh, lengths: Sequence[int], source: int =
 
 
 def flatten_by_kind(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
-    """The tensors of each dtype and device as one flat copy, and what puts its values back into them."""
+    """Yield a flat copy of the tensors of each dtype and device, and a function that copies it back into them."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for alike in kinds.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        yield flat, partial(_copy_back, flat, alike)
+    for members in kinds.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        yield flat, partial(_copy_back, flat, members)
 
 
 def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""Python values as bytes and back, between the ranks of one script: typed, never pickled.
+"""Convert Python values to bytes and back, for messages between the ranks of one script, without pickle.
 
 Numbers, text, bytes, None, tuples, lists, sets, dicts, tensors, NumPy arrays and numbers, paths, dates, enums, named
-tuples, dataclasses and msgspec structs come back as what they were. Classes are named by module and looked up among
-the modules that the receiving rank has imported; nothing is imported or called but their plain construction.
+tuples, dataclasses and msgspec structs keep their types. A class is sent as module and name. The receiver looks it up
+among the modules that it has imported. It imports nothing, and runs no code but the plain construction of the object.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 
 
 def encode_value(value: object) -> bytes:
-    """The bytes of a value. Raises TypeError, naming the type, for what has no typed form."""
+    """Return a value as bytes. Raises `TypeError`, which names the type, for a value without a typed form."""
     return msgspec.msgpack.encode(_pack(value))
 
 
 def decode_value(data: bytes) -> Any:
-    """The value of bytes that `encode_value` made."""
+    """Return the value of bytes that `encode_value` made."""
     return _unpack(msgspec.msgpack.decode(data))
 
 
@@ -92,7 +92,7 @@ def _pack_object(value: Any) -> list[Any]:
     else:
         raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")
     if "<" in name or _find_class(name) is not kind:
-        raise TypeError(f"{name}, a class that does not stand at the top of its module")
+        raise TypeError(f"{name}, a class that is not defined at the top of its module")
     return packed
 
 
@@ -122,10 +122,10 @@ def _tensor(parts: list[Any]) -> Tensor:
 
 def _dataclass(parts: list[Any]) -> Any:
     kind = _find_class(parts[0])
-    made = object.__new__(kind)
+    instance = object.__new__(kind)
     for field, value in parts[1:]:
-        object.__setattr__(made, field, _unpack(value))  # frozen ones too, and without their __post_init__
-    return made
+        object.__setattr__(instance, field, _unpack(value))  # works for frozen classes, and skips __post_init__
+    return instance
 
 
 def _struct(parts: list[Any]) -> Any:

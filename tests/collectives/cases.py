@@ -112,8 +112,8 @@ def run_all_gather(caller: Caller, mine: Tensor, how: str, options: dict[str, An
 
 def run_all_gather_single(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     whole = torch.zeros_like(longer(mine, caller.size - 1))
-    called = collectives.all_gather_into_tensor if how == "yesterday" else collectives.all_gather_single
-    caller.done(called(whole, longer(mine, 0), **options))
+    called = collectives.all_gather_into_tensor if how == "old name" else collectives.all_gather_single
+    caller.done(called(whole, mine if how == "stacked" else longer(mine, 0), **options))
     return [whole]
 
 
@@ -145,12 +145,12 @@ def run_reduce_scatter(caller: Caller, mine: Tensor, how: str, options: dict[str
 
 
 def run_reduce_scatter_single(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    kind, _, when = how.partition(" ")
+    kind, _, form = how.partition(" ")
     whole = torch.stack([mine * (rank + 1) for rank in range(caller.size)])
-    into = torch.zeros_like(whole[:1])
-    called = collectives.reduce_scatter_tensor if when == "yesterday" else collectives.reduce_scatter_single
+    into = torch.zeros_like(whole[0] if form == "stacked" else whole[:1])
+    called = collectives.reduce_scatter_tensor if form == "old name" else collectives.reduce_scatter_single
     caller.done(called(into, whole, operation(kind), **options))
-    return [into]
+    return [into.reshape(whole[:1].shape)]
 
 
 def run_all_to_all(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
@@ -296,7 +296,8 @@ CASES = [
     "all_gather",
     "all_gather uneven",
     "all_gather_single",
-    "all_gather_single yesterday",
+    "all_gather_single old name",
+    "all_gather_single stacked",
     "gather",
     "gather uneven",
     "scatter",
@@ -305,7 +306,8 @@ CASES = [
     "reduce_scatter min",
     "reduce_scatter sum uneven",
     "reduce_scatter_single sum",
-    "reduce_scatter_single sum yesterday",
+    "reduce_scatter_single sum old name",
+    "reduce_scatter_single sum stacked",
     "all_to_all",
     "all_to_all uneven",
     "all_to_all_single",

@@ -51,13 +51,13 @@ def test_another_call_is_named_with_its_ranks_and_line(size):
     found = [text for text in outcomes([*([first] * (size - 1)), last]) if text]
     assert found
     assert all("call 1 of job 'evaluate'" in text and "call 4 of job 'train'" in text for text in found)
-    assert all(f"rank {size - 1} came" in text and "test_desync_detection.py:" in text for text in found)
+    assert all(f"rank {size - 1} reached" in text and "test_desync_detection.py:" in text for text in found)
 
 
 def test_other_values_are_named_with_the_argument_and_the_odd_rank():
     found = [text for text in outcomes([SAME, SAME, [*SAME[:-1], (SAME[0][0], UNLIKE)]]) if text]
     assert found
-    assert all("labels of rank" in text for text in found)
+    assert all("labels on rank" in text for text in found)
     assert all("; on rank 2 the step is 2" in text for text in found)
     assert not any("images" in text for text in found)
 
@@ -102,4 +102,4 @@ def full(**_: object):
 def test_without_shared_memory_nothing_is_compared_and_that_is_said():
     messages = on_mesh(2, without_memory)
     assert [len(texts) for texts in messages] == [1, 1]
-    assert "is not checked" in messages[0][0]
+    assert "cannot check" in messages[0][0]

@@ -163,4 +163,4 @@ print(sorted(seen))
 def test_in_a_job_rank_0_says_it(tmp_path: Path):
     done = run_script(FORGETFUL, "-n2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count("script.py:10: a second pass in the order of the first") == 1
+    assert (done.stdout + done.stderr).count("script.py:10: this pass has the order of the pass before it") == 1

@@ -83,11 +83,11 @@ MISMATCHES: dict[str, tuple[Callable[[Mesh], Any], list[str]]] = {
         lambda mesh: collectives.scatter(
             ones(3 if odd(mesh) else 2), [ones(2)] * mesh.size if mesh.rank == 0 else None
         ),
-        ["takes from rank 0 in scatter", "[2]", "[3]"],
+        ["to receive from rank 0 in scatter", "[2]", "[3]"],
     ),
     "what is gathered": (
         lambda mesh: collectives.gather(ones(3 if odd(mesh) else 2), [ones(2)] * mesh.size if mesh.rank == 0 else None),
-        ["rank 0 takes from rank", "[2]", "[3]"],
+        ["rank 0 to receive from rank", "[2]", "[3]"],
     ),
     "lists of all_gather": (
         lambda mesh: collectives.all_gather([ones(3 if odd(mesh) else 2)] * mesh.size, ones(3 if odd(mesh) else 2)),
@@ -202,7 +202,7 @@ def test_a_message_that_cannot_be_sent_is_told_to_who_waits_for_it():
     sender, receiver = on_mesh(2, unusable)
     assert sender.startswith("ConfigError")
     assert receiver.startswith("CollectiveError")
-    assert "refused there: float32 [3, 3] with strides" in receiver
+    assert "invalid arguments: float32 [3, 3] with strides" in receiver
 
 
 def receive_from_nobody(mesh: Mesh) -> str:
@@ -238,9 +238,9 @@ def test_a_barrier_names_who_is_missing_and_who_comes_late_hears_of_it():
     collectives_before = on_mesh(2, count)
     assert collectives_before == [1.0, 1.0]
     on_time, too_late = on_mesh(2, arrive_late)
-    assert "no word from rank 1 in 0.3 s" in on_time[0]
+    assert "no call from rank 1 in 0.3 s" in on_time[0]
     assert "rank 1 was last in all_reduce" in on_time[0]
-    assert "given up, for a rank did not come in time" in too_late[0]
+    assert "given up, because a rank did not call it in time" in too_late[0]
 
 
 def count(mesh: Mesh) -> float:
@@ -262,7 +262,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no tensors": (lambda: collectives.all_gather_coalesced([[], []], []), "at least one tensor"),
     "no room for its own": (
         lambda: collectives.all_gather_coalesced([[ones(2)], [ones(2)]], [ones(3)]),
-        "for this rank's own, of shapes [[3]]",
+        "of this rank's inputs, [[3]]",
     ),
     "too few lists": (lambda: collectives.all_gather_coalesced([[ones(2)]], [ones(2)]), "one element for each of 2"),
     "no room": (lambda: collectives.all_gather_single(ones(3), ones(2)), "2 times as many elements"),
@@ -279,7 +279,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "another operation in a batch": (lambda: collectives.P2POp(collectives.send, ones(2), 0), "isend or irecv"),
     "an output list without room": (
         lambda: collectives.scatter_object_list([], [1, 2] if torch.distributed.get_rank() == 0 else None),
-        "an output list with a place",
+        "an output list with at least one element",
     ),
 }
 

@@ -104,7 +104,7 @@ def test_a_class_that_the_others_could_not_find_is_refused():
     class Inside:
         x: int
 
-    with pytest.raises(TypeError, match="does not stand at the top of its module"):
+    with pytest.raises(TypeError, match="is not defined at the top of its module"):
         encode_value(Inside(1))
 
 

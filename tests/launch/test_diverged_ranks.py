@@ -38,13 +38,13 @@ print("done")
 """
 
 FAULTS = {
-    "a skipped call": ("if odd: continue", "x and y of rank"),
+    "a skipped call": ("if odd: continue", "x and y on rank"),
     "a loop left early": ("if odd: break", "the end of the script"),
-    "other values": ("y = y + 1 if odd else y", "y of rank"),
+    "other values": ("y = y + 1 if odd else y", "y on rank"),
     "other shapes": ("x, y = (x[:7], y[:7]) if odd else (x, y)", "float32[7, 3], float32[7, 1]"),
     "another job": ("evaluate(x) if odd else None", "call 1 of job 'evaluate'"),
-    "a value that the job reads": ("scale = 2.0 if odd else 1.0", "Python values that the job reads of rank"),
-    "more random numbers": ("torch.rand(1) if odd else None", "random generator of rank"),
+    "a value that the job reads": ("scale = 2.0 if odd else 1.0", "Python values that the job reads on rank"),
+    "more random numbers": ("torch.rand(1) if odd else None", "random generator on rank"),
     "save on one rank": ("rankless.save('m', model=model) if odd else None", "rankless.save"),
     "once on one rank": ("rankless.once(len, 'abc') if odd else None", "rankless.once(len)"),
     "a model loaded on one rank": (
