@@ -95,16 +95,16 @@ def init(
         >>> rankless.shutdown()
     """
     if address is not None:
-        invitation = parse_rendezvous_address(
+        rendezvous = parse_rendezvous_address(
             address, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds
         )
-        join_rendezvous(invitation, observer=_watch_alone)
+        join_rendezvous(rendezvous, observer=_make_display_observer)
         return
     if rank is not None or world_size is not None:
         raise ConfigError(
             expected="rank= and world_size= beside an address",
             found=f"rank={rank}, world_size={world_size} and no address",
-            fix='name where to meet: rankless.init("tcp://10.0.0.1:29500", rank=…, world_size=…)',
+            fix='pass an address: rankless.init("tcp://10.0.0.1:29500", rank=…, world_size=…)',
         )
     _current().make_group()
 
@@ -157,17 +157,17 @@ def configure(
     line = join_line()
     uses_others = torch.cuda.is_initialized() or torch.distributed.is_initialized()
     if line is not None or (uses_others and not is_launched()):
-        begun = "use CUDA or torch.distributed" if line is None else f"train: {line} was the first call"
+        started = "use CUDA or torch.distributed" if line is None else f"train: {line} was the first call"
         raise ConfigError(
             expected="rankless.configure before the first call of a job, a loader or CUDA",
-            found=f"a process that has begun to {begun}",
-            fix="move it up: right below the imports, say",
+            found=f"a process that has begun to {started}",
+            fix="move the call up, for example right below the imports",
         )
     if hosts is None and (port is not None or insecure):
         raise ConfigError(
             expected="hosts= beside port= and insecure=",
             found=f"port={port}, insecure={insecure} and no hosts",
-            fix='name the hosts: hosts=["10.0.0.1", "10.0.0.2"]; one host needs no port',
+            fix='pass hosts=["10.0.0.1", "10.0.0.2"], or leave out port= and insecure=',
         )
     relaunch(devices_per_host, None if hosts is None else ScriptHosts(hosts=hosts, port=port, insecure=insecure))
 
@@ -302,8 +302,8 @@ def local_rank() -> int:
 def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
     """Call `function` on rank 0 only, and return its result on every rank.
 
-    Call it on every rank. Use it for downloads, preprocessing, or a decision that all ranks must take alike. Tensors,
-    NumPy arrays, paths, dates, enums, tuples, sets, named tuples, dataclasses and plain data keep their types. Inside
+    Call it on every rank. Use it for downloads, preprocessing, or a decision that must be the same on all ranks.
+    Tensors, NumPy arrays, paths, dates, enums, tuples, sets, named tuples, dataclasses and plain data keep their types. Inside
     `function` another `once` calls its function directly.
 
     Args:
@@ -621,22 +621,22 @@ def _world() -> World:
 
 
 def _current() -> ProcessContext:
-    return current_context(observer=_watch_alone)
+    return current_context(observer=_make_display_observer)
 
 
-def _watch_alone() -> Observer:
-    """Progress and notices of a script that runs without an agent."""
+def _make_display_observer() -> Observer:
+    """Return an observer that shows progress and notices, for a script that runs without an agent."""
     display = ProgressDisplay()
     atexit.register(display.close)
 
-    def take(record: AnyRecord) -> None:
+    def show(record: AnyRecord) -> None:
         if isinstance(record, Progress):
             display.show(record)
         elif isinstance(record, Notice):
             with display.hidden():
                 print(f"rankless: {record.text}", file=sys.stderr)
 
-    return take
+    return show
 
 
 def _name(function: Callable[..., object]) -> str:

@@ -1,9 +1,7 @@
-"""Checkpoints: what objects with a `state_dict` hold, written to a folder and read back, on any number of
-ranks.
+"""Write what objects with a `state_dict` hold to a folder, and read it back, on any number of ranks.
 
-Enters: a path, objects by name, the mesh. Leaves: a folder that safetensors alone can read (its layout is
-described in `manifest`), or the objects restored. Called by `rankless.api`, the facade, on every rank; the
-runtime makes the one `Saver` of a process.
+Input: a path, objects by name, the mesh. Output: a folder that safetensors alone can read (`manifest` describes its
+layout), or the restored objects. `rankless.api` calls it on every rank. The runtime makes the one `Saver` of a process.
 """
 
 from rankless.checkpoint.checkpoints import Checkpoints, Restored

@@ -1,4 +1,4 @@
-"""What is left of a save once all ranks have agreed: it needs nothing but the disk, and may run in a thread."""
+"""The part of a save after all ranks have agreed: it needs only the disk, and may run in a thread."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,13 +12,13 @@ from rankless.checkpoint.manifest import HistoryPosition, Manifest
 
 
 class SaveHistory(Protocol):
-    """The row of checkpoints that one belongs to; asked on rank 0 only."""
+    """The run that a checkpoint belongs to. Only rank 0 calls it."""
 
     def next_position(self) -> HistoryPosition:
-        """Where in the row a checkpoint saved now stands."""
+        """Return the position of a checkpoint that is saved now."""
 
     def remove_expired(self) -> None:
-        """Remove what is no longer to be kept; called when a new one has been committed."""
+        """Remove checkpoints that are not to be kept, after the commit of a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +27,16 @@ class WriteTask:
 
     rank: int
     writers: list[int]
-    """The ranks but 0 that write a file."""
+    """The ranks other than 0 that write a file."""
     uncommitted: UncommittedCheckpoint
     file_name: str
     tensors: dict[str, Tensor]
     manifest: Manifest
-    """All but its files, which are known only now."""
+    """The manifest without its list of files, which is known after the write."""
     history: SaveHistory | None
 
     def run(self) -> None:
-        """Write; raises CheckpointError, and then the checkpoint that was there before is still there."""
+        """Write the files. If this raises `CheckpointError`, the previous checkpoint is still there."""
         with disk_errors(self.uncommitted.target):
             try:
                 self._write()

@@ -1,4 +1,4 @@
-"""`Checkpoints`: a row of checkpoints in one folder, as a training script saves and resumes them."""
+"""`Checkpoints`: the checkpoints of a training run in one folder, as a script saves and resumes them."""
 
 import os
 from collections.abc import Callable
@@ -22,7 +22,13 @@ from rankless.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What `Checkpoints.load` has read: the step that was saved, its metric if it had one, and its extra data."""
+    """What `Checkpoints.load` has restored.
+
+    Attributes:
+        step (int): The step that was saved.
+        metric (float | None): Its metric; None if it had none.
+        extra (Any): The `extra` of the save; None if there was none.
+    """
 
     step: int
     metric: float | None
@@ -30,10 +36,22 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one training, each in `FOLDER/step-STEP`; those not to be kept go once a new one is there.
+    """The checkpoints of one training run, each in `FOLDER/step-STEP`.
 
-    Every method is called on every rank. `latest`, `best` and `steps` tell what is on disk now: call `wait` before
-    if a save in the background is to count.
+    `rankless.checkpoints` makes it. Call every method on every rank. When a new checkpoint is on disk, those that are
+    not to be kept are removed. `latest`, `best` and `steps` read the disk: call `wait` first to include a background
+    save.
+
+    Attributes:
+        folder (Path): The folder of all checkpoints.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> checkpoints = rankless.checkpoints("run", keep_last=1, keep_best=1)
+        >>> for step, loss in [(1, 0.5), (2, 0.1), (3, 0.2)]:
+        ...     checkpoints.save(step, metric=loss, model=model)
+        >>> checkpoints.steps
+        [2, 3]
     """
 
     def __init__(
@@ -54,13 +72,28 @@ class Checkpoints:
         self._notify = notify
 
     def save(self, step: int, *, metric: Any = None, extra: Any = None, **objects: Any) -> None:
-        """Write the state of `objects` as of `step`; `metric` is a number, needed to keep the best."""
+        """Write the state of objects and of all random number generators, as of `step`.
+
+        Args:
+            step: Number of steps trained so far, from 0.
+            metric: A number to compare checkpoints by; required with `keep_best`. Default: none.
+            extra: Plain data for `Restored.extra`: numbers, text, lists, dicts, tensors.
+            **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with a `state_dict`.
+
+        Raises:
+            CheckpointError: As `rankless.save` raises it, or for an invalid step or a missing metric.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> checkpoints = rankless.checkpoints("run")
+            >>> checkpoints.save(100, metric=0.5, model=model)
+        """
         number = None if metric is None else float(metric)
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(
                 expected="a step that is a whole number from 0 on",
                 found=repr(step),
-                fix="pass the steps trained so far",
+                fix="pass the number of steps trained so far",
             )
         if number is None and self._retention.keep_best:
             raise CheckpointError(
@@ -78,14 +111,32 @@ class Checkpoints:
     def load(
         self, which: str | int = "latest", *, strict: bool = True, random: bool = True, **objects: Any
     ) -> Restored | None:
-        """`Restored` from the "latest" checkpoint, the "best" or that of a step; None if there is none at all yet.
+        """Restore the state of objects from one of the checkpoints.
 
-        The objects, and the random generators unless `random` is False, are then as they were when it was saved.
-        Raises CheckpointError as `rankless.load` does.
+        Args:
+            which: "latest", "best", or a step.
+            strict: As in `rankless.load`.
+            random: As in `rankless.load`.
+            **objects: What to restore, under the names of the save.
+
+        Returns:
+            Step, metric and extra data of the checkpoint; None if there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: As `rankless.load` raises it, or for a step that is not kept.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> checkpoints = rankless.checkpoints("run")
+            >>> checkpoints.load(model=model) is None
+            True
+            >>> checkpoints.save(100, model=model)
+            >>> checkpoints.load(model=model).step
+            100
         """
         saver = self._saver()
         saver.wait()
-        fix = "let all hosts share the folder, or copy it to each"
+        fix = "let all hosts share the folder, or copy it to each of them"
         with Agreement(mesh=saver.mesh, doing=f"look for a checkpoint in {self.folder}", fix=fix) as agreement:
             found = self._find(which)
             agreement.summary = "none is there" if found is None else f"step {found.position.step} is there"
@@ -97,24 +148,48 @@ class Checkpoints:
         return Restored(step=found.position.step, metric=found.position.metric, extra=loaded.extra)
 
     def wait(self) -> None:
-        """Return when no save is in flight; raises the error of the last one in the background, on every rank."""
+        """Return when no background save is running.
+
+        Raises:
+            CheckpointError: The last background save failed. Every rank raises.
+
+        Example:
+            >>> rankless.checkpoints("run", background=True).wait()
+        """
         self._saver().wait()
 
     @property
     def latest(self) -> Path | None:
-        """The checkpoint that was saved last."""
+        """The folder of the checkpoint saved last; None if there is none.
+
+        Example:
+            >>> checkpoints = rankless.checkpoints("run")
+            >>> checkpoints.save(100, model=torch.nn.Linear(3, 1))
+            >>> checkpoints.latest.name
+            'step-100'
+        """
         saved = self._directory.entries()
         return saved[-1].path if saved else None
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint of the best metric."""
+        """The folder of the checkpoint with the best metric; None if there is none.
+
+        Example:
+            >>> rankless.checkpoints("run").best is None
+            True
+        """
         saved = best(self._directory.entries(), mode=self._retention.mode)
         return saved[0].path if saved else None
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are kept, in the order in which they were saved."""
+        """The steps that are kept, in the order in which they were saved.
+
+        Example:
+            >>> rankless.checkpoints("run").steps
+            []
+        """
         return [entry.position.step for entry in self._directory.entries()]
 
     def _find(self, which: str | int) -> SavedCheckpoint | None:

@@ -1,4 +1,4 @@
-"""A stretch of work after which all ranks know whether all of them came through."""
+"""A block of work at whose end all ranks know whether it succeeded on all of them."""
 
 from types import TracebackType
 
@@ -10,11 +10,11 @@ from rankless.parallel.mesh import Mesh
 
 
 class OtherRankFailed(CheckpointError):
-    """What a rank raises that came through itself, and learnt from the folder that another did not."""
+    """Raised on a rank that did not fail itself, but saw in the folder that another rank failed."""
 
 
 class _RankOutcome(msgspec.Struct):
-    """How one rank came through; `summary` must be the same on all that did. `follows`: its error is another's."""
+    """The result of one rank. `summary` must be equal on all ranks; `is_secondary` marks another rank's error."""
 
     error: str | None
     is_secondary: bool
@@ -25,12 +25,12 @@ class _RankOutcome(msgspec.Struct):
 class Agreement:
     """A context at whose end every rank raises if any rank raised, or if their `summary` differs.
 
-    Without it a rank that raises would leave the others waiting in their next collective. The rank that raised keeps
-    its own error, unless that only follows another's; the others get a CheckpointError that names it. `fix` is for
-    ranks that differ. What each rank puts into `note`, all find in `notes` afterwards, in the order of ranks.
+    Without it, the other ranks would wait in their next collective for a rank that raised. A rank that failed raises
+    its own error, the others a `CheckpointError` that names it. `fix` is the advice for ranks that differ. Afterwards
+    `notes` holds the `note` of every rank, in the order of ranks.
     """
 
-    def __init__(self, *, mesh: Mesh, doing: str, fix: str = "let every rank come here alike") -> None:
+    def __init__(self, *, mesh: Mesh, doing: str, fix: str = "make the same call on every rank") -> None:
         self._mesh = mesh
         self._doing = doing
         self._fix = fix
@@ -63,12 +63,12 @@ class Agreement:
             raise CheckpointError(
                 expected=f"every rank to {self._doing}",
                 found=f"rank {rank} failed: {outcomes[rank].error}",
-                fix=f"mend the cause on rank {rank}",
+                fix=f"fix the cause on rank {rank}",
             ) from None
         for rank, outcome in enumerate(outcomes):
             if outcome.summary != outcomes[0].summary:
                 raise CheckpointError(
-                    expected=f"every rank to {self._doing} alike",
+                    expected=f"every rank to {self._doing} consistently",
                     found=f"rank 0: {outcomes[0].summary}; rank {rank}: {outcome.summary}",
                     fix=self._fix,
                 )

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: the state of every object, extra data, and the generators of all ranks."""
+"""The content of a checkpoint: the state of all objects, extra data, and the random number generators of all ranks."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from rankless.errors import CheckpointError
 
 EXTRA = "extra"
 RANDOM = "random"
-"""Names that the checkpoint's own parts have; no object may."""
+"""Names of the checkpoint's own parts, which no object may have."""
 
 
 @dataclass(kw_only=True)
 class Content:
-    """A checkpoint as trees of nodes, and the very tensors that they refer to."""
+    """A checkpoint as trees of nodes, and the tensors that they refer to, not copied."""
 
     objects: dict[str, Node]
     object_tensors: dict[str, Tensor]
@@ -30,14 +30,14 @@ class Content:
     extra_tensors: dict[str, Tensor]
 
     def describe(self) -> str:
-        """The same text on two ranks whose objects hold tensors of the same names, shapes and dtypes."""
+        """Return a text that is equal on ranks whose objects hold tensors of equal names, shapes and dtypes."""
         lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in self.object_tensors.items()]
         checksum = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         return f"{len(lines)} tensors of {', '.join(self.objects) or 'no object'} (names and shapes: {checksum[:12]})"
 
 
 def gather_content(objects: Mapping[str, Any], extra: object) -> Content:
-    """The state of the objects; raises CheckpointError for what cannot be saved, naming it."""
+    """Return the state of the objects. Raises `CheckpointError`, which names what cannot be saved."""
     writer, extra_writer = TreeWriter(), TreeWriter()
     nodes = {name: writer.encode(_state(name, subject), (name,)) for name, subject in objects.items()}
     return Content(
@@ -49,14 +49,14 @@ def gather_content(objects: Mapping[str, Any], extra: object) -> Content:
 
 
 def pack_random_state(device: torch.device, *, rank: int) -> bytes:
-    """This process's random state under the names of rank `rank`, as bytes to send to rank 0."""
+    """Return this process's random state under the names of rank `rank`, as bytes for rank 0."""
     writer = TreeWriter()
     node = writer.encode(capture_random_state(device), (RANDOM, str(rank)))
     return msgspec.msgpack.encode((node, safetensors.torch.save(writer.tensors)))
 
 
 def unpack_random_state(data: bytes) -> tuple[Node, dict[str, Tensor]]:
-    """What `pack_random_state` packed: the node, and copies of its tensors."""
+    """Return the node of bytes that `pack_random_state` made, and copies of its tensors."""
     node, tensors = msgspec.msgpack.decode(data, type=tuple[Node, bytes])
     return node, safetensors.torch.load(tensors)
 

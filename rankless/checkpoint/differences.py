@@ -1,4 +1,4 @@
-"""What a checkpoint holds against what an object can take, in a few lines that people read."""
+"""What a checkpoint holds compared with what an object can take, as a few lines for people."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-LINES_OF_A_KIND = 6
+MAX_LINES_PER_KIND = 6
 SHAPED_LIKE_THE_PARAMETER = frozenset(
     (
         *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg"),
         *("acc_delta", "sum", "prev", "step_size"),
     )
 )
-"""What the optimizers of PyTorch keep element by element."""
+"""The state that PyTorch's optimizers keep for each element of a parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """Tensors of one object that do not fit, by name; where there are none, the state fits."""
+    """Tensors of one object that do not fit, by name. It is false if the state fits."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Differences:
         return bool(self.missing or self.unexpected or self.shape_mismatches or self.dtype_mismatches)
 
     def describe(self) -> str:
-        """One line for each kind of difference and group of names."""
+        """Return one line for each kind of difference and group of names."""
         kinds = {
             "not in the checkpoint": self.missing,
             "only in the checkpoint": self.unexpected,
@@ -48,7 +48,7 @@ class Differences:
 
 
 def compare_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Differences:
-    """What of a module's saved state does not fit the module as it is now."""
+    """Return which tensors of a saved state do not fit the module as it is now."""
     here = module.state_dict()
     missing = [f"{name}.{key}" for key in here if key not in saved]
     unexpected = [f"{name}.{key}" for key in saved if key not in here]
@@ -67,7 +67,7 @@ def compare_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Di
 
 
 def select_fitting(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a saved state that the module can take."""
+    """Return the part of a saved state that the module can take."""
     here = module.state_dict()
     return {
         key: value
@@ -77,9 +77,9 @@ def select_fitting(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any
 
 
 def compare_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Differences:
-    """Which averages that an optimizer keeps for a parameter are not of the parameter's shape.
+    """Return which state of an optimizer does not have the shape of its parameter.
 
-    PyTorch itself does not look: the step fails later, or is broadcast and wrong.
+    PyTorch does not check it: the step would fail later, or would broadcast and be wrong.
     """
     groups = saved.get("param_groups")
     if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
@@ -100,7 +100,7 @@ def compare_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mappin
 
 
 def shorten_names(names: Iterable[str]) -> list[str]:
-    """Names, those that differ in numbers only as one line with the number of them, and no more than a few lines."""
+    """Return a few lines of names, with one line for all names that differ only in numbers."""
     groups: dict[str, list[str]] = {}
     for name in names:
         head, colon, tail = name.partition(":")
@@ -109,8 +109,8 @@ def shorten_names(names: Iterable[str]) -> list[str]:
         members[0] if len(members) == 1 else f"{pattern} ({len(members)} of them)"
         for pattern, members in groups.items()
     ]
-    left = sum(len(members) for members in list(groups.values())[LINES_OF_A_KIND:])
-    return lines[:LINES_OF_A_KIND] + ([f"and {left} more"] if left else [])
+    left = sum(len(members) for members in list(groups.values())[MAX_LINES_PER_KIND:])
+    return lines[:MAX_LINES_PER_KIND] + ([f"and {left} more"] if left else [])
 
 
 def _is_lazy(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written so that they survive a power cut, read without trust."""
+"""The files of a checkpoint: written to survive a power failure, read without trust."""
 
 import hashlib
 import os
@@ -29,11 +29,11 @@ from rankless.version import VERSION as RANKLESS_VERSION
 Header = TypeVar("Header", bound=msgspec.Struct)
 
 MANIFEST_LIMIT_BYTES = 256 << 20
-"""No manifest of ours is longer (a million tensors); one that is would fill the memory before its checksum is seen."""
+"""Longer than any manifest we write (a million tensors). A longer one could fill the memory before its check."""
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
-    """The file's line in the manifest, once its bytes are on disk."""
+    """Write tensors to a file, sync it, and return the file's entry of the manifest."""
     safetensors.torch.save_file(dict(tensors), file, metadata={"format": "pt"})
     sync(file)
     with file.open("rb") as stream:
@@ -41,7 +41,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """The manifest, and with it all of `folder`, on disk."""
+    """Write the manifest, and sync it and `folder`."""
     file = folder / MANIFEST_NAME
     file.write_bytes(encode_manifest(manifest))
     sync(file)
@@ -58,7 +58,7 @@ def sync(path: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked: its format, its version, its own checksum, its names of files."""
+    """Return the manifest of a checkpoint after checks of format, version, checksum and file names."""
     file = folder / MANIFEST_NAME
     data = _manifest_bytes(folder)
     try:
@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             expected=f"a checkpoint of version {VERSION}, in {folder}",
             found=f"version {preamble.version}",
-            fix=f"load it with the Rankless that wrote it; this one is {RANKLESS_VERSION}",
+            fix=f"load it with the version of Rankless that wrote it; this is {RANKLESS_VERSION}",
         )
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
@@ -79,13 +79,13 @@ def read_manifest(folder: Path) -> Manifest:
     except (msgspec.DecodeError, UnicodeError, ValueError, OverflowError, RecursionError) as error:
         raise damaged_file_error(file, str(error)) from error
     if not is_valid:
-        raise damaged_file_error(file, "contents that do not have the checksum written in it")
+        raise damaged_file_error(file, "contents that do not match its own checksum")
     _check_names(file, manifest)
     return manifest
 
 
 def peek(folder: Path, header: type[Header]) -> Header | None:
-    """A few fields of a manifest, without the rest and without a check; None if they cannot be had."""
+    """Return some fields of a manifest without a check; None if they cannot be read."""
     try:
         return msgspec.json.decode(_manifest_bytes(folder), type=header)
     except (CheckpointError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -93,9 +93,9 @@ def peek(folder: Path, header: type[Header]) -> Header | None:
 
 
 def read_tensors(folder: Path, files: Sequence[TensorFile], wanted: Iterable[str]) -> dict[str, Tensor]:
-    """The wanted tensors by name, on the CPU and owned by the caller, once the checksums of their files agree.
+    """Return the wanted tensors by name, on the CPU and owned by the caller, after a check of their files.
 
-    Files that hold none of them are not read.
+    It does not read files that hold none of them.
     """
     wanted = set(wanted)
     holders = [entry for entry in files if not wanted.isdisjoint(entry.tensors)]
@@ -107,10 +107,10 @@ def read_tensors(folder: Path, files: Sequence[TensorFile], wanted: Iterable[str
         try:
             with safetensors.safe_open(file, framework="pt") as stored:
                 if sorted(stored.keys()) != sorted(entry.tensors):
-                    raise damaged_file_error(file, "other tensors than the manifest says")
+                    raise damaged_file_error(file, "other tensors than the manifest lists")
                 for name in entry.tensors:
                     if name in wanted:
-                        # A clone, or it would change with the file that it is mapped from.
+                        # Without the clone it would change with the file that it is mapped from.
                         tensors[name] = stored.get_tensor(name).clone()
         except (OSError, safetensors.SafetensorError) as error:
             raise damaged_file_error(file, f"{type(error).__name__}: {error}") from error
@@ -118,7 +118,7 @@ def read_tensors(folder: Path, files: Sequence[TensorFile], wanted: Iterable[str
 
 
 def damaged_file_error(file: Path, found: str) -> CheckpointError:
-    """The error for a file that is not what was written."""
+    """Return the error for a file that is not as it was written."""
     return CheckpointError(
         expected=f"{file} as it was written",
         found=found,
@@ -165,7 +165,7 @@ def _manifest_bytes(folder: Path) -> bytes:
 
 
 def _open_regular(file: Path) -> BinaryIO:
-    """Opened for reading; OSError for a link, which may lead anywhere, and for a pipe, which may never end."""
+    """Open a file for reading. Raises `OSError` for a link, which may lead anywhere, or a pipe, which may not end."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -174,12 +174,12 @@ def _open_regular(file: Path) -> BinaryIO:
 
 
 def _checksum(stream: BinaryIO) -> str:
-    return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]  # an opened file is one
+    return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]  # an open file is one
 
 
 def _not_a_checkpoint_error(folder: Path, found: str) -> CheckpointError:
     return CheckpointError(
         expected=f"a checkpoint that rankless.save wrote, in {folder}",
         found=found,
-        fix="give the path that rankless.save was given",
+        fix="pass the path of rankless.save",
     )

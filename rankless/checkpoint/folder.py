@@ -1,14 +1,14 @@
-"""The folder on disk: written beside its place by all ranks that hold something, committed by rank 0's renaming.
+"""The checkpoint folder on disk: all ranks write it beside its target, and rank 0 commits it by renaming.
 
 # Note [commit]: the new checkpoint is written and synced to disk as the sibling `.NAME.new`, its manifest last. Then
-# the old one is renamed to `.NAME.old`, the new one to `NAME`, and the old one removed. Killed at any point, `NAME` is
-# the old or the new checkpoint, or it is missing and `.NAME.old` is the old one: `find_checkpoint` and the next save
-# look there.
+# rank 0 renames the old checkpoint to `.NAME.old` and the new one to `NAME`, and removes the old one. After a crash at
+# any point, `NAME` is the old or the new checkpoint, or it is missing and `.NAME.old` is the old one.
+# `find_checkpoint` and the next save look there.
 
-# Note [parts]: no collective may run beside the training's, so while a save goes on the ranks speak through the folder.
-# A rank that will write reserves `rank-R.reserved` at the start, while all ranks still wait for one another. When its
-# file is on disk it writes that file's line of the manifest there and renames it to `rank-R.part`; if it fails, it
-# removes it, which succeeds on a full disk too. Rank 0 waits until no reservation is left.
+# Note [files of ranks]: during a save no other collective may run beside the training's, so the ranks exchange messages
+# through the folder. A rank that will write creates `rank-R.reserved` at the start, while all ranks wait for one
+# another. When its file is on disk it writes the file's entry of the manifest there, and renames it to `rank-R.part`.
+# If the write fails it removes it, which works on a full disk too. Rank 0 waits until no reservation is left.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _TOKEN_NAME = "token"
 
 
 class UncommittedCheckpoint:
-    """A checkpoint that is not committed yet: the sibling of its place, and what ranks tell each other there."""
+    """A checkpoint before its commit: the sibling of its target, with the messages between ranks."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
         self.folder, self._old = _sibling_paths(target)
 
     def open(self, token: str) -> None:
-        """Make the folder; on rank 0, before the others look. Raises CheckpointError for a place that is taken."""
+        """Make the folder, on rank 0 before the others look. Raises `CheckpointError` if the target has other files."""
         with disk_errors(self.target):
             self.target.parent.mkdir(parents=True, exist_ok=True)
             if not self.target.exists() and self._old.exists():
@@ -51,7 +51,7 @@ class UncommittedCheckpoint:
             (self.folder / _TOKEN_NAME).write_text(token)
 
     def reserve(self, rank: int, token: str) -> None:
-        """Promise a part of rank `rank`; raises CheckpointError if the folder is not the one that rank 0 made."""
+        """Reserve a file of rank `rank`. Raises `CheckpointError` if the folder is not the one that rank 0 made."""
         with disk_errors(self.target):
             try:
                 found = (self.folder / _TOKEN_NAME).read_text()
@@ -59,30 +59,30 @@ class UncommittedCheckpoint:
                 found = ""
             if found != token:
                 raise CheckpointError(
-                    expected=f"the folder {self.target.parent} to be one and the same for all ranks",
+                    expected=f"the folder {self.target.parent} to be the same for all ranks",
                     found=f"rank {rank} does not see there what rank 0 has written",
                     fix='save to a folder that all hosts share, or with layout="whole"',
                 )
             self._reserved(rank).touch()
 
     def report_written(self, rank: int, file: TensorFile) -> None:
-        """Tell rank 0 that this rank's file is on disk. Raises CheckpointError if rank 0 has given up."""
+        """Tell rank 0 that this rank's file is on disk. Raises `CheckpointError` if rank 0 has failed."""
         self._require_rank_0()
         self._reserved(rank).write_bytes(msgspec.json.encode(file))
         self._reserved(rank).rename(self._part(rank))
 
     def report_failure(self, rank: int, because: BaseException) -> None:
-        """Tell rank 0 that this rank's file will not come. Raises CheckpointError if rank 0 gave up before."""
+        """Tell rank 0 that this rank failed. Raises `CheckpointError` if rank 0 has failed before."""
         try:
             self._require_rank_0()
         except CheckpointError as error:
-            # What this rank wrote while rank 0 removed the folder.
+            # This rank may have written while rank 0 removed the folder.
             shutil.rmtree(self.folder, ignore_errors=True)
             raise error from because
         self._reserved(rank).unlink(missing_ok=True)
 
     def collect_files(self, ranks: Sequence[int]) -> list[TensorFile]:
-        """The other ranks' lines of the manifest, once all their files are on disk; for rank 0."""
+        """Return the other ranks' entries of the manifest when all their files are on disk, on rank 0."""
         waiting, seen, since = list(ranks), -1, time.monotonic()
         while waiting := [rank for rank in waiting if not self._is_written(rank)]:
             grown = self._size()
@@ -91,8 +91,8 @@ class UncommittedCheckpoint:
             if time.monotonic() - since > STALL_TIMEOUT_SECONDS:
                 raise CheckpointError(
                     expected=f"rank {waiting[0]} to write its part of {self.target}",
-                    found=f"nothing has grown for {STALL_TIMEOUT_SECONDS:.0f} s",
-                    fix=f"see why rank {waiting[0]} is stuck; the checkpoint that was there before is kept",
+                    found=f"no file has grown for {STALL_TIMEOUT_SECONDS:.0f} s",
+                    fix=f"find out why rank {waiting[0]} hangs; the previous checkpoint is kept",
                 )
             time.sleep(POLL_SECONDS)
         files = [msgspec.json.decode(self._part(rank).read_bytes(), type=TensorFile) for rank in ranks]
@@ -102,7 +102,7 @@ class UncommittedCheckpoint:
         return files
 
     def commit(self) -> None:
-        """Put the finished folder in its place."""
+        """Rename the finished folder to its target."""
         _remove(self._old)
         if self.target.exists():
             self.target.rename(self._old)
@@ -111,11 +111,11 @@ class UncommittedCheckpoint:
         _remove(self._old)
 
     def discard(self) -> None:
-        """Remove the folder, and leave in the place what is or was there."""
+        """Remove the folder, and leave or restore the previous checkpoint at the target."""
         with contextlib.suppress(OSError):
             if not self.target.exists() and self._old.exists():
                 self._old.rename(self.target)
-            # The token first: a rank whose file then vanishes under its hands knows why.
+            # The token goes first, so that a rank whose file then vanishes knows why.
             (self.folder / _TOKEN_NAME).unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.target.exists():
@@ -137,7 +137,7 @@ class UncommittedCheckpoint:
             return True
         if self._reserved(rank).exists():
             return False
-        # Looked at again: it may have been renamed between the two looks.
+        # A second look: it may have been renamed between the first two.
         if not self._part(rank).exists():
             raise self._failure_of(rank)
         return True
@@ -145,8 +145,8 @@ class UncommittedCheckpoint:
     def _failure_of(self, rank: int) -> OtherRankFailed:
         return OtherRankFailed(
             expected=f"rank {rank} to write its part of {self.target}",
-            found="it gave up; its own error says why",
-            fix=f"mend the cause on rank {rank}; the checkpoint that was there before is kept",
+            found="it failed; its own error says why",
+            fix=f"fix the cause on rank {rank}; the previous checkpoint is kept",
         )
 
     def _reserved(self, rank: int) -> Path:
@@ -158,19 +158,19 @@ class UncommittedCheckpoint:
 
 @contextlib.contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """What the disk refuses, raised as a CheckpointError that names the place."""
+    """Raise errors of the disk as a `CheckpointError` that names the target."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             expected=f"to write a checkpoint at {target}",
             found=f"{type(error).__name__}: {error}",
-            fix="free space there, or save to another folder; the checkpoint that was there before is kept",
+            fix="free space there, or save to another folder; the previous checkpoint is kept",
         ) from error
 
 
 def resolve_target(path: str | os.PathLike[str]) -> Path:
-    """Where a checkpoint goes that is saved to `path`: a link to a checkpoint stays a link."""
+    """Return the folder that a save to `path` writes. It follows a link, so that a link stays a link."""
     target = Path(os.path.realpath(path))
     if not target.name:
         raise CheckpointError(
@@ -180,7 +180,7 @@ def resolve_target(path: str | os.PathLike[str]) -> Path:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The folder to read for `path`: itself, or the old one kept aside by a save that was killed."""
+    """Return the folder to read for `path`: itself, or the old one that a killed save has renamed."""
     target = resolve_target(path)
     _, old = _sibling_paths(target)
     if not target.exists() and (old / MANIFEST_NAME).exists():
@@ -189,13 +189,13 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             expected=f"a checkpoint folder at {target}",
             found="a file" if target.exists() else "nothing there",
-            fix="give the path that rankless.save was given",
+            fix="pass the path of rankless.save",
         )
     return target
 
 
 def remove_checkpoint(target: Path) -> None:
-    """Remove a committed checkpoint; killed on the way, it leaves nothing that would pass for one."""
+    """Remove a committed checkpoint. A crash on the way leaves nothing that looks like a checkpoint."""
     folder, _ = _sibling_paths(target)
     _remove(folder)
     target.rename(folder)
@@ -207,7 +207,7 @@ def _sibling_paths(target: Path) -> tuple[Path, Path]:
 
 
 def _refuse_other_files(target: Path) -> None:
-    """Raise unless `place` is free, empty, or a checkpoint: what is there will be removed."""
+    """Raise unless `target` is free, empty, or a checkpoint, because the save removes what is there."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -222,7 +222,7 @@ def _refuse_other_files(target: Path) -> None:
         raise CheckpointError(
             expected=f"a checkpoint, an empty folder or nothing at {target}",
             found=f"a folder with {', '.join((foreign or sorted(names))[:5])}",
-            fix="save to another path: the whole folder would be replaced",
+            fix="save to another path, because a save replaces the whole folder",
         )
 
 

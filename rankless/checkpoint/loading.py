@@ -1,4 +1,4 @@
-"""`load`: every rank reads the files."""
+"""`load`: every rank reads the files, and either all objects are restored or none."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from rankless.parallel.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a checkpoint held beside the objects, and what of it did not fit them."""
+    """What a checkpoint holds besides the objects, and what did not fit them."""
 
     extra: Any
     left_out: str
@@ -33,15 +33,15 @@ class Loaded:
 def load(
     path: str | os.PathLike[str], objects: Mapping[str, Any], *, mesh: Mesh, strict: bool = True, random: bool = True
 ) -> Loaded:
-    """The objects restored from the checkpoint at `path`, and the random generators unless `random` is False.
+    """Restore objects from the checkpoint at `path`, and the random number generators unless `random` is False.
 
-    Every object gets the state saved under its name through its own `load_state_dict`; a checkpoint may hold more
-    objects than are asked for. If not `strict`, a module keeps what it has where the checkpoint has no tensor of that
-    name and shape, an object of a name that was not saved stays as it is, and dtypes are converted. Called on every
-    rank, each of which reads the files; they may be on one rank now and have been saved by many, or the reverse.
-    Raises CheckpointError, on every rank; nothing is restored unless all files are whole and all states fit.
+    Every object takes the state of its name through its own `load_state_dict`. A checkpoint may hold more objects. If
+    not `strict`, a module keeps its tensors for which the checkpoint has none of that name and shape, an object that
+    was not saved stays as it is, and dtypes are converted. Every rank calls it and reads the files; the number of ranks
+    may differ from that of the save. Raises `CheckpointError` on every rank. It restores nothing unless all files are
+    intact and all states fit.
     """
-    fix = "give every rank the same files, by a shared folder or a copy on each host"
+    fix = "give every rank the same files, in a shared folder or a copy on each host"
     with Agreement(mesh=mesh, doing=f"read {os.fspath(path)}", fix=fix) as agreement:
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
@@ -54,7 +54,7 @@ def load(
         extra = decode(manifest.extra, tensors)
         random_state = decode(generators, tensors) if random else None
         differences = {name: _compare(name, subject, states[name]) for name, subject in held.items()}
-        # An optimizer cannot be restored in part: what it keeps belongs to all parameters or to none.
+        # An optimizer cannot be restored in part, because its state belongs to all parameters or to none.
         _refuse({name: found for name, found in differences.items() if strict or not isinstance(held[name], nn.Module)})
         agreement.summary = f"a checkpoint with checksum {manifest.sha256}"
     with Agreement(mesh=mesh, doing=f"restore {os.fspath(path)}"):
@@ -68,7 +68,7 @@ def load(
 
 
 def _select_saved(objects: Mapping[str, Any], manifest: Manifest, *, strict: bool) -> dict[str, Any]:
-    """The objects for which the checkpoint has a state."""
+    """Return the objects for which the checkpoint has a state."""
     for name, subject in objects.items():
         if not callable(getattr(subject, "load_state_dict", None)):
             raise CheckpointError(
@@ -80,7 +80,7 @@ def _select_saved(objects: Mapping[str, Any], manifest: Manifest, *, strict: boo
             raise CheckpointError(
                 expected=f"an object that the checkpoint holds: {', '.join(manifest.objects) or 'none'}",
                 found=name,
-                fix="load it under the name that it was saved with, or with strict=False to leave it as it is",
+                fix="load it under its name in the save, or with strict=False to leave it as it is",
             )
     return {name: subject for name, subject in objects.items() if name in manifest.objects}
 

@@ -1,13 +1,12 @@
-"""The layout of a checkpoint's folder, as typed data.
+"""The layout of a checkpoint folder, as typed data.
 
-# Note [layout]: a checkpoint is a folder with `manifest.json` and the tensor files it lists: one,
-# `tensors.safetensors`, if it was saved whole; one for each rank that holds something, `tensors-RANK.safetensors`,
-# if sharded. A tensor is named by its way from the object's name to it, joined by dots: `model.conv.weight`,
-# `optimizer.state.0.exp_avg`; a second tensor of the same name gets "#2". A tensor that several ways lead to (tied
-# weights) lies in a file once, under the first of them. So `safetensors.torch.load_file` alone gives all weights. The
-# manifest holds the rest: for every object its state as a tree of typed nodes, in which a tensor is a reference.
-# Nothing is pickled: a manifest can be read in any editor, and reading it runs no code. docs/guides/checkpoints.md
-# describes it for other programs.
+# Note [layout]: a checkpoint is a folder with `manifest.json` and the tensor files that it lists. A whole checkpoint
+# has one, `tensors.safetensors`; a sharded one has `tensors-RANK.safetensors` for each rank that writes. A tensor is
+# named by its path from the object's name, joined by dots: `model.conv.weight`, `optimizer.state.0.exp_avg`. A second
+# tensor of the same name gets "#2". A tensor with several paths (tied weights) is in a file once, under the first
+# path. So `safetensors.torch.load_file` alone reads all weights. The manifest holds the rest: the state of every
+# object as a tree of typed nodes, in which a tensor is a reference. Nothing is pickled: any editor can read a
+# manifest, and reading it runs no code. docs/guides/checkpoints.md describes it for other programs.
 """
 
 import hashlib
@@ -20,11 +19,11 @@ FORMAT = "rankless checkpoint"
 VERSION = 2
 MANIFEST_NAME = "manifest.json"
 TENSORS_NAME = re.compile(r"tensors(-(0|[1-9][0-9]{0,6}))?\.safetensors")
-"""What a tensor file may be called: nothing that leads out of the folder."""
+"""The allowed names of a tensor file. None of them leads out of the folder."""
 
 
 class SpecialFloat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="float"):
-    """A float that JSON has no word for."""
+    """A float that JSON cannot write."""
 
     text: Literal["nan", "inf", "-inf"]
 
@@ -36,7 +35,7 @@ class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class NumpyScalar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="numpy"):
-    """A numpy scalar: its dtype as numpy spells it (with byte order) and its bytes."""
+    """A numpy scalar: its dtype as numpy writes it (with byte order), and its bytes."""
 
     dtype: str
     data: bytes
@@ -59,7 +58,7 @@ class Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class Mapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="mapping"):
-    """A dictionary, in its order. `metadata` is the `_metadata` that torch hangs on a module's state."""
+    """A dictionary, in its order. `metadata` is the `_metadata` that torch adds to a module's state."""
 
     type: Literal["dict", "ordered", "counter"]
     items: "list[tuple[int | str, Node]]"
@@ -71,7 +70,7 @@ Node = None | bool | int | float | str | SpecialFloat | Bytes | NumpyScalar | Te
 
 
 class TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor file of the folder, its size, the SHA-256 of its bytes and the names of all tensors in it."""
+    """A tensor file of the folder: its name, its size, its SHA-256 and the names of its tensors."""
 
     name: str
     size_bytes: int
@@ -80,9 +79,9 @@ class TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HistoryPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a checkpoint stands in a series of them.
+    """The position of a checkpoint in a training run.
 
-    `order` grows by one from save to save, whatever `step` says; `metric` is None where there is none.
+    `order` grows by one with each save, whatever `step` is. `metric` is None if there is none.
     """
 
     order: int
@@ -91,9 +90,10 @@ class HistoryPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of a checkpoint but the tensors. `sha256` is that of the file's bytes with nothing between its quotes.
+    """A checkpoint without its tensors. `sha256` is that of the file's bytes with nothing between its quotes.
 
-    `random` holds one state for each rank, or one alone if all ranks had the same; `place` is set in a series.
+    `random` holds one state for each rank, or one if all ranks had the same. `position`, which the file calls "place",
+    is set for the checkpoints of a run.
     """
 
     format: str = FORMAT
@@ -108,14 +108,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Preamble(msgspec.Struct, frozen=True):
-    """What every version of the manifest has, read first."""
+    """The fields of every version of the manifest, read first."""
 
     format: str
     version: int
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """A manifest as the file's bytes, indented for people, with its checksum."""
+    """Return a manifest as the file's bytes, indented for people, with its checksum."""
     without_checksum = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, sha256="")), indent=1)
     return without_checksum.removesuffix(_checksum_line("")) + _checksum_line(
         hashlib.sha256(without_checksum).hexdigest()
@@ -123,7 +123,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def has_valid_checksum(data: bytes, manifest: Manifest) -> bool:
-    """Whether a manifest's checksum is that of the bytes it was read from."""
+    """Return whether a manifest's checksum is that of the bytes it was read from."""
     without_checksum = data.removesuffix(_checksum_line(manifest.sha256)) + _checksum_line("")
     return len(without_checksum) < len(data) and hashlib.sha256(without_checksum).hexdigest() == manifest.sha256
 

@@ -1,4 +1,4 @@
-"""The state of all generators that a training script draws from."""
+"""The state of all random number generators that a training script uses."""
 
 import random
 from typing import Any
@@ -11,10 +11,10 @@ from rankless.errors import CheckpointError
 
 
 def capture_random_state(device: torch.device) -> dict[str, Any]:
-    """The states of torch's, numpy's and Python's default generators, and of the GPU's where it is in use.
+    """Return the states of torch's, numpy's and Python's default generators, and of GPUs if CUDA is in use.
 
-    `device` is the process's own; its generator comes first under "cuda". On a process without one, those of all
-    GPUs follow in their order.
+    `device` is the process's own, whose generator comes first under "cuda". A process without an own GPU adds those of
+    all GPUs in their order.
     """
     version, words, gauss_next = random.getstate()
     state: dict[str, Any] = {
@@ -28,14 +28,14 @@ def capture_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def select_rank_state(states: list[Node], rank: int) -> Node:
-    """What rank `rank` takes of the states saved: its own, or the first where there is none for it."""
+    """Return the saved state of a rank, or that of rank 0 if the rank has none."""
     return states[rank] if rank < len(states) else states[0]
 
 
 def restore_random_state(state: Any, device: torch.device) -> None:
-    """Set the generators to what `capture_random_state` gave; GPUs as far as both have them.
+    """Set the generators to a state of `capture_random_state`, as far as both have the same GPUs.
 
-    Raises CheckpointError, and then has set none of the CPU's.
+    If it raises `CheckpointError`, the generators of the CPU are as they were.
     """
     before = capture_random_state(device)
     try:
@@ -61,7 +61,7 @@ def _restore(state: Any, device: torch.device) -> None:
 
 
 def _list_own_devices(device: torch.device) -> list[int]:
-    """The numbers of the GPUs that this process may draw on: its own alone, or all if it has been given none."""
+    """Return the numbers of the GPUs that this process may use: its own, or all if it has none of its own."""
     if device.type == "cuda" and device.index is not None:
         return [device.index]
     first = torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, one for each step that was saved: which stay, which is the last, which the best."""
+"""The checkpoints of a training run in one folder: which to keep, which is the latest, which the best."""
 
 import math
 import re
@@ -19,7 +19,7 @@ LEFTOVER_NAME = re.compile(r"\.(step-(?:0|[1-9][0-9]*))\.(?:new|old)")
 
 
 class _Header(msgspec.Struct):
-    """What one manifest tells about its place in the row."""
+    """The fields of a manifest that give its position in the run."""
 
     format: str
     position: HistoryPosition = msgspec.field(name="place")
@@ -27,7 +27,7 @@ class _Header(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints stay: the last `keep_last` saved (None: all), and the `keep_best` of least or most metric."""
+    """Which checkpoints to keep: the last `keep_last` (None: all), and the `keep_best` of the best metric."""
 
     keep_last: int | None = None
     keep_best: int = 0
@@ -36,14 +36,14 @@ class Retention:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """One checkpoint of the row."""
+    """A checkpoint on disk."""
 
     path: Path
     position: HistoryPosition
 
 
 def check_retention(retention: Retention) -> None:
-    """Raise CheckpointError for what cannot be meant."""
+    """Raise `CheckpointError` for invalid numbers or an invalid mode."""
     counts = {"keep_last": retention.keep_last, "keep_best": retention.keep_best}
     least = {"keep_last": 1, "keep_best": 0}
     for name, count in counts.items():
@@ -59,12 +59,12 @@ def check_retention(retention: Retention) -> None:
         raise CheckpointError(
             expected=f"a mode of {', '.join(get_args(Mode))}",
             found=repr(retention.mode),
-            fix='pass mode="min" where a smaller metric is better, as for a loss',
+            fix='pass mode="min" if a smaller metric is better, as for a loss',
         )
 
 
 class _OnDisk(NamedTuple):
-    """A manifest that has not changed, as long as this has not."""
+    """Identifies a manifest: while this is equal, the manifest has not changed."""
 
     folder: Path
     inode: int
@@ -72,14 +72,14 @@ class _OnDisk(NamedTuple):
 
 
 class CheckpointDirectory:
-    """The checkpoints in a folder, whatever else lies there; a manifest that has not changed is not read again."""
+    """The checkpoints in a folder, which may hold other files too. It reads an unchanged manifest only once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[_OnDisk, HistoryPosition | None] = {}
 
     def entries(self) -> list[SavedCheckpoint]:
-        """Those that are on disk now, in the order in which they were saved."""
+        """Return the checkpoints that are on disk now, in the order in which they were saved."""
         names = set()
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             leftover = LEFTOVER_NAME.fullmatch(path.name)
@@ -111,7 +111,7 @@ def _read_position(folder: Path) -> HistoryPosition | None:
 
 
 def best(saved: list[SavedCheckpoint], *, mode: Mode) -> list[SavedCheckpoint]:
-    """The checkpoints that have a metric, the best first; of two equal ones the earlier."""
+    """Return the checkpoints that have a metric, the best first. Of equal ones the earlier comes first."""
     sign = 1 if mode == "min" else -1
     measured = [entry for entry in saved if entry.position.metric is not None and not math.isnan(entry.position.metric)]
     return sorted(measured, key=lambda entry: (sign * (entry.position.metric or 0.0), entry.position.order))
@@ -119,7 +119,7 @@ def best(saved: list[SavedCheckpoint], *, mode: Mode) -> list[SavedCheckpoint]:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectoryHistory:
-    """One save into a row: asked by the `Saver` on rank 0."""
+    """One save into a `CheckpointDirectory`; the `Saver` calls it on rank 0."""
 
     directory: CheckpointDirectory
     retention: Retention
@@ -127,12 +127,12 @@ class DirectoryHistory:
     metric: float | None
 
     def next_position(self) -> HistoryPosition:
-        """Behind all that are there now."""
+        """Return the position after all checkpoints that are there now."""
         order = max((entry.position.order for entry in self.directory.entries()), default=0) + 1
         return HistoryPosition(order, self.step, self.metric)
 
     def remove_expired(self) -> None:
-        """Remove the checkpoints that are not to be kept, and what killed saves have left."""
+        """Remove the checkpoints that are not to be kept, and what killed saves have left behind."""
         saved = self.directory.entries()
         keep_last = len(saved) if self.retention.keep_last is None else self.retention.keep_last
         kept = {entry.path for entry in saved[-keep_last:]}
@@ -147,7 +147,7 @@ class DirectoryHistory:
                     UncommittedCheckpoint(self.directory.folder / leftover[1]).discard()
         except OSError as error:
             raise CheckpointError(
-                expected=f"to remove checkpoints of {self.directory.folder} that are not to be kept",
+                expected=f"to remove old checkpoints in {self.directory.folder}",
                 found=f"{type(error).__name__}: {error}",
-                fix="make the folder writable; the new checkpoint is there",
+                fix="make the folder writable; the new checkpoint is complete",
             ) from error

@@ -1,11 +1,11 @@
-"""`Saver`: all ranks say what they hold, those that hold something write it, rank 0 commits; now or in the background.
+"""`Saver`: all ranks compare what they hold, those that hold something write it, and rank 0 commits.
 
-# Note [in the background]: the tensors are copied, and written by a thread of the same process. The thread calls no
-# collective: two threads that start collectives on one group start them in a different order on every rank sooner or
-# later, and then all wait for ever. Ranks agree before it starts; after that they speak through the folder (Note
-# [parts] in `folder`); how it ended they tell one another at the next save, load or wait, which the script calls on
-# every rank. It is a thread and not a forked process because a fork inherits the locks of torch's threads, whoever
-# holds them.
+# Note [in the background]: the tensors are copied, and a thread of the same process writes them. The thread calls no
+# collective: two threads that start collectives on one group would sooner or later start them in different orders on
+# the ranks, and all would hang. The ranks agree before the thread starts. Then they exchange messages through the
+# folder (Note [files of ranks] in `folder`). They exchange the result at the next save, load or wait, which the script
+# calls on every rank. It is a thread and not a forked process, because a fork would inherit locks that torch's threads
+# hold.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ Layout = Literal["whole", "sharded"]
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How to save. "whole": one file, by rank 0. "sharded": a file by each rank that holds something.
+    """How to save. "whole": rank 0 writes one file. "sharded": each rank writes a file.
 
     With `background` the objects are copied, and written while the script goes on. `extra` is plain data.
     """
@@ -45,7 +45,7 @@ class SaveOptions:
 
 
 class Saver:
-    """Saves, of which one at most is in flight. `save` and `wait` are called on every rank alike."""
+    """Saves objects, one save at a time. Every rank calls `save` and `wait`."""
 
     def __init__(self, *, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -61,12 +61,11 @@ class Saver:
         options: SaveOptions | None = None,
         history: SaveHistory | None = None,
     ) -> None:
-        """A checkpoint folder at `path`: complete on disk on return, or later with `background`.
+        """Write a checkpoint folder at `path`: complete on return, or later with `background`.
 
-        `objects` are things with `state_dict()` by name: modules, optimizers, schedulers, loaders, your own. The state
-        of the random generators goes with them. The old checkpoint at `path`, if any, is replaced in one piece: a kill
-        of any rank at any point leaves the old or the new one. Raises CheckpointError, on every rank; that of a save
-        in the background is raised by the next call of any method.
+        `objects` have a `state_dict()`, by name. The state of the random number generators is saved too. The previous
+        checkpoint at `path` is replaced at once: a crash of any rank at any point leaves the old or the new one. Raises
+        `CheckpointError` on every rank; the next call of any method raises that of a background save.
         """
         options = options or SaveOptions()
         uncommitted = UncommittedCheckpoint(resolve_target(path))
@@ -85,13 +84,13 @@ class Saver:
                 writing.run()
 
     def wait(self) -> None:
-        """Return when no save is in flight; raises the error of the last one, on every rank."""
+        """Return when no save is running. Raises the error of the last one, on every rank."""
         if self._thread is not None:
-            with Agreement(mesh=self.mesh, doing="finish a save in the background"):
+            with Agreement(mesh=self.mesh, doing="finish a background save"):
                 self.join()
 
     def join(self) -> None:
-        """The same without a word to the other ranks: only this one's error is raised."""
+        """Return when no save of this rank is running. Raises only this rank's error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -99,15 +98,15 @@ class Saver:
             raise self._failures.pop()
 
     def close(self) -> str | None:
-        """At the end of the process: what went wrong and nobody has been told, if anything."""
+        """Return an error that was not raised yet, at the end of the process; None if there is none."""
         if self._thread is not None and self._thread.is_alive():
-            return "a save in the background was not finished; the checkpoint that was there before is kept"
-        return f"a save in the background failed: {self._failures.pop()}" if self._failures else None
+            return "a background save was not finished; the previous checkpoint is kept"
+        return f"a background save failed: {self._failures.pop()}" if self._failures else None
 
     def _run(self, writing: WriteTask) -> None:
         try:
             writing.run()
-        except BaseException as error:  # it is raised where the script can see it
+        except BaseException as error:  # the next call raises it
             self._failures.append(error)
 
     def _prepare(
@@ -119,7 +118,7 @@ class Saver:
         history: SaveHistory | None,
         doing: str,
     ) -> WriteTask:
-        """Everything that the other ranks, or the objects as they are now, are needed for."""
+        """Do everything that needs the other ranks, or the objects as they are now."""
         mesh = self.mesh
         sharded = options.layout == "sharded"
         token = uuid.uuid4().hex
@@ -134,8 +133,8 @@ class Saver:
             if mesh.rank == 0:
                 position = history.next_position() if history is not None else None
                 uncommitted.open(token)
-            what = content.describe() if sharded else ", ".join(objects)
-            agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {what}"
+            description = content.describe() if sharded else ", ".join(objects)
+            agreement.summary = f"{doing}, {options.layout}{' in the background' * options.background}, {description}"
             agreement.note = hashlib.sha256(pack_random_state(mesh.device, rank=0)).digest()
         random = self._gather_random(same=len(set(agreement.notes)) == 1, tensors=tensors)
         writers = [rank for rank, share in enumerate(shares) if rank > 0 and share]
@@ -162,7 +161,7 @@ class Saver:
         )
 
     def _copy(self, content: Content, shares: list[list[str]], *, reuse_memory: bool) -> dict[str, Tensor]:
-        """The tensors that this rank writes, as they are now."""
+        """Return copies of the tensors that this rank writes, as they are now."""
         rank = self.mesh.rank
         names = list(shares[rank]) if rank < len(shares) else []
         names += content.extra_tensors if rank == 0 else []
@@ -171,13 +170,13 @@ class Saver:
         return dict(snapshot.tensors)
 
     def _gather_random(self, *, same: bool, tensors: dict[str, Tensor]) -> list[Node]:
-        """Every rank's random state, or the one that all have; their tensors are added to those rank 0 writes."""
+        """Return every rank's random state, or the one that all have. Rank 0 adds their tensors to its own."""
         mesh = self.mesh
         packed = pack_random_state(mesh.device, rank=0 if same else mesh.rank)
         states = [unpack_random_state(data) for data in ([packed] if same else all_gather_bytes(packed, mesh=mesh))]
         if mesh.rank == 0:
-            for _, of_rank in states:
-                tensors.update(of_rank)
+            for _, state_tensors in states:
+                tensors.update(state_tensors)
         return [node for node, _ in states]
 
 

@@ -1,4 +1,4 @@
-"""An object's state as a tree of typed nodes and the tensors it refers to, and back."""
+"""Convert an object's state to a tree of typed nodes and the tensors that it refers to, and back."""
 
 import math
 import re
@@ -23,8 +23,8 @@ from rankless.errors import CheckpointError
 
 WRITABLE = "dict, list, tuple, int, float, str, bool, None, bytes, tensors and numpy numbers, keyed by int or str"
 TENSOR_CLASSES: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-DEEPEST = 100
-"""How deep a state may be nested; the reader's parser has a limit of its own, not far above."""
+MAX_DEPTH = 100
+"""How deep a state may be nested. The parser has a limit of its own, not far above."""
 NUMPY_DTYPE = re.compile(r"[<>|]?[biufc][0-9]{1,2}")
 MAPPING_TYPES: dict[type, Any] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 ELEMENT_TYPES = frozenset(
@@ -44,19 +44,17 @@ ELEMENT_TYPES = frozenset(
 
 
 class TreeWriter:
-    """Turns states into nodes, one after the other, and keeps the tensors they refer to in `tensors`: the very ones,
-    not copies.
-    """
+    """Turns states into nodes, and keeps the tensors that they refer to in `tensors`, not copied."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._references: dict[tuple[object, ...], TensorReference] = {}
 
     def encode(self, value: object, path: tuple[str, ...]) -> Node:
-        """The node of `value`; `path` is the way to it. Raises CheckpointError for what cannot be written."""
+        """Return the node of `value`, which is at `path`. Raises `CheckpointError` if it cannot be written."""
         kind = type(value)
-        if len(path) > DEEPEST:
-            raise _unwritable_error(path[:4], f"values nested more than {DEEPEST} deep")
+        if len(path) > MAX_DEPTH:
+            raise _unwritable_error(path[:4], f"values nested more than {MAX_DEPTH} deep")
         if value is None or kind in (bool, int, str):
             return value  # type: ignore[return-value]  # narrowed by its exact type
         if isinstance(value, Tensor):
@@ -112,7 +110,7 @@ class TreeWriter:
         while name in self.tensors:
             number += 1
             name = f"{'.'.join(path)}#{number}"
-        # The tensor stays alive here, or a temporary's address could come back as another tensor's.
+        # The tensor stays alive here. Otherwise another tensor could get the address of a temporary one.
         self.tensors[name] = tensor.detach()
         reference = TensorReference(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         self._references[identity] = reference
@@ -120,7 +118,7 @@ class TreeWriter:
 
 
 def decode(node: Node, tensors: AnyMapping[str, Tensor]) -> Any:
-    """The value of a node, with the tensors themselves in place of references."""
+    """Return the value of a node, with tensors in place of references."""
     match node:
         case SpecialFloat(text):
             return float(text)
@@ -145,7 +143,7 @@ def decode(node: Node, tensors: AnyMapping[str, Tensor]) -> Any:
 
 
 def _resolve_reference(reference: TensorReference, tensors: AnyMapping[str, Tensor]) -> Any:
-    """The tensor (or numpy array) that a reference means, checked against what it says."""
+    """Return the tensor or numpy array of a reference, after a check of dtype and shape."""
     tensor = tensors.get(reference.name)
     if tensor is None or (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (
         reference.dtype,
@@ -155,7 +153,7 @@ def _resolve_reference(reference: TensorReference, tensors: AnyMapping[str, Tens
         raise _damaged_manifest_error(f"the tensor {reference.name}, {reference.dtype} {reference.shape}", found)
     if reference.numpy is None:
         return tensor
-    # A copy: the caller may write to it, and two references to one array are two arrays, as numpy has it.
+    # A copy: the caller may write to it, and two references to one array become two arrays.
     return tensor.numpy().astype(_numpy_dtype(reference.numpy))
 
 
@@ -173,7 +171,7 @@ def _numpy_scalar(dtype: str, data: bytes) -> Any:
 
 
 def _numpy_dtype(text: str) -> "np.dtype[Any]":
-    """The dtype of that name, if it is one of plain numbers: numpy's others name objects and structures."""
+    """Return the dtype of that name if it is one of plain numbers; numpy's others are objects and structures."""
     if NUMPY_DTYPE.fullmatch(text) is None:
         raise _damaged_manifest_error("a numpy dtype of numbers", f"{text!r:.80}")
     try:
@@ -189,7 +187,7 @@ def _damaged_manifest_error(expected: str, found: str) -> CheckpointError:
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the same elements of the same memory."""
+    """Return a key that is equal for tensors with the same elements of the same memory."""
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -205,5 +203,5 @@ def _unwritable_error(path: tuple[str, ...], found: str) -> CheckpointError:
     return CheckpointError(
         expected=f"{'.'.join(path)} to be made of {WRITABLE}",
         found=found,
-        fix="give it such values, from its state_dict() if it has one; nothing is pickled",
+        fix="save such values, or an object's state_dict(); nothing is pickled",
     )

@@ -17,8 +17,8 @@ from torch import Tensor
 from rankless.collectives.argument_checks import (
     as_sendable,
     describe_tensor,
-    flatten,
     dtype_name,
+    flatten,
     require_any,
     require_list_on_root,
     require_multiple,

@@ -38,7 +38,7 @@ def broadcast_object_list(
         group: The process group. Default: all ranks of the job.
         device: Ignored; tensors arrive on the CPU. It is there because torch's function has it.
         group_src: The source, as a rank of the group, instead of `src`.
-        allow_pickle: Whether to pickle, on every rank alike. Only if all ranks trust one another. Default: False.
+        allow_pickle: Whether to pickle; the same on every rank. Only if all ranks trust one another. Default: False.
 
     Raises:
         ConfigError: An object has no typed form, an argument is invalid, or the process has not joined a job.
@@ -72,7 +72,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup = None, 
         object_list: A list with one element for each rank of the group.
         obj: This rank's object.
         group: The process group. Default: all ranks of the job.
-        allow_pickle: Whether to pickle, on every rank alike. Only if all ranks trust one another. Default: False.
+        allow_pickle: Whether to pickle; the same on every rank. Only if all ranks trust one another. Default: False.
 
     Raises:
         ConfigError: An object has no typed form, an argument is invalid, or the process has not joined a job.
@@ -112,7 +112,7 @@ def gather_object(
         dst: The destination, as a rank of the job. Default: the group's first rank.
         group: The process group. Default: all ranks of the job.
         group_dst: The destination, as a rank of the group, instead of `dst`.
-        allow_pickle: Whether to pickle, on every rank alike. Only if all ranks trust one another. Default: False.
+        allow_pickle: Whether to pickle; the same on every rank. Only if all ranks trust one another. Default: False.
 
     Raises:
         ConfigError: An object has no typed form, an argument is invalid, or the process has not joined a job.
@@ -157,7 +157,7 @@ def scatter_object_list(
         src: The source, as a rank of the job. Default: the group's first rank.
         group: The process group. Default: all ranks of the job.
         group_src: The source, as a rank of the group, instead of `src`.
-        allow_pickle: Whether to pickle, on every rank alike. Only if all ranks trust one another. Default: False.
+        allow_pickle: Whether to pickle; the same on every rank. Only if all ranks trust one another. Default: False.
 
     Raises:
         ConfigError: An object has no typed form, an argument is invalid, or the process has not joined a job.

@@ -38,7 +38,7 @@ def send(
 
     Raises:
         ConfigError: An argument is invalid, or the process has not joined a job.
-        CollectiveError: The other rank's call does not match, or does not come.
+        CollectiveError: The other rank's call does not match or is missing.
 
     Example:
         >>> def exchange(rank):
@@ -71,7 +71,7 @@ def isend(
 
     Raises:
         ConfigError: An argument is invalid, or the process has not joined a job.
-        CollectiveError: The other rank's call does not match, or does not come; `wait` raises it.
+        CollectiveError: The other rank's call does not match or is missing; `wait` raises it.
 
     Example:
         >>> def exchange(rank):
@@ -105,7 +105,7 @@ def recv(
 
     Raises:
         ConfigError: An argument is invalid, or the process has not joined a job.
-        CollectiveError: The other rank's call does not match, or does not come.
+        CollectiveError: The other rank's call does not match or is missing.
 
     Example:
         >>> def exchange(rank):
@@ -143,7 +143,7 @@ def irecv(
 
     Raises:
         ConfigError: An argument is invalid, no sender is given, or the process has not joined a job.
-        CollectiveError: The other rank's call does not match, or does not come; `wait` raises it.
+        CollectiveError: The other rank's call does not match or is missing; `wait` raises it.
 
     Example:
         >>> def exchange(rank):
@@ -218,7 +218,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[PendingWork]:
 
     Raises:
         ConfigError: An argument is invalid, or the process has not joined a job.
-        CollectiveError: The other rank's call does not match, or does not come; `wait` raises it.
+        CollectiveError: The other rank's call does not match or is missing; `wait` raises it.
 
     Example:
         >>> def exchange(rank):

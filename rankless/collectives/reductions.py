@@ -16,8 +16,8 @@ from torch.distributed import ReduceOp
 
 from rankless.collectives.argument_checks import (
     describe_tensor,
-    flatten,
     dtype_name,
+    flatten,
     reduction_name,
     require_any,
     require_multiple,

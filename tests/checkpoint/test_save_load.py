@@ -274,7 +274,7 @@ def test_ranks_that_read_different_checkpoints_or_none_restore_nothing(tmp_path)
     torch.manual_seed(7)
     expected = torch.rand(1).item()
     for answer in on_mesh(2, load_error, [tmp_path / "a", tmp_path / "b"]):
-        assert "alike" in answer[0]
+        assert "consistently" in answer[0]
         assert answer[1] == expected
     answers = on_mesh(2, load_error, [tmp_path / "a", tmp_path / "missing"])
     assert "rank 1 failed" in answers[0][0]
