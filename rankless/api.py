@@ -303,8 +303,8 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
     """Call `function` on rank 0 only, and return its result on every rank.
 
     Call it on every rank. Use it for downloads, preprocessing, or a decision that must be the same on all ranks.
-    Tensors, NumPy arrays, paths, dates, enums, tuples, sets, named tuples, dataclasses and plain data keep their types. Inside
-    `function` another `once` calls its function directly.
+    Tensors, NumPy arrays, paths, dates, enums, tuples, sets, named tuples, dataclasses and plain data keep their
+    types. Inside `function` another `once` calls its function directly.
 
     Args:
         function: The function to call on rank 0. It must not call jobs, loaders or collectives.

@@ -143,6 +143,17 @@ class LogicalTensor(Tensor):
     `placement` says. Casts and `.to(device)` stay logical. Every other operation runs on the whole tensor, which
     the first such operation gathers. Gathering is collective, so every rank must run that operation. Pickling and
     copying give a plain tensor.
+
+    Attributes:
+        placement (Shard): The dim that is split, and the number of rows of each rank.
+        mesh (Mesh): The ranks that hold the rows.
+
+    Example:
+        >>> def shapes(rank):
+        ...     (batch,) = rankless.loader(range(6), batch_size=6)
+        ...     return batch.shape, batch.local.shape, batch.whole().shape
+        >>> rankless.spawn(shapes, nprocs=2)[1]
+        (torch.Size([6]), torch.Size([3]), torch.Size([6]))
     """
 
     placement: Shard

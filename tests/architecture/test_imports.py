@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from architecture.sources import PACKAGE, ROOT, parsed, python_files, short
 
 import rankless
@@ -74,3 +75,38 @@ def test_every_module_can_be_imported_by_itself():
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if not name.endswith("__main__"):
             assert importlib.import_module(name)
+
+
+UNREACHABLE_ERRORS = {
+    "rankless.checkpoint.collective_errors.OtherRankFailed": "a CheckpointError; only saves tell it from others",
+    "rankless.data.reading.InReader": "the __cause__ of a DataError: it carries the traceback of the other process",
+    "rankless.launch.rendezvous.connect.HostUnreached": "the launcher turns it into a JoinError",
+    "rankless.launch.rendezvous.control_client.NotReached": "the launcher turns it into a JoinError",
+    "rankless.launch.rendezvous.control_connection.BrokenOff": "the launcher turns it into a JoinError or a report",
+    "rankless.launch.rendezvous.leader.Interrupted": "the launcher turns it into exit code 130",
+    "rankless.verify.runs.RunFailed": "`rankless verify` prints it and ends with its exit code",
+}
+"""Exceptions of the package that no user's script can catch, with what becomes of them."""
+
+
+def test_every_exception_that_a_user_may_catch_is_in_errors():
+    found = {}
+    for file in python_files("rankless"):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if name.startswith("rankless.compat") or name.endswith("__main__"):
+            continue  # Horovod's exceptions are where Horovod has them
+        members = vars(importlib.import_module(name)).values()
+        classes = [item for item in members if isinstance(item, type) and issubclass(item, BaseException)]
+        found |= {f"{name}.{item.__name__}": item for item in classes if item.__module__ == name}
+    elsewhere = {name for name in found if not name.startswith("rankless.errors.")}
+    assert elsewhere == set(UNREACHABLE_ERRORS)
+
+
+def test_jobs_and_loaders_are_of_the_public_classes():
+    model = torch.nn.Linear(2, 1)
+    for options in ({}, {"view": "mirrored"}, {"optimizer": torch.optim.SGD(model.parameters())}):
+        assert isinstance(rankless.job(model=model, **options)(model.forward), rankless.Job)
+    for reading in ("split", "replicated", "first"):
+        assert isinstance(rankless.loader([1, 2], reading=reading), rankless.Loader)
+    assert rankless.Job[[torch.Tensor], torch.Tensor] is not None
+    assert rankless.Loader[torch.Tensor] is not None

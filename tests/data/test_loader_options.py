@@ -1,5 +1,7 @@
 """Our loader takes `DataLoader`'s options: the same batches in the same order, and the same draws afterwards."""
 
+import inspect
+
 import pytest
 import torch
 from data.loader_cases import (
@@ -15,6 +17,7 @@ from data.loader_cases import (
 )
 from support.processes import on_mesh
 
+import rankless
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 
@@ -143,3 +146,29 @@ def test_broken_nested_and_zipped_loops_are_equal_on_any_number_of_ranks():
     assert expected[-1] == 4
     for size in (2, 3):
         assert on_mesh(size, leave_early) == [expected] * size
+
+
+def test_the_positional_parameters_are_a_data_loaders():
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ours, theirs = (
+        [item.name for item in inspect.signature(called).parameters.values() if item.kind in kinds]
+        for called in (rankless.loader, torch.utils.data.DataLoader.__init__)
+    )
+    assert ["self", *ours] == theirs
+
+
+def test_arguments_by_position_give_a_data_loaders_batches():
+    rows = torch.arange(250.0)
+    for arguments in ((101,), (101, None), (101, False, range(0, 250, 2)), (1, None, None, [[0, 5], [3]])):
+        found = list(rankless.loader(rows, *arguments))
+        expected = list(torch.utils.data.DataLoader(rows, *arguments))
+        assert [batch.tolist() for batch in found] == [batch.tolist() for batch in expected]
+
+
+def test_a_wrong_argument_by_position_is_refused_like_one_by_name():
+    with pytest.raises(DataError, match="a batch_size of at least 1"):
+        rankless.loader([1, 2], 0)
+    with pytest.raises(DataError, match="sampler or shuffle"):
+        rankless.loader([1, 2], 1, True, [0])
+    with pytest.raises(TypeError, match="13 positional"):
+        rankless.loader([1, 2], 1, False, None, None, 0, None, False, False, 0, None, None, None, 2)
