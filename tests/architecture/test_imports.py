@@ -79,11 +79,11 @@ def test_every_module_can_be_imported_by_itself():
 
 UNREACHABLE_ERRORS = {
     "rankless.checkpoint.collective_errors.OtherRankFailed": "a CheckpointError; only saves tell it from others",
-    "rankless.data.reading.InReader": "the __cause__ of a DataError: it carries the traceback of the other process",
-    "rankless.launch.rendezvous.connect.HostUnreached": "the launcher turns it into a JoinError",
-    "rankless.launch.rendezvous.control_client.NotReached": "the launcher turns it into a JoinError",
-    "rankless.launch.rendezvous.control_connection.BrokenOff": "the launcher turns it into a JoinError or a report",
-    "rankless.launch.rendezvous.leader.Interrupted": "the launcher turns it into exit code 130",
+    "rankless.data.sample_reader.ReaderProcessError": "the __cause__ of a DataError, with a traceback",
+    "rankless.launch.rendezvous.connect.HostUnreachableError": "the launcher turns it into a JoinError",
+    "rankless.launch.rendezvous.control_client.LeaderUnreachableError": "the launcher turns it into a JoinError",
+    "rankless.launch.rendezvous.control_connection.ConnectionBrokenError": "the launcher turns it into a JoinError",
+    "rankless.launch.rendezvous.leader.RendezvousInterrupted": "the launcher turns it into exit code 130",
     "rankless.verify.runs.RunFailed": "`rankless verify` prints it and ends with its exit code",
 }
 """Exceptions of the package that no user's script can catch, with what becomes of them."""
