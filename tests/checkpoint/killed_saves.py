@@ -1,4 +1,4 @@
-"""Saves in forked children that kill themselves at the n-th point: before a call on the disk, or amid a write."""
+"""Saves in forked processes that kill themselves at the n-th point: before a call on the disk, or amid a write."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from rankless.parallel.mesh import Mesh
 
 DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
 PIECES = 40
-"""How many pieces a file is written in: a kill may come after each."""
+"""The number of pieces in which a file is written. A kill may follow each of them."""
 
 
 class Countdown:
@@ -57,9 +57,9 @@ class Countdown:
 
 
 def save_until_killed(path, objects, *, points, killed_rank=0, ranks=1, **options):
-    """Save on `ranks` forked processes, of which `victim` dies at its n-th point; whether it came through.
+    """Save on `ranks` forked processes, of which `killed_rank` dies at its n-th point. Return whether it survived.
 
-    As a launcher would, this ends the other ranks when the victim has died.
+    As a launcher would, this ends the other ranks when that rank has died.
     """
     store = path.with_name(f"{path.name}.store")
     store.unlink(missing_ok=True)
@@ -70,7 +70,7 @@ def save_until_killed(path, objects, *, points, killed_rank=0, ranks=1, **option
     for child in children:
         if killed:
             os.kill(child, signal.SIGKILL)
-        # It may have noticed the death of the other, and failed before the signal came.
+        # It may have detected the death of the other rank, and failed before the signal.
         assert not _was_killed(child, expected_code=None if killed else 0) or killed
     store.unlink(missing_ok=True)
     return not killed

@@ -1,4 +1,4 @@
-"""Things to save, and short ways to save and load them."""
+"""Objects to save, and short functions to save and load them."""
 
 import torch
 
@@ -9,7 +9,7 @@ SOLO = Mesh.solo()
 
 
 class Holder:
-    """Anything with a state."""
+    """An object with any state."""
 
     def __init__(self, state=None):
         self.state = state
@@ -22,7 +22,7 @@ class Holder:
 
 
 class Number:
-    """A number that tells whether all of its state was loaded."""
+    """A number that checks whether all of its state was loaded."""
 
     def __init__(self, value=None):
         self.value = value
@@ -37,14 +37,14 @@ class Number:
 
 
 def save(path, objects, *, mesh=SOLO, **options):
-    """One save by a saver of its own, done when this returns."""
+    """Save with a new saver, and return when the save is done."""
     saver = Saver(mesh=mesh)
     saver.save(path, objects, options=SaveOptions(**options))
     saver.wait()
 
 
 def loaded_number(path, mesh=SOLO):
-    """The number that was saved as `number`."""
+    """Return the number that was saved as `number`."""
     number = Number()
     load(path, {"number": number}, mesh=mesh)
     return number.value

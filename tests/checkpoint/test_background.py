@@ -1,4 +1,4 @@
-"""Saving in the background: what is saved is what was there at the call, and its failure is not lost."""
+"""Background saves: they have the values of the call, and their failure is raised."""
 
 import os
 import subprocess
@@ -15,12 +15,12 @@ from rankless.checkpoint import SaveOptions, Saver, load
 from rankless.checkpoint.background_write import WriteTask
 from rankless.errors import CheckpointError
 
-BEHIND = SaveOptions(background=True)
+BACKGROUND = SaveOptions(background=True)
 
 
 @pytest.fixture
-def gate(monkeypatch):
-    """Lets a background save go on only once it is set."""
+def write_gate(monkeypatch):
+    """An event that a background save waits for."""
     event = threading.Event()
     run = WriteTask.run
 
@@ -33,23 +33,23 @@ def gate(monkeypatch):
     event.set()
 
 
-def test_what_is_saved_is_what_was_there_at_the_call(tmp_path, gate):
+def test_a_background_save_has_the_values_of_the_call(tmp_path, write_gate):
     tensor, saver = torch.ones(3), Saver(mesh=SOLO)
     saver.save(tmp_path / "c", {"thing": Holder({"t": tensor})}, options=SaveOptions(background=True, extra=[tensor]))
     tensor.fill_(2)
     assert not (tmp_path / "c").exists()
-    gate.set()
+    write_gate.set()
     saver.wait()
     back = Holder()
     assert load(tmp_path / "c", {"thing": back}, mesh=SOLO).extra[0].tolist() == [1, 1, 1]
     assert back.state["t"].tolist() == [1, 1, 1]
 
 
-def test_the_next_save_waits_and_does_not_touch_what_is_being_written(tmp_path, gate):
+def test_the_next_save_waits_for_the_one_in_the_background(tmp_path, write_gate):
     saver = Saver(mesh=SOLO)
-    saver.save(tmp_path / "1", {"number": Number(1)}, options=BEHIND)
-    gate.set()
-    saver.save(tmp_path / "2", {"number": Number(2)}, options=BEHIND)
+    saver.save(tmp_path / "1", {"number": Number(1)}, options=BACKGROUND)
+    write_gate.set()
+    saver.save(tmp_path / "2", {"number": Number(2)}, options=BACKGROUND)
     assert loaded_number(tmp_path / "1") == 1
     saver.save(tmp_path / "3", {"number": Number(3)})
     assert [loaded_number(tmp_path / name) for name in "123"] == [1, 2, 3]
@@ -57,11 +57,11 @@ def test_the_next_save_waits_and_does_not_touch_what_is_being_written(tmp_path, 
 
 def test_the_memory_of_a_background_save_is_used_again(tmp_path):
     saver, tensor = Saver(mesh=SOLO), torch.zeros(1000)
-    saver.save(tmp_path / "c", {"thing": Holder({"t": tensor})}, options=BEHIND)
+    saver.save(tmp_path / "c", {"thing": Holder({"t": tensor})}, options=BACKGROUND)
     first = saver._background_snapshot.tensors["thing.t"].data_ptr()
-    saver.save(tmp_path / "c", {"thing": Holder({"t": tensor + 1})}, options=BEHIND)
+    saver.save(tmp_path / "c", {"thing": Holder({"t": tensor + 1})}, options=BACKGROUND)
     assert saver._background_snapshot.tensors["thing.t"].data_ptr() == first
-    saver.save(tmp_path / "c", {"thing": Holder({"t": tensor[:5]})}, options=BEHIND)
+    saver.save(tmp_path / "c", {"thing": Holder({"t": tensor[:5]})}, options=BACKGROUND)
     saver.wait()
     back = Holder()
     load(tmp_path / "c", {"thing": back}, mesh=SOLO)
@@ -71,8 +71,8 @@ def test_the_memory_of_a_background_save_is_used_again(tmp_path):
 def test_a_save_in_inference_mode_and_the_next_outside_of_it(tmp_path):
     saver, model = Saver(mesh=SOLO), torch.nn.Linear(3, 2)
     with torch.inference_mode():
-        saver.save(tmp_path / "c", {"model": model, "thing": Holder({"t": torch.ones(2)})}, options=BEHIND)
-    saver.save(tmp_path / "c", {"model": model, "thing": Holder({"t": torch.ones(2)})}, options=BEHIND)
+        saver.save(tmp_path / "c", {"model": model, "thing": Holder({"t": torch.ones(2)})}, options=BACKGROUND)
+    saver.save(tmp_path / "c", {"model": model, "thing": Holder({"t": torch.ones(2)})}, options=BACKGROUND)
     saver.wait()
     reference = torch.nn.Linear(3, 2)
     load(tmp_path / "c", {"model": reference}, mesh=SOLO)
@@ -91,8 +91,8 @@ def test_an_error_is_raised_by_the_next_call_and_only_once(tmp_path):
     saver = Saver(mesh=SOLO)
     saver.save(tmp_path / "c", {"number": Number(1)})
     for follow_up in (saver.wait, lambda: saver.save(tmp_path / "d", {"number": Number(9)})):
-        saver.save(tmp_path / "c", {"number": Number(2)}, options=BEHIND)
-        spoil(saver, tmp_path)
+        saver.save(tmp_path / "c", {"number": Number(2)}, options=BACKGROUND)
+        fail_running_save(saver, tmp_path)
         with pytest.raises(CheckpointError, match="to write a checkpoint at"):
             follow_up()
         assert loaded_number(tmp_path / "c") == 1
@@ -100,8 +100,8 @@ def test_an_error_is_raised_by_the_next_call_and_only_once(tmp_path):
         saver.wait()
 
 
-def spoil(saver, folder):
-    """Make the save in flight one that has failed."""
+def fail_running_save(saver, folder):
+    """Make the running save fail."""
     saver._thread.join()
     saver._failures.clear()
     save(folder / "c", {"number": Number(1)})
@@ -110,7 +110,7 @@ def spoil(saver, folder):
     )
 
 
-def fail_on(mesh, path, failing, layout):
+def save_with_failing_rank(mesh, path, failing, layout):
     saver = Saver(mesh=mesh)
     options = SaveOptions(background=True, layout=layout)
     objects = {"thing": Holder({"t": torch.zeros(10), "u": torch.ones(10), "v": torch.ones(10)})}
@@ -139,8 +139,8 @@ def fail_on(mesh, path, failing, layout):
 @pytest.mark.parametrize(
     ("ranks", "failing", "layout"), [(2, 0, "whole"), (2, 1, "sharded"), (3, 2, "sharded"), (3, 0, "sharded")]
 )
-def test_what_fails_behind_one_rank_is_raised_on_all_and_the_next_save_works(tmp_path, ranks, failing, layout):
-    answers = on_mesh(ranks, fail_on, tmp_path / "c", failing, layout)
+def test_a_background_failure_raises_on_all_ranks_and_the_next_save_works(tmp_path, ranks, failing, layout):
+    answers = on_mesh(ranks, save_with_failing_rank, tmp_path / "c", failing, layout)
     for rank, (error, left) in enumerate(answers):
         assert "No space left" in error, (rank, error)
         assert rank == failing or f"rank {failing} failed" in error, (rank, error)
@@ -184,7 +184,7 @@ def test_the_end_of_the_script_waits_for_the_save(tmp_path, workers, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 3])
-def test_a_save_that_fails_at_the_end_of_the_script_is_told(tmp_path, workers):
+def test_a_background_save_that_fails_at_the_end_of_the_script_is_reported(tmp_path, workers):
     done = run(tmp_path, workers, "failing")
     assert "No space left" in done.stderr
     assert not (tmp_path / "c").exists()

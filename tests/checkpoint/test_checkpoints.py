@@ -1,4 +1,4 @@
-"""Rows of checkpoints: which stay, which load, and what a killed or failed save leaves of them."""
+"""The checkpoints of a run: which are kept, which load, and what a killed or failed save leaves of them."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ def loaded(checkpoints, which="latest"):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_last_and_the_best_stay_and_the_others_go(tmp_path, background):
+def test_the_last_and_the_best_are_kept_and_the_others_removed(tmp_path, background):
     checkpoints = open_checkpoints(tmp_path / "a", keep_last=2, keep_best=1, background=background)
     save_metrics(checkpoints, [0.5, 0.2, 0.9, 0.4, 0.3])
     checkpoints.wait()
@@ -49,7 +49,7 @@ def test_the_last_and_the_best_stay_and_the_others_go(tmp_path, background):
     assert checkpoints.best == tmp_path / "a" / "step-2"
 
 
-def test_the_best_may_be_the_most_and_of_equals_the_first(tmp_path):
+def test_the_best_is_the_largest_with_mode_max_and_the_first_of_equals(tmp_path):
     checkpoints = open_checkpoints(tmp_path, keep_last=1, keep_best=2, mode="max")
     save_metrics(checkpoints, [0.5, torch.tensor(0.75), 0.75, 0.1, float("nan")])
     assert checkpoints.steps == [2, 3, 5]
@@ -57,7 +57,7 @@ def test_the_best_may_be_the_most_and_of_equals_the_first(tmp_path):
     assert loaded(checkpoints) == (5, 5, None)
 
 
-def test_all_stay_if_nothing_is_said(tmp_path):
+def test_by_default_all_checkpoints_are_kept(tmp_path):
     checkpoints = open_checkpoints(tmp_path)
     save_metrics(checkpoints, [None] * 4)
     assert checkpoints.steps == [1, 2, 3, 4]
@@ -65,7 +65,7 @@ def test_all_stay_if_nothing_is_said(tmp_path):
     assert loaded(checkpoints, "best") is None
 
 
-def test_a_new_training_in_an_old_folder_does_not_lose_its_checkpoints_to_later_steps(tmp_path):
+def test_a_new_run_in_an_old_folder_keeps_its_own_checkpoints(tmp_path):
     save_metrics(open_checkpoints(tmp_path, keep_last=2), [None] * 3, start=1000)
     checkpoints = open_checkpoints(tmp_path, keep_last=2)
     save_metrics(checkpoints, [None] * 2)
@@ -81,7 +81,7 @@ def test_a_step_saved_again_is_the_latest(tmp_path):
     assert loaded(checkpoints) == (2, 20, None)
 
 
-def test_nothing_to_load_is_none_and_a_step_that_is_not_there_is_named(tmp_path):
+def test_load_returns_none_without_checkpoints_and_names_a_missing_step(tmp_path):
     checkpoints = open_checkpoints(tmp_path / "a")
     assert loaded(checkpoints) is None
     assert checkpoints.latest is None
@@ -111,7 +111,7 @@ def test_other_things_in_the_folder_are_left_alone(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-01", "step-3", "step-9", "step-x"]
 
 
-def test_a_damaged_checkpoint_is_not_passed_over_in_silence(tmp_path):
+def test_a_damaged_latest_checkpoint_raises(tmp_path):
     checkpoints = open_checkpoints(tmp_path)
     save_metrics(checkpoints, [None] * 2)
     (tmp_path / "step-2" / "tensors.safetensors").write_bytes(b"")
@@ -120,14 +120,14 @@ def test_a_damaged_checkpoint_is_not_passed_over_in_silence(tmp_path):
     assert loaded(checkpoints, 1) == (1, 1, None)
 
 
-def test_a_folder_under_another_step_s_name_tells_its_own_step(tmp_path):
+def test_a_renamed_checkpoint_keeps_the_step_of_its_manifest(tmp_path):
     checkpoints = open_checkpoints(tmp_path)
     save_metrics(checkpoints, [None] * 2)
     shutil.move(tmp_path / "step-2", tmp_path / "step-5")
     assert loaded(checkpoints) == (2, 2, None)
 
 
-def test_extra_comes_back_beside_the_step(tmp_path):
+def test_load_returns_extra_with_the_step(tmp_path):
     checkpoints = open_checkpoints(tmp_path)
     checkpoints.save(3, metric=1, extra={"epoch": 1, "seen": torch.arange(2)}, thing=Holder({}))
     restored = checkpoints.load(thing=Holder())
@@ -140,12 +140,12 @@ def test_extra_comes_back_beside_the_step(tmp_path):
     [({"keep_last": 0}, "keep_last of at least 1"), ({"keep_best": -1}, "keep_best of at least 0"),
      ({"keep_last": True}, "keep_last"), ({"mode": "least"}, "min, max")],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_refused_at_once(tmp_path, retention, what):
+def test_invalid_retention_raises_at_once(tmp_path, retention, what):
     with pytest.raises(CheckpointError, match=what):
         open_checkpoints(tmp_path, **retention)
 
 
-def test_steps_and_metrics_that_cannot_be_are_refused(tmp_path):
+def test_invalid_steps_and_missing_metrics_raise(tmp_path):
     with pytest.raises(CheckpointError, match="a whole number"):
         open_checkpoints(tmp_path).save(-1, number=Number(1))
     with pytest.raises(CheckpointError, match="a metric to choose"):
@@ -154,7 +154,7 @@ def test_steps_and_metrics_that_cannot_be_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_point_leaves_a_latest_that_loads_and_no_litter_after_the_next_save(tmp_path, monkeypatch):
+def test_a_kill_at_any_point_leaves_a_latest_that_loads_and_no_leftovers(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)
     save_metrics(open_checkpoints(tmp_path / "start", keep_last=2), [None] * 2)
     latest, points, finished = [], 1, False
@@ -189,7 +189,7 @@ def save_on_ranks(mesh, folder, layout, background):
 @pytest.mark.parametrize(
     ("ranks", "layout", "background"), [(2, "sharded", True), (3, "whole", True), (3, "sharded", False)]
 )
-def test_every_rank_sees_the_same_row(tmp_path, ranks, layout, background):
+def test_every_rank_sees_the_same_checkpoints(tmp_path, ranks, layout, background):
     expected = (((3, 3, 2.0), (2, 2, 1.0)), [2, 3])
     assert on_mesh(ranks, save_on_ranks, tmp_path / "a", layout, background) == [expected] * ranks
 
@@ -202,14 +202,14 @@ def load_from_own(mesh, folder):
 
 
 @pytest.mark.slow
-def test_ranks_that_see_different_rows_load_nothing(tmp_path):
+def test_ranks_that_see_different_checkpoints_load_nothing(tmp_path):
     save_metrics(open_checkpoints(tmp_path / "0"), [None])
     for error in on_mesh(2, load_from_own, tmp_path):
         assert "none is there" in error
         assert "step 1 is there" in error
 
 
-def test_a_hostile_place_in_a_manifest_is_refused_or_harmless(tmp_path):
+def test_an_invalid_position_in_a_manifest_raises(tmp_path):
     checkpoints = open_checkpoints(tmp_path, keep_last=1)
     save_metrics(checkpoints, [None])
     manifest = read_manifest(tmp_path / "step-1")
@@ -221,7 +221,7 @@ def test_a_hostile_place_in_a_manifest_is_refused_or_harmless(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_facade_makes_rows_and_gives_extra_back(tmp_path):
+def test_the_public_functions_save_by_step_and_return_extra(tmp_path):
     model = torch.nn.Linear(2, 1)
     checkpoints = rankless.checkpoints(tmp_path / "a", keep_last=1, keep_best=1, mode="max", background=True)
     checkpoints.save(1, metric=0.5, model=model)

@@ -1,4 +1,4 @@
-"""Files that are cut, altered, foreign or made to harm: always a CheckpointError, and nothing else happens."""
+"""Files that are cut, altered, foreign or malicious: they always raise a CheckpointError, and have no other effect."""
 
 import contextlib
 import hashlib
@@ -36,7 +36,7 @@ HARMFUL_EVENTS = (
 
 
 class Watch:
-    """Notes what a process does, while it is on: files opened, code run."""
+    """Records which files a process opens and which code it runs."""
 
     def __init__(self):
         self.thread = None
@@ -83,7 +83,7 @@ def folder(tmp_path):
 
 
 def refuse(folder, watch):
-    """The text of the error; nothing outside the folder was opened, nothing was run, nothing restored."""
+    """Return the text of the error. Assert that no other file was opened, nothing was run and nothing restored."""
     back = Holder("untouched")
     draw = torch.get_rng_state()
     with watch, pytest.raises(CheckpointError) as caught:
@@ -97,13 +97,13 @@ def refuse(folder, watch):
 
 
 def rewrite(folder, **changes):
-    """The manifest with changes and a checksum that is right for them."""
+    """Change the manifest, and give it the checksum of the change."""
     manifest = msgspec.structs.replace(read_manifest(folder), **changes)
     (folder / "manifest.json").write_bytes(encode_manifest(manifest))
 
 
-def reseal(folder, change):
-    """The manifest changed as plain JSON, with a checksum that is right if it is still one."""
+def rewrite_json(folder, change):
+    """Change the manifest as plain JSON, with the right checksum if it is still a manifest."""
     tree = json.loads((folder / "manifest.json").read_text())
     change(tree)
     data = json.dumps(tree).encode()
@@ -113,7 +113,7 @@ def reseal(folder, change):
 
 
 def replace_tensors(folder, data):
-    """Other bytes in the tensor file, and a manifest that vouches for them."""
+    """Replace the bytes of the tensor file, and give the manifest their checksum."""
     (folder / "tensors.safetensors").write_bytes(data)
     entry = read_manifest(folder).files[0]
     entry = msgspec.structs.replace(entry, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
@@ -135,8 +135,8 @@ def test_a_file_cut_at_every_sixteenth_is_refused(folder, watch, name):
     assert name in refuse(folder, watch)
 
 
-def altered(whole, draw):
-    """A copy with bits turned, bytes doubled, dropped or overwritten, or a piece moved."""
+def alter(whole, draw):
+    """Return a copy with bits flipped, bytes doubled, dropped or overwritten, or a piece moved."""
     data = bytearray(whole)
     for _ in range(draw.choice((1, 1, 3, 20))):
         at = draw.randrange(len(data))
@@ -166,7 +166,7 @@ def fuzz(folder, watch, seeds):
     for seed in seeds:
         draw = random.Random(seed)
         which = draw.randrange(2)
-        data = altered(wholes[which], draw)
+        data = alter(wholes[which], draw)
         files[which].write_bytes(data)
         if data != wholes[which]:
             refuse(folder, watch)
@@ -186,7 +186,7 @@ def test_many_more_files_altered_at_random_are_refused(folder, watch, block):
 
 @pytest.mark.slow
 def test_manifests_altered_with_a_right_checksum_load_or_are_refused(folder, watch):
-    """What a hostile writer can do who knows the format: every leaf of the tree replaced by every other kind."""
+    """An attacker who knows the format replaces every leaf of the tree by every other kind."""
     whole = (folder / "manifest.json").read_bytes()
     values = [
         None,
@@ -202,12 +202,12 @@ def test_manifests_altered_with_a_right_checksum_load_or_are_refused(folder, wat
         {"kind": "bytes", "data": "!"},
         True,
     ]
-    ways = [way for way in leaves(json.loads(whole)) if way not in (["sha256"], ["rankless"])]
+    paths = [path for path in leaves(json.loads(whole)) if path not in (["sha256"], ["rankless"])]
     draw = random.Random(0)
     refused = 0
-    for way in draw.sample(ways, min(60, len(ways))):
+    for path in draw.sample(paths, min(60, len(paths))):
         value = draw.choice(values)
-        reseal(folder, lambda tree, way=way, value=value: put(tree, way, value))
+        rewrite_json(folder, lambda tree, path=path, value=value: put(tree, path, value))
         with watch:
             try:
                 load(folder, {"thing": Holder()}, mesh=SOLO)
@@ -218,16 +218,16 @@ def test_manifests_altered_with_a_right_checksum_load_or_are_refused(folder, wat
     assert refused > 20
 
 
-def leaves(tree, way=()):
+def leaves(tree, path=()):
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    found = [leaf for key, item in items for leaf in leaves(item, (*way, key))]
-    return found or [list(way)]
+    found = [leaf for key, item in items for leaf in leaves(item, (*path, key))]
+    return found or [list(path)]
 
 
-def put(tree, way, value):
-    for key in way[:-1]:
+def put(tree, path, value):
+    for key in path[:-1]:
         tree = tree[key]
-    tree[way[-1]] = value
+    tree[path[-1]] = value
 
 
 class Bomb:
@@ -260,12 +260,12 @@ def zip_bomb():
     return stream.getvalue()
 
 
-ELSEWHERE = ["../secret.safetensors", "/etc/passwd", "sub/tensors.safetensors", "tensors-1.safetensors/../../x", ""]
-ELSEWHERE += ["tensors-01.safetensors", "manifest.json", "tensors.safetensors\0", "tensors-99999999999.safetensors"]
+OUTSIDE_NAMES = ["../secret.safetensors", "/etc/passwd", "sub/tensors.safetensors", "tensors-1.safetensors/../../x", ""]
+OUTSIDE_NAMES += ["tensors-01.safetensors", "manifest.json", "tensors.safetensors\0", "tensors-99999999999.safetensors"]
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_names_that_lead_elsewhere_are_refused(folder, watch, name):
+@pytest.mark.parametrize("name", OUTSIDE_NAMES)
+def test_file_names_that_lead_out_of_the_folder_are_refused(folder, watch, name):
     (folder.parent / "secret.safetensors").write_bytes((folder / "tensors.safetensors").read_bytes())
     entry = read_manifest(folder).files[0]
     rewrite(folder, files=[msgspec.structs.replace(entry, name=name)])
@@ -367,8 +367,8 @@ def test_a_manifest_larger_than_any_of_ours_is_not_read_whole(folder, watch):
         ({"kind": "call", "function": "os.system"}, "Invalid"),
     ],
 )
-def test_values_that_lie_are_refused(folder, watch, state, what):
-    reseal(folder, lambda tree: put(tree, ["objects", "thing"], state))
+def test_nodes_that_contradict_their_tensors_are_refused(folder, watch, state, what):
+    rewrite_json(folder, lambda tree: put(tree, ["objects", "thing"], state))
     assert what in refuse(folder, watch)
 
 
@@ -377,7 +377,7 @@ def test_a_random_state_that_makes_no_sense_is_refused_and_the_generators_stay(f
     manifest = read_manifest(folder)
     tree = msgspec.to_builtins(manifest.random[0])
     tree["items"] = [[key, 7 if key == part else value] for key, value in tree["items"]]
-    reseal(folder, lambda whole: put(whole, ["random"], [tree]))
+    rewrite_json(folder, lambda whole: put(whole, ["random"], [tree]))
     draw = torch.get_rng_state()
     with watch, pytest.raises(CheckpointError, match="random=False"):
         load(folder, {}, mesh=SOLO)

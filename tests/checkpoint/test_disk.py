@@ -1,4 +1,4 @@
-"""Disks that are full, folders that may not be written: a clear error, and the old checkpoint is kept."""
+"""Full disks and folders without write permission: a clear error, and the old checkpoint is kept."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def large(bytes_of_each, count=4):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_is_told_and_the_old_checkpoint_kept(small_disk, background):
+def test_a_full_disk_raises_and_the_old_checkpoint_is_kept(small_disk, background):
     save(small_disk / "c", {"number": Number(1)})
     for bytes_of_each in (SMALL_DISK_BYTES, SMALL_DISK_BYTES // 4):
         with pytest.raises(CheckpointError, match="No space left on device"):
@@ -63,7 +63,7 @@ def save_too_much(mesh, path, background):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "background"), [(2, True), (3, False)])
-def test_a_disk_that_fills_under_a_sharded_save_is_told_on_every_rank(small_disk, ranks, background):
+def test_a_disk_that_fills_during_a_sharded_save_raises_on_every_rank(small_disk, ranks, background):
     answers = on_mesh(ranks, save_too_much, small_disk / "c", background)
     for first, second, third in answers:
         assert first is None
@@ -73,7 +73,7 @@ def test_a_disk_that_fills_under_a_sharded_save_is_told_on_every_rank(small_disk
     assert loaded_number(small_disk / "c") == 20
 
 
-def test_a_row_on_a_disk_that_fills_keeps_what_it_has(small_disk):
+def test_a_disk_that_fills_keeps_the_checkpoints_of_a_run(small_disk):
     saver = Saver(mesh=Mesh.solo())
     retention, options = Retention(keep_last=1), SaveOptions()
     checkpoints = Checkpoints(small_disk / "a", retention=retention, options=options, saver=lambda: saver, notify=print)
@@ -83,7 +83,7 @@ def test_a_row_on_a_disk_that_fills_keeps_what_it_has(small_disk):
     assert checkpoints.steps == [1]
 
 
-def test_a_folder_that_may_not_be_written_is_told(tmp_path):
+def test_a_folder_without_write_permission_raises(tmp_path):
     place = tmp_path / "readonly"
     place.mkdir()
     save(place / "c", {"number": Number(1)})
@@ -99,7 +99,7 @@ def test_a_folder_that_may_not_be_written_is_told(tmp_path):
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_path_that_leads_through_a_file_or_nowhere_is_told(tmp_path):
+def test_an_impossible_path_raises(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"NotADirectoryError|FileExistsError"):
         save(tmp_path / "file" / "c", {"number": Number(1)})

@@ -1,3 +1,5 @@
+"""The checkpoint folder: replaced at once, never over other files, and checked when it is read."""
+
 import os
 from pathlib import Path
 
@@ -48,7 +50,7 @@ def test_a_save_that_fails_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     assert loaded_number(tmp_path / "c") == 1
 
 
-def test_a_rank_whose_folder_vanishes_blames_rank_0_and_leaves_nothing(tmp_path):
+def test_a_rank_whose_folder_vanishes_names_rank_0_and_leaves_nothing(tmp_path):
     ours, theirs = UncommittedCheckpoint(tmp_path / "c"), UncommittedCheckpoint(tmp_path / "c")
     ours.open("a token")
     theirs.reserve(1, "a token")
@@ -64,7 +66,7 @@ def test_a_rank_whose_folder_vanishes_blames_rank_0_and_leaves_nothing(tmp_path)
         assert os.listdir(tmp_path) == []
 
 
-def test_other_peoples_files_are_not_replaced(tmp_path):
+def test_other_files_are_not_replaced(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "thesis.txt").write_text("ten years")
     with pytest.raises(CheckpointError, match=r"a folder with thesis\.txt"):
@@ -87,12 +89,12 @@ def test_every_truncated_or_altered_file_is_noticed(tmp_path, name):
         altered = bytearray(whole)
         altered[place] ^= 0x01
         file.write_bytes(bytes(altered))
-        assert "expected:" in refusal(tmp_path / "c"), f"byte {place} was altered and nobody noticed"
+        assert "expected:" in refusal(tmp_path / "c"), f"byte {place} was altered and no error was raised"
     file.unlink()
     assert name in refusal(tmp_path / "c")
 
 
-def test_folders_that_are_no_checkpoint_are_named_as_such(tmp_path):
+def test_folders_that_are_not_checkpoints_raise(tmp_path):
     assert "nothing there" in refusal(tmp_path / "c")
     (tmp_path / "c").mkdir()
     assert "without manifest.json" in refusal(tmp_path / "c")
@@ -138,7 +140,7 @@ def test_everything_is_on_disk_before_the_commit_and_the_manifest_is_written_las
     ]
 
 
-def test_rank_0_waits_for_a_part_as_long_as_something_grows_and_not_for_ever(tmp_path, monkeypatch):
+def test_rank_0_waits_for_a_file_while_it_grows_and_then_raises(tmp_path, monkeypatch):
     uncommitted = UncommittedCheckpoint(tmp_path / "c")
     uncommitted.open("token")
     uncommitted.reserve(1, "token")
@@ -152,7 +154,7 @@ def test_rank_0_waits_for_a_part_as_long_as_something_grows_and_not_for_ever(tmp
         uncommitted.reserve(1, "another token")
 
 
-def test_a_part_that_comes_late_is_waited_for(tmp_path, monkeypatch):
+def test_rank_0_waits_for_a_late_file(tmp_path, monkeypatch):
     uncommitted, looks = UncommittedCheckpoint(tmp_path / "c"), []
     uncommitted.open("token")
     uncommitted.reserve(1, "token")

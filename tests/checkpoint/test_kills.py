@@ -1,4 +1,4 @@
-"""A save killed at any point leaves the old checkpoint or the new one, and the next save finds nothing in its way."""
+"""A save killed at any point leaves the old checkpoint or the new one, and does not block the next save."""
 
 import os
 import shutil
@@ -11,13 +11,13 @@ OLD, NEW, NEXT = 1, 2, 3
 
 
 @pytest.fixture(autouse=True)
-def _disk_that_need_not_be_waited_for(monkeypatch):
-    """A kill leaves the system's own memory of files as it is: what fsync does shows at a power cut only."""
+def _no_fsync(monkeypatch):
+    """A kill does not lose what the system has buffered, so fsync has no effect here."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def outcomes_of_kills(folder, *, step=1, **how):
-    """What loads after a kill at the first point, the next, and so on to the last of a save."""
+    """Return what loads after a kill at each point of a save, from the first to the last."""
     outcomes = []
     points = 1
     finished = False
@@ -68,7 +68,7 @@ def test_every_point_of_every_rank(tmp_path, ranks, killed_rank, background):
 
 
 @pytest.mark.slow
-def test_a_first_save_that_is_killed_leaves_nothing_in_the_way(tmp_path):
+def test_a_first_save_that_is_killed_does_not_block_the_next(tmp_path):
     for points in range(1, 200, 7):
         path = tmp_path / str(points) / "c"
         path.parent.mkdir()

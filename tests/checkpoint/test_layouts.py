@@ -1,4 +1,4 @@
-"""Whole and sharded: who writes what, and that any number of ranks reads it."""
+"""Whole and sharded checkpoints: which rank writes which file, and any number of ranks reads them."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from rankless.errors import CheckpointError
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As the ranks have it: sums over several threads round otherwise."""
+    """Use one thread as the ranks do, because sums over several threads round differently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def trained(seed=0):
+def make_trained(seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 20), nn.Linear(20, 20))
     model[3].weight = nn.Parameter(model[2].weight.detach().new_ones(20, 20))
@@ -36,24 +36,24 @@ def trained(seed=0):
     return {"model": model, "optimizer": optimizer}
 
 
-def flat(value, way=""):
+def flatten_state(value, path=""):
     """Every leaf of a state with its way, tensors as lists."""
     if isinstance(value, dict):
-        return [leaf for key, item in value.items() for leaf in flat(item, f"{way}.{key}")]
-    return [(way, value.tolist() if isinstance(value, torch.Tensor) else value)]
+        return [leaf for key, item in value.items() for leaf in flatten_state(item, f"{path}.{key}")]
+    return [(path, value.tolist() if isinstance(value, torch.Tensor) else value)]
 
 
 def states_of(objects):
-    return [flat(subject.state_dict()) for subject in objects.values()]
+    return [flatten_state(subject.state_dict()) for subject in objects.values()]
 
 
 def save_trained(mesh, path, layout, background):
-    save(path, trained(), mesh=mesh, layout=layout, background=background, extra={"epoch": 3})
+    save(path, make_trained(), mesh=mesh, layout=layout, background=background, extra={"epoch": 3})
     return sorted(os.listdir(path))
 
 
 def load_trained(mesh, path):
-    objects = trained(seed=1)
+    objects = make_trained(seed=1)
     loaded = load(path, objects, mesh=mesh)
     return states_of(objects), loaded.extra
 
@@ -67,7 +67,7 @@ def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path, ranks, la
     names = save_trained(SOLO, *arguments) if ranks == 1 else on_mesh(ranks, save_trained, *arguments)[0]
     files = [f"tensors-{rank}.safetensors" for rank in range(ranks)] if layout == "sharded" else ["tensors.safetensors"]
     assert names == ["manifest.json", *files]
-    expected = (states_of(trained()), {"epoch": 3})
+    expected = (states_of(make_trained()), {"epoch": 3})
     assert load_trained(SOLO, path) == expected
     for readers in (2, 3):
         assert on_mesh(readers, load_trained, path) == [expected] * readers
@@ -83,7 +83,7 @@ def test_each_rank_of_a_sharded_save_writes_about_as_much(tmp_path):
     assert max(sizes) - min(sizes) <= 30 * 20 * 4
 
 
-def test_tensors_are_dealt_by_bytes_and_alike_whatever_their_order():
+def test_tensors_are_assigned_by_bytes_whatever_their_order():
     sizes = {"a": 100, "b": 60, "c": 50, "d": 0, "e": 1}
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}
     assert assign_tensors(tensors, ranks=2) == [["a", "e", "d"], ["b", "c"]]
@@ -146,7 +146,7 @@ def save_elsewhere(mesh, path):
 
 
 @pytest.mark.slow
-def test_a_file_that_holds_nothing_that_is_wanted_is_not_read(tmp_path):
+def test_a_file_without_wanted_tensors_is_not_read(tmp_path):
     on_mesh(2, save_one_each, tmp_path / "c")
     holders = {name: entry.name for entry in read_manifest(tmp_path / "c").files for name in entry.tensors}
     assert holders["large.t"] != holders["small.t"]

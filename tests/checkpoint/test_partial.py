@@ -1,4 +1,4 @@
-"""Loading what does not fit: refused with a difference that people read, or taken in part on request."""
+"""Loading a state that does not fit: refused with a readable difference, or loaded in part on request."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def refusal(path, objects, **options):
     return str(caught.value)
 
 
-def test_the_difference_names_what_is_missing_unexpected_and_misshapen(tmp_path):
+def test_the_error_names_missing_unexpected_and_mismatched_tensors(tmp_path):
     saved = encoder(10)
     saved["old"] = nn.Linear(1, 1, bias=False)
     save(tmp_path / "c", {"model": saved})
@@ -55,7 +55,7 @@ def test_no_kind_of_difference_takes_more_than_a_few_lines():
     assert shorten_names(names) == [*names[:6], "and 4 more"]
 
 
-def test_what_fits_is_taken_on_request_and_the_rest_told(tmp_path):
+def test_with_strict_false_fitting_tensors_load_and_the_rest_is_reported(tmp_path):
     saved, here = encoder(10), encoder(100)
     save(tmp_path / "c", {"model": saved})
     head = here["head"].weight.clone()
@@ -72,7 +72,7 @@ def test_what_fits_is_taken_on_request_and_the_rest_told(tmp_path):
     assert load(tmp_path / "c", {"model": saved}, mesh=SOLO, strict=False).left_out == ""
 
 
-def test_a_dtype_that_would_lose_digits_is_named_and_one_that_keeps_them_is_not(tmp_path):
+def test_only_a_dtype_that_loses_precision_is_a_difference(tmp_path):
     save(tmp_path / "c", {"model": nn.Linear(2, 1, bias=False)})
     wide = nn.Linear(2, 1, bias=False).double()
     load(tmp_path / "c", {"model": wide}, mesh=SOLO)
@@ -95,7 +95,7 @@ def stepped(model, kind=torch.optim.Adam, **options):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_optimizer_of_other_parameters_is_refused_where_torch_would_take_it(tmp_path, strict):
+def test_an_optimizer_of_other_parameters_raises_although_torch_takes_it(tmp_path, strict):
     save(tmp_path / "c", {"optimizer": stepped(nn.Linear(3, 2))})
     other = torch.optim.Adam(nn.Linear(5, 2).parameters())
     text = refusal(tmp_path / "c", {"optimizer": other}, strict=strict)
@@ -106,7 +106,7 @@ def test_an_optimizer_of_other_parameters_is_refused_where_torch_would_take_it(t
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_every_optimizer_of_torch_comes_back(tmp_path, kind):
+def test_every_optimizer_of_torch_is_restored(tmp_path, kind):
     model = nn.Linear(3, 2)
     if kind == "LBFGS":
         optimizer = torch.optim.LBFGS(model.parameters())
@@ -120,7 +120,7 @@ def test_every_optimizer_of_torch_comes_back(tmp_path, kind):
     assert str(reference.state_dict()) == str(optimizer.state_dict())
 
 
-def test_an_object_s_own_complaint_is_passed_on(tmp_path):
+def test_the_error_quotes_the_objects_own_exception(tmp_path):
     class Fussy(Holder):
         def load_state_dict(self, _state):
             raise ValueError("no such thing")

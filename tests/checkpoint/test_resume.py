@@ -1,4 +1,4 @@
-"""A training that is killed and started again goes on bit for bit: real runs, on 1, 2 and 3 workers."""
+"""A training run that is killed and started again continues bit for bit: real runs, on 1, 2 and 3 workers."""
 
 import subprocess
 from pathlib import Path
@@ -73,7 +73,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "layout", "seeding", "others"), CASES)
-def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_bit_for_bit(
+def test_a_run_killed_in_an_epoch_continues_bit_for_bit(
     tmp_path: Path, workers: int, layout: str, seeding: str, others: list[int]
 ) -> None:
     uninterrupted = run(tmp_path, workers, -1, layout, seeding, folder_name="none")
@@ -86,7 +86,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_bit_for_bit(
     resumed = run(tmp_path, workers, -1, layout, seeding, folder_name="row")
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout.splitlines() == whole[6:]
-    # The same checkpoint on other numbers of workers: the same training but for the rounding of sums.
+    # The same checkpoint on another number of workers gives the same training, except for the rounding of sums.
     for other in others:
         moved = run(tmp_path, other, -1, layout, seeding, folder_name="row")
         assert moved.returncode == 0, moved.stderr

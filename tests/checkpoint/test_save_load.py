@@ -1,3 +1,5 @@
+"""What is saved is what is loaded: values, types, tied tensors, random number generators."""
+
 import copy
 import random
 
@@ -35,7 +37,7 @@ def train(model, optimizer, scheduler, steps):
 
 
 @pytest.mark.slow
-def test_training_goes_on_bit_for_bit_as_if_it_had_never_stopped(tmp_path):
+def test_training_continues_bit_for_bit_after_a_restart(tmp_path):
     first = model_and_optimizer(0)
     train(*first, 2)
     save(tmp_path / "c", dict(zip("mos", first, strict=True)))
@@ -46,7 +48,7 @@ def test_training_goes_on_bit_for_bit_as_if_it_had_never_stopped(tmp_path):
     assert second[2].milestones == first[2].milestones
 
 
-def test_every_writable_value_comes_back_with_its_type(tmp_path):
+def test_every_writable_value_is_restored_with_its_type(tmp_path):
     tensor = torch.arange(6.0).reshape(2, 3)
     state = {
         "numbers": [1, 2**100, -3, 1.0, 0.1, float("inf"), float("-inf"), True, None],
@@ -84,14 +86,14 @@ def test_every_writable_value_comes_back_with_its_type(tmp_path):
                 assert [type(item) for item in found] == [type(item) for item in value]
 
 
-def test_nan_comes_back_as_nan(tmp_path):
+def test_nan_is_restored_as_nan(tmp_path):
     save(tmp_path / "c", {"thing": Holder({"value": float("nan")})})
     back = Holder()
     load(tmp_path / "c", {"thing": back}, mesh=SOLO)
     assert back.state["value"] != back.state["value"]
 
 
-def test_tied_tensors_lie_in_the_file_once_and_come_back_tied(tmp_path):
+def test_tied_tensors_are_saved_once_and_restored_tied(tmp_path):
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
     model[1].weight = model[0].weight
     save(tmp_path / "c", {"model": model, "list": Holder([model[0].weight, model[0].weight])})
@@ -111,7 +113,7 @@ def test_tensors_are_found_by_safetensors_alone_under_dotted_names(tmp_path):
     assert torch.equal(tensors["optimizer.state.0.exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
-def test_two_ways_with_one_name_do_not_mix(tmp_path):
+def test_two_paths_with_one_name_do_not_mix(tmp_path):
     thing = Holder({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}})
     save(tmp_path / "c", {"thing": thing})
     back = Holder()
@@ -124,7 +126,7 @@ def draws():
     return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random(), random.gauss(0, 1)
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path):
+def test_random_numbers_continue_where_they_were(tmp_path):
     random.gauss(0, 1)
     save(tmp_path / "c", {})
     expected = draws()
@@ -133,7 +135,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     assert draws() == expected
 
 
-def test_the_generators_are_left_alone_on_request(tmp_path):
+def test_with_random_false_the_generators_stay(tmp_path):
     torch.manual_seed(1)
     save(tmp_path / "c", {})
     torch.manual_seed(2)
@@ -168,7 +170,7 @@ def test_a_loaded_checkpoint_does_not_follow_the_file(tmp_path):
         ({"c": 1j}, "thing.c", "complex"),
     ],
 )
-def test_a_value_that_cannot_be_written_is_named_by_its_way(tmp_path, state, where, what):
+def test_a_value_that_cannot_be_written_is_named_by_its_path(tmp_path, state, where, what):
     with pytest.raises(CheckpointError) as caught:
         save(tmp_path / "c", {"thing": Holder(state)})
     assert f"{where} to be made of" in str(caught.value)
@@ -176,7 +178,7 @@ def test_a_value_that_cannot_be_written_is_named_by_its_way(tmp_path, state, whe
     assert not (tmp_path / "c").exists()
 
 
-def test_extra_data_comes_back_or_is_refused_by_its_way(tmp_path):
+def test_extra_data_is_restored_or_refused_by_its_path(tmp_path):
     extra = {"epoch": 1, "history": [0.5, float("nan")], "best": torch.ones(2), "seen": np.arange(2)}
     save(tmp_path / "c", {"thing": Holder({"t": extra["best"]})}, extra=extra)
     back = load(tmp_path / "c", {}, mesh=SOLO).extra
@@ -250,7 +252,7 @@ def test_rank_0_writes_and_every_rank_gets_its_state(tmp_path, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["whole", "sharded"])
-def test_generators_that_differ_go_on_where_each_rank_had_them(tmp_path, layout):
+def test_different_generators_are_restored_on_each_rank(tmp_path, layout):
     draws = [draw for _, draw in on_mesh(2, save_own_rank, tmp_path / "c", layout, [1, 2])]
     assert draws[0] != draws[1]
     assert [state[2] for state in on_mesh(2, load_state, tmp_path / "c")] == draws
@@ -260,7 +262,7 @@ def test_generators_that_differ_go_on_where_each_rank_had_them(tmp_path, layout)
 
 
 @pytest.mark.slow
-def test_what_stops_rank_0_is_raised_on_all(tmp_path):
+def test_a_failure_of_rank_0_raises_on_all_ranks(tmp_path):
     errors = on_mesh(2, error_of, tmp_path / "c", {"rate": 0.1})
     assert "rate to have state_dict" in errors[0]
     assert "rank 0 failed" in errors[1]

@@ -1,7 +1,7 @@
-"""Every collective: how a process runs it, and what one process alone computes from all ranks' inputs.
+"""Every collective: how a process runs it, and what one process computes from the inputs of all ranks.
 
-Inputs are small whole numbers, so that every reduction of every dtype is exact. `run` gives what the rank holds
-afterwards, `expected` the same from the inputs of all ranks; None where the result is undefined there.
+Inputs are small whole numbers, so that every reduction of every dtype is exact. `run` returns what the rank holds
+afterwards. `expected` computes the same from the inputs of all ranks; it is empty if the result is undefined there.
 """
 
 import functools
@@ -34,7 +34,7 @@ AVERAGED = [torch.float64, torch.float32]
 
 @dataclass(frozen=True)
 class Caller:
-    """Where a process is: its rank in a group of so many, and how it is to call."""
+    """A process that calls a collective: its rank, its group, and whether it calls asynchronously."""
 
     rank: int
     size: int
@@ -43,27 +43,27 @@ class Caller:
     device: torch.device
 
     def done(self, work: Any) -> None:
-        """Wait where the call was asynchronous; else it must have waited."""
+        """Wait for an asynchronous call; assert that another call has waited."""
         assert (work is not None) == self.asynchronous
         if work is not None:
             work.wait()
             assert work.is_completed()
 
 
-def given(rank: int, dtype: torch.dtype, shape: tuple[int, ...], salt: int = 0) -> Tensor:
-    """A rank's input."""
+def make_input(rank: int, dtype: torch.dtype, shape: tuple[int, ...], salt: int = 0) -> Tensor:
+    """Return the input of a rank."""
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     return torch.randint(0, 3, shape, generator=generator).to(dtype)
 
 
-def reduced(name: str, tensors: list[Tensor]) -> Tensor:
-    """What one process makes of all ranks' tensors."""
+def reduce_on_one_process(name: str, tensors: list[Tensor]) -> Tensor:
+    """Reduce all ranks' tensors in one process."""
     if name == "avg":
         return functools.reduce(torch.add, tensors) / len(tensors)
     return functools.reduce(REDUCTIONS[name][1], tensors).to(tensors[0].dtype)
 
 
-def operation(name: str) -> Any:
+def reduction_op(name: str) -> Any:
     return ReduceOp.AVG if name == "avg" else REDUCTIONS[name][0]
 
 
@@ -71,21 +71,21 @@ Shape = tuple[int, ...]
 
 
 def run(case: str, caller: Caller, dtype: torch.dtype, shape: Shape) -> list[Tensor]:
-    """Call the collective; the tensors that it has written."""
+    """Call the collective, and return the tensors that it has written."""
     name, _, how = case.partition(" ")
-    mine = given(caller.rank, dtype, shape).to(caller.device)
+    mine = make_input(caller.rank, dtype, shape).to(caller.device)
     options: dict[str, Any] = {"group": caller.group, "async_op": caller.asynchronous}
     found = RUNS[name](caller, mine, how, options)
     return [tensor.cpu() for tensor in found]
 
 
-def rows(rank: int, how: str) -> int:
-    """How many more rows a rank has where sizes are uneven."""
+def extra_rows(rank: int, how: str) -> int:
+    """Return how many extra rows a rank has if sizes are uneven."""
     return rank if how == "uneven" else 0
 
 
-def longer(tensor: Tensor, more: int) -> Tensor:
-    """A tensor of one dim more, with 1 + `more` equal rows."""
+def repeat_rows(tensor: Tensor, more: int) -> Tensor:
+    """Return a tensor with one more dim, of 1 + `more` equal rows."""
     return tensor.unsqueeze(0).repeat(1 + more, *([1] * tensor.dim()))
 
 
@@ -95,33 +95,33 @@ def run_broadcast(caller: Caller, mine: Tensor, _how: str, options: dict[str, An
 
 
 def run_all_reduce(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    caller.done(collectives.all_reduce(mine, operation(how), **options))
+    caller.done(collectives.all_reduce(mine, reduction_op(how), **options))
     return [mine]
 
 
 def run_reduce(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    caller.done(collectives.reduce(mine, None, operation(how), group_dst=1, **options))
+    caller.done(collectives.reduce(mine, None, reduction_op(how), group_dst=1, **options))
     return [mine] if caller.rank == 1 else []
 
 
 def run_all_gather(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    into = [torch.zeros_like(longer(mine, rows(rank, how))) for rank in range(caller.size)]
-    caller.done(collectives.all_gather(into, longer(mine, rows(caller.rank, how)), **options))
+    into = [torch.zeros_like(repeat_rows(mine, extra_rows(rank, how))) for rank in range(caller.size)]
+    caller.done(collectives.all_gather(into, repeat_rows(mine, extra_rows(caller.rank, how)), **options))
     return into
 
 
 def run_all_gather_single(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    whole = torch.zeros_like(longer(mine, caller.size - 1))
+    whole = torch.zeros_like(repeat_rows(mine, caller.size - 1))
     called = collectives.all_gather_into_tensor if how == "old name" else collectives.all_gather_single
-    caller.done(called(whole, mine if how == "stacked" else longer(mine, 0), **options))
+    caller.done(called(whole, mine if how == "stacked" else repeat_rows(mine, 0), **options))
     return [whole]
 
 
 def run_gather(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     into = None
     if caller.rank == 1:
-        into = [torch.zeros_like(longer(mine, rows(rank, how))) for rank in range(caller.size)]
-    caller.done(collectives.gather(longer(mine, rows(caller.rank, how)), into, group_dst=1, **options))
+        into = [torch.zeros_like(repeat_rows(mine, extra_rows(rank, how))) for rank in range(caller.size)]
+    caller.done(collectives.gather(repeat_rows(mine, extra_rows(caller.rank, how)), into, group_dst=1, **options))
     return into or []
 
 
@@ -129,18 +129,19 @@ def run_scatter(caller: Caller, mine: Tensor, how: str, options: dict[str, Any])
     given_list = None
     if caller.rank == 1:
         given_list = [
-            longer(mine + rank if mine.dtype != torch.bool else mine, rows(rank, how)) for rank in range(caller.size)
+            repeat_rows(mine + rank if mine.dtype != torch.bool else mine, extra_rows(rank, how))
+            for rank in range(caller.size)
         ]
-    into = torch.zeros_like(longer(mine, rows(caller.rank, how)))
+    into = torch.zeros_like(repeat_rows(mine, extra_rows(caller.rank, how)))
     caller.done(collectives.scatter(into, given_list, group_src=1, **options))
     return [into]
 
 
 def run_reduce_scatter(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     kind, _, uneven = how.partition(" ")
-    pieces = [longer(mine * (rank + 1), rows(rank, uneven)) for rank in range(caller.size)]
+    pieces = [repeat_rows(mine * (rank + 1), extra_rows(rank, uneven)) for rank in range(caller.size)]
     into = torch.zeros_like(pieces[caller.rank])
-    caller.done(collectives.reduce_scatter(into, pieces, operation(kind), **options))
+    caller.done(collectives.reduce_scatter(into, pieces, reduction_op(kind), **options))
     return [into]
 
 
@@ -149,20 +150,20 @@ def run_reduce_scatter_single(caller: Caller, mine: Tensor, how: str, options: d
     whole = torch.stack([mine * (rank + 1) for rank in range(caller.size)])
     into = torch.zeros_like(whole[0] if form == "stacked" else whole[:1])
     called = collectives.reduce_scatter_tensor if form == "old name" else collectives.reduce_scatter_single
-    caller.done(called(into, whole, operation(kind), **options))
+    caller.done(called(into, whole, reduction_op(kind), **options))
     return [into.reshape(whole[:1].shape)]
 
 
 def run_all_to_all(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    sent = [longer(mine, rows(rank + caller.rank, how)) for rank in range(caller.size)]
-    into = [torch.zeros_like(longer(mine, rows(rank + caller.rank, how))) for rank in range(caller.size)]
+    sent = [repeat_rows(mine, extra_rows(rank + caller.rank, how)) for rank in range(caller.size)]
+    into = [torch.zeros_like(repeat_rows(mine, extra_rows(rank + caller.rank, how))) for rank in range(caller.size)]
     caller.done(collectives.all_to_all(into, sent, **options))
     return into
 
 
 def run_all_to_all_single(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    lengths = [1 + rows(rank + caller.rank, how) for rank in range(caller.size)]
-    sent = torch.cat([longer(mine, length - 1) for length in lengths])
+    lengths = [1 + extra_rows(rank + caller.rank, how) for rank in range(caller.size)]
+    sent = torch.cat([repeat_rows(mine, length - 1) for length in lengths])
     into = torch.zeros_like(sent)
     splits = (lengths, lengths) if how == "uneven" else (None, None)
     caller.done(collectives.all_to_all_single(into, sent, *splits, **options))
@@ -170,22 +171,23 @@ def run_all_to_all_single(caller: Caller, mine: Tensor, how: str, options: dict[
 
 
 def run_all_reduce_coalesced(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    tensors = [mine, longer(mine, 2)]
-    caller.done(collectives.all_reduce_coalesced(tensors, operation(how), **options))
+    tensors = [mine, repeat_rows(mine, 2)]
+    caller.done(collectives.all_reduce_coalesced(tensors, reduction_op(how), **options))
     return tensors
 
 
 def run_all_gather_coalesced(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
     into = [
-        [torch.zeros_like(mine), torch.zeros_like(longer(mine, 1 + rows(rank, how)))] for rank in range(caller.size)
+        [torch.zeros_like(mine), torch.zeros_like(repeat_rows(mine, 1 + extra_rows(rank, how)))]
+        for rank in range(caller.size)
     ]
-    tensors = [mine, longer(mine, 1 + rows(caller.rank, how))]
+    tensors = [mine, repeat_rows(mine, 1 + extra_rows(caller.rank, how))]
     caller.done(collectives.all_gather_coalesced(into, tensors, **options))
     return [tensor for tensors in into for tensor in tensors]
 
 
 def run_send(caller: Caller, mine: Tensor, how: str, options: dict[str, Any]) -> list[Tensor]:
-    """Each to the next, in a ring."""
+    """Each rank sends to the next one, in a ring."""
     into = torch.zeros_like(mine)
     following, before = (caller.rank + 1) % caller.size, (caller.rank - 1) % caller.size
     group = options["group"]
@@ -233,59 +235,69 @@ RUNS: dict[str, Callable[[Caller, Tensor, str, dict[str, Any]], list[Tensor]]] =
 
 
 def expected(case: str, rank: int, size: int, dtype: torch.dtype, shape: Shape) -> list[Tensor]:
-    """What `run` gives on a rank, computed by one process."""
+    """Return what `run` returns on a rank, computed by one process."""
     name, _, how = case.partition(" ")
-    inputs = [given(each, dtype, shape) for each in range(size)]
+    inputs = [make_input(each, dtype, shape) for each in range(size)]
     if name == "broadcast":
         return [inputs[size - 1]]
     if name == "all_reduce":
-        return [reduced(how, inputs)]
+        return [reduce_on_one_process(how, inputs)]
     if name == "reduce":
-        return [reduced(how, inputs)] if rank == 1 else []
+        return [reduce_on_one_process(how, inputs)] if rank == 1 else []
     if name == "all_gather":
-        return [longer(tensor, rows(each, how)) for each, tensor in enumerate(inputs)]
+        return [repeat_rows(tensor, extra_rows(each, how)) for each, tensor in enumerate(inputs)]
     if name == "all_gather_single":
         return [torch.stack(inputs)]
     if name == "gather":
-        return [longer(tensor, rows(each, how)) for each, tensor in enumerate(inputs)] if rank == 1 else []
+        return [repeat_rows(tensor, extra_rows(each, how)) for each, tensor in enumerate(inputs)] if rank == 1 else []
     if name == "scatter":
-        return [longer(inputs[1] + rank if dtype != torch.bool else inputs[1], rows(rank, how))]
+        return [repeat_rows(inputs[1] + rank if dtype != torch.bool else inputs[1], extra_rows(rank, how))]
     if name == "reduce_scatter":
         kind, _, uneven = how.partition(" ")
-        return [longer(reduced(kind, [tensor * (rank + 1) for tensor in inputs]), rows(rank, uneven))]
+        return [
+            repeat_rows(
+                reduce_on_one_process(kind, [tensor * (rank + 1) for tensor in inputs]), extra_rows(rank, uneven)
+            )
+        ]
     if name == "reduce_scatter_single":
-        return [longer(reduced(how.partition(" ")[0], [tensor * (rank + 1) for tensor in inputs]), 0)]
+        return [
+            repeat_rows(reduce_on_one_process(how.partition(" ")[0], [tensor * (rank + 1) for tensor in inputs]), 0)
+        ]
     if name == "all_to_all":
-        return [longer(tensor, rows(rank + each, how)) for each, tensor in enumerate(inputs)]
+        return [repeat_rows(tensor, extra_rows(rank + each, how)) for each, tensor in enumerate(inputs)]
     if name == "all_to_all_single":
-        return [torch.cat([longer(tensor, rows(rank + each, how)) for each, tensor in enumerate(inputs)])]
+        return [torch.cat([repeat_rows(tensor, extra_rows(rank + each, how)) for each, tensor in enumerate(inputs)])]
     if name == "all_reduce_coalesced":
-        return [reduced(how, inputs), longer(reduced(how, inputs), 2)]
+        return [reduce_on_one_process(how, inputs), repeat_rows(reduce_on_one_process(how, inputs), 2)]
     if name == "all_gather_coalesced":
-        return [part for each, tensor in enumerate(inputs) for part in (tensor, longer(tensor, 1 + rows(each, how)))]
+        return [
+            part
+            for each, tensor in enumerate(inputs)
+            for part in (tensor, repeat_rows(tensor, 1 + extra_rows(each, how)))
+        ]
     assert name == "send"
     return [inputs[(rank - 1) % size]]
 
 
 def dtypes(case: str, backend: str = "gloo") -> list[torch.dtype]:
-    """What a case is run with."""
+    """Return the dtypes of a case."""
     name, _, how = case.partition(" ")
     kind = how.partition(" ")[0]
     if kind == "avg":
         return AVERAGED
     found = REDUCTIONS[kind][2] if kind in REDUCTIONS else MOVED
-    # torch shows NCCL, which has none, complex numbers as pairs of reals, but not in these.
+    # NCCL has no complex numbers. torch passes them as pairs of reals, but not in these operations.
     by_reals = backend != "nccl" or name not in ("reduce", "reduce_scatter", "reduce_scatter_single")
     return [dtype for dtype in found if by_reals or not dtype.is_complex]
 
 
-def lacking(case: str, asynchronous: bool, backend: str) -> str:
-    """Why a backend does not have a case; "" where it has."""
+def missing_in_backend(case: str, asynchronous: bool, backend: str) -> str:
+    """Return why a backend does not have a case; "" if it has."""
     name, _, how = case.partition(" ")
     if backend == "nccl" and how.partition(" ")[0] in ("band", "bor", "bxor"):
         return "NCCL has no bitwise reductions"
     if backend == "nccl" and name == "send" and asynchronous:
-        return "NCCL wants messages both ways between two ranks as one group; ours are begun one by one"
+        return "NCCL takes messages in both directions between two ranks as one group; ours begin one by one"
     return ""
 
 
@@ -322,14 +334,14 @@ CASES = [
 
 
 @functools.cache
-def some_group(size: int) -> Any:
-    """A group of all ranks but the first, or of both where there are two; made by all ranks alike."""
+def make_group(size: int) -> Any:
+    """Make a group of all ranks except the first, or of both ranks of two. All ranks call it."""
     return dist.new_group(list(range(size))[-max(2, size - 1) :])
 
 
-def on_group(mesh: Mesh, case: str, whole: bool, asynchronous: bool, shapes: list[Shape]) -> list[Any]:
-    """A case for every dtype and shape; None for a rank outside of the group."""
-    group = None if whole else some_group(mesh.size)
+def run_on_group(mesh: Mesh, case: str, whole: bool, asynchronous: bool, shapes: list[Shape]) -> list[Any]:
+    """Run a case for every dtype and shape; return nothing on a rank outside the group."""
+    group = None if whole else make_group(mesh.size)
     rank = dist.get_rank(group)
     if rank < 0:
         assert collectives.all_reduce(torch.ones(1), group=group) is None
@@ -339,8 +351,8 @@ def on_group(mesh: Mesh, case: str, whole: bool, asynchronous: bool, shapes: lis
     return [(rank, caller.size, [run(case, caller, dtype, shape) for dtype in kinds for shape in shapes])]
 
 
-def require_right(case: str, answers: list[list[Any]], shapes: list[Shape], backend: str = "gloo") -> None:
-    """Compare what ranks found with what one process computes."""
+def require_expected(case: str, answers: list[list[Any]], shapes: list[Shape], backend: str = "gloo") -> None:
+    """Compare the results of the ranks with what one process computes."""
     assert sum(map(len, answers)) >= 2
     for answer in answers:
         for rank, size, found in answer:

@@ -1,11 +1,11 @@
 """Every collective gives what one process computes: all dtypes, on all ranks and on a group, 2, 3 and 4 processes.
 
-With Gloo everywhere; with NCCL too where there is a GPU for each of two processes or more.
+The tests use Gloo, and NCCL too if there is a GPU for each of at least two processes.
 """
 
 import pytest
 import torch
-from collectives.cases import CASES, lacking, on_group, require_right
+from collectives.cases import CASES, missing_in_backend, require_expected, run_on_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.processes import on_mesh
@@ -19,30 +19,30 @@ WAYS = [
 ]
 SHAPES = [(), (3,), (2, 0), (2, 3)]
 GPUS = torch.cuda.device_count()
-WITH_NCCL = [way for way in WAYS if not lacking(*way.values, "nccl")]
+WITH_NCCL = [way for way in WAYS if not missing_in_backend(*way.values, "nccl")]
 if GPUS < 2:
-    why = f"NCCL takes one GPU for each of at least 2 processes, and here are {GPUS}: the table ran with Gloo only"
-    WITH_NCCL = [pytest.param("the whole table", False, marks=pytest.mark.skip(reason=why))]
+    why = f"NCCL takes one GPU for each of at least 2 processes, and there are {GPUS}: the cases ran with Gloo only"
+    WITH_NCCL = [pytest.param("all cases", False, marks=pytest.mark.skip(reason=why))]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("whole", [True, False], ids=["all ranks", "a group"])
 @pytest.mark.parametrize(("case", "asynchronous"), WAYS)
 def test_a_collective_gives_what_one_process_computes(case: str, asynchronous: bool, whole: bool, size: int):
-    answers = on_mesh(size, on_group, case, whole, asynchronous, SHAPES)
-    require_right(case, answers, SHAPES)
+    answers = on_mesh(size, run_on_group, case, whole, asynchronous, SHAPES)
+    require_expected(case, answers, SHAPES)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all ranks", "a group"])
 @pytest.mark.parametrize(("case", "asynchronous"), WITH_NCCL)
-def test_a_collective_gives_it_with_nccl_too(case: str, asynchronous: bool, whole: bool):
-    answers = on_mesh(min(GPUS, 4), on_group, case, whole, asynchronous, SHAPES, backend="nccl")
-    require_right(case, answers, SHAPES, "nccl")
+def test_a_collective_gives_the_same_with_nccl(case: str, asynchronous: bool, whole: bool):
+    answers = on_mesh(min(GPUS, 4), run_on_group, case, whole, asynchronous, SHAPES, backend="nccl")
+    require_expected(case, answers, SHAPES, "nccl")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "send batch"])
 @settings(max_examples=10, deadline=None)
 @given(shapes=st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=3))
 def test_a_collective_takes_any_shape(case: str, shapes: list[tuple[int, ...]]):
-    answers = on_mesh(3, on_group, case, True, False, shapes)
-    require_right(case, answers, shapes)
+    answers = on_mesh(3, run_on_group, case, True, False, shapes)
+    require_expected(case, answers, shapes)

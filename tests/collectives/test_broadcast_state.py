@@ -1,4 +1,4 @@
-"""Handing a model and an optimizer to all ranks, and asking whether all have the same."""
+"""A model and an optimizer are broadcast to all ranks, and compared between ranks."""
 
 import copy
 from typing import Any
@@ -36,7 +36,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 
 def broadcast_and_compare(mesh: Mesh, root: int, way: str) -> Any:
-    """Each rank has another model, and only the root's optimizer has a state: what a rank has before and after."""
+    """Broadcast one rank's model and optimizer state; return this rank's states before and after."""
     model = Net(mesh.rank)
     optimizer = stepped(model, 2 if mesh.rank == root else 0)
     before = states(model, optimizer)
@@ -54,7 +54,7 @@ def broadcast_and_compare(mesh: Mesh, root: int, way: str) -> Any:
 
 @pytest.mark.parametrize("way", ["module", "state_dict", "named_parameters"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_ranks_get_the_roots_model_and_optimizer(size: int, way: str):
+def test_all_ranks_receive_the_root_ranks_model_and_optimizer(size: int, way: str):
     answers = on_mesh(size, broadcast_and_compare, 1, way)
     wanted, wanted_state = answers[1][0]
     assert wanted_state["state"][0]["step"] == 2
@@ -77,13 +77,13 @@ def other_rate(mesh: Mesh) -> None:
     require_synchronized(model, torch.optim.SGD(model.parameters(), lr=0.1 * (1 + (mesh.rank == 2))))
 
 
-def test_what_differs_is_named_with_its_ranks():
+def test_the_error_names_each_difference_with_its_ranks():
     with pytest.raises(RanksDiverged, match=r"first\.weight \(rank 1\)"):
         on_mesh(2, other_shapes)
     with pytest.raises(RanksDiverged, match=r"optimizer\['param_groups'\]\[0\]\['lr'\] \(rank 2\)"):
         on_mesh(3, other_rate)
 
 
-def test_what_has_no_names_is_refused():
+def test_parameters_without_names_raise():
     with pytest.raises(ConfigError, match="state_dict"):
         named_tensors([torch.ones(3)])

@@ -1,4 +1,4 @@
-"""Ranks that part are found by whoever comes later, without a message."""
+"""Ranks that diverge are detected by the rank that arrives later, without a message."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ SAME = [("call 1 of job 'train'", (1, 2))] * 3
 
 
 def check_sync_points(mesh, steps):
-    """What a rank that comes to `steps[rank]` in turn meets with: an error's text, or the notices said."""
+    """Reach the sync points `steps[rank]` in turn; return the text of an error, and the notices."""
     messages: list[str] = []
     detector = DesyncDetector(mesh, notify=messages.append)
     with_detector = replace(mesh, desync_detector=detector)
@@ -39,13 +39,13 @@ def outcomes(steps):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_make_the_same_calls_hear_nothing(size):
+def test_ranks_that_make_the_same_calls_raise_nothing(size):
     steps = [[(f"call {number} of job 'train'", (number, 7)) for number in range(3 * SLOTS)] + [("end", ())]] * size
     assert on_mesh(size, check_sync_points, steps) == [("", [])] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_another_call_is_named_with_its_ranks_and_line(size):
+def test_the_error_names_a_different_call_with_ranks_and_line(size):
     last = [*SAME, ("call 1 of job 'evaluate'", (1, 2))]
     first = [*SAME, ("call 4 of job 'train'", (1, 2))]
     found = [text for text in outcomes([*([first] * (size - 1)), last]) if text]
@@ -54,7 +54,7 @@ def test_another_call_is_named_with_its_ranks_and_line(size):
     assert all(f"rank {size - 1} reached" in text and "test_desync_detection.py:" in text for text in found)
 
 
-def test_other_values_are_named_with_the_argument_and_the_odd_rank():
+def test_the_error_names_the_argument_and_the_rank_with_other_values():
     found = [text for text in outcomes([SAME, SAME, [*SAME[:-1], (SAME[0][0], UNLIKE)]]) if text]
     assert found
     assert all("labels on rank" in text for text in found)
@@ -62,13 +62,13 @@ def test_other_values_are_named_with_the_argument_and_the_odd_rank():
     assert not any("images" in text for text in found)
 
 
-def test_a_rank_whose_script_ended_is_named():
+def test_the_error_names_a_rank_whose_script_ended():
     found = [text for text in outcomes([SAME, [*SAME[:2], ("end", ())]]) if text]
     assert found
     assert all("the end of the script" in text for text in found)
 
 
-def test_a_rank_that_is_far_ahead_is_not_compared_with_what_it_has_overwritten():
+def test_a_rank_that_is_far_ahead_is_not_compared_with_overwritten_slots():
     ahead = [(f"call {number}", ()) for number in range(SLOTS + 5)]
     behind = [(f"call {number}", ()) for number in range(3)]
     assert outcomes([ahead, behind]) == ["", ""]
@@ -79,7 +79,7 @@ def test_long_texts_and_many_digests_fit():
     assert outcomes(steps) == ["", ""]
 
 
-def test_a_difference_at_the_end_of_a_long_text_is_found_by_its_digest():
+def test_a_difference_at_the_end_of_a_long_text_is_found():
     steps = [[("x" * 5000 + end, ())] for end in "ab"]
     assert any(outcomes(steps))
 
@@ -99,7 +99,7 @@ def full(**_: object):
     raise OSError(28, "No space left on device")
 
 
-def test_without_shared_memory_nothing_is_compared_and_that_is_said():
+def test_without_shared_memory_nothing_is_compared_and_the_user_is_notified():
     messages = on_mesh(2, without_memory)
     assert [len(texts) for texts in messages] == [1, 1]
     assert "cannot check" in messages[0][0]

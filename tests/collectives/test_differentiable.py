@@ -1,4 +1,4 @@
-"""Gradients through collectives are those of one script that has all ranks' tensors."""
+"""Gradients through collectives equal those of one process that has all ranks' tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +14,15 @@ from rankless.errors import ConfigError
 from rankless.parallel.mesh import Mesh
 
 
-def given(rank: int, size: int, case: str) -> Tensor:
+def make_input(rank: int, size: int, case: str) -> Tensor:
     rows = {"uneven all_gather": 1 + rank, "uneven reduce_scatter": size * (size + 1) // 2}.get(case, size * 2)
     if case == "uneven all_to_all":
         rows = sum(1 + rank + other for other in range(size))
     return torch.randn(rows, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def weigh(rank: int, result: Tensor) -> Tensor:
-    """What a rank makes of its result: not linear, and another on each."""
+def weighted_loss(rank: int, result: Tensor) -> Tensor:
+    """Return a loss of a rank's result that is not linear, and different on each rank."""
     return ((rank + 1) * result.sin() * result).sum()
 
 
@@ -87,30 +87,30 @@ CASES: dict[str, tuple[Run, Whole]] = {
 }
 
 
-def on_rank(mesh: Mesh, case: str) -> tuple[Tensor, Tensor]:
-    mine = given(mesh.rank, mesh.size, case).requires_grad_()
+def run_on_rank(mesh: Mesh, case: str) -> tuple[Tensor, Tensor]:
+    mine = make_input(mesh.rank, mesh.size, case).requires_grad_()
     result = CASES[case][0](mine, mesh.rank, mesh.size)
-    weigh(mesh.rank, result).backward()
+    weighted_loss(mesh.rank, result).backward()
     assert mine.grad is not None
     return result.detach(), mine.grad
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_results_and_gradients_are_one_scripts(case: str, size: int):
-    inputs = [given(rank, size, case).requires_grad_() for rank in range(size)]
+def test_results_and_gradients_equal_those_of_one_process(case: str, size: int):
+    inputs = [make_input(rank, size, case).requires_grad_() for rank in range(size)]
     results = CASES[case][1](inputs, size)
-    torch.stack([weigh(rank, result) for rank, result in enumerate(results)]).sum().backward()
-    for (found, gradient), result, plain in zip(on_mesh(size, on_rank, case), results, inputs, strict=True):
+    torch.stack([weighted_loss(rank, result) for rank, result in enumerate(results)]).sum().backward()
+    for (found, gradient), result, plain in zip(on_mesh(size, run_on_rank, case), results, inputs, strict=True):
         torch.testing.assert_close(found, result.detach(), rtol=1e-12, atol=0)
         wanted = torch.zeros_like(plain) if plain.grad is None else plain.grad
         torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-14)
 
 
-def greatest(_mesh: Mesh) -> None:
+def all_reduce_max(_mesh: Mesh) -> None:
     differentiable.all_reduce(torch.ones(2, requires_grad=True), ReduceOp.MAX)
 
 
-def test_only_what_is_linear_has_a_gradient_here():
+def test_a_reduction_that_is_not_linear_raises():
     with pytest.raises(ConfigError, match="SUM or AVG in a differentiable all_reduce"):
-        on_mesh(2, greatest)
+        on_mesh(2, all_reduce_max)

@@ -1,4 +1,4 @@
-"""The distributed sampler: each sample once over all ranks, torch's own indices on request, and what it says."""
+"""The distributed sampler: each sample once over all ranks, torch's own indices on request, and its warnings."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def test_all_ranks_together_have_each_sample_once(count: int, size: int, shuffle
     epoch=st.integers(0, 9),
     drop_last=st.booleans(),
 )
-def test_with_padding_or_drop_last_the_indices_are_torchs(
+def test_with_padding_or_drop_last_the_indices_equal_torchs(
     count: int, size: int, shuffle: bool, seed: int, epoch: int, drop_last: bool
 ):
     for rank in range(size):
@@ -61,7 +61,7 @@ def test_with_padding_or_drop_last_the_indices_are_torchs(
             assert (ours.num_samples, ours.total_size) == (theirs.num_samples, theirs.total_size)
 
 
-def test_without_padding_the_order_is_torchs_without_what_it_repeats():
+def test_without_padding_the_order_is_torchs_without_repeated_samples():
     ours, theirs = samplers(10, 4)[3], TorchSampler(range(10), 4, 3)
     ours.set_epoch(2)
     theirs.set_epoch(2)
@@ -74,13 +74,13 @@ def place(_mesh: Mesh) -> tuple[int, int, list[int]]:
     return sampler.rank, sampler.num_replicas, list(sampler)
 
 
-def test_it_finds_the_joined_job_and_alone_it_is_one_of_one():
+def test_the_sampler_takes_rank_and_world_size_from_the_joined_job():
     assert on_mesh(3, place) == [(0, 3, [0, 3, 6]), (1, 3, [1, 4]), (2, 3, [2, 5])]
     alone = DistributedSampler(range(3), shuffle=False)
     assert (alone.rank, alone.num_replicas, list(alone)) == (0, 1, [0, 1, 2])
 
 
-def test_a_process_that_a_launcher_has_started_must_have_joined(monkeypatch: pytest.MonkeyPatch):
+def test_a_launched_process_must_join_before_it_makes_a_sampler(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"rankless\.init\(\)"):
@@ -94,17 +94,17 @@ def one_pass(sampler: DistributedSampler) -> None:
         pass
 
 
-def test_a_second_pass_without_set_epoch_is_said_once_with_its_line(capfd: pytest.CaptureFixture[str]):
+def test_a_second_pass_without_set_epoch_warns_once_with_its_line(capfd: pytest.CaptureFixture[str]):
     sampler = samplers(8, 2)[0]
     for _ in range(3):
         one_pass(sampler)
-    said = capfd.readouterr().err
-    assert said.count("sampler.set_epoch(epoch)") == 1
-    assert "test_distributed_sampler.py:" in said
+    error_output = capfd.readouterr().err
+    assert error_output.count("sampler.set_epoch(epoch)") == 1
+    assert "test_distributed_sampler.py:" in error_output
 
 
 @pytest.mark.parametrize("case", ["set", "another rank", "in order", "left early", "wanted"])
-def test_nothing_is_said_where_nothing_is_forgotten(case: str, capfd: pytest.CaptureFixture[str]):
+def test_correct_uses_of_set_epoch_do_not_warn(case: str, capfd: pytest.CaptureFixture[str]):
     sampler = samplers(8, 2, shuffle=case != "in order")[int(case == "another rank")]
     sampler.warned_same_epoch = case == "wanted"
     for epoch in range(3):
@@ -140,7 +140,7 @@ def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], words: str):
 
 
 @pytest.mark.parametrize("epoch", [-1, 0.5, None])
-def test_an_epoch_is_a_number_from_0(epoch: Any):
+def test_an_epoch_that_is_not_a_number_from_0_raises(epoch: Any):
     with pytest.raises(RanklessError, match="count epochs from 0"):
         DistributedSampler(range(5)).set_epoch(epoch)
 
@@ -160,7 +160,7 @@ print(sorted(seen))
 
 
 @pytest.mark.slow
-def test_in_a_job_rank_0_says_it(tmp_path: Path):
+def test_in_a_job_rank_0_warns_of_a_missing_set_epoch(tmp_path: Path):
     done = run_script(FORGETFUL, "-n2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("script.py:10: this pass has the order of the pass before it") == 1

@@ -1,4 +1,4 @@
-"""Calls that do not fit together raise on every rank, soon, and say who called what; nothing hangs."""
+"""Calls that do not match raise on every rank, soon, and name ranks and calls; nothing hangs."""
 
 import time
 from collections.abc import Callable
@@ -21,52 +21,57 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-def odd(mesh: Mesh) -> bool:
-    """The last rank is the one that does otherwise."""
+def is_last_rank(mesh: Mesh) -> bool:
+    """Return whether this is the rank that makes the different call."""
     return mesh.rank == mesh.size - 1
 
 
-# What the odd rank's call has that the others' has not, and what the error must name.
+# The calls, of which the last rank's is different, and what the error must name.
 MISMATCHES: dict[str, tuple[Callable[[Mesh], Any], list[str]]] = {
     "operation": (
-        lambda mesh: collectives.broadcast(ones(3), 0) if odd(mesh) else collectives.all_reduce(ones(3)),
+        lambda mesh: collectives.broadcast(ones(3), 0) if is_last_rank(mesh) else collectives.all_reduce(ones(3)),
         ["all_reduce(sum, float32 [3])", "broadcast(float32 [3], from rank 0)"],
     ),
-    "shape": (lambda mesh: collectives.all_reduce(ones(4 if odd(mesh) else 3)), ["float32 [3]", "float32 [4]"]),
+    "shape": (
+        lambda mesh: collectives.all_reduce(ones(4 if is_last_rank(mesh) else 3)),
+        ["float32 [3]", "float32 [4]"],
+    ),
     "shape of as many elements": (
-        lambda mesh: collectives.all_reduce(ones(2, 3) if odd(mesh) else ones(3, 2)),
+        lambda mesh: collectives.all_reduce(ones(2, 3) if is_last_rank(mesh) else ones(3, 2)),
         ["float32 [2, 3]", "float32 [3, 2]"],
     ),
     "dtype": (
-        lambda mesh: collectives.all_reduce(ones(3, dtype=torch.float64 if odd(mesh) else torch.float32)),
+        lambda mesh: collectives.all_reduce(ones(3, dtype=torch.float64 if is_last_rank(mesh) else torch.float32)),
         ["float32 [3]", "float64 [3]"],
     ),
     "root": (
-        lambda mesh: collectives.broadcast(ones(3), mesh.size - 1 if odd(mesh) else 0),
+        lambda mesh: collectives.broadcast(ones(3), mesh.size - 1 if is_last_rank(mesh) else 0),
         ["from rank 0", "from rank "],
     ),
     "root of a reduction": (
-        lambda mesh: collectives.reduce(ones(3), 1 if odd(mesh) else 0),
+        lambda mesh: collectives.reduce(ones(3), 1 if is_last_rank(mesh) else 0),
         ["to rank 0", "to rank 1"],
     ),
     "reduction": (
-        lambda mesh: collectives.all_reduce(ones(3), ReduceOp.MAX if odd(mesh) else ReduceOp.SUM),
+        lambda mesh: collectives.all_reduce(ones(3), ReduceOp.MAX if is_last_rank(mesh) else ReduceOp.SUM),
         ["all_reduce(sum", "all_reduce(max"],
     ),
     "order": (
         lambda mesh: [
             collectives.barrier() if kind else collectives.all_reduce(ones(2))
-            for kind in ((True, False) if odd(mesh) else (False, True))
+            for kind in ((True, False) if is_last_rank(mesh) else (False, True))
         ],
         ["barrier", "all_reduce(sum, float32 [2])"],
     ),
     "asynchronous shape": (
-        lambda mesh: collectives.all_reduce(ones(4 if odd(mesh) else 3), async_op=True).wait(),
+        lambda mesh: collectives.all_reduce(ones(4 if is_last_rank(mesh) else 3), async_op=True).wait(),
         ["float32 [3]", "float32 [4]"],
     ),
     "asynchronous and at once": (
         lambda mesh: (
-            collectives.all_reduce(ones(4)) if odd(mesh) else collectives.all_reduce(ones(3), async_op=True).wait()
+            collectives.all_reduce(ones(4))
+            if is_last_rank(mesh)
+            else collectives.all_reduce(ones(3), async_op=True).wait()
         ),
         ["float32 [3]", "float32 [4]"],
     ),
@@ -74,70 +79,78 @@ MISMATCHES: dict[str, tuple[Callable[[Mesh], Any], list[str]]] = {
         lambda mesh: [
             work.wait()
             for work in [
-                collectives.all_reduce(ones(3 + (odd(mesh) and number == 2)), async_op=True) for number in range(5)
+                collectives.all_reduce(ones(3 + (is_last_rank(mesh) and number == 2)), async_op=True)
+                for number in range(5)
             ]
         ],
         ["float32 [3]", "float32 [4]"],
     ),
     "what is scattered": (
         lambda mesh: collectives.scatter(
-            ones(3 if odd(mesh) else 2), [ones(2)] * mesh.size if mesh.rank == 0 else None
+            ones(3 if is_last_rank(mesh) else 2), [ones(2)] * mesh.size if mesh.rank == 0 else None
         ),
         ["to receive from rank 0 in scatter", "[2]", "[3]"],
     ),
     "what is gathered": (
-        lambda mesh: collectives.gather(ones(3 if odd(mesh) else 2), [ones(2)] * mesh.size if mesh.rank == 0 else None),
+        lambda mesh: collectives.gather(
+            ones(3 if is_last_rank(mesh) else 2), [ones(2)] * mesh.size if mesh.rank == 0 else None
+        ),
         ["rank 0 to receive from rank", "[2]", "[3]"],
     ),
     "lists of all_gather": (
-        lambda mesh: collectives.all_gather([ones(3 if odd(mesh) else 2)] * mesh.size, ones(3 if odd(mesh) else 2)),
+        lambda mesh: collectives.all_gather(
+            [ones(3 if is_last_rank(mesh) else 2)] * mesh.size, ones(3 if is_last_rank(mesh) else 2)
+        ),
         ["all_gather(float32 [2])", "all_gather(float32 [3])"],
     ),
     "lists of tensors": (
         lambda mesh: collectives.all_gather_coalesced(
-            [[ones(2), ones(4 if odd(mesh) else 3)]] * mesh.size, [ones(2), ones(4 if odd(mesh) else 3)]
+            [[ones(2), ones(4 if is_last_rank(mesh) else 3)]] * mesh.size,
+            [ones(2), ones(4 if is_last_rank(mesh) else 3)],
         ),
         ["float32, shapes [[2], [3]]", "float32, shapes [[2], [4]]"],
     ),
     "what is reduced as one": (
-        lambda mesh: collectives.all_reduce_coalesced([ones(2)] * (2 if odd(mesh) else 1)),
+        lambda mesh: collectives.all_reduce_coalesced([ones(2)] * (2 if is_last_rank(mesh) else 1)),
         ["sum, float32, shapes [[2]])", "sum, float32, shapes [[2], [2]])"],
     ),
     "splits": (
         lambda mesh: collectives.all_to_all_single(
-            ones(mesh.size), ones(mesh.size), None, [2, *[1] * (mesh.size - 2), 0] if odd(mesh) else None
+            ones(mesh.size), ones(mesh.size), None, [2, *[1] * (mesh.size - 2), 0] if is_last_rank(mesh) else None
         ),
         ["all_to_all_single", "[1]"],
     ),
     "objects": (
         lambda mesh: (
             collectives.broadcast_object_list([1])
-            if odd(mesh)
+            if is_last_rank(mesh)
             else collectives.all_gather_object([None] * mesh.size, 1)
         ),
         ["all_gather_object", "broadcast_object_list"],
     ),
     "pickled and typed objects": (
-        lambda mesh: collectives.all_gather_object([None] * mesh.size, 1, allow_pickle=odd(mesh)),
+        lambda mesh: collectives.all_gather_object([None] * mesh.size, 1, allow_pickle=is_last_rank(mesh)),
         ["all_gather_object(allow_pickle=True)", "all_gather_object at"],
     ),
     "what cannot be sent": (
-        lambda mesh: collectives.all_reduce(ones(3, 3).t() if odd(mesh) else ones(3, 3)),
+        lambda mesh: collectives.all_reduce(ones(3, 3).t() if is_last_rank(mesh) else ones(3, 3)),
         ["float32 [3, 3] with strides"],
     ),
     "an average of whole numbers": (
-        lambda mesh: collectives.all_reduce(ones(2, dtype=torch.int64), ReduceOp.AVG if odd(mesh) else ReduceOp.SUM),
+        lambda mesh: collectives.all_reduce(
+            ones(2, dtype=torch.int64), ReduceOp.AVG if is_last_rank(mesh) else ReduceOp.SUM
+        ),
         ["int64"],
     ),
     "an object without a typed form": (
-        lambda mesh: collectives.all_gather_object([None] * mesh.size, object() if odd(mesh) else 1),
+        lambda mesh: collectives.all_gather_object([None] * mesh.size, object() if is_last_rank(mesh) else 1),
         ["object"],
     ),
 }
 
 
 def outcome(mesh: Mesh, name: str) -> tuple[str, str, float]:
-    """How a mismatched call ends on this rank; then the ranks must be able to go on together."""
+    """Return how a mismatched call ends on this rank, and check that the ranks can still run a collective."""
     action, _ = MISMATCHES[name]
     start = time.monotonic()
     try:
@@ -156,7 +169,7 @@ def outcome(mesh: Mesh, name: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_every_rank_raises_and_names_who_called_what(name: str, size: int):
+def test_every_rank_raises_and_names_ranks_and_calls(name: str, size: int):
     answers = on_mesh(size, outcome, name)
     words = MISMATCHES[name][1]
     for rank, (kind, text, seconds) in enumerate(answers):
@@ -169,7 +182,7 @@ def test_every_rank_raises_and_names_who_called_what(name: str, size: int):
     assert sum(kind == "CollectiveError" for kind, _, _ in answers) >= size - 1
 
 
-def pair(mesh: Mesh, sent: torch.Tensor, taken: torch.Tensor) -> str:
+def send_and_receive(mesh: Mesh, sent: torch.Tensor, taken: torch.Tensor) -> str:
     try:
         if mesh.rank == 0:
             collectives.send(sent, 1)
@@ -180,14 +193,14 @@ def pair(mesh: Mesh, sent: torch.Tensor, taken: torch.Tensor) -> str:
     return ""
 
 
-def test_a_message_that_does_not_fit_is_named_on_both_ranks():
-    for errors in on_mesh(2, pair, ones(3), ones(4)):
+def test_messages_that_do_not_match_raise_on_both_ranks():
+    for errors in on_mesh(2, send_and_receive, ones(3), ones(4)):
         assert "rank 0: send and recv(float32 [3])" in errors
         assert "rank 1: send and recv(float32 [4])" in errors
 
 
-def unusable(mesh: Mesh) -> str:
-    """Rank 0 cannot send what it has: rank 1 must not wait for it."""
+def send_strided(mesh: Mesh) -> str:
+    """Rank 0 cannot send its tensor, and rank 1 must not wait for it."""
     try:
         if mesh.rank == 0:
             collectives.send(ones(3, 3).t(), 1)
@@ -198,8 +211,8 @@ def unusable(mesh: Mesh) -> str:
     return ""
 
 
-def test_a_message_that_cannot_be_sent_is_told_to_who_waits_for_it():
-    sender, receiver = on_mesh(2, unusable)
+def test_a_message_that_cannot_be_sent_raises_on_the_receiver_too():
+    sender, receiver = on_mesh(2, send_strided)
     assert sender.startswith("ConfigError")
     assert receiver.startswith("CollectiveError")
     assert "invalid arguments: float32 [3, 3] with strides" in receiver
@@ -215,12 +228,12 @@ def receive_from_nobody(mesh: Mesh) -> str:
     return ""
 
 
-def test_who_takes_from_any_rank_does_not_wait_for_ever():
+def test_a_receive_from_any_rank_times_out():
     assert "some rank to send to rank 1 with tag 9" in on_mesh(2, receive_from_nobody)[1]
 
 
 def arrive_late(mesh: Mesh) -> list[str]:
-    """Rank 1 comes to the barrier only after rank 0 has given up."""
+    """Rank 1 calls the barrier after rank 0 has timed out."""
     errors = []
     if mesh.rank == 1:
         mesh_barrier = torch.zeros(1)
@@ -234,8 +247,8 @@ def arrive_late(mesh: Mesh) -> list[str]:
     return errors
 
 
-def test_a_barrier_names_who_is_missing_and_who_comes_late_hears_of_it():
-    collectives_before = on_mesh(2, count)
+def test_a_barrier_names_missing_ranks_and_raises_on_a_late_rank():
+    collectives_before = on_mesh(2, sum_ranks)
     assert collectives_before == [1.0, 1.0]
     on_time, too_late = on_mesh(2, arrive_late)
     assert "no call from rank 1 in 0.3 s" in on_time[0]
@@ -243,7 +256,7 @@ def test_a_barrier_names_who_is_missing_and_who_comes_late_hears_of_it():
     assert "given up, because a rank did not call it in time" in too_late[0]
 
 
-def count(mesh: Mesh) -> float:
+def sum_ranks(mesh: Mesh) -> float:
     total = torch.tensor([float(mesh.rank)])
     collectives.all_reduce(total)
     return total.item()
@@ -284,7 +297,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def refused(_mesh: Mesh, name: str) -> str:
+def catch_refusal(_mesh: Mesh, name: str) -> str:
     try:
         ARGUMENTS[name][0]()
     except RanklessError as error:
@@ -293,13 +306,13 @@ def refused(_mesh: Mesh, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_cannot_be_meant_are_refused_on_every_rank_before_anything_is_sent(name: str):
-    errors = on_mesh(2, refused, name)
+def test_invalid_arguments_raise_on_every_rank_before_anything_is_sent(name: str):
+    errors = on_mesh(2, catch_refusal, name)
     assert all(errors)
     assert any(ARGUMENTS[name][1] in text for text in errors), errors
-    assert on_mesh(2, count) == [1.0, 1.0]
+    assert on_mesh(2, sum_ranks) == [1.0, 1.0]
 
 
-def test_a_process_alone_is_told_to_join_first():
+def test_a_collective_before_init_raises():
     with pytest.raises(ConfigError, match=r"rankless.init\(\)"):
         collectives.all_reduce(ones(2))

@@ -1,4 +1,4 @@
-"""Objects between processes: typed data as what it is, anything else only where pickling is allowed."""
+"""Objects between processes: typed data keeps its type, anything else needs `allow_pickle`."""
 
 import dataclasses
 import datetime
@@ -21,7 +21,7 @@ class Score:
 
 
 def something(rank: int) -> Any:
-    """An object of other length and kinds on each rank."""
+    """Return an object that differs in length and types between ranks."""
     return {
         "rank": rank,
         "names": ("a", "b" * rank),
@@ -47,7 +47,7 @@ def all_kinds(mesh: Mesh, allow_pickle: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("allow_pickle", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_rank_gets_the_objects_of_the_others(size: int, allow_pickle: bool):
+def test_every_rank_receives_the_objects_of_the_others(size: int, allow_pickle: bool):
     everything = [something(rank) for rank in range(size)]
     for rank, found in enumerate(on_mesh(size, all_kinds, allow_pickle)):
         assert found["all_gather"] == everything
@@ -87,7 +87,7 @@ def opaque(mesh: Mesh, allow_pickle: bool) -> Any:
     return [item.rank for item in found]
 
 
-def test_what_has_no_typed_form_travels_only_where_pickling_is_allowed():
+def test_objects_without_a_typed_form_need_allow_pickle():
     with pytest.raises(RanklessError, match="Opaque") as raised:
         on_mesh(2, opaque, False)
     assert "allow_pickle=True" in raised.value.fix

@@ -1,4 +1,4 @@
-"""What one rank returns the others get as what it was, and nothing else is let through."""
+"""Values keep their types between ranks, and no other types are accepted."""
 
 import dataclasses
 import datetime
@@ -75,7 +75,7 @@ def test_values_keep_their_type(value):
 
 
 @pytest.mark.parametrize("value", ARRAYS, ids=repr)
-def test_tensors_and_arrays_keep_type_shape_and_content_and_can_be_written_to(value):
+def test_tensors_and_arrays_keep_type_and_content_and_are_writable(value):
     found = decode_value(encode_value([value, value]))[0]
     assert type(found) is type(value)
     assert (found.dtype, found.shape) == (value.dtype, value.shape)
@@ -85,7 +85,7 @@ def test_tensors_and_arrays_keep_type_shape_and_content_and_can_be_written_to(va
         assert decode_value(encode_value(torch.ones(1, requires_grad=True))).requires_grad
 
 
-def test_a_float_that_is_no_number_stays_one():
+def test_nan_stays_nan():
     assert numpy.isnan(decode_value(encode_value(float("nan"))))
 
 
@@ -94,12 +94,12 @@ def test_a_float_that_is_no_number_stays_one():
     [object(), lambda: 1, [1, decimal.Decimal(1)], type("Local", (tuple,), {})(), numpy.array([object()]), iter([])],
     ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_typed_form_is_refused_by_type(value):
+def test_a_value_without_a_typed_form_raises_type_error(value):
     with pytest.raises(TypeError):
         encode_value(value)
 
 
-def test_a_class_that_the_others_could_not_find_is_refused():
+def test_a_class_that_other_ranks_cannot_find_raises_type_error():
     @dataclasses.dataclass
     class Inside:
         x: int
@@ -129,13 +129,13 @@ def on_rank_zero(mesh: Mesh) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_once_within_once_is_called_on_rank_zero_alone(size):
+def test_once_within_once_calls_its_function_on_rank_zero(size):
     expected = [Point(0, Path("p")), [1.0, 1.0, 1.0]]
     assert on_mesh(size, on_rank_zero) == [[*expected, ["inner"]]] + [[*expected, []]] * (size - 1)
 
 
 def fail_then_go_on(mesh: Mesh) -> list[str]:
-    """What each rank sees of failures: the function's, its result's, and of what needs the others."""
+    """Return each rank's view of failures: of the function, of its result, and of a call that needs all ranks."""
     world = world_of(mesh)
     seen = []
     local = torch.ones(1)
@@ -155,7 +155,7 @@ def placement(mesh: Mesh) -> Shard:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_fails_on_rank_zero_fails_everywhere_and_the_ranks_go_on_together(size):
+def test_a_failure_on_rank_zero_raises_on_all_and_the_ranks_stay_in_step(size):
     first, *others = on_mesh(size, fail_then_go_on)
     for other in others:
         assert other[0] == "RanklessError: rank 0 failed: KeyError: 'x'"
