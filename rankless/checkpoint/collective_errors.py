@@ -50,10 +50,12 @@ class Agreement:
             return
         text = None if error is None else f"{type(error).__name__}: {str(error).strip()}"
         is_secondary = isinstance(error, OtherRankFailed)
-        mine = msgspec.msgpack.encode(
+        own_outcome = msgspec.msgpack.encode(
             _RankOutcome(error=text, is_secondary=is_secondary, summary=self.summary, note=self.note)
         )
-        outcomes = [msgspec.msgpack.decode(data, type=_RankOutcome) for data in all_gather_bytes(mine, mesh=self._mesh)]
+        outcomes = [
+            msgspec.msgpack.decode(data, type=_RankOutcome) for data in all_gather_bytes(own_outcome, mesh=self._mesh)
+        ]
         failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
         causes = [rank for rank in failed if not outcomes[rank].is_secondary]
         if error is not None and (not is_secondary or not causes):

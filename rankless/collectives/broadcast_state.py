@@ -108,12 +108,12 @@ def digest(value: Any) -> bytes:
     return blake2b(encode_value(value.detach() if isinstance(value, Tensor) else value), digest_size=16).digest()
 
 
-def _require_equal(mine: Mapping[str, Any], group: AnyGroup, expected: str) -> None:
+def _require_equal(own_entries: Mapping[str, Any], group: AnyGroup, expected: str) -> None:
     checked = resolve_group(group)
     if checked is None or checked.size == 1:
         return
     received: list[Any] = [None] * checked.size
-    all_gather_object(received, dict(mine), group)
+    all_gather_object(received, dict(own_entries), group)
     names = list(dict.fromkeys(name for one in received for name in one))
     differing = {
         name: [rank for rank, one in enumerate(received) if one.get(name) != received[0].get(name)] for name in names

@@ -138,8 +138,8 @@ def _issue_uneven_all_gather(
     pieces = [torch.empty_like(padded) for _ in into]
 
     def finish() -> None:
-        for place, piece in zip(into, pieces, strict=True):
-            place.detach().copy_(piece[: place.numel()].reshape(place.shape))
+        for target, piece in zip(into, pieces, strict=True):
+            target.detach().copy_(piece[: target.numel()].reshape(target.shape))
 
     return combine_works([dist.all_gather(pieces, padded, group=checked.torch, async_op=async_op)], finish, async_op)
 
@@ -178,20 +178,22 @@ def all_gather_coalesced(
         return None
     with checked.report_refusals("all_gather_coalesced"):
         tensors, lists = list(input_tensor_list), [list(tensors) for tensors in output_tensor_lists]
-        places = [place for into in lists for place in into]
-        require_usable(checked, *tensors, *places)
+        targets = [target for into in lists for target in into]
+        require_usable(checked, *tensors, *targets)
         require_one_each(lists, checked, "output_tensor_lists")
         require_any(tensors)
-        require_one_dtype(tensors[0], [*tensors, *places])
-        shapes = [[list(place.shape) for place in into] for into in lists]
-        if shapes[checked.rank] != (mine := [list(tensor.shape) for tensor in tensors]):
+        require_one_dtype(tensors[0], [*tensors, *targets])
+        shapes = [[list(target.shape) for target in into] for into in lists]
+        if shapes[checked.rank] != (own_shapes := [list(tensor.shape) for tensor in tensors]):
             raise ConfigError(
-                expected=f"output_tensor_lists[{checked.rank}] with the shapes of this rank's inputs, {mine}",
+                expected=f"output_tensor_lists[{checked.rank}] with the shapes of this rank's inputs, {own_shapes}",
                 found=f"{shapes[checked.rank]}",
                 fix="give both the same shapes",
             )
         # Usually all ranks have the same shapes, and one list describes them.
-        described = f"shapes {mine}" if all(other == mine for other in shapes) else f"shapes by rank {shapes}"
+        described = (
+            f"shapes {own_shapes}" if all(other == own_shapes for other in shapes) else f"shapes by rank {shapes}"
+        )
         call = Call(operation="all_gather_coalesced", settings=f"{dtype_name(tensors[0])}, {described}")
     return checked.run(call, partial(_issue_all_gather_coalesced, lists, tensors, checked), async_op)
 
@@ -200,12 +202,12 @@ def _issue_all_gather_coalesced(
     into: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], checked: CheckedGroup, async_op: bool
 ) -> PendingWork | None:
     ((flat, _),) = flatten_by_kind(tensors)
-    pieces = [flat.new_empty(sum(place.numel() for place in places)) for places in into]
+    pieces = [flat.new_empty(sum(target.numel() for target in targets)) for targets in into]
 
     def finish() -> None:
-        for places, piece in zip(into, pieces, strict=True):
-            for place, part in zip(places, piece.split([place.numel() for place in places]), strict=True):
-                place.detach().copy_(part.reshape(place.shape))
+        for targets, piece in zip(into, pieces, strict=True):
+            for target, part in zip(targets, piece.split([target.numel() for target in targets]), strict=True):
+                target.detach().copy_(part.reshape(target.shape))
 
     if all(piece.numel() == flat.numel() for piece in pieces):
         return combine_works([dist.all_gather(pieces, flat, group=checked.torch, async_op=async_op)], finish, async_op)
@@ -294,8 +296,8 @@ def gather(
         return None
     with checked.report_refusals("gather"):
         require_usable(checked, tensor, *(gather_list or ()))
-        place = checked.resolve_rank(dst, group_dst, "dst")
-        require_list_on_root(gather_list, place, checked, "gather_list", "dst")
+        target = checked.resolve_rank(dst, group_dst, "dst")
+        require_list_on_root(gather_list, target, checked, "gather_list", "dst")
         receive_shapes = None
         if gather_list is not None:
             require_one_each(gather_list, checked, "gather_list")
@@ -303,13 +305,13 @@ def gather(
             receive_shapes = shapes_of(gather_list)
         call = Call(
             operation="gather",
-            settings=f"{dtype_name(tensor)}, to rank {place}",
-            send_shapes=_only(place, tuple(tensor.shape), checked),
+            settings=f"{dtype_name(tensor)}, to rank {target}",
+            send_shapes=_only(target, tuple(tensor.shape), checked),
             receive_shapes=receive_shapes or (None,) * checked.size,
         )
-    sent = {place: tensor}
-    taken = {} if gather_list is None else dict(enumerate(gather_list))
-    return checked.run(call, partial(_exchange, sent, taken, checked), async_op)
+    outgoing = {target: tensor}
+    incoming = {} if gather_list is None else dict(enumerate(gather_list))
+    return checked.run(call, partial(_exchange, outgoing, incoming, checked), async_op)
 
 
 def scatter(
@@ -363,34 +365,34 @@ def scatter(
             send_shapes=send_shapes or (None,) * checked.size,
             receive_shapes=_only(source, tuple(tensor.shape), checked),
         )
-    sent = {} if scatter_list is None else dict(enumerate(scatter_list))
-    return checked.run(call, partial(_exchange, sent, {source: tensor}, checked), async_op)
+    outgoing = {} if scatter_list is None else dict(enumerate(scatter_list))
+    return checked.run(call, partial(_exchange, outgoing, {source: tensor}, checked), async_op)
 
 
 def _exchange(
-    sent: dict[int, Tensor], taken: dict[int, Tensor], checked: CheckedGroup, async_op: bool
+    outgoing: dict[int, Tensor], incoming: dict[int, Tensor], checked: CheckedGroup, async_op: bool
 ) -> PendingWork | None:
     """Send and receive pieces of any size, and copy this rank's own."""
     operations, copies = [], []
-    for peer, tensor in sent.items():
+    for peer, tensor in outgoing.items():
         if peer == checked.rank:
-            taken[peer].detach().copy_(tensor.detach())
+            incoming[peer].detach().copy_(tensor.detach())
         elif tensor.numel():
             data = as_sendable(tensor.detach().contiguous())
             operations.append(dist.P2POp(dist.isend, data, group=checked.torch, group_peer=peer, tag=_TAG))
-    for peer, tensor in taken.items():
+    for peer, tensor in incoming.items():
         if peer != checked.rank and tensor.numel():
-            place = tensor.detach() if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
-            copies.append((tensor, place))
+            target = tensor.detach() if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+            copies.append((tensor, target))
             operations.append(
-                dist.P2POp(dist.irecv, as_sendable(place), group=checked.torch, group_peer=peer, tag=_TAG)
+                dist.P2POp(dist.irecv, as_sendable(target), group=checked.torch, group_peer=peer, tag=_TAG)
             )
     works = dist.batch_isend_irecv(operations) if operations else []
 
     def finish() -> None:
-        for tensor, place in copies:
-            if place.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(place)
+        for tensor, target in copies:
+            if target.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(target)
 
     return combine_works(works, finish, async_op)
 
@@ -438,13 +440,13 @@ def all_to_all(
             send_shapes=shapes_of(input_tensor_list),
             receive_shapes=shapes_of(output_tensor_list),
         )
-        sent, taken = dict(enumerate(input_tensor_list)), dict(enumerate(output_tensor_list))
+        outgoing, incoming = dict(enumerate(input_tensor_list)), dict(enumerate(output_tensor_list))
         require_shape(
-            taken[checked.rank],
-            tuple(sent[checked.rank].shape),
+            incoming[checked.rank],
+            tuple(outgoing[checked.rank].shape),
             "output_tensor_list with the shape of this rank's own input",
         )
-    return checked.run(call, partial(_exchange, sent, taken, checked), async_op)
+    return checked.run(call, partial(_exchange, outgoing, incoming, checked), async_op)
 
 
 def all_to_all_single(
@@ -537,6 +539,6 @@ def barrier(
     return checked.run(Call(operation="barrier", settings=""), issue, async_op, timeout)
 
 
-def _only(place: int, shape: Shape, checked: CheckedGroup) -> tuple[Shape | None, ...]:
+def _only(target: int, shape: Shape, checked: CheckedGroup) -> tuple[Shape | None, ...]:
     """Return a shape for one rank, and None for the others."""
-    return tuple(shape if rank == place else None for rank in range(checked.size))
+    return tuple(shape if rank == target else None for rank in range(checked.size))

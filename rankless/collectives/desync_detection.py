@@ -99,8 +99,8 @@ class DesyncDetector:
         size = mesh.size * SLOTS * ENTRY_BYTES
         path = create_shared_file(size) if mesh.rank == 0 else ""
         try:
-            mine = f"{host_identity()}\n{path}".encode()
-            infos = [data.decode().partition("\n") for data in all_gather_bytes(mine, mesh=mesh)]
+            own_info = f"{host_identity()}\n{path}".encode()
+            infos = [data.decode().partition("\n") for data in all_gather_bytes(own_info, mesh=mesh)]
             shared = infos[0][2]
             if len({host for host, _, _ in infos}) > 1 or not shared:
                 reason = "they are on several hosts" if shared else "there is no shared memory"

@@ -68,8 +68,8 @@ def reduce(tensor: Tensor, dst: int = 0, op: ReduceOp.RedOpType = ReduceOp.SUM, 
         tensor([1., 1.])
     """
     checked = _require_member(group)
-    place = checked.resolve_rank(dst, None, "dst")
-    return _Reduce.apply(tensor, place, _require_linear(op, "reduce"), checked)  # type: ignore[no-any-return,no-untyped-call]
+    root = checked.resolve_rank(dst, None, "dst")
+    return _Reduce.apply(tensor, root, _require_linear(op, "reduce"), checked)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: AnyGroup = None) -> Tensor:
@@ -196,16 +196,16 @@ class _AllReduce(Function):
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, place: int, op: Any, checked: CheckedGroup) -> Tensor:
-        ctx.place, ctx.op, ctx.checked = place, op, checked
+    def forward(ctx: Any, tensor: Tensor, root: int, op: Any, checked: CheckedGroup) -> Tensor:
+        ctx.root, ctx.op, ctx.checked = root, op, checked
         result = _contiguous_copy(tensor)
-        reductions.reduce(result, op=op, group=checked.torch, group_dst=place)
-        return result if checked.rank == place else torch.zeros_like(result)
+        reductions.reduce(result, op=op, group=checked.torch, group_dst=root)
+        return result if checked.rank == root else torch.zeros_like(result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         result = _contiguous_copy(gradients[0])
-        data_movement.broadcast(result, group=ctx.checked.torch, group_src=ctx.place)
+        data_movement.broadcast(result, group=ctx.checked.torch, group_src=ctx.root)
         return result / ctx.checked.size if ctx.op == ReduceOp.AVG else result, None, None, None
 
 

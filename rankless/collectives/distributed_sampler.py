@@ -123,9 +123,9 @@ class DistributedSampler(TorchSampler[int]):
             order = torch.randperm(self._count, generator=generator)
         else:
             order = torch.arange(self._count)
-        places = torch.arange(self.total_size)[self.rank :: self.num_replicas]
+        positions = torch.arange(self.total_size)[self.rank :: self.num_replicas]
         # Repeated samples are the first ones.
-        chosen: list[int] = order[places % max(self._count, 1)].tolist()
+        chosen: list[int] = order[positions % max(self._count, 1)].tolist()
         return chosen
 
     def _yield_indices(self, indices: list[int], epoch: int) -> Iterator[int]:

@@ -88,10 +88,10 @@ def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup = None, 
         return
     with checked.report_refusals("all_gather_object"):
         require_one_each(object_list, checked, "object_list")
-        mine = _tensor(encode_object(obj, allow_pickle), checked)
+        own_data = _tensor(encode_object(obj, allow_pickle), checked)
     _check_call(checked, "all_gather_object", "", allow_pickle)
-    pieces = [_empty_bytes(size, checked) for size in _gather_sizes(mine, checked)]
-    all_gather(pieces, mine, group=checked.torch)
+    pieces = [_empty_bytes(size, checked) for size in _gather_sizes(own_data, checked)]
+    all_gather(pieces, own_data, group=checked.torch)
     object_list[:] = [decode_object(piece, allow_pickle) for piece in pieces]
 
 
@@ -127,15 +127,15 @@ def gather_object(
     if (checked := resolve_group(group)) is None:
         return
     with checked.report_refusals("gather_object"):
-        place = checked.resolve_rank(dst, group_dst, "dst")
-        require_list_on_root(object_gather_list, place, checked, "object_gather_list", "dst")
+        root = checked.resolve_rank(dst, group_dst, "dst")
+        require_list_on_root(object_gather_list, root, checked, "object_gather_list", "dst")
         if object_gather_list is not None:
             require_one_each(object_gather_list, checked, "object_gather_list")
-        mine = _tensor(encode_object(obj, allow_pickle), checked)
-    _check_call(checked, "gather_object", f"to rank {place}", allow_pickle)
-    sizes = _gather_sizes(mine, checked)
+        own_data = _tensor(encode_object(obj, allow_pickle), checked)
+    _check_call(checked, "gather_object", f"to rank {root}", allow_pickle)
+    sizes = _gather_sizes(own_data, checked)
     pieces = None if object_gather_list is None else [_empty_bytes(size, checked) for size in sizes]
-    gather(mine, pieces, group=checked.torch, group_dst=place)
+    gather(own_data, pieces, group=checked.torch, group_dst=root)
     if pieces is not None and object_gather_list is not None:
         object_gather_list[:] = [decode_object(piece, allow_pickle) for piece in pieces]
 
@@ -189,9 +189,9 @@ def scatter_object_list(
     if pieces is not None:
         sizes.copy_(torch.tensor([piece.numel() for piece in pieces]))
     broadcast(sizes, group=checked.torch, group_src=source)
-    mine = _empty_bytes(int(sizes[checked.rank].item()), checked)
-    scatter(mine, pieces, group=checked.torch, group_src=source)
-    scatter_object_output_list[0] = decode_object(mine, allow_pickle)
+    own_data = _empty_bytes(int(sizes[checked.rank].item()), checked)
+    scatter(own_data, pieces, group=checked.torch, group_src=source)
+    scatter_object_output_list[0] = decode_object(own_data, allow_pickle)
 
 
 def encode_object(value: Any, allow_pickle: bool) -> bytes:
@@ -217,12 +217,12 @@ def decode_object(data: Tensor, allow_pickle: bool) -> Any:
 def _check_call(checked: CheckedGroup, operation: str, settings: str, allow_pickle: bool) -> None:
     """Compare the ranks' calls under the name that the script uses, before the collectives that implement it."""
     received = [text for text in (settings, "allow_pickle=True" * allow_pickle) if text]
-    checked.queue.run(Call(operation=operation, settings=", ".join(received)), lambda _late: None)
+    checked.queue.run(Call(operation=operation, settings=", ".join(received)), lambda _async_op: None)
 
 
-def _gather_sizes(mine: Tensor, checked: CheckedGroup) -> list[int]:
+def _gather_sizes(own_data: Tensor, checked: CheckedGroup) -> list[int]:
     sizes = _number(0, checked).repeat(checked.size)
-    all_gather_single(sizes, _number(mine.numel(), checked), group=checked.torch)
+    all_gather_single(sizes, _number(own_data.numel(), checked), group=checked.torch)
     return [int(size) for size in sizes.tolist()]
 
 

@@ -108,13 +108,13 @@ def reduce(
         return None
     with checked.report_refusals("reduce"):
         require_usable(checked, tensor)
-        place = checked.resolve_rank(dst, group_dst, "dst")
+        root = checked.resolve_rank(dst, group_dst, "dst")
         call = Call(
-            operation="reduce", settings=f"{reduction_name(op, tensor)}, {describe_tensor(tensor)}, to rank {place}"
+            operation="reduce", settings=f"{reduction_name(op, tensor)}, {describe_tensor(tensor)}, to rank {root}"
         )
     return checked.run(
         call,
-        lambda async_op: dist.reduce(tensor, op=op, group=checked.torch, async_op=async_op, group_dst=place),
+        lambda async_op: dist.reduce(tensor, op=op, group=checked.torch, async_op=async_op, group_dst=root),
         async_op,
     )
 
@@ -178,8 +178,8 @@ def _issue_uneven_reduce_scatter(
 ) -> PendingWork | None:
     longest = max(piece.numel() for piece in pieces)
     padded = [output.new_zeros(longest) for _ in pieces]
-    for place, piece in zip(padded, pieces, strict=True):
-        place[: piece.numel()] = piece.detach().reshape(-1)
+    for padded_piece, piece in zip(padded, pieces, strict=True):
+        padded_piece[: piece.numel()] = piece.detach().reshape(-1)
     result = torch.empty_like(padded[0])
 
     def finish() -> None:
@@ -273,14 +273,14 @@ def all_reduce_coalesced(
         return None
     with checked.report_refusals("all_reduce_coalesced"):
         require_usable(checked, *tensors)
-        kept = list(tensors)
-        require_any(kept)
-        require_one_dtype(kept[0], kept)
-        shapes = [list(tensor.shape) for tensor in kept]
-        settings = f"{reduction_name(op, kept[0])}, {dtype_name(kept[0])}, shapes {shapes}"
+        inputs = list(tensors)
+        require_any(inputs)
+        require_one_dtype(inputs[0], inputs)
+        shapes = [list(tensor.shape) for tensor in inputs]
+        settings = f"{reduction_name(op, inputs[0])}, {dtype_name(inputs[0])}, shapes {shapes}"
 
     def issue(async_op: bool) -> PendingWork | None:
-        ((flat, copy_back),) = flatten_by_kind(kept)
+        ((flat, copy_back),) = flatten_by_kind(inputs)
         return combine_works(
             [dist.all_reduce(flat, op=op, group=checked.torch, async_op=async_op)], copy_back, async_op
         )

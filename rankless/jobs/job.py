@@ -80,7 +80,7 @@ class Job(Generic[Parameters, Result]):
         """Whether this process has called the job.
 
         Example:
-            >>> rankless.job(model=torch.nn.Linear(3, 1))(print).called
+            >>> rankless.job(model=torch.nn.Linear(3, 1))(print).was_called
             False
         """
         return self._view is not None

@@ -84,8 +84,8 @@ def _was_killed(child, expected_code=0):
     return False
 
 
-def _child(path, objects, points, place, options):
-    rank, ranks, killed_rank = place
+def _child(path, objects, points, rank_numbers, options):
+    rank, ranks, killed_rank = rank_numbers
     code = 1
     try:
         mesh = _mesh(rank, ranks, path.with_name(f"{path.name}.store"))

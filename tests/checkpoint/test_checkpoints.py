@@ -213,8 +213,8 @@ def test_an_invalid_position_in_a_manifest_raises(tmp_path):
     checkpoints = open_checkpoints(tmp_path, keep_last=1)
     save_metrics(checkpoints, [None])
     manifest = read_manifest(tmp_path / "step-1")
-    for place in ({"order": 10**30, "step": 1}, {"order": -5, "step": -1}):
-        data = msgspec.json.decode(encode_manifest(manifest)) | {"place": place}
+    for position in ({"order": 10**30, "step": 1}, {"order": -5, "step": -1}):
+        data = msgspec.json.decode(encode_manifest(manifest)) | {"place": position}
         (tmp_path / "step-1" / "manifest.json").write_bytes(msgspec.json.encode(data))
         with pytest.raises(CheckpointError, match=r"checksum|manifest"):
             loaded(checkpoints)

@@ -19,15 +19,15 @@ SMALL_DISK_BYTES = 1 << 20
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES},mode=777", "tmpfs", str(place)]
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES},mode=777", "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         warnings.warn(f"no test on a full disk: {done.stderr.strip()}", stacklevel=1)
         pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 def large(bytes_of_each, count=4):
@@ -84,19 +84,19 @@ def test_a_disk_that_fills_keeps_the_checkpoints_of_a_run(small_disk):
 
 
 def test_a_folder_without_write_permission_raises(tmp_path):
-    place = tmp_path / "readonly"
-    place.mkdir()
-    save(place / "c", {"number": Number(1)})
-    bound = subprocess.run(["mount", "--bind", "-o", "ro", str(place), str(place)], capture_output=True, text=True)
+    folder = tmp_path / "readonly"
+    folder.mkdir()
+    save(folder / "c", {"number": Number(1)})
+    bound = subprocess.run(["mount", "--bind", "-o", "ro", str(folder), str(folder)], capture_output=True, text=True)
     if bound.returncode != 0:
         warnings.warn(f"no test on a read-only folder: {bound.stderr.strip()}", stacklevel=1)
         pytest.skip("a folder cannot be made read-only here (permissions do not bind root)")
     try:
         with pytest.raises(CheckpointError, match="Read-only file system"):
-            save(place / "c", {"number": Number(2)})
-        assert loaded_number(place / "c") == 1
+            save(folder / "c", {"number": Number(2)})
+        assert loaded_number(folder / "c") == 1
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_an_impossible_path_raises(tmp_path):

@@ -85,11 +85,11 @@ def test_every_truncated_or_altered_file_is_noticed(tmp_path, name):
     for length in (0, 1, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
         assert "expected:" in refusal(tmp_path / "c")
-    for place in range(0, len(whole), max(1, len(whole) // 97)):
+    for position in range(0, len(whole), max(1, len(whole) // 97)):
         altered = bytearray(whole)
-        altered[place] ^= 0x01
+        altered[position] ^= 0x01
         file.write_bytes(bytes(altered))
-        assert "expected:" in refusal(tmp_path / "c"), f"byte {place} was altered and no error was raised"
+        assert "expected:" in refusal(tmp_path / "c"), f"byte {position} was altered and no error was raised"
     file.unlink()
     assert name in refusal(tmp_path / "c")
 

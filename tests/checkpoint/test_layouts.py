@@ -103,10 +103,10 @@ def test_a_rank_that_holds_nothing_writes_no_file(tmp_path):
 
 def save_differing(mesh, path, what):
     shape = (2 + mesh.rank,) if what == "shape" else (2,)
-    place = path / str(mesh.rank) if what == "path" else path
+    target = path / str(mesh.rank) if what == "path" else path
     layout = ("whole", "sharded")[mesh.rank] if what == "layout" else "sharded"
     try:
-        save(place, {"thing": Holder({"t": torch.zeros(shape), "u": torch.zeros(shape)})}, mesh=mesh, layout=layout)
+        save(target, {"thing": Holder({"t": torch.zeros(shape), "u": torch.zeros(shape)})}, mesh=mesh, layout=layout)
     except CheckpointError as error:
         return str(error)
     return None

@@ -69,13 +69,13 @@ def test_without_padding_the_order_is_torchs_without_repeated_samples():
     assert len(theirs) == 3
 
 
-def place(_mesh: Mesh) -> tuple[int, int, list[int]]:
+def rank_and_indices(_mesh: Mesh) -> tuple[int, int, list[int]]:
     sampler = DistributedSampler(range(7), shuffle=False)
     return sampler.rank, sampler.num_replicas, list(sampler)
 
 
 def test_the_sampler_takes_rank_and_world_size_from_the_joined_job():
-    assert on_mesh(3, place) == [(0, 3, [0, 3, 6]), (1, 3, [1, 4]), (2, 3, [2, 5])]
+    assert on_mesh(3, rank_and_indices) == [(0, 3, [0, 3, 6]), (1, 3, [1, 4]), (2, 3, [2, 5])]
     alone = DistributedSampler(range(3), shuffle=False)
     assert (alone.rank, alone.num_replicas, list(alone)) == (0, 1, [0, 1, 2])
 
@@ -123,7 +123,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected_text"),
     [
         ({"dataset": Stream()}, "Stream without __len__"),
         ({"rank": 2, "num_replicas": 2}, "from 0 to 1"),
@@ -134,8 +134,8 @@ class Stream:
         ({"seed": "0"}, "seed='0'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], words: str):
-    with pytest.raises(ConfigError, match=words):
+def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], expected_text: str):
+    with pytest.raises(ConfigError, match=expected_text):
         DistributedSampler(**{"dataset": range(5), **arguments})
 
 
