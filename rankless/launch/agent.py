@@ -92,7 +92,7 @@ def run(
     with Interrupts(forwarding.numbers if forwarding is not None else ()) as interrupts:
         if config.elastic is not None:
             driver_context = DriverContext(
-                interrupts=interrupts, on_record=on_record, tell=streams.notify, writes=streams.writers()
+                interrupts=interrupts, on_record=on_record, notify=streams.notify, writes=streams.writers()
             )
             return run_elastic(config, config.elastic, driver_context)
         try:

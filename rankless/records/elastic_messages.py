@@ -1,9 +1,10 @@
-"""What an elastic job's workers and their driver say to each other, as two tagged unions.
+"""The messages between the workers of an elastic job and its driver: two tagged unions.
 
-Note [rounds]: workers come and go, so an elastic job is a row of rounds, numbered from 1. In a round the members and
-their ranks are fixed. A round is over as soon as one member has left it; then who is ready, or comes in time, makes the
-next one. The driver alone decides who is in a round, and only of workers that have said that they are ready: so no
-worker waits for another that has gone on without it, and who comes late is in the next round.
+Note [rounds]: workers leave and join, so an elastic job is a sequence of rounds, numbered from 1. In a round the
+members and their ranks are fixed. A round ends as soon as one member leaves it. The workers that are ready, or become
+ready in time, form the next round. Only the driver decides which workers are in a round, and it chooses only workers
+that have reported that they are ready. So no worker waits for one that has continued without it, and a late worker
+joins the next round.
 """
 
 import socket
@@ -12,101 +13,106 @@ import msgspec
 
 
 class RankAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stands in its job, or in a round of it: among all, on its host, and its host among others."""
+    """The position of a rank in its job, or in a round of it: among all ranks, on its host, and across hosts."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     cross_rank: int
-    """Of its host, among the hosts that have a worker with its local rank."""
+    """The index of its host among the hosts that have a worker with its local rank."""
     cross_size: int
 
 
-class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready"):
     """A worker is in no round, and waits for the next."""
 
     last_round: int = 0
-    """In which it was last; 0: in none."""
+    """The last round of this worker; 0 if there was none."""
     has_state: bool = False
-    """Its state is that of all ranks of its last round, so it need not be sent to it again."""
+    """Whether the worker has the state that all ranks of its last round have, so it needs no broadcast."""
 
 
-class StoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="serving"):
+class StoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="store_ready"):
     """Rank 0 serves the round's store at this port."""
 
     round: int
     port: int
 
 
-class StateSynced(msgspec.Struct, frozen=True, kw_only=True, tag="synced"):
-    """A worker has the state of the job, as all ranks of the round have."""
+class StateSynced(msgspec.Struct, frozen=True, kw_only=True, tag="state_synced"):
+    """A worker has the job's state, as all ranks of the round have."""
 
     round: int
 
 
-class RoundStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """A round begins. To rank 0 without a port: it opens the store on this address, and says where."""
+class RoundStarted(msgspec.Struct, frozen=True, kw_only=True, tag="round_started"):
+    """A round starts. A rank 0 that gets no port opens the store on this address, and reports the port."""
 
     round: int
     assignment: RankAssignment
     address: str = ""
-    """Of rank 0's host."""
+    """The address of rank 0's host."""
     port: int | None = None
     interface: str | None = None
-    """The network card by which the members reach each other; None leaves it as it is."""
+    """The network interface by which the members reach each other. None does not change it."""
     must_sync: bool = True
-    """Some member has not the state that the others have: all take part in sending it."""
+    """Whether some member lacks the state of the others. All members then take part in the broadcast."""
 
 
-class RoundEnded(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
-    """A member has left a round, or its process has ended: nobody can come together in it any more."""
+class RoundEnded(msgspec.Struct, frozen=True, kw_only=True, tag="round_ended"):
+    """A member has left a round, or its process has ended: collectives in the round can no longer complete."""
 
     round: int
 
 
 class HostsChanged(msgspec.Struct, frozen=True, kw_only=True, tag="hosts_changed"):
-    """Members of a round should leave it at their next commit, because workers are to go, or have come."""
+    """The members of a round should leave it at their next commit, because workers are removed or added."""
 
     round: int
     removed: bool
     added: bool
 
 
-class WorkerDismissed(msgspec.Struct, frozen=True, kw_only=True, tag="dismissed"):
-    """There is no place for this worker any more: it ends, with 0."""
+class WorkerDismissed(msgspec.Struct, frozen=True, kw_only=True, tag="worker_dismissed"):
+    """The job has no slot for this worker any more. The worker ends with exit code 0."""
 
 
 WorkerMessage = WorkerReady | StoreReady | StateSynced
+"""From a worker to the driver."""
 DriverMessage = RoundStarted | RoundEnded | HostsChanged | WorkerDismissed
+"""From the driver to a worker."""
 
-_LONGEST = 1 << 16
-_KIND = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
+_MAX_MESSAGE_BYTES = 1 << 16
+_SOCKET_TYPE = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
 
 
 def open_message_channel() -> tuple[socket.socket, socket.socket]:
-    """Two ends over which single words travel."""
-    return socket.socketpair(socket.AF_UNIX, _KIND)
+    """Return the two ends of a new channel, which keeps the boundaries of messages."""
+    return socket.socketpair(socket.AF_UNIX, _SOCKET_TYPE)
 
 
-def send_message(end: socket.socket, word: WorkerMessage | DriverMessage) -> None:
-    """Send one word. Raises OSError if nobody hears."""
-    end.send(msgspec.msgpack.encode(word))
+def send_message(end: socket.socket, message: WorkerMessage | DriverMessage) -> None:
+    """Send one message. Raises `OSError` if the other end is closed."""
+    end.send(msgspec.msgpack.encode(message))
 
 
 def receive_driver_message(end: socket.socket) -> DriverMessage | None:
-    """What the driver says next; None once it is gone. Blocks as `end` does."""
+    """Return the driver's next message, or None once the driver is gone. Blocks as `end` does."""
     try:
-        data = end.recv(_LONGEST)
+        data = end.recv(_MAX_MESSAGE_BYTES)
     except ConnectionError:
         return None
     return msgspec.msgpack.decode(data, type=DriverMessage) if data else None
 
 
 def receive_worker_message(end: socket.socket) -> WorkerMessage | None:
-    """What a worker says next; None once it is gone. Raises BlockingIOError, and MsgspecError for rubbish."""
+    """Return a worker's next message, or None once the worker is gone.
+
+    Raises `BlockingIOError` if there is none yet, and `MsgspecError` for data that is no message.
+    """
     try:
-        data = end.recv(_LONGEST)
+        data = end.recv(_MAX_MESSAGE_BYTES)
     except ConnectionError:
         return None
     return msgspec.msgpack.decode(data, type=WorkerMessage) if data else None

@@ -74,7 +74,7 @@ def test_a_worker_that_is_stopped_is_ended_after_the_stall_time_and_replaced(fol
     assert job.returncode == 0, out + err
     assert_every_sample_was_seen(folder, epochs=20)
     assert re.search(
-        r"worker 0 \(rank 0 of round 1, localhost\) did not come while ranks 1, 2 wait in .*: it is stopped", err
+        r"worker 0 \(rank 0 of round 1, localhost\) did not arrive while ranks 1, 2 wait in .*: it is stopped", err
     )
 
 
@@ -92,11 +92,11 @@ def test_a_worker_that_hangs_in_its_own_code_is_left_behind_ended_and_replaced(r
     assert len({number for number, _ in lines(folder, "began")}) == 4
     assert re.search(r"round 2 waits for worker \d \(localhost\) to call hvd.init, 5 s", err)
     assert re.search(
-        r"did not come to hvd.init again for 3\d s: it is in fetch\(\) at train.py:\d+.*; it was ended", err
+        r"did not call hvd.init again for 3\d s: it is in fetch\(\) at train.py:\d+.*; it was killed", err
     ), err
     assert (folder / "reader").exists() == (how == "reads")
     assert how == "sleeps" or not is_alive(int((folder / "reader").read_text()))
-    assert "has stood still" not in err, "who waits for a round is in none"
+    assert "has made no progress" not in err, "who waits for a round is in none"
 
 
 def test_a_worker_that_ends_too_late_is_named_and_the_job_fails_after_the_stall_time(folder: Path):
@@ -109,5 +109,7 @@ def test_a_worker_that_ends_too_late_is_named_and_the_job_fails_after_the_stall_
     finally:
         end(job)
     assert job.returncode == 1, err
-    assert re.search(r"round 1 has stood still for 1\d s: ranks 0, 2 ended\n +rank 1, worker \d on localhost: ", err)
-    assert re.search(r"did not come to its end for 1\d s, and others have: it is at train.py:\d+.*; it was ended", err)
+    assert re.search(
+        r"round 1 has made no progress for 1\d s: ranks 0, 2 ended\n +rank 1, worker \d on localhost: ", err
+    )
+    assert re.search(r"did not finish for 1\d s, and others have: it is at train.py:\d+.*; it was killed", err)

@@ -174,7 +174,7 @@ def test_too_few_workers_for_too_long_end_the_job_and_leave_nothing(folder: Path
     finally:
         end(job)
     assert job.returncode == 1, out + err
-    assert "there are 1 workers, and 2 are needed (--min-np); none came in 2 s (--elastic-timeout)" in err
+    assert "there are 1 workers, and 2 are needed (--min-np); none joined in 2 s (--elastic-timeout)" in err
     assert not any(map(is_alive, processes))
 
 
@@ -200,7 +200,7 @@ def test_a_script_with_a_fault_of_its_own_is_not_started_for_ever(folder: Path):
     (folder / "train.py").write_text("import horovod.torch as hvd\nhvd.init()\nraise KeyError('mine')\n")
     ended = rankless(*command("-np", "2", "--min-np", "1", epochs=1), folder=folder)
     assert ended.returncode == 1
-    assert "localhost gets no new workers for good" in ended.stderr
+    assert "host localhost is blacklisted permanently" in ended.stderr
     assert "raised KeyError: 'mine'" in ended.stderr
 
 

@@ -1,4 +1,4 @@
-"""Who is in which round of an elastic job: the roll, told what happens, and what it wants done."""
+"""The membership of an elastic job: which workers are in which round, from events to actions."""
 
 import random
 from collections.abc import Iterable
@@ -6,394 +6,402 @@ from collections.abc import Iterable
 import pytest
 
 from rankless.config.elastic import Elastic
-from rankless.launch.elastic.member import Action, Start, Status, Tell
-from rankless.launch.elastic.membership import PATIENCE_SECONDS, JobMembership
+from rankless.launch.elastic.member import Action, SendAction, StartAction, WorkerState
+from rankless.launch.elastic.membership import JOIN_TIMEOUT_SECONDS, JobMembership
 from rankless.records.elastic_messages import HostsChanged, RoundEnded, RoundStarted, WorkerDismissed, WorkerReady
 
 
-def made(slots: dict[str, int], *, first: int = 2, may_change: bool = True, **settings: object) -> JobMembership:
+def make_membership(
+    slots: dict[str, int], *, first: int = 2, may_change: bool = True, **settings: object
+) -> JobMembership:
     elastic = Elastic(**({"min_workers": 1, "elastic_timeout_seconds": 60.0} | settings))
-    roll = JobMembership(elastic, first_workers=first)
-    roll.hosts_are(slots, may_change=may_change)
-    return roll
+    membership = JobMembership(elastic, first_workers=first)
+    membership.set_hosts(slots, may_change=may_change)
+    return membership
 
 
-def started(actions: Iterable[Action]) -> list[int]:
-    return [action.worker.number for action in actions if isinstance(action, Start)]
+def started_workers(actions: Iterable[Action]) -> list[int]:
+    return [action.worker.number for action in actions if isinstance(action, StartAction)]
 
 
-def told(actions: Iterable[Action], kind: type) -> dict[int, object]:
+def sent_messages(actions: Iterable[Action], kind: type) -> dict[int, object]:
     return {
-        action.worker.number: action.word
+        action.worker.number: action.message
         for action in actions
-        if isinstance(action, Tell) and isinstance(action.word, kind)
+        if isinstance(action, SendAction) and isinstance(action.message, kind)
     }
 
 
-def begin(roll: JobMembership, now: float = 0.0) -> dict[int, RoundStarted]:
-    """Begin a round of all who are ready, as they do it, and sync; what each was told."""
-    (lead, word), *rest = told(roll.turn(now), RoundStarted).items()
+def start_round(membership: JobMembership, now: float = 0.0) -> dict[int, RoundStarted]:
+    """Start a round of all ready workers, sync them, and return the message to each."""
+    (lead, message), *rest = sent_messages(membership.decide(now), RoundStarted).items()
     assert rest == []
-    assert (word.assignment.rank, word.port) == (0, None)
-    roll.serving(lead, word.round, 4000)
-    begins = {lead: word} | told(roll.turn(now), RoundStarted)
-    for number in begins:
-        roll.synced(number, word.round)
-    return begins
+    assert (message.assignment.rank, message.port) == (0, None)
+    membership.mark_store_ready(lead, message.round, 4000)
+    starts = {lead: message} | sent_messages(membership.decide(now), RoundStarted)
+    for number in starts:
+        membership.mark_synced(number, message.round)
+    return starts
 
 
-def ready(roll: JobMembership, *numbers: int, now: float = 0.0, has_state: bool = False) -> None:
+def mark_ready(membership: JobMembership, *numbers: int, now: float = 0.0, has_state: bool = False) -> None:
     for number in numbers:
-        roll.ready(number, WorkerReady(last_round=roll.workers[number].last_round, has_state=has_state), now)
+        membership.mark_ready(
+            number, WorkerReady(last_round=membership.workers[number].last_round, has_state=has_state), now
+        )
 
 
-def running(slots: dict[str, int], **settings: object) -> JobMembership:
-    """A job in its first round."""
-    roll = made(slots, **settings)
-    numbers = started(roll.turn(0.0))
-    ready(roll, *numbers)
-    assert set(begin(roll)) == set(numbers)
-    return roll
+def start_job(slots: dict[str, int], **settings: object) -> JobMembership:
+    """Return a job in its first round."""
+    membership = make_membership(slots, **settings)
+    numbers = started_workers(membership.decide(0.0))
+    mark_ready(membership, *numbers)
+    assert set(start_round(membership)) == set(numbers)
+    return membership
 
 
-def ranks(begins: dict[int, RoundStarted]) -> list[int]:
-    return sorted(begins, key=lambda number: begins[number].assignment.rank)
+def workers_by_rank(starts: dict[int, RoundStarted]) -> list[int]:
+    return sorted(starts, key=lambda number: starts[number].assignment.rank)
 
 
-def test_who_does_not_come_to_the_first_round_is_told_and_ends_the_job():
-    roll = made({"a": 2})
-    assert started(roll.turn(0.0)) == [0, 1]
-    ready(roll, 0)
-    assert roll.turn(599.0) == []
-    assert roll.awaited() == (0.0, "round 1 waits for worker 1 (a) to call hvd.init")
-    assert roll.trouble is None
-    roll.turn(601.0)
-    assert roll.trouble is not None
-    assert roll.trouble.headline == "round 1 did not begin in time; awaited: worker 1 (a) to call hvd.init"
+def test_a_worker_missing_from_the_first_round_is_named_and_fails_the_job():
+    membership = make_membership({"a": 2})
+    assert started_workers(membership.decide(0.0)) == [0, 1]
+    mark_ready(membership, 0)
+    assert membership.decide(599.0) == []
+    assert membership.describe_waiting() == (0.0, "round 1 waits for worker 1 (a) to call hvd.init")
+    assert membership.failure is None
+    membership.decide(601.0)
+    assert membership.failure is not None
+    assert membership.failure.headline == "round 1 did not start in time; it waited for worker 1 (a) to call hvd.init"
 
 
-def test_hosts_that_are_missing_are_told():
-    roll = made({"a": 1}, first=3)
-    roll.turn(0.0)
-    ready(roll, 0)
-    assert roll.awaited() == (0.0, "round 1 waits for hosts with slots for 2 more workers")
-    assert running({"a": 2}).awaited() is None
+def test_missing_hosts_are_named():
+    membership = make_membership({"a": 1}, first=3)
+    membership.decide(0.0)
+    mark_ready(membership, 0)
+    assert membership.describe_waiting() == (0.0, "round 1 waits for hosts with slots for 2 more workers")
+    assert start_job({"a": 2}).describe_waiting() is None
 
 
-def test_a_round_begins_when_all_are_ready_and_rank_0_serves_before_the_others_are_told():
-    roll = made({"a": 2, "b": 1})
-    assert started(roll.turn(0.0)) == [0, 1, 2]
-    ready(roll, 0, 1)
-    assert roll.turn(1.0) == []
-    ready(roll, 2)
-    (first,) = roll.turn(1.0)
-    assert isinstance(first, Tell)
-    assert (first.word.port, first.word.assignment.rank) == (None, 0)
-    assert roll.turn(1.0) == []
-    roll.serving(0, 1, 4000)
-    words = told(roll.turn(1.0), RoundStarted)
-    assert {number: word.port for number, word in words.items()} == {1: 4000, 2: 4000}
-    assert words[2].assignment.cross_rank == 1
+def test_a_round_starts_when_all_are_ready_and_rank_0_serves_its_store_first():
+    membership = make_membership({"a": 2, "b": 1})
+    assert started_workers(membership.decide(0.0)) == [0, 1, 2]
+    mark_ready(membership, 0, 1)
+    assert membership.decide(1.0) == []
+    mark_ready(membership, 2)
+    (first,) = membership.decide(1.0)
+    assert isinstance(first, SendAction)
+    assert (first.message.port, first.message.assignment.rank) == (None, 0)
+    assert membership.decide(1.0) == []
+    membership.mark_store_ready(0, 1, 4000)
+    messages = sent_messages(membership.decide(1.0), RoundStarted)
+    assert {number: message.port for number, message in messages.items()} == {1: 4000, 2: 4000}
+    assert messages[2].assignment.cross_rank == 1
 
 
-def test_the_rest_of_a_round_is_told_and_a_replacement_comes_when_a_worker_dies():
-    roll = running({"a": 3})
-    roll.failed(1, 5.0, is_own=False)
-    actions = roll.turn(5.0)
-    assert set(told(actions, RoundEnded)) == {0, 2}
-    assert started(actions) == [3]
-    ready(roll, 0, 2, now=5.1)
-    assert told(roll.turn(5.2), RoundStarted) == {}  # the replacement is on its way
-    ready(roll, 3, now=5.5)
-    begins = begin(roll, 5.5)
-    assert ranks(begins) == [0, 2, 3]
-    assert all(word.must_sync for word in begins.values())
+def test_a_dead_worker_ends_the_round_and_gets_a_replacement():
+    membership = start_job({"a": 3})
+    membership.remove_failed(1, 5.0, is_own=False)
+    actions = membership.decide(5.0)
+    assert set(sent_messages(actions, RoundEnded)) == {0, 2}
+    assert started_workers(actions) == [3]
+    mark_ready(membership, 0, 2, now=5.1)
+    assert sent_messages(membership.decide(5.2), RoundStarted) == {}  # the replacement is starting
+    mark_ready(membership, 3, now=5.5)
+    starts = start_round(membership, 5.5)
+    assert workers_by_rank(starts) == [0, 2, 3]
+    assert all(message.must_sync for message in starts.values())
 
 
-def test_the_next_rank_0_is_a_survivor_when_rank_0_dies():
-    roll = running({"a": 1, "b": 2})
-    roll.failed(0, 5.0, is_own=False)
-    assert started(roll.turn(5.0)) == [3]
-    ready(roll, 1, 2, 3, now=5.0)
-    assert ranks(begin(roll, 5.0)) == [1, 2, 3]
+def test_a_survivor_becomes_rank_0_when_rank_0_dies():
+    membership = start_job({"a": 1, "b": 2})
+    membership.remove_failed(0, 5.0, is_own=False)
+    assert started_workers(membership.decide(5.0)) == [3]
+    mark_ready(membership, 1, 2, 3, now=5.0)
+    assert workers_by_rank(start_round(membership, 5.0)) == [1, 2, 3]
 
 
-def test_who_has_the_latest_state_leads_though_another_was_in_a_later_round():
-    roll = running({"a": 2})
-    roll.failed(1, 5.0, is_own=False)
-    assert started(roll.turn(5.0)) == [2]
-    ready(roll, 0, 2, now=5.0)
-    (lead,) = told(roll.turn(5.0), RoundStarted)
-    roll.serving(lead, 2, 4000)
-    roll.turn(5.0)
+def test_the_worker_with_the_latest_state_is_rank_0_despite_a_later_round_of_another():
+    membership = start_job({"a": 2})
+    membership.remove_failed(1, 5.0, is_own=False)
+    assert started_workers(membership.decide(5.0)) == [2]
+    mark_ready(membership, 0, 2, now=5.0)
+    (lead,) = sent_messages(membership.decide(5.0), RoundStarted)
+    membership.mark_store_ready(lead, 2, 4000)
+    membership.decide(5.0)
     # Worker 2 has been in round 2, but the round ended before it had the state.
-    ready(roll, 2, 0, now=6.0)
-    assert ranks(begin(roll, 6.0)) == [0, 2]
+    mark_ready(membership, 2, 0, now=6.0)
+    assert workers_by_rank(start_round(membership, 6.0)) == [0, 2]
 
 
-def test_a_slow_replacement_is_left_for_a_later_round_and_the_members_are_told_once_it_is_there():
-    roll = running({"a": 2})
-    roll.failed(1, 5.0, is_own=False)
-    roll.turn(5.0)
-    ready(roll, 0, now=5.0)
-    assert told(roll.turn(5.0 + PATIENCE_SECONDS / 2), RoundStarted) == {}
-    assert ranks(begin(roll, 6.0 + PATIENCE_SECONDS)) == [0]
-    assert roll.turn(60.0) == []
-    ready(roll, 2, now=61.0)
-    notices = told(roll.turn(61.0), HostsChanged)
-    assert notices == {0: HostsChanged(round=2, removed=False, added=True)}
-    assert roll.turn(62.0) == []  # told once
-    ready(roll, 0, now=63.0)
-    assert ranks(begin(roll, 63.0)) == [0, 2]
+def test_a_slow_replacement_joins_a_later_round_and_is_announced_when_ready():
+    membership = start_job({"a": 2})
+    membership.remove_failed(1, 5.0, is_own=False)
+    membership.decide(5.0)
+    mark_ready(membership, 0, now=5.0)
+    assert sent_messages(membership.decide(5.0 + JOIN_TIMEOUT_SECONDS / 2), RoundStarted) == {}
+    assert workers_by_rank(start_round(membership, 6.0 + JOIN_TIMEOUT_SECONDS)) == [0]
+    assert membership.decide(60.0) == []
+    mark_ready(membership, 2, now=61.0)
+    changes = sent_messages(membership.decide(61.0), HostsChanged)
+    assert changes == {0: HostsChanged(round=2, removed=False, added=True)}
+    assert membership.decide(62.0) == []  # announced once
+    mark_ready(membership, 0, now=63.0)
+    assert workers_by_rank(start_round(membership, 63.0)) == [0, 2]
 
 
-def test_workers_of_a_new_host_are_awaited_before_the_members_are_told():
-    roll = running({"a": 1}, first=1)
-    roll.hosts_are({"a": 1, "b": 2}, may_change=True)
-    assert started(roll.turn(5.0)) == [1, 2]
-    ready(roll, 1, now=6.0)
-    assert roll.turn(6.0) == []
-    ready(roll, 2, now=7.0)
-    assert set(told(roll.turn(7.0), HostsChanged)) == {0}
+def test_the_workers_of_a_new_host_are_announced_when_all_are_ready():
+    membership = start_job({"a": 1}, first=1)
+    membership.set_hosts({"a": 1, "b": 2}, may_change=True)
+    assert started_workers(membership.decide(5.0)) == [1, 2]
+    mark_ready(membership, 1, now=6.0)
+    assert membership.decide(6.0) == []
+    mark_ready(membership, 2, now=7.0)
+    assert set(sent_messages(membership.decide(7.0), HostsChanged)) == {0}
 
 
-def test_workers_of_a_host_that_goes_are_dismissed_when_they_have_left_the_round():
-    roll = running({"a": 1, "b": 2})
-    roll.hosts_are({"a": 1}, may_change=True)
-    notices = told(roll.turn(5.0), HostsChanged)
-    assert notices == dict.fromkeys((0, 1, 2), HostsChanged(round=1, removed=True, added=False))
-    ready(roll, 1, now=6.0, has_state=True)
-    assert set(told(roll.turn(6.0), WorkerDismissed)) == {1}
-    ready(roll, 0, 2, now=6.0, has_state=True)
-    actions = roll.turn(6.0)
-    assert set(told(actions, WorkerDismissed)) == {2}
-    assert [(word.assignment.size, word.must_sync) for word in told(actions, RoundStarted).values()] == [(1, False)]
-    roll.finished(1)
-    assert not roll.is_finishing  # it was dismissed: that is not the end of the training
+def test_workers_of_a_removed_host_are_dismissed_after_they_left_the_round():
+    membership = start_job({"a": 1, "b": 2})
+    membership.set_hosts({"a": 1}, may_change=True)
+    changes = sent_messages(membership.decide(5.0), HostsChanged)
+    assert changes == dict.fromkeys((0, 1, 2), HostsChanged(round=1, removed=True, added=False))
+    mark_ready(membership, 1, now=6.0, has_state=True)
+    assert set(sent_messages(membership.decide(6.0), WorkerDismissed)) == {1}
+    mark_ready(membership, 0, 2, now=6.0, has_state=True)
+    actions = membership.decide(6.0)
+    assert set(sent_messages(actions, WorkerDismissed)) == {2}
+    assert [
+        (message.assignment.size, message.must_sync) for message in sent_messages(actions, RoundStarted).values()
+    ] == [(1, False)]
+    membership.remove_finished(1)
+    assert not membership.is_finishing  # a dismissed worker does not end the training
 
 
-def test_everybody_takes_part_in_sending_the_state_if_somebody_has_come_while_workers_went():
-    # Horovod's issue 3494: who had seen workers go left it out, who had come waited for it.
-    roll = running({"a": 1, "b": 1}, min_workers=2)
-    roll.hosts_are({"a": 1}, may_change=True)
-    roll.turn(5.0)
-    ready(roll, 0, 1, now=6.0, has_state=True)
-    assert set(told(roll.turn(6.0), WorkerDismissed)) == {1}
-    assert roll.turn(20.0) == []  # there are too few
-    roll.hosts_are({"a": 1, "c": 1}, may_change=True)
-    assert started(roll.turn(21.0)) == [2]
-    ready(roll, 2, now=22.0)
-    begins = begin(roll, 22.0)
-    assert {number: word.must_sync for number, word in begins.items()} == {0: True, 2: True}
+def test_all_members_sync_if_a_worker_joined_while_others_left():
+    # Horovod's issue 3494: workers that saw others leave skipped the broadcast, and new workers waited for it.
+    membership = start_job({"a": 1, "b": 1}, min_workers=2)
+    membership.set_hosts({"a": 1}, may_change=True)
+    membership.decide(5.0)
+    mark_ready(membership, 0, 1, now=6.0, has_state=True)
+    assert set(sent_messages(membership.decide(6.0), WorkerDismissed)) == {1}
+    assert membership.decide(20.0) == []  # too few workers
+    membership.set_hosts({"a": 1, "c": 1}, may_change=True)
+    assert started_workers(membership.decide(21.0)) == [2]
+    mark_ready(membership, 2, now=22.0)
+    starts = start_round(membership, 22.0)
+    assert {number: message.must_sync for number, message in starts.items()} == {0: True, 2: True}
 
 
-def test_a_survivor_that_had_to_restore_makes_all_take_part_in_sending_the_state():
-    roll = running({"a": 2, "b": 1})
-    roll.hosts_are({"a": 2}, may_change=True)
-    roll.turn(5.0)
-    ready(roll, 0, 2, now=6.0, has_state=True)
-    ready(roll, 1, now=6.0, has_state=False)
-    assert [word.must_sync for word in told(roll.turn(6.0), RoundStarted).values()] == [True]
+def test_all_members_sync_if_a_survivor_had_to_restore():
+    membership = start_job({"a": 2, "b": 1})
+    membership.set_hosts({"a": 2}, may_change=True)
+    membership.decide(5.0)
+    mark_ready(membership, 0, 2, now=6.0, has_state=True)
+    mark_ready(membership, 1, now=6.0, has_state=False)
+    assert [message.must_sync for message in sent_messages(membership.decide(6.0), RoundStarted).values()] == [True]
 
 
-def test_the_last_that_has_the_state_stays_until_another_has_it():
-    roll = running({"a": 1}, first=1)
-    roll.hosts_are({"b": 1}, may_change=True)
-    assert started(roll.turn(5.0)) == [1]
-    ready(roll, 0, 1, now=6.0)
-    assert ranks(begin(roll, 6.0)) == [0, 1]
-    assert set(told(roll.turn(7.0), HostsChanged)) == {0, 1}
-    ready(roll, 0, 1, now=8.0)
-    actions = roll.turn(8.0)
-    assert set(told(actions, WorkerDismissed)) == {0}
-    assert set(told(actions, RoundStarted)) == {1}
+def test_the_last_worker_with_the_state_stays_until_another_has_it():
+    membership = start_job({"a": 1}, first=1)
+    membership.set_hosts({"b": 1}, may_change=True)
+    assert started_workers(membership.decide(5.0)) == [1]
+    mark_ready(membership, 0, 1, now=6.0)
+    assert workers_by_rank(start_round(membership, 6.0)) == [0, 1]
+    assert set(sent_messages(membership.decide(7.0), HostsChanged)) == {0, 1}
+    mark_ready(membership, 0, 1, now=8.0)
+    actions = membership.decide(8.0)
+    assert set(sent_messages(actions, WorkerDismissed)) == {0}
+    assert set(sent_messages(actions, RoundStarted)) == {1}
 
 
-def test_not_more_workers_than_the_most():
-    roll = running({"a": 2}, max_workers=3)
-    roll.hosts_are({"a": 2, "b": 4}, may_change=True)
-    assert started(roll.turn(5.0)) == [2]
+def test_max_workers_limits_the_number_of_workers():
+    membership = start_job({"a": 2}, max_workers=3)
+    membership.set_hosts({"a": 2, "b": 4}, may_change=True)
+    assert started_workers(membership.decide(5.0)) == [2]
 
 
-def test_too_few_workers_for_too_long_end_the_job():
-    roll = running({"a": 1, "b": 1}, min_workers=2)
-    roll.failed(1, 5.0, is_own=False)
-    roll.hosts_are({"a": 1}, may_change=True)
-    ready(roll, 0, now=5.0)
-    roll.turn(5.0)
-    roll.turn(64.0)
-    assert roll.trouble is None
-    roll.turn(66.0)
-    assert roll.trouble is not None
-    assert "--min-np" in roll.trouble.headline
-    assert roll.trouble.culprit == 1
+def test_too_few_workers_for_too_long_fail_the_job():
+    membership = start_job({"a": 1, "b": 1}, min_workers=2)
+    membership.remove_failed(1, 5.0, is_own=False)
+    membership.set_hosts({"a": 1}, may_change=True)
+    mark_ready(membership, 0, now=5.0)
+    membership.decide(5.0)
+    membership.decide(64.0)
+    assert membership.failure is None
+    membership.decide(66.0)
+    assert membership.failure is not None
+    assert "--min-np" in membership.failure.headline
+    assert membership.failure.worker == 1
 
 
-def test_the_job_ends_at_once_where_no_other_host_can_come():
-    roll = running({"a": 2}, min_workers=2, may_change=False)
+def test_the_job_fails_at_once_if_no_other_host_can_join():
+    membership = start_job({"a": 2}, min_workers=2, may_change=False)
     for number in (1, 2, 3):
-        roll.failed(number, 5.0, is_own=True)
-        roll.turn(5.0)
-    assert roll.trouble is not None
-    assert roll.trouble.culprit == 3
+        membership.remove_failed(number, 5.0, is_own=True)
+        membership.decide(5.0)
+    assert membership.failure is not None
+    assert membership.failure.worker == 3
 
 
-def test_a_host_whose_workers_fail_again_and_again_rests_for_longer_each_time():
-    roll = running({"a": 1, "b": 1}, cooldown_range_seconds=(10.0, 30.0))
-    now, rests = 5.0, []
-    while len(rests) < 3:
-        number = max(roll.workers)
-        rest = roll.failed(number, now, is_own=True)
-        if rest is not None:
-            rests.append(rest)
-            assert started(roll.turn(now + rest - 1)) == []
-            now += rest
-        assert len(started(roll.turn(now + 1))) == 1
-    assert rests == [10.0, 20.0, 30.0]
+def test_each_blacklisting_of_a_host_lasts_longer():
+    membership = start_job({"a": 1, "b": 1}, cooldown_range_seconds=(10.0, 30.0))
+    now, durations = 5.0, []
+    while len(durations) < 3:
+        number = max(membership.workers)
+        duration = membership.remove_failed(number, now, is_own=True)
+        if duration is not None:
+            durations.append(duration)
+            assert started_workers(membership.decide(now + duration - 1)) == []
+            now += duration
+        assert len(started_workers(membership.decide(now + 1))) == 1
+    assert durations == [10.0, 20.0, 30.0]
 
 
-def test_workers_that_are_killed_after_they_took_part_do_not_count_against_their_host():
-    roll = running({"a": 2})
-    for turn in range(10):
-        number = max(roll.workers)
-        assert roll.failed(number, 5.0 + turn, is_own=False) is None
-        roll.turn(5.0 + turn)
-        ready(roll, *roll.workers, now=5.0 + turn)
-        begin(roll, 5.0 + turn)
-    assert roll.round == 11
+def test_workers_killed_after_a_sync_do_not_count_against_their_host():
+    membership = start_job({"a": 2})
+    for step in range(10):
+        number = max(membership.workers)
+        assert membership.remove_failed(number, 5.0 + step, is_own=False) is None
+        membership.decide(5.0 + step)
+        mark_ready(membership, *membership.workers, now=5.0 + step)
+        start_round(membership, 5.0 + step)
+    assert membership.round_number == 11
 
 
-def test_the_job_ends_when_nobody_is_left_who_has_the_state():
-    roll = running({"a": 2})
-    roll.failed(0, 5.0, is_own=False)
-    roll.turn(5.0)
-    roll.failed(1, 5.0, is_own=False)
-    assert roll.trouble is not None
-    assert roll.trouble.culprit == 1
+def test_the_job_fails_when_no_worker_has_the_state():
+    membership = start_job({"a": 2})
+    membership.remove_failed(0, 5.0, is_own=False)
+    membership.decide(5.0)
+    membership.remove_failed(1, 5.0, is_own=False)
+    assert membership.failure is not None
+    assert membership.failure.worker == 1
 
 
-def test_the_reset_limit():
-    roll = running({"a": 2}, reset_limit=1)
-    ready(roll, 0, 1, now=5.0)
-    begin(roll, 5.0)
-    ready(roll, 0, 1, now=6.0)
-    assert told(roll.turn(6.0), RoundStarted) == {}
-    assert roll.trouble is not None
-    assert "reset limit of 1" in roll.trouble.headline
+def test_the_reset_limit_fails_the_job():
+    membership = start_job({"a": 2}, reset_limit=1)
+    mark_ready(membership, 0, 1, now=5.0)
+    start_round(membership, 5.0)
+    mark_ready(membership, 0, 1, now=6.0)
+    assert sent_messages(membership.decide(6.0), RoundStarted) == {}
+    assert membership.failure is not None
+    assert "reset limit of 1" in membership.failure.headline
 
 
-def test_once_a_worker_has_finished_nobody_is_started_and_who_lost_it_may_finish_alone():
-    roll = running({"a": 3}, min_workers=2)
-    roll.failed(1, 5.0, is_own=False)
-    assert started(roll.turn(5.0)) == [3]
-    roll.finished(0)
-    ready(roll, 2, 3, now=5.0)
-    actions = roll.turn(5.0)
-    assert started(actions) == []
-    assert set(told(actions, WorkerDismissed)) == {3}
-    assert set(told(actions, RoundStarted)) == {2}
-    roll.finished(2)
-    roll.finished(3)
-    assert roll.is_finishing
-    assert roll.workers == {}
+def test_after_a_worker_finished_none_starts_and_survivors_may_finish_alone():
+    membership = start_job({"a": 3}, min_workers=2)
+    membership.remove_failed(1, 5.0, is_own=False)
+    assert started_workers(membership.decide(5.0)) == [3]
+    membership.remove_finished(0)
+    mark_ready(membership, 2, 3, now=5.0)
+    actions = membership.decide(5.0)
+    assert started_workers(actions) == []
+    assert set(sent_messages(actions, WorkerDismissed)) == {3}
+    assert set(sent_messages(actions, RoundStarted)) == {2}
+    membership.remove_finished(2)
+    membership.remove_finished(3)
+    assert membership.is_finishing
+    assert membership.workers == {}
 
 
-class Simulated:
-    """Workers that do what they are told, in any order, and die and lose each other at any moment."""
+class SimulatedJob:
+    """Workers that react to messages in a random order, and die at random moments."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.hosts = {"a": 2, "b": 2}
-        self.roll = made(dict(self.hosts), max_workers=4)
+        self.membership = make_membership(dict(self.hosts), max_workers=4)
         self.now = 0.0
         self.starting: set[int] = set()
         self.member_of: dict[int, int] = {}
-        self.noticed: set[int] = set()
-        self.leads: list[tuple[int, RoundStarted]] = []
-        self.ended: list[int] = []
+        self.informed: set[int] = set()
+        self.opening_stores: list[tuple[int, RoundStarted]] = []
+        self.dismissed: list[int] = []
 
-    def turn(self) -> None:
+    def advance(self) -> None:
         self.now += 0.1
-        for action in self.roll.turn(self.now):
+        for action in self.membership.decide(self.now):
             number = action.worker.number
-            if number not in self.roll.workers:
-                continue  # it died before it could hear
-            if isinstance(action, Start):
+            if number not in self.membership.workers:
+                continue  # it died before the message
+            if isinstance(action, StartAction):
                 self.starting.add(number)
-            elif isinstance(action.word, RoundStarted):
-                assert number not in self.member_of, "told of a round while in another"
-                self.member_of[number] = action.word.round
-                if action.word.port is None:
-                    self.leads.append((number, action.word))
-            elif isinstance(action.word, RoundEnded | HostsChanged):
-                self.noticed.add(number)
+            elif isinstance(action.message, RoundStarted):
+                assert number not in self.member_of, "a round started for a member of another"
+                self.member_of[number] = action.message.round
+                if action.message.port is None:
+                    self.opening_stores.append((number, action.message))
+            elif isinstance(action.message, RoundEnded | HostsChanged):
+                self.informed.add(number)
             else:
-                self.ended.append(number)
+                self.dismissed.append(number)
 
     def step(self, *, may_fail: bool) -> None:
-        happenings = [self.come, self.serve, self.leave, self.sync, self.end]
+        events = [self.arrive, self.serve, self.leave, self.sync, self.finish]
         if may_fail and len(self.holders()) > 1:
-            happenings += [self.die, self.change_hosts]
-        self.random.choice(happenings)()
-        self.turn()
+            events += [self.die, self.change_hosts]
+        self.random.choice(events)()
+        self.advance()
 
-    def come(self) -> None:
+    def arrive(self) -> None:
         if self.starting:
             number = self.starting.pop()
-            self.roll.ready(number, WorkerReady(), self.now)
+            self.membership.mark_ready(number, WorkerReady(), self.now)
 
     def serve(self) -> None:
-        if self.leads:
-            number, word = self.leads.pop()
-            if number in self.roll.workers:
-                self.roll.serving(number, word.round, 4000)
+        if self.opening_stores:
+            number, message = self.opening_stores.pop()
+            if number in self.membership.workers:
+                self.membership.mark_store_ready(number, message.round, 4000)
 
     def leave(self) -> None:
-        for number in [number for number in self.noticed if number in self.member_of]:
+        for number in [number for number in self.informed if number in self.member_of]:
             last = self.member_of.pop(number)
-            self.noticed.discard(number)
-            self.roll.ready(number, WorkerReady(last_round=last, has_state=self.random.random() < 0.5), self.now)
+            self.informed.discard(number)
+            self.membership.mark_ready(
+                number, WorkerReady(last_round=last, has_state=self.random.random() < 0.5), self.now
+            )
 
     def sync(self) -> None:
         for number, round in self.member_of.items():
-            self.roll.synced(number, round)
+            self.membership.mark_synced(number, round)
 
-    def end(self) -> None:
-        while self.ended:
-            self.roll.finished(self.ended.pop())
+    def finish(self) -> None:
+        while self.dismissed:
+            self.membership.remove_finished(self.dismissed.pop())
 
     def die(self) -> None:
-        number = self.random.choice(list(self.roll.workers))
-        if number in self.ended or self.holders() == [number]:
+        number = self.random.choice(list(self.membership.workers))
+        if number in self.dismissed or self.holders() == [number]:
             return
-        self.roll.failed(number, self.now, is_own=False)
-        for known in (self.starting, self.noticed):
-            known.discard(number)
+        self.membership.remove_failed(number, self.now, is_own=False)
+        for numbers in (self.starting, self.informed):
+            numbers.discard(number)
         self.member_of.pop(number, None)
 
     def change_hosts(self) -> None:
         self.hosts[self.random.choice("abc")] = self.random.randint(0, 2)
         if sum(self.hosts.values()) == 0:
             self.hosts["a"] = 2
-        self.roll.hosts_are({name: slots for name, slots in self.hosts.items() if slots}, may_change=True)
+        self.membership.set_hosts({name: slots for name, slots in self.hosts.items() if slots}, may_change=True)
 
     def holders(self) -> list[int]:
-        return [number for number, worker in self.roll.workers.items() if worker.synced_round]
+        return [number for number, worker in self.membership.workers.items() if worker.synced_round]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_happens_all_workers_that_are_wanted_come_into_one_round(seed: int):
-    simulated = Simulated(seed)
+def test_after_any_events_all_wanted_workers_are_in_one_round(seed: int):
+    simulated = SimulatedJob(seed)
     for _ in range(400):
         simulated.step(may_fail=True)
-        assert simulated.roll.trouble is None
-        assert not simulated.roll.is_finishing
-    simulated.roll.blacklist = type(simulated.roll.blacklist)(None)  # hosts that the deaths have listed
+        assert simulated.membership.failure is None
+        assert not simulated.membership.is_finishing
+    simulated.membership.blacklist = type(simulated.membership.blacklist)(None)  # the deaths have blacklisted hosts
     for _ in range(400):
         simulated.step(may_fail=False)
-    roll = simulated.roll
-    wanted = {number for number, worker in roll.workers.items() if worker.is_wanted}
+    membership = simulated.membership
+    wanted = {number for number, worker in membership.workers.items() if worker.is_wanted}
     assert len(wanted) == min(4, sum(simulated.hosts.values()))
-    assert set(roll.workers) == wanted
-    assert {worker.status for worker in roll.workers.values()} == {Status.IN_ROUND}
-    assert {worker.last_round for worker in roll.workers.values()} == {roll.round}
+    assert set(membership.workers) == wanted
+    assert {worker.state for worker in membership.workers.values()} == {WorkerState.IN_ROUND}
+    assert {worker.last_round for worker in membership.workers.values()} == {membership.round_number}

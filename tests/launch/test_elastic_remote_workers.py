@@ -1,4 +1,4 @@
-"""Workers of an elastic job on a host that cannot take part: why it is let go of."""
+"""The workers of an elastic job on a host that cannot take part."""
 
 import contextlib
 import os
@@ -18,32 +18,33 @@ from rankless.config.elastic import Elastic
 from rankless.config.run_config import JobStart, Program, RunRequest
 from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.remote_workers import RemoteWorkers
-from rankless.launch.elastic.ssh_protocol import Task
+from rankless.launch.elastic.ssh_protocol import HostTask
 from rankless.launch.rendezvous.host_facts import installed_versions
 from rankless.records.events import Exited
 
-ANOTHER_HOST = """
+OTHER_AGENT = """
 import os, sys
-from rankless.launch.elastic.ssh_protocol import Here, Pipe
+from rankless.launch.elastic.ssh_protocol import AgentReady, PipeConnection
 versions = {versions!r}
-Pipe(0, 1).send(Here(address="10.7.0.2", interface="eth0", driver_address="10.7.0.1", versions=versions))
+ready = AgentReady(address="10.7.0.2", interface="eth0", driver_address="10.7.0.1", versions=versions)
+PipeConnection(0, 1).send(ready)
 os.set_blocking(0, True)
 while sys.stdin.buffer.read(1 << 16):
     pass
 """
 
 
-def lost(crew: RemoteWorkers) -> str:
-    """Why the host is lost, or nothing if it is there and stays."""
+def wait_for_loss(workers: RemoteWorkers) -> str:
+    """Return why the host is lost, or "" once its agent runs."""
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and crew.here is None and not crew.has_ended():
-        list(crew.turn())
-    return crew.why_lost() if crew.has_ended() else ""
+    while time.monotonic() < deadline and workers.agent is None and not workers.has_ended():
+        list(workers.poll())
+    return workers.explain_loss() if workers.has_ended() else ""
 
 
 @contextlib.contextmanager
-def crew_by(ssh: str, folder: Path) -> Iterator[RemoteWorkers]:
-    """The crew of a host to which such a command is the way."""
+def start_remote_workers(ssh: str, folder: Path) -> Iterator[RemoteWorkers]:
+    """Start the agent of a host with the command `ssh` in place of the system's."""
     (folder / "ssh").write_text(f"#!/bin/sh\nexec {ssh}\n")
     (folder / "ssh").chmod(0o755)
     start = JobStart(
@@ -57,34 +58,36 @@ def crew_by(ssh: str, folder: Path) -> Iterator[RemoteWorkers]:
         store_port=0,
     )
     program = Program(kind="code", target="")
-    task = Task(program=program, request=RunRequest(worker_count=1), start=start, folder=str(folder), environment={})
+    task = HostTask(
+        program=program, request=RunRequest(worker_count=1), start=start, folder=str(folder), environment={}
+    )
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     with patch.dict(os.environ, PATH=path), selectors.DefaultSelector() as selector:
-        crew = RemoteWorkers("b", task, Elastic(min_workers=1), selector=selector, writes={})
+        workers = RemoteWorkers("b", task, Elastic(min_workers=1), selector=selector, writes={})
         try:
-            yield crew
+            yield workers
         finally:
-            crew.close()
+            workers.close()
 
 
 @pytest.mark.parametrize("torch_version", ["1.0.0", None])
-def test_a_host_with_another_version_is_refused_with_what_to_do(torch_version: str | None, tmp_path: Path):
+def test_a_host_with_another_version_is_refused_with_a_fix(torch_version: str | None, tmp_path: Path):
     versions = installed_versions() | ({} if torch_version is None else {"torch": torch_version})
-    (tmp_path / "there.py").write_text(ANOTHER_HOST.format(versions=versions))
-    with crew_by(f"{sys.executable} {tmp_path}/there.py", tmp_path) as crew:
-        why = lost(crew)
+    (tmp_path / "there.py").write_text(OTHER_AGENT.format(versions=versions))
+    with start_remote_workers(f"{sys.executable} {tmp_path}/there.py", tmp_path) as workers:
+        reason = wait_for_loss(workers)
     mine = installed_versions()["torch"]
     expected = f"the version of torch is 1.0.0, expected {mine}: install torch {mine} there"
-    assert why == ("" if torch_version is None else expected)
+    assert reason == ("" if torch_version is None else expected)
 
 
-def test_a_host_that_does_not_answer_holds_up_no_end(tmp_path: Path):
-    with crew_by("sleep 600", tmp_path) as crew:
+def test_a_host_that_does_not_answer_does_not_delay_the_end(tmp_path: Path):
+    with start_remote_workers("sleep 600", tmp_path) as workers:
         (ssh,) = [child for child in psutil.Process().children() if child.name() in ("ssh", "sh", "sleep")]
-        crew.start(ElasticWorker(number=7, host="b", slot=0, owes_since=0.0))
-        assert list(crew.turn()) == []
-        assert not crew.has_ended()
-        crew.signal(signal.SIGINT)
-        assert crew.has_ended()
+        workers.start(ElasticWorker(number=7, host="b", slot=0, expected_since=0.0))
+        assert list(workers.poll()) == []
+        assert not workers.has_ended()
+        workers.signal(signal.SIGINT)
+        assert workers.has_ended()
         wait_until(lambda: not ssh.is_running() or ssh.status() == psutil.STATUS_ZOMBIE)
-        assert [record.exit_code for record in crew.turn() if isinstance(record, Exited)] == [-signal.SIGKILL]
+        assert [record.exit_code for record in workers.poll() if isinstance(record, Exited)] == [-signal.SIGKILL]

@@ -1,4 +1,4 @@
-"""A worker of an elastic job that is to be ended: it is if it stands still, and left alone while it computes."""
+"""A worker of an elastic job that should be killed: only while it makes no progress, not while it computes."""
 
 import itertools
 import os
@@ -14,19 +14,20 @@ from rankless.config.worker_config import WorkerConfig
 from rankless.launch.elastic.worker_watchdog import WorkerWatchdog
 from rankless.records.events import HangDetected, RankStatus, Started
 
-Turn = Callable[[], list[RankStatus | HangDetected]]
-LaterTurns = Callable[[str], tuple[subprocess.Popen[bytes], Turn]]
+Tick = Callable[[], list[RankStatus | HangDetected]]
+StartWorker = Callable[[str], tuple[subprocess.Popen[bytes], Tick]]
 
 
 @pytest.fixture
-def worker() -> Iterator[LaterTurns]:
-    """A process that runs some code, and is to be ended; and what is told of it at each look, a second after the other
-    by the clock of the watch.
+def worker() -> Iterator[StartWorker]:
+    """Start a process that runs some code and should be killed.
+
+    Each call of the returned function advances the watchdog's clock by a second and returns its records.
     """
-    watch = WorkerWatchdog(timeout_seconds=None)
+    watchdog = WorkerWatchdog(timeout_seconds=None)
     started: list[subprocess.Popen[bytes]] = []
 
-    def run(code: str) -> tuple[subprocess.Popen[bytes], Turn]:
+    def run(code: str) -> tuple[subprocess.Popen[bytes], Tick]:
         process = subprocess.Popen([sys.executable, "-c", f"print(1, flush=True); {code}"], stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout is not None
@@ -45,30 +46,30 @@ def worker() -> Iterator[LaterTurns]:
             seed=None,
             log_file=os.devnull,
         )
-        watch.expect(config)
-        watch.take(Started(rank=4, time_ns=0, pid=process.pid, log_file=os.devnull))
-        watch.end(4, "did not come")
+        watchdog.open_page(config)
+        watchdog.receive(Started(rank=4, time_ns=0, pid=process.pid, log_file=os.devnull))
+        watchdog.kill_if_stalled(4, "did not arrive")
         clock = itertools.count(time.monotonic() + 1)
-        return process, lambda: list(watch.turn(next(clock)))
+        return process, lambda: list(watchdog.tick(next(clock)))
 
     yield run
-    watch.close()
+    watchdog.close()
     for process in started:
         process.kill()
         process.communicate()
 
 
-def test_who_stands_still_is_ended_with_a_word(worker: LaterTurns):
-    process, turn = worker("import time; time.sleep(600)")
-    news: list[RankStatus | HangDetected] = []
-    wait_until(lambda: news.extend(turn()) or process.poll() is not None, seconds=30)
+def test_a_worker_without_progress_is_killed_and_reported(worker: StartWorker):
+    process, tick = worker("import time; time.sleep(600)")
+    records: list[RankStatus | HangDetected] = []
+    wait_until(lambda: records.extend(tick()) or process.poll() is not None, seconds=30)
     assert process.returncode == -9
-    (stuck,) = [each for each in news if isinstance(each, HangDetected)]
-    assert stuck.headline.startswith("did not come: ")
-    assert stuck.headline.endswith("; it was ended")
+    (hang,) = [each for each in records if isinstance(each, HangDetected)]
+    assert hang.headline.startswith("did not arrive: ")
+    assert hang.headline.endswith("; it was killed")
 
 
-def test_who_computes_is_not(worker: LaterTurns):
-    process, turn = worker("\nwhile True: sum(range(1000))")
-    assert [turn() for _ in range(60)] == [[]] * 60
+def test_a_worker_that_computes_is_left_alone(worker: StartWorker):
+    process, tick = worker("\nwhile True: sum(range(1000))")
+    assert [tick() for _ in range(60)] == [[]] * 60
     assert process.poll() is None

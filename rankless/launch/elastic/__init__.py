@@ -1,7 +1,7 @@
-"""Elastic jobs: workers die, hosts come and go, and the training goes on with who is there.
+"""Elastic jobs: workers die, hosts leave and join, and the training continues with the workers that are there.
 
-Enters: a `RunConfig` with an `elastic` part. Leaves: an exit code. `launch.agent` calls `driver`. `discovery` says
-which
-hosts there are, `blacklist` which of them get no new workers for now, `roll` decides who is in which round (pure: it is
-asked and answers), `seating` who has which rank, `crew` starts workers and carries words, `driver` joins all that.
+A `RunConfig` with an `elastic` part enters, and an exit code leaves. `launch.agent` calls `driver`, which joins the
+parts: `discovery` finds the hosts and their slots, `blacklist` excludes hosts where workers keep failing, `membership`
+decides which workers are in which round, `rank_assignment` gives them ranks, and `all_workers` starts them and passes
+messages.
 """

@@ -1,4 +1,4 @@
-"""The crews of an elastic job: one on this machine, whatever its names among the hosts, and one on each other."""
+"""All workers of an elastic job: those of this host, and those of each other host."""
 
 import os
 import selectors
@@ -15,145 +15,147 @@ from rankless.launch.elastic.local_workers import LocalWorkers
 from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.membership import RoundState
 from rankless.launch.elastic.remote_workers import RemoteWorkers
-from rankless.launch.elastic.ssh_protocol import Task
+from rankless.launch.elastic.ssh_protocol import HostTask
 from rankless.launch.profile import load_profile
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import Source, Terminal, Write
 from rankless.records.elastic_messages import DriverMessage, RoundStarted, WorkerMessage
 from rankless.records.events import AnyRecord
 
-HERE = "127.0.0.1"
+LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchContext:
-    """What workers are started by."""
+    """What the driver needs to start workers."""
 
     config: RunConfig
     elastic: Elastic
     start: JobStart
     folder: str
-    tell: Callable[[str], None]
+    notify: Callable[[str], None]
     writes: Mapping[Source, Write]
 
 
-def _named(numbers: Sequence[int]) -> str:
-    return f"worker{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
 class AllWorkers:
-    """All workers by their numbers, wherever they are."""
+    """All workers by their numbers, on all hosts."""
 
-    def __init__(self, orders: LaunchContext, selector: selectors.BaseSelector) -> None:
-        self._orders = orders
+    def __init__(self, context: LaunchContext, selector: selectors.BaseSelector) -> None:
+        self._context = context
         self._selector = selector
-        self._terminal = Terminal([], writers=orders.writes)
-        self._here = LocalWorkers(orders.config, log_path=os.path.join(orders.folder, "parent.log"), selector=selector)
-        self._there: dict[str, RemoteWorkers] = {}
-        self._crew_of: dict[int, LocalWorkers | RemoteWorkers] = {}
+        self._terminal = Terminal([], writers=context.writes)
+        log_path = os.path.join(context.folder, "parent.log")
+        self._local = LocalWorkers(context.config, log_path=log_path, selector=selector)
+        self._remote: dict[str, RemoteWorkers] = {}
+        self._host_of: dict[int, LocalWorkers | RemoteWorkers] = {}
         self._is_ending = False
 
     def start(self, worker: ElasticWorker) -> None:
         """Start a worker."""
         if not is_here(worker.host):
-            crew = self._there.get(worker.host) or self._reach(worker.host)
-            self._crew_of[worker.number] = crew
-            crew.start(worker)
+            remote = self._remote.get(worker.host) or self._connect(worker.host)
+            self._host_of[worker.number] = remote
+            remote.start(worker)
             return
-        orders = self._orders
-        self._crew_of[worker.number] = self._here
+        context = self._context
+        self._host_of[worker.number] = self._local
         slot = ElasticSlot(number=worker.number, host=worker.host, slot=worker.slot)
-        launch = make_elastic_worker(orders.config, orders.start, slot, folder=orders.folder, interface=None)
-        profile = load_profile(orders.config.launcher)
-        for stream in profile.shown_streams(orders.config, orders.folder, [launch.config]):
+        launch = make_elastic_worker(context.config, context.start, slot, folder=context.folder, interface=None)
+        profile = load_profile(context.config.launcher)
+        for stream in profile.shown_streams(context.config, context.folder, [launch.config]):
             self._terminal.add(stream)
-        self._here.start(launch)
+        self._local.start(launch)
 
-    def tell(self, number: int, word: DriverMessage, seating: RoundState | None) -> None:
-        """Say something to a worker; to begin a round, with the address where its members meet."""
-        crew = self._crew_of[number]
-        if isinstance(word, RoundStarted) and seating is not None:
-            word = self._addressed(word, number, seating)
-        crew.tell(number, word)
+    def send(self, number: int, message: DriverMessage, current: RoundState | None) -> None:
+        """Send a message to a worker. The start of a round gets the address and the interface of its members."""
+        if isinstance(message, RoundStarted) and current is not None:
+            message = self._add_address(message, number, current)
+        self._host_of[number].send(number, message)
 
-    def end(self, number: int, why: str) -> None:
-        """End one worker as soon as it stands still; one that computes is left alone."""
-        self._crew_of[number].end(number, why)
+    def kill_if_stalled(self, number: int, reason: str) -> None:
+        """Kill one worker as soon as it makes no progress. A worker that computes is left alone."""
+        self._host_of[number].kill_if_stalled(number, reason)
 
-    def turn(self) -> Iterator[tuple[int, WorkerMessage] | AnyRecord]:
-        """What is new."""
+    def poll(self) -> Iterator[tuple[int, WorkerMessage] | AnyRecord]:
+        """Yield new messages and records."""
         self._terminal.pump()
-        yield from self._here.turn()
-        for host, crew in list(self._there.items()):
-            yield from crew.turn()
-            if crew.has_ended():
+        yield from self._local.poll()
+        for host, remote in list(self._remote.items()):
+            yield from remote.poll()
+            if remote.is_lost:
                 if not self._is_ending:
-                    went = f", and with it {_named(crew.lost)}" if crew.lost else ""
-                    self._orders.tell(f"host {host} is lost{went}: {crew.why_lost()}")
-                crew.close()
-                del self._there[host]
+                    workers = f", and with it {_format_workers(remote.lost_workers)}" if remote.lost_workers else ""
+                    self._context.notify(f"host {host} is lost{workers}: {remote.explain_loss()}")
+                remote.close()
+                del self._remote[host]
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and start no others."""
         self._is_ending = True
-        for crew in self._all():
-            crew.signal(number)
+        for workers in self._all_hosts():
+            workers.signal(number)
 
     def kill(self) -> None:
-        """End all workers at once."""
-        for crew in self._all():
-            crew.kill()
+        """Kill all workers."""
+        for workers in self._all_hosts():
+            workers.kill()
 
     def is_broken(self) -> bool:
-        """Whether no worker can be started here any more."""
-        return self._here.has_ended()
+        """Whether this host can start no workers any more."""
+        return self._local.has_ended()
 
     def have_ended(self) -> bool:
-        """Whether nothing lives any more; hosts that are told to end are let go of as they do."""
-        return self._here.has_ended() and all(crew.has_ended() for crew in self._there.values())
+        """Whether no worker is alive on any host."""
+        return self._local.has_ended() and all(remote.has_ended() for remote in self._remote.values())
 
     def close(self) -> None:
-        """See to it that nothing is left."""
-        for crew in self._all():
-            crew.close()
+        """End all processes on all hosts."""
+        for workers in self._all_hosts():
+            workers.close()
         self._terminal.close()
 
-    def _all(self) -> list[LocalWorkers | RemoteWorkers]:
-        return [self._here, *self._there.values()]
+    def _all_hosts(self) -> list[LocalWorkers | RemoteWorkers]:
+        return [self._local, *self._remote.values()]
 
-    def _reach(self, host: str) -> RemoteWorkers:
-        orders = self._orders
-        task = Task(
-            program=orders.config.program,
-            request=msgspec.structs.replace(orders.config.request, seed=orders.config.seed),
-            start=orders.start,
-            folder=orders.folder,
+    def _connect(self, host: str) -> RemoteWorkers:
+        context = self._context
+        task = HostTask(
+            program=context.config.program,
+            request=msgspec.structs.replace(context.config.request, seed=context.config.seed),
+            start=context.start,
+            folder=context.folder,
             environment=exported_variables(),
         )
-        crew = RemoteWorkers(host, task, orders.elastic, selector=self._selector, writes=orders.writes)
-        self._there[host] = crew
-        return crew
+        remote = RemoteWorkers(host, task, context.elastic, selector=self._selector, writes=context.writes)
+        self._remote[host] = remote
+        return remote
 
-    def _addressed(self, begin: RoundStarted, number: int, seating: RoundState) -> RoundStarted:
-        """Where the members of a round meet: on loopback if all are here, else where the hosts reach each other."""
-        lead = next(member for member, assignment in seating.assignments.items() if assignment.rank == 0)
-        crews = {self._crew_of[member] for member in seating.assignments}
-        outward = [
-            crew.here.driver_address for crew in crews if isinstance(crew, RemoteWorkers) and crew.here is not None
-        ]
-        here = (outward[0], interface_of(outward[0])) if outward else (HERE, loopback_name())
+    def _add_address(self, message: RoundStarted, number: int, current: RoundState) -> RoundStarted:
+        """Add rank 0's address and the receiver's interface.
 
-        def way(member: int) -> tuple[str, str]:
-            crew = self._crew_of[member]
-            if isinstance(crew, RemoteWorkers) and crew.here is not None:
-                return crew.here.address, crew.here.interface
-            return here
+        Both are loopback if all members are on this host, else those by which the hosts reach each other.
+        """
+        first = next(member for member, each in current.assignments.items() if each.rank == 0)
+        hosts = {self._host_of[member] for member in current.assignments}
+        agents = [host.agent for host in hosts if isinstance(host, RemoteWorkers) and host.agent is not None]
+        own_address = agents[0].driver_address if agents else LOOPBACK_ADDRESS
+        own_interface = interface_of(own_address) if agents else loopback_name()
+
+        def find_address(member: int) -> tuple[str, str]:
+            host = self._host_of[member]
+            if isinstance(host, RemoteWorkers) and host.agent is not None:
+                return host.agent.address, host.agent.interface
+            return own_address, own_interface
 
         return msgspec.structs.replace(
-            begin,
-            address=way(lead)[0],
-            interface=None if self._has_chosen_interface() else way(number)[1],
+            message,
+            address=find_address(first)[0],
+            interface=None if self._has_user_interface() else find_address(number)[1],
         )
 
-    def _has_chosen_interface(self) -> bool:
-        return self._orders.elastic.has_chosen_interface or "GLOO_SOCKET_IFNAME" in user_interfaces()
+    def _has_user_interface(self) -> bool:
+        return self._context.elastic.has_chosen_interface or "GLOO_SOCKET_IFNAME" in user_interfaces()
+
+
+def _format_workers(numbers: Sequence[int]) -> str:
+    return f"worker{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

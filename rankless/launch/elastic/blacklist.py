@@ -1,67 +1,73 @@
-"""Hosts that get no new workers for now, because workers fail there again and again."""
+"""The hosts that get no new workers for a while, because workers fail there repeatedly."""
 
 from dataclasses import dataclass
 
-FAILURES = 3
-"""So many, and the host is listed."""
-LOST_SECONDS = 10.0
-"""After it was lost for the first time, or could not be reached: it may be about to start. Then twice that."""
+MAX_FAILURES = 3
+"""After so many failures a host is blacklisted."""
+LOST_HOST_SECONDS = 10.0
+"""How long a host gets no workers after its first loss: it may be about to boot. The time grows with each loss."""
 
 
 @dataclass
-class _Standing:
-    early: int = 0
-    own: int = 0
+class _HostRecord:
+    early_failures: int = 0
+    own_failures: int = 0
     times_listed: int = 0
-    until: float = 0.0
+    listed_until: float = 0.0
 
 
 class Blacklist:
-    """How each host stands. `cooldown` are the seconds of the first listing, doubled by each further one, and the most
-    it may become; without it a listing is for ever.
+    """Counts the failures of each host.
+
+    `cooldown` is the duration of a host's first listing in seconds, and the longest duration. Each further listing
+    doubles it. Without a cooldown a listing is permanent.
     """
 
     def __init__(self, cooldown: tuple[float, float] | None) -> None:
         self._cooldown = cooldown
-        self._standings: dict[str, _Standing] = {}
+        self._hosts: dict[str, _HostRecord] = {}
 
-    def failed(self, host: str, now: float, *, is_own: bool) -> float | None:
-        """A worker has failed there: by a fault of its own, or before it got anywhere. If that lists the host, for how
-        many seconds.
+    def count_failure(self, host: str, now: float, *, is_own: bool) -> float | None:
+        """Count a worker that failed on this host, by a fault of its own or before it took part in a round.
+
+        Returns for how many seconds this blacklists the host, or None.
         """
-        standing = self._standings.setdefault(host, _Standing())
+        record = self._hosts.setdefault(host, _HostRecord())
         if is_own:
-            standing.own += 1
+            record.own_failures += 1
         else:
-            standing.early += 1
-        if max(standing.own, standing.early) < FAILURES:
+            record.early_failures += 1
+        if max(record.own_failures, record.early_failures) < MAX_FAILURES:
             return None
-        standing.own = standing.early = 0
-        standing.times_listed += 1
+        record.own_failures = record.early_failures = 0
+        record.times_listed += 1
         seconds = float("inf")
         if self._cooldown is not None:
-            least, most = self._cooldown
-            seconds = min(most, least * 2 ** (standing.times_listed - 1))
-        standing.until = now + seconds
+            minimum, maximum = self._cooldown
+            seconds = min(maximum, minimum * 2 ** (record.times_listed - 1))
+        record.listed_until = now + seconds
         return seconds
 
-    def lost(self, host: str, now: float) -> float | None:
-        """The host went, or was not there: it is left alone for a while. If that lists it, for how many seconds."""
-        seconds = self.failed(host, now, is_own=False)
+    def count_loss(self, host: str, now: float) -> float | None:
+        """Count the loss of a host, or a failed attempt to reach it. It gets no workers for a while.
+
+        Returns for how many seconds this blacklists the host, or None.
+        """
+        seconds = self.count_failure(host, now, is_own=False)
         if seconds is None:
-            standing = self._standings[host]
-            standing.until = now + LOST_SECONDS * standing.early
+            record = self._hosts[host]
+            record.listed_until = now + LOST_HOST_SECONDS * record.early_failures
         return seconds
 
-    def succeeded(self, host: str) -> None:
-        """A worker there takes part: those that were killed before it, before they did, do not count."""
-        if host in self._standings:
-            self._standings[host].early = 0
+    def clear_early_failures(self, host: str) -> None:
+        """Forget the workers that failed early on this host, because a worker there takes part in a round."""
+        if host in self._hosts:
+            self._hosts[host].early_failures = 0
 
     def has(self, host: str, now: float) -> bool:
-        """Whether a host is listed now."""
-        return host in self._standings and now < self._standings[host].until
+        """Whether a host gets no workers now."""
+        return host in self._hosts and now < self._hosts[host].listed_until
 
     def may_release(self, host: str) -> bool:
-        """Whether a host that is listed will be free again."""
-        return self._standings[host].until != float("inf")
+        """Whether a listed host will get workers again."""
+        return self._hosts[host].listed_until != float("inf")

@@ -1,4 +1,4 @@
-"""The driver of an elastic job: asks for hosts, starts workers, makes rounds of them, and says how it went."""
+"""The driver of an elastic job: it discovers hosts, starts workers, forms rounds and reports the result."""
 
 import os
 import selectors
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rankless.config.elastic import Elastic
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.validation import choose_backend
-from rankless.launch.elastic.all_workers import HERE, AllWorkers, LaunchContext
+from rankless.launch.elastic.all_workers import LOOPBACK_ADDRESS, AllWorkers, LaunchContext
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
-from rankless.launch.elastic.member import Action, End, Start
+from rankless.launch.elastic.member import Action, KillAction, StartAction
 from rankless.launch.elastic.membership import JobFailure, JobMembership
 from rankless.launch.elastic.round_watchdog import RoundWatchdog
 from rankless.launch.log_files import make_run_folder, make_run_id
@@ -39,261 +39,260 @@ from rankless.records.events import (
     ScriptFinished,
 )
 
-TELL_AFTER_SECONDS = 5.0
-"""So often it is said for whom a round waits."""
+PROGRESS_SECONDS = 5.0
+"""How often the driver reports what a round waits for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriverContext:
-    """What a driver has of who has called it."""
+    """What the agent gives the driver."""
 
     interrupts: Interrupts
     on_record: Callable[[AnyRecord], None]
-    tell: Callable[[str], None]
+    notify: Callable[[str], None]
     writes: Mapping[Source, Write]
-    """What the terminal's two streams are written by."""
+    """The functions that write to the terminal's two streams."""
 
 
-def run_elastic(config: RunConfig, elastic: Elastic, around: DriverContext) -> int:
-    """Run an elastic job to its end and return its exit code. Nothing that it has started is alive afterwards."""
+def run_elastic(config: RunConfig, elastic: Elastic, context: DriverContext) -> int:
+    """Run an elastic job to its end and return its exit code. No process of the job is alive afterwards."""
     with selectors.DefaultSelector() as selector:
-        selector.register(around.interrupts, selectors.EVENT_READ)
-        driver = Driver(config, elastic, around, selector)
+        selector.register(context.interrupts, selectors.EVENT_READ)
+        driver = ElasticDriver(config, elastic, context, selector)
         try:
-            return driver.to_end()
+            return driver.run()
         finally:
             driver.close()
 
 
-class Driver:
+class ElasticDriver:
     """One elastic job."""
 
     def __init__(
-        self, config: RunConfig, elastic: Elastic, around: DriverContext, selector: selectors.BaseSelector
+        self, config: RunConfig, elastic: Elastic, context: DriverContext, selector: selectors.BaseSelector
     ) -> None:
         self._config = config
-        self._around = around
+        self._context = context
         self._selector = selector
-        self._start = _job_start(config)
+        self._start = _make_job_start(config)
         self._folder = make_run_folder(config, self._start, 0)
-        self._hosts = _hosts(config, elastic)
-        self._roll = JobMembership(elastic, first_workers=config.worker_count)
+        self._hosts = _make_hosts(config, elastic)
+        self._membership = JobMembership(elastic, first_workers=config.worker_count)
         self._records: dict[int, list[AnyRecord]] = {}
-        self._said: set[str] = set()
-        self._told_awaited = 0.0
-        self._standstill = RoundWatchdog(config.hang_timeout_seconds or elastic.stall_timeout_seconds)
-        self._hosts_of: dict[int, str] = {}
-        orders = LaunchContext(
+        self._notified: set[str] = set()
+        self._last_progress_at = 0.0
+        self._watchdog = RoundWatchdog(config.hang_timeout_seconds or elastic.stall_timeout_seconds)
+        self._host_names: dict[int, str] = {}
+        launch_context = LaunchContext(
             config=config,
             elastic=elastic,
             start=self._start,
             folder=self._folder,
-            tell=around.tell,
-            writes=around.writes,
+            notify=context.notify,
+            writes=context.writes,
         )
-        self._crews = AllWorkers(orders, selector)
-        most = elastic.max_workers
-        upper = f" to {most}" if most is not None else " or more"
-        around.tell(f"elastic job of {elastic.min_workers}{upper} workers, logs in {self._folder}")
+        self._workers = AllWorkers(launch_context, selector)
+        maximum = f" to {elastic.max_workers}" if elastic.max_workers is not None else " or more"
+        context.notify(f"elastic job of {elastic.min_workers}{maximum} workers, logs in {self._folder}")
 
-    def to_end(self) -> int:
-        """Go on until the job is over."""
+    def run(self) -> int:
+        """Run the job to its end and return its exit code."""
         while True:
             now = time.monotonic()
-            is_broken = self._crews.is_broken()  # before reading: what it sent before it ended is there now
-            self._hear(now)
-            for number in self._around.interrupts.read():
-                self._end(number)
-                self._around.tell(f"ended by {name_signal(number)}")
+            is_broken = self._workers.is_broken()  # before reading: its last records have arrived by then
+            self._process_events(now)
+            for number in self._context.interrupts.read():
+                self._end_workers(number)
+                self._context.notify(f"ended by {name_signal(number)}")
                 return 128 + number
-            if self._roll.is_finishing and not self._roll.workers and self._roll.trouble is None:
-                self._end(signal.SIGTERM)
+            if self._membership.is_finishing and not self._membership.workers and self._membership.failure is None:
+                self._end_workers(signal.SIGTERM)
                 return 0
             if is_broken:
-                self._roll.trouble = JobFailure(headline="the process that starts the workers has ended")
-            self._decide(now)
-            if self._roll.trouble is not None:
-                return self._fail(self._roll.trouble)
+                self._membership.failure = JobFailure(headline="the process that starts the workers has ended")
+            self._advance(now)
+            if self._membership.failure is not None:
+                return self._fail(self._membership.failure)
             self._selector.select(POLL_SECONDS)
 
     def close(self) -> None:
-        """See to it that nothing is left."""
-        self._crews.close()
+        """End all processes of the job."""
+        self._workers.close()
         self._hosts.close()
 
-    def _decide(self, now: float) -> None:
-        slots = self._hosts.turn(now)
-        trouble = self._hosts.trouble()
-        if trouble is not None:
-            self._say_once(f"the host discovery script does not answer as it should: {trouble}")
+    def _advance(self, now: float) -> None:
+        slots = self._hosts.poll(now)
+        warning = self._hosts.warning
+        if warning is not None:
+            self._notify_once(f"the host discovery script failed: {warning}")
         if slots is not None:
-            self._roll.hosts_are(slots, may_change=self._hosts.may_change)
-        for action in self._roll.turn(now):
+            self._membership.set_hosts(slots, may_change=self._hosts.may_change)
+        for action in self._membership.decide(now):
             self._perform(action)
-        self._tell_what_is_awaited(now)
-        self._look_for_standstill(now)
+        self._report_waiting(now)
+        self._check_progress(now)
 
-    def _look_for_standstill(self, now: float) -> None:
-        seating = self._roll.seating
-        if seating is None or seating.untold:
+    def _check_progress(self, now: float) -> None:
+        current = self._membership.current_round
+        if current is None or current.waiting_for_store:
             return
-        report = self._standstill.turn(seating.number, seating.assignments, self._hosts_of, now)
+        report = self._watchdog.tick(current.number, current.assignments, self._host_names, now)
         if report is not None:
-            self._around.tell(report.text)
-            for number, why in report.culprits.items():
-                self._crews.end(number, why)
+            self._context.notify(report.text)
+            for number, reason in report.workers_to_kill.items():
+                self._workers.kill_if_stalled(number, reason)
 
-    def _tell_what_is_awaited(self, now: float) -> None:
-        awaited = self._roll.awaited()
-        if awaited is None:
+    def _report_waiting(self, now: float) -> None:
+        waiting = self._membership.describe_waiting()
+        if waiting is None:
             return
-        since, what = awaited
-        if now - max(since, self._told_awaited) >= TELL_AFTER_SECONDS:
-            self._told_awaited = now
-            self._around.tell(f"{what}, {now - since:.0f} s")
+        since, what = waiting
+        if now - max(since, self._last_progress_at) >= PROGRESS_SECONDS:
+            self._last_progress_at = now
+            self._context.notify(f"{what}, {now - since:.0f} s")
 
     def _perform(self, action: Action) -> None:
         worker = action.worker
-        if isinstance(action, Start):
-            self._hosts_of[worker.number] = worker.host
-            self._crews.start(worker)
+        if isinstance(action, StartAction):
+            self._host_names[worker.number] = worker.host
+            self._workers.start(worker)
             return
-        if isinstance(action, End):
-            self._crews.end(worker.number, action.why)
+        if isinstance(action, KillAction):
+            self._workers.kill_if_stalled(worker.number, action.reason)
             return
-        if isinstance(action.word, RoundStarted) and action.word.assignment.rank == 0:
-            self._tell_of_round(action.word)
-        self._crews.tell(worker.number, action.word, self._roll.seating)
+        if isinstance(action.message, RoundStarted) and action.message.assignment.rank == 0:
+            self._report_round(action.message)
+        self._workers.send(worker.number, action.message, self._membership.current_round)
 
-    def _tell_of_round(self, begin: RoundStarted) -> None:
-        seating = self._roll.seating
-        assert seating is not None
-        ranks = sorted(seating.assignments, key=lambda number: seating.assignments[number].rank)
-        names = ", ".join(f"{number} ({self._roll.workers[number].host})" for number in ranks)
-        self._around.tell(f"round {begin.round}: {format_count(len(ranks), 'worker')}, by rank: {names}")
+    def _report_round(self, message: RoundStarted) -> None:
+        current = self._membership.current_round
+        assert current is not None
+        by_rank = sorted(current.assignments, key=lambda number: current.assignments[number].rank)
+        names = ", ".join(f"{number} ({self._membership.workers[number].host})" for number in by_rank)
+        self._context.notify(f"round {message.round}: {format_count(len(by_rank), 'worker')}, by rank: {names}")
 
-    def _hear(self, now: float) -> None:
-        for news in self._crews.turn():
-            if isinstance(news, tuple):
-                self._take_word(*news, now)
+    def _process_events(self, now: float) -> None:
+        for event in self._workers.poll():
+            if isinstance(event, tuple):
+                self._process_message(*event, now)
             else:
-                self._take_record(news, now)
+                self._process_record(event, now)
 
-    def _take_word(self, number: int, word: WorkerMessage, now: float) -> None:
-        if number not in self._roll.workers:
+    def _process_message(self, number: int, message: WorkerMessage, now: float) -> None:
+        if number not in self._membership.workers:
             return
-        if isinstance(word, WorkerReady):
-            self._roll.ready(number, word, now)
-        elif isinstance(word, StoreReady):
-            self._roll.serving(number, word.round, word.port)
+        if isinstance(message, WorkerReady):
+            self._membership.mark_ready(number, message, now)
+        elif isinstance(message, StoreReady):
+            self._membership.mark_store_ready(number, message.round, message.port)
         else:
-            self._roll.synced(number, word.round)
+            self._membership.mark_synced(number, message.round)
 
-    def _take_record(self, record: AnyRecord, now: float) -> None:
-        self._around.on_record(record)
+    def _process_record(self, record: AnyRecord, now: float) -> None:
+        self._context.on_record(record)
         if isinstance(record, RankStatus):
-            self._standstill.take(record, now)
+            self._watchdog.receive(record, now)
             return
         if isinstance(record, Notice):
-            self._say_once(record.text)
+            self._notify_once(record.text)
         self._records.setdefault(record.rank, []).append(record)
-        if record.rank not in self._roll.workers:
+        if record.rank not in self._membership.workers:
             return
         if isinstance(record, ScriptFinished) and record.exit_code == 0:
-            self._roll.finishes(record.rank)
+            self._membership.mark_finishing(record.rank)
         elif isinstance(record, Exited):
-            self._take_end(record, now)
+            self._process_exit(record, now)
 
-    def _take_end(self, record: Exited, now: float) -> None:
+    def _process_exit(self, record: Exited, now: float) -> None:
         number = record.rank
         if record.exit_code == 0:
-            self._standstill.finished(number, now)
-            self._roll.finished(number)
+            self._watchdog.mark_finished(number, now)
+            self._membership.remove_finished(number)
             return
-        self._standstill.forget(number)
-        named, host = self._name(number), self._roll.workers[number].host
+        self._watchdog.forget(number)
+        name, host = self._name_worker(number), self._membership.workers[number].host
         records = self._records[number]
-        lost = any(isinstance(each, Raised) and is_secondary_failure(each) for each in records)
-        was_stuck = any(isinstance(each, HangDetected) for each in records)
-        is_own = was_stuck or (record.exit_code > 0 and not lost)
+        is_secondary = any(isinstance(each, Raised) and is_secondary_failure(each) for each in records)
+        has_hung = any(isinstance(each, HangDetected) for each in records)
+        is_own = has_hung or (record.exit_code > 0 and not is_secondary)
         is_lost = any(isinstance(each, HostLost) for each in records)
-        listed = self._roll.failed(number, now, is_own=is_own, is_lost=is_lost)
-        if not is_lost:  # that is said of the host
-            self._around.tell(f"{named} {self._verdict(number).headline}")
-        if listed is not None:
-            again = "for good" if listed == float("inf") else f"for {listed:g} s"
-            self._around.tell(f"{host} gets no new workers {again}: they fail there again and again")
+        listed_seconds = self._membership.remove_failed(number, now, is_own=is_own, is_lost=is_lost)
+        if not is_lost:  # the report on the lost host names the worker
+            self._context.notify(f"{name} {self._attribute_failure(number).headline}")
+        if listed_seconds is not None:
+            duration = "permanently" if listed_seconds == float("inf") else f"for {listed_seconds:g} s"
+            self._context.notify(f"host {host} is blacklisted {duration}, because workers fail there repeatedly")
 
-    def _name(self, number: int) -> str:
-        worker = self._roll.workers[number]
+    def _name_worker(self, number: int) -> str:
+        worker = self._membership.workers[number]
         rank = f"rank {worker.last_rank} of round {worker.last_round}, " if worker.last_round else ""
         return f"worker {number} ({rank}{worker.host})"
 
-    def _verdict(self, number: int) -> Verdict:
-        """How a worker has failed."""
-        found = attribute_failure(self._records.get(number, []))
-        return found or Verdict(root_cause_rank=number, cause="lost", exit_code=1, headline="failed")
+    def _attribute_failure(self, number: int) -> Verdict:
+        """Return the verdict on a worker that has failed."""
+        verdict = attribute_failure(self._records.get(number, []))
+        return verdict or Verdict(root_cause_rank=number, cause="lost", exit_code=1, headline="failed")
 
-    def _fail(self, trouble: JobFailure) -> int:
-        """End the job; returns its exit code."""
-        self._end(signal.SIGTERM)
-        if trouble.culprit is None:
-            self._around.tell(f"the job was ended: {trouble.headline}")
+    def _fail(self, failure: JobFailure) -> int:
+        """End the job as failed and return its exit code."""
+        self._end_workers(signal.SIGTERM)
+        if failure.worker is None:
+            self._context.notify(f"the job was ended: {failure.headline}")
             return 1
-        verdict = self._verdict(trouble.culprit)
+        verdict = self._attribute_failure(failure.worker)
         profile = load_profile(self._config.launcher)
-        files = profile.log_files(self._folder, trouble.culprit, 0)
-        self._around.tell(f"the job was ended: {trouble.headline}; worker {trouble.culprit} failed last")
+        files = profile.log_files(self._folder, failure.worker, 0)
+        self._context.notify(f"the job was ended: {failure.headline}; worker {failure.worker} failed last")
         text = format_failure(verdict, log_file=os.path.relpath(files.error or files.output))
         text += profile.failure_note(verdict.root_cause_rank, verdict.exit_code)
-        self._around.writes["err"](text.encode())
+        self._context.writes["err"](text.encode())
         return verdict.exit_code
 
-    def _end(self, number: int) -> None:
-        """End the workers: politely, then at once."""
-        grace = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
-        self._crews.signal(number)
-        if not self._await_end(grace):
-            self._crews.kill()
-            self._await_end(KILL_GRACE_SECONDS)
+    def _end_workers(self, number: int) -> None:
+        """End the workers with a signal, and kill them after the grace period."""
+        grace_seconds = INTERRUPT_GRACE_SECONDS if number == signal.SIGINT else STOP_GRACE_SECONDS
+        self._workers.signal(number)
+        if not self._wait_for_end(grace_seconds):
+            self._workers.kill()
+            self._wait_for_end(KILL_GRACE_SECONDS)
 
-    def _await_end(self, seconds: float) -> bool:
+    def _wait_for_end(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            has_ended = self._crews.have_ended()
-            for news in self._crews.turn():
-                if not isinstance(news, tuple):
-                    self._records.setdefault(news.rank, []).append(news)
-                    self._around.on_record(news)
-            if has_ended:
+            have_ended = self._workers.have_ended()
+            for event in self._workers.poll():
+                if not isinstance(event, tuple):
+                    self._records.setdefault(event.rank, []).append(event)
+                    self._context.on_record(event)
+            if have_ended:
                 return True
-            if self._around.interrupts.read():
+            if self._context.interrupts.read():
                 return False
             self._selector.select(POLL_SECONDS / 5)
         return False
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._around.tell(text)
+    def _notify_once(self, text: str) -> None:
+        if text not in self._notified:
+            self._notified.add(text)
+            self._context.notify(text)
 
 
-def _hosts(config: RunConfig, elastic: Elastic) -> DiscoveredHosts | FixedHosts:
+def _make_hosts(config: RunConfig, elastic: Elastic) -> DiscoveredHosts | FixedHosts:
     if elastic.discovery_script is not None:
         return DiscoveredHosts(elastic.discovery_script, slots_per_host=elastic.slots_per_host)
     slots: Mapping[str, int] = dict(elastic.hosts) or {"localhost": config.worker_count}
     return FixedHosts(slots)
 
 
-def _job_start(config: RunConfig) -> JobStart:
-    # Where the workers meet, each round says anew.
+def _make_job_start(config: RunConfig) -> JobStart:
+    # Each round has its own store, so the addresses here are placeholders.
     return JobStart(
         run_id=make_run_id(config),
         seed=config.seed,
         workers=(config.worker_count,),
         backend=choose_backend(config.devices),
-        master_address=HERE,
+        master_address=LOOPBACK_ADDRESS,
         master_port=0,
-        store_address=HERE,
+        store_address=LOOPBACK_ADDRESS,
         store_port=0,
     )

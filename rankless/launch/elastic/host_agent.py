@@ -1,6 +1,6 @@
-"""The agent of another host in an elastic job, started by ssh: does what the driver says through standard input.
+"""The agent of another host in an elastic job. ssh starts it, and the driver sends it commands on standard input.
 
-When that ends, or the driver is silent, nothing of the job is left alive here.
+The agent ends all workers and itself when standard input ends, or the driver's heartbeats stop.
 """
 
 import functools
@@ -16,123 +16,128 @@ from rankless.config.validation import make_run_config
 from rankless.errors import RanklessError
 from rankless.launch.elastic.local_workers import LocalWorkers
 from rankless.launch.elastic.ssh_protocol import (
-    BEAT_SECONDS,
-    SILENT_SECONDS,
-    Beat,
-    End,
-    FrameDown,
-    Happened,
-    Heard,
-    Here,
-    Kill,
-    Order,
-    Pipe,
-    Say,
-    Shown,
-    Signal,
-    Task,
-    Unable,
+    HEARTBEAT_SECONDS,
+    HEARTBEAT_TIMEOUT_SECONDS,
+    AgentCommand,
+    AgentFailed,
+    AgentReady,
+    HostTask,
+    KillIfStalled,
+    KillWorkers,
+    PipeConnection,
+    SendToWorker,
+    SignalWorkers,
+    StartWorker,
+    WorkerMessageReceived,
 )
 from rankless.launch.profile import load_profile
 from rankless.launch.rendezvous.host_facts import installed_versions
+from rankless.launch.rendezvous.messages import Heartbeat, WorkerOutput, WorkerRecords
 from rankless.launch.supervisor.supervisor import POLL_SECONDS
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
-from rankless.launch.worker_output import SOURCES, Terminal
+from rankless.launch.worker_output import SOURCES, Source, Terminal
 from rankless.runtime.fast_exit import FastExit
 
 
-def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
-    """Return what serves the driver."""
+def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # the signature of every process's main
+    """Return the function that serves the driver."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     return _serve
 
 
 def _serve() -> None:
-    pipe = Pipe(0, os.dup(1))
-    os.dup2(2, 1)  # what somebody prints is no frame
+    connection = PipeConnection(0, os.dup(1))
+    os.dup2(2, 1)  # output that somebody prints must not get into the frames
     agent: HostAgent | None = None
-    heard = time.monotonic()
+    last_received_at = time.monotonic()
     with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
+        selector.register(connection, selectors.EVENT_READ)
         try:
-            while not pipe.is_over and time.monotonic() - heard < SILENT_SECONDS:
-                for frame in pipe.receive(FrameDown):
-                    heard = time.monotonic()
-                    if isinstance(frame, Task):
+            while not connection.is_closed and time.monotonic() - last_received_at < HEARTBEAT_TIMEOUT_SECONDS:
+                for command in connection.receive(AgentCommand):
+                    last_received_at = time.monotonic()
+                    if isinstance(command, HostTask):
                         try:
-                            agent = HostAgent(frame, pipe, selector)
+                            agent = HostAgent(command, connection, selector)
                         except (RanklessError, OSError) as error:
-                            pipe.send(Unable(why="; ".join(str(error).split("\n")).strip("; ")))
+                            connection.send(AgentFailed(reason="; ".join(str(error).split("\n")).strip("; ")))
                             return
                     elif agent is not None:
-                        agent.obey(frame)
-                if agent is not None and not agent.turn():
+                        agent.execute(command)
+                if agent is not None and not agent.poll():
                     break
                 selector.select(POLL_SECONDS)
         finally:
             if agent is not None:
                 agent.close()
-            pipe.flush()
+            connection.flush()
 
 
 class HostAgent:
-    """The workers of this host, as the driver's hand."""
+    """The workers of this host, which the driver controls."""
 
-    def __init__(self, task: Task, pipe: Pipe, selector: selectors.BaseSelector) -> None:
+    def __init__(self, task: HostTask, connection: PipeConnection, selector: selectors.BaseSelector) -> None:
         environment.apply(task.environment)
         self._task = task
-        self._pipe = pipe
+        self._connection = connection
         self._config = make_run_config(task.program, task.request)
         os.makedirs(task.folder, exist_ok=True)
         address, driver_address = environment.ssh_addresses()
         self._interface = interface_of(address)
-        here = Here(
-            address=address, interface=self._interface, driver_address=driver_address, versions=installed_versions()
+        connection.send(
+            AgentReady(
+                address=address,
+                interface=self._interface,
+                driver_address=driver_address,
+                versions=installed_versions(),
+            )
         )
-        pipe.send(here)
         self._terminal = Terminal([], writers={source: functools.partial(self._show, source) for source in SOURCES})
         log_path = os.path.join(task.folder, f"parent-{address}.log")
-        self._crew = LocalWorkers(self._config, log_path=log_path, selector=selector)
-        self._beaten = 0.0
+        self._workers = LocalWorkers(self._config, log_path=log_path, selector=selector)
+        self._last_heartbeat_at = 0.0
 
-    def obey(self, frame: FrameDown) -> None:
-        """Do what the driver says."""
-        if isinstance(frame, Order):
-            slot = ElasticSlot(number=frame.number, host=frame.host, slot=frame.slot)
-            task = self._task
-            launch = make_elastic_worker(self._config, task.start, slot, folder=task.folder, interface=self._interface)
-            profile = load_profile(self._config.launcher)
-            for stream in profile.shown_streams(self._config, task.folder, [launch.config]):
-                self._terminal.add(stream)
-            self._crew.start(launch)
-        elif isinstance(frame, Say):
-            self._crew.tell(frame.number, frame.word)
-        elif isinstance(frame, End):
-            self._crew.end(frame.number, frame.why)
-        elif isinstance(frame, Signal):
-            self._crew.signal(frame.number)
-        elif isinstance(frame, Kill):
-            self._crew.kill()
+    def execute(self, command: AgentCommand) -> None:
+        """Execute a command of the driver."""
+        if isinstance(command, StartWorker):
+            self._start_worker(command)
+        elif isinstance(command, SendToWorker):
+            self._workers.send(command.number, command.message)
+        elif isinstance(command, KillIfStalled):
+            self._workers.kill_if_stalled(command.number, command.reason)
+        elif isinstance(command, SignalWorkers):
+            self._workers.signal(command.signal)
+        elif isinstance(command, KillWorkers):
+            self._workers.kill()
 
-    def turn(self) -> bool:
-        """Tell the driver what is new; False once the workers' parent has ended."""
-        has_ended = self._crew.has_ended()
+    def poll(self) -> bool:
+        """Send the driver what is new. Returns False once the fork server has ended."""
+        has_ended = self._workers.has_ended()
         self._terminal.pump()
-        for news in self._crew.turn():
-            if isinstance(news, tuple):
-                self._pipe.send(Heard(number=news[0], word=news[1]))
+        for event in self._workers.poll():
+            if isinstance(event, tuple):
+                self._connection.send(WorkerMessageReceived(number=event[0], message=event[1]))
             else:
-                self._pipe.send(Happened(record=news))
-        if time.monotonic() - self._beaten >= BEAT_SECONDS:
-            self._beaten = time.monotonic()
-            self._pipe.send(Beat())
+                self._connection.send(WorkerRecords(records=(event,)))
+        if time.monotonic() - self._last_heartbeat_at >= HEARTBEAT_SECONDS:
+            self._last_heartbeat_at = time.monotonic()
+            self._connection.send(Heartbeat())
         return not has_ended
 
     def close(self) -> None:
-        """See to it that nothing is left."""
-        self._crew.close()
+        """End all processes of the job on this host."""
+        self._workers.close()
         self._terminal.close()
 
-    def _show(self, source: str, data: bytes) -> None:
-        self._pipe.send(Shown(source=source, data=data))  # type: ignore[arg-type]  # one of SOURCES
+    def _start_worker(self, command: StartWorker) -> None:
+        slot = ElasticSlot(number=command.number, host=command.host, slot=command.slot)
+        task = self._task
+        launch = make_elastic_worker(self._config, task.start, slot, folder=task.folder, interface=self._interface)
+        profile = load_profile(self._config.launcher)
+        for stream in profile.shown_streams(self._config, task.folder, [launch.config]):
+            self._terminal.add(stream)
+        self._workers.start(launch)
+
+    def _show(self, source: Source, data: bytes) -> None:
+        self._connection.send(WorkerOutput(source=source, data=data))

@@ -1,4 +1,4 @@
-"""The workers of an elastic job on this machine: started one by one by a warm parent, and spoken with."""
+"""The workers of an elastic job on this host: a fork server starts them one by one, and messages pass both ways."""
 
 import selectors
 import socket
@@ -24,93 +24,92 @@ from rankless.runtime.spawn_protocol import KILL, encode_signal, send_worker_lau
 
 
 class LocalWorkers:
-    """Workers by their numbers. What they say and what happens to them is read by `turn`."""
+    """Workers by their numbers. `poll` returns their messages and records."""
 
     def __init__(self, config: RunConfig, *, log_path: str, selector: selectors.BaseSelector) -> None:
         self._selector = selector
-        self._orders, orders_end = open_message_channel()
-        with orders_end:
-            self._parent = ForkServerClient(
-                config, [], log_path=log_path, sockets=InheritedSockets(launches=orders_end)
-            )
-        self._ends: dict[int, socket.socket] = {}
-        self._watched = WorkerWatchdog(timeout_seconds=config.hang_timeout_seconds)
-        selector.register(self._parent.records, selectors.EVENT_READ)
+        self._launches, launches_end = open_message_channel()
+        with launches_end:
+            sockets = InheritedSockets(launches=launches_end)
+            self._fork_server = ForkServerClient(config, [], log_path=log_path, sockets=sockets)
+        self._channels: dict[int, socket.socket] = {}
+        self._watchdog = WorkerWatchdog(timeout_seconds=config.hang_timeout_seconds)
+        selector.register(self._fork_server.records, selectors.EVENT_READ)
 
     def start(self, launch: WorkerLaunch) -> None:
-        """Start a worker; its number is the rank in its plan."""
-        own, its = open_message_channel()
-        own.setblocking(False)
-        self._ends[launch.config.rank] = own
-        self._selector.register(own, selectors.EVENT_READ)
-        with its:
+        """Start a worker. Its number is the rank in its config."""
+        own_end, worker_end = open_message_channel()
+        own_end.setblocking(False)
+        self._channels[launch.config.rank] = own_end
+        self._selector.register(own_end, selectors.EVENT_READ)
+        with worker_end:
             try:
-                send_worker_launch(self._orders, launch, its, page=self._watched.expect(launch.config))
+                send_worker_launch(self._launches, launch, worker_end, page=self._watchdog.open_page(launch.config))
             except OSError:
-                return  # the parent is gone: `has_ended` says so
+                return  # the fork server is gone: `has_ended` returns True
 
-    def tell(self, number: int, word: DriverMessage) -> None:
-        """Say something to a worker; who is gone does not hear it, and is found to have ended."""
+    def send(self, number: int, message: DriverMessage) -> None:
+        """Send a message to a worker. Does nothing if the worker is gone."""
         try:
-            send_message(self._ends[number], word)
+            send_message(self._channels[number], message)
         except (OSError, KeyError):
             return
 
-    def turn(self) -> Iterator[tuple[int, WorkerMessage] | AnyRecord]:
-        """What is new, in an order in which what a worker has said comes before its end."""
-        records, _ = receive_records(self._parent.records)
-        for number in list(self._ends):
-            yield from ((number, word) for word in self._words_of(number))
+    def poll(self) -> Iterator[tuple[int, WorkerMessage] | AnyRecord]:
+        """Yield new messages and records. A worker's messages precede the record of its end."""
+        records, _ = receive_records(self._fork_server.records)
+        for number in list(self._channels):
+            yield from ((number, message) for message in self._receive_messages(number))
         for record in records:
-            self._watched.take(record)
+            self._watchdog.receive(record)
             if isinstance(record, Exited):
-                self._close_end(record.rank)
+                self._close_channel(record.rank)
             yield record
-        yield from self._watched.turn(time.monotonic())
+        yield from self._watchdog.tick(time.monotonic())
 
-    def end(self, number: int, why: str) -> None:
-        """End one worker as soon as it stands still, unless it goes on."""
-        self._watched.end(number, why)
+    def kill_if_stalled(self, number: int, reason: str) -> None:
+        """Kill one worker as soon as it makes no progress."""
+        self._watchdog.kill_if_stalled(number, reason)
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and start no others."""
-        self._orders.close()
-        self._parent.send(encode_signal(number))
+        self._launches.close()
+        self._fork_server.send(encode_signal(number))
 
     def kill(self) -> None:
-        """End all workers at once."""
-        self._orders.close()
-        self._parent.wake()
-        self._parent.send(KILL)
+        """Kill all workers."""
+        self._launches.close()
+        self._fork_server.wake()
+        self._fork_server.send(KILL)
 
     def has_ended(self) -> bool:
-        """Whether the workers' parent has, and so all workers."""
-        return self._parent.poll() is not None
+        """Whether the fork server has ended, and with it all workers."""
+        return self._fork_server.poll() is not None
 
     def close(self) -> None:
-        """See to it that nothing is left."""
-        self._orders.close()
-        self._selector.unregister(self._parent.records)
-        self._parent.close(timeout_seconds=1.0)
-        self._watched.close()
-        for number in list(self._ends):
-            self._close_end(number)
+        """End all processes and close all channels."""
+        self._launches.close()
+        self._selector.unregister(self._fork_server.records)
+        self._fork_server.close(timeout_seconds=1.0)
+        self._watchdog.close()
+        for number in list(self._channels):
+            self._close_channel(number)
 
-    def _words_of(self, number: int) -> Iterator[WorkerMessage]:
+    def _receive_messages(self, number: int) -> Iterator[WorkerMessage]:
         while True:
             try:
-                word = receive_worker_message(self._ends[number])
+                message = receive_worker_message(self._channels[number])
             except BlockingIOError:
                 return
             except msgspec.MsgspecError:
-                continue  # a user's process may write rubbish to the descriptor
-            if word is None:
-                self._close_end(number)  # the parent will tell how it has ended
+                continue  # a user's process may write other data to the descriptor
+            if message is None:
+                self._close_channel(number)  # the fork server reports how the worker ended
                 return
-            yield word
+            yield message
 
-    def _close_end(self, number: int) -> None:
-        end = self._ends.pop(number, None)
-        if end is not None:
-            self._selector.unregister(end)
-            end.close()
+    def _close_channel(self, number: int) -> None:
+        channel = self._channels.pop(number, None)
+        if channel is not None:
+            self._selector.unregister(channel)
+            channel.close()

@@ -1,14 +1,14 @@
-"""A worker of an elastic job as the roll knows it, and what the roll wants done with one."""
+"""A worker of an elastic job as the driver knows it, and the actions that the driver performs on workers."""
 
 from dataclasses import dataclass
 from enum import Enum
 
-from rankless.launch.elastic.rank_assignment import Member
+from rankless.launch.elastic.rank_assignment import RankCandidate
 from rankless.records.elastic_messages import DriverMessage
 
 
-class Status(Enum):
-    """Where a worker is."""
+class WorkerState(Enum):
+    """The states of a worker."""
 
     STARTING = "starting"
     READY = "ready"
@@ -18,29 +18,32 @@ class Status(Enum):
 
 @dataclass(kw_only=True, eq=False)
 class ElasticWorker:
-    """One living worker."""
+    """One live worker."""
 
     number: int
     host: str
     slot: int
-    """The lowest number that no other living worker of its host had when it was started."""
-    status: Status = Status.STARTING
+    """The lowest number that no other live worker of its host had when it started."""
+    state: WorkerState = WorkerState.STARTING
     synced_round: int = 0
+    """The last round in which it had the state of the job; 0 if there was none."""
     last_round: int = 0
     last_rank: int = -1
     has_state: bool = False
+    """Whether its state is that of all ranks of its last round, so it needs no broadcast."""
     ready_since: float = 0.0
-    owes_since: float = float("inf")
-    """Since when it should have come to the next round, or have ended."""
-    is_to_end: bool = False
+    expected_since: float = float("inf")
+    """The time from which the driver waits for it to become ready, or to end."""
+    is_ending: bool = False
     is_wanted: bool = True
+    """Whether there is a slot for it."""
     keeps_state: bool = False
-    """There is no slot for it any more, but nobody else who has the state."""
+    """Whether it stays without a slot, because no other worker has the state."""
 
     @property
-    def member(self) -> Member:
-        """What counts of it for its rank."""
-        return Member(
+    def candidate(self) -> RankCandidate:
+        """Its properties that decide its rank."""
+        return RankCandidate(
             number=self.number,
             host=self.host,
             synced_round=self.synced_round,
@@ -55,27 +58,27 @@ class ElasticWorker:
 
 
 @dataclass(frozen=True)
-class Start:
-    """A worker is to be started."""
+class StartAction:
+    """Start a worker."""
 
     worker: ElasticWorker
 
 
 @dataclass(frozen=True)
-class Tell:
-    """A worker is to be told something."""
+class SendAction:
+    """Send a message to a worker."""
 
     worker: ElasticWorker
-    word: DriverMessage
+    message: DriverMessage
 
 
 @dataclass(frozen=True)
-class End:
-    """A worker is to be ended, unless it computes."""
+class KillAction:
+    """Kill a worker, unless it computes."""
 
     worker: ElasticWorker
-    why: str
-    """As "did not come to hvd.init for 30 s"."""
+    reason: str
+    """For example "did not call hvd.init for 30 s"."""
 
 
-Action = Start | Tell | End
+Action = StartAction | SendAction | KillAction

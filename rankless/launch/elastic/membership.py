@@ -1,17 +1,18 @@
-"""The roll of an elastic job: which workers there are, who is in the round, what is to happen next.
+"""The membership of an elastic job: which workers exist, which are in the round, and what happens next.
 
-It starts nothing and sends nothing: it is told what has happened, and `turn` answers what is to be done. See Note
-[rounds] in `records.elastic_messages`.
+`JobMembership` starts nothing and sends nothing. The driver reports events to it, and `decide` returns the actions. See
+Note [rounds] in `records.elastic_messages`.
 
-Note [who is waited for]: once a round is over, the next begins when all workers that are wanted are ready. A
-replacement that is on its way is waited for, or everybody would have to meet again a moment later; but who is not there
-after PATIENCE_SECONDS is left for a round after it, if there are enough without it and one of them has the state.
-Before the first round everybody is waited for, and given FIRST_ROUND_SECONDS to import what the script imports, however
-short the time is for which there may be too few workers.
+Note [which workers a round waits for]: after the end of a round, the next one starts when all wanted workers are ready.
+It waits for a replacement that is starting, because otherwise all members would have to form a new round a moment
+later. After JOIN_TIMEOUT_SECONDS it starts without the late workers, if enough are ready and one of them has the state.
+The first round waits for all workers. They get FIRST_JOIN_TIMEOUT_SECONDS to import what the script imports, even if
+`elastic_timeout_seconds` is shorter.
 
-Note [who is ended]: a survivor that has not come PATIENCE_SECONDS after the first other one that has the state, a
-dismissed worker that has not ended in that time, and a replacement that has not come after FIRST_ROUND_SECONDS. Its
-crew ends it if it stands still; one that computes, or writes a checkpoint, is left alone, and is late.
+Note [which workers are killed]: a survivor that is not ready JOIN_TIMEOUT_SECONDS after the first other survivor with
+the state, a dismissed worker that has not ended in that time, and a replacement that is not ready after
+FIRST_JOIN_TIMEOUT_SECONDS. The agent of its host kills the worker as soon as it makes no progress. A worker that
+computes, or writes a checkpoint, is left alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,8 @@ from dataclasses import dataclass, field
 
 from rankless.config.elastic import Elastic
 from rankless.launch.elastic.blacklist import Blacklist
-from rankless.launch.elastic.member import Action, ElasticWorker, End, Start, Status, Tell
-from rankless.launch.elastic.rank_assignment import assignments
+from rankless.launch.elastic.member import Action, ElasticWorker, KillAction, SendAction, StartAction, WorkerState
+from rankless.launch.elastic.rank_assignment import assign_round_ranks
 from rankless.records.elastic_messages import (
     HostsChanged,
     RankAssignment,
@@ -30,316 +31,328 @@ from rankless.records.elastic_messages import (
     WorkerReady,
 )
 
-PATIENCE_SECONDS = 30.0
-FIRST_ROUND_SECONDS = 600.0
+JOIN_TIMEOUT_SECONDS = 30.0
+FIRST_JOIN_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFailure:
-    """The job cannot go on."""
+    """Why the job cannot continue."""
 
     headline: str
-    culprit: int | None = None
-    """The number of the worker that has failed last, if that is why."""
+    worker: int | None = None
+    """The number of the worker whose failure is the cause, or was the last one."""
 
 
 @dataclass
 class WaitingForWorkers:
-    """Workers are awaited for the next round."""
+    """The phase between two rounds."""
 
     since: float
-    """Infinity until the first turn."""
+    """Infinity until the first call of `decide`."""
 
 
 @dataclass
 class RoundState:
-    """A round, from the moment that its members are chosen."""
+    """A round, from the choice of its members on."""
 
     number: int
     assignments: Mapping[int, RankAssignment]
     must_sync: bool
-    untold: list[ElasticWorker] = field(default_factory=list)
-    """Members that wait for rank 0's store."""
-    noticed: tuple[bool, bool] = (False, False)
-    """What the members have been told of changes: removed, added."""
+    waiting_for_store: list[ElasticWorker] = field(default_factory=list)
+    """Members that have not been told of the round, because rank 0's store is not ready."""
+    announced: tuple[bool, bool] = (False, False)
+    """The changes that the members know of: whether workers are removed, and whether workers are added."""
 
 
 class JobMembership:
-    """All that is known of the workers of one job."""
+    """Everything that the driver knows about the workers of one job."""
 
     def __init__(self, elastic: Elastic, *, first_workers: int) -> None:
         self._elastic = elastic
         self._first_workers = first_workers
         self._slots: Mapping[str, int] = {}
-        self._may_change = True
-        self._number = 0
+        self._hosts_may_change = True
+        self._next_number = 0
         self._phase: WaitingForWorkers | RoundState = WaitingForWorkers(float("inf"))
         self._short_since: float | None = None
         self._last_failed: int | None = None
         self._outbox: list[Action] = []
         self.blacklist = Blacklist(elastic.cooldown_range_seconds)
         self.workers: dict[int, ElasticWorker] = {}
-        self.round = 0
+        self.round_number = 0
         self.is_finishing = False
-        self.trouble: JobFailure | None = None
+        self.failure: JobFailure | None = None
 
     @property
-    def seating(self) -> RoundState | None:
-        """The round, unless workers gather for the next."""
+    def current_round(self) -> RoundState | None:
+        """The current round, or None between two rounds."""
         return self._phase if isinstance(self._phase, RoundState) else None
 
-    def hosts_are(self, slots: Mapping[str, int], *, may_change: bool) -> None:
-        """The hosts and their slots; whether others may come."""
-        self._slots, self._may_change = slots, may_change
+    def set_hosts(self, slots: Mapping[str, int], *, may_change: bool) -> None:
+        """Set the hosts and their slots, and whether they may change later."""
+        self._slots, self._hosts_may_change = slots, may_change
 
-    def ready(self, number: int, word: WorkerReady, now: float) -> None:
+    def mark_ready(self, number: int, message: WorkerReady, now: float) -> None:
         """A worker waits for the next round."""
         worker = self.workers[number]
-        self._leave(worker, now)
-        worker.status, worker.ready_since, worker.owes_since = Status.READY, now, float("inf")
-        worker.has_state = word.has_state and word.last_round == worker.last_round == worker.synced_round > 0
+        self._leave_round(worker, now)
+        worker.state, worker.ready_since, worker.expected_since = WorkerState.READY, now, float("inf")
+        worker.has_state = message.has_state and message.last_round == worker.last_round == worker.synced_round > 0
 
-    def serving(self, number: int, round: int, port: int) -> None:
+    def mark_store_ready(self, number: int, round: int, port: int) -> None:
         """Rank 0 has opened the round's store."""
-        seating = self.seating
-        if seating is None or seating.number != round or self.workers[number].last_rank != 0:
+        current = self.current_round
+        if current is None or current.number != round or self.workers[number].last_rank != 0:
             return
-        for worker in seating.untold:
-            self._tell_begin(worker, seating, port)
-        seating.untold.clear()
+        for worker in current.waiting_for_store:
+            self._send_round_start(worker, current, port)
+        current.waiting_for_store.clear()
 
-    def synced(self, number: int, round: int) -> None:
-        """A worker has the state that all of a round have."""
+    def mark_synced(self, number: int, round: int) -> None:
+        """A worker has the state that all members of a round have."""
         worker = self.workers[number]
         worker.synced_round = max(worker.synced_round, round)
-        self.blacklist.succeeded(worker.host)
+        self.blacklist.clear_early_failures(worker.host)
 
-    def finishes(self, number: int) -> None:
-        """A worker's script has come to its end."""
-        self.is_finishing = self.is_finishing or self.workers[number].status is not Status.DISMISSED
+    def mark_finishing(self, number: int) -> None:
+        """A worker's script has reached its end."""
+        self.is_finishing = self.is_finishing or self.workers[number].state is not WorkerState.DISMISSED
 
-    def finished(self, number: int) -> None:
-        """A worker has ended with 0."""
-        self.finishes(number)
+    def remove_finished(self, number: int) -> None:
+        """A worker has ended with exit code 0."""
+        self.mark_finishing(number)
         del self.workers[number]
 
-    def failed(self, number: int, now: float, *, is_own: bool, is_lost: bool = False) -> float | None:
-        """A worker has ended otherwise; `is_own`: by an exception or an exit code of its own, not by a signal;
-        `is_lost`: with its host. If its host gets no workers from now on, for how many seconds.
+    def remove_failed(self, number: int, now: float, *, is_own: bool, is_lost: bool = False) -> float | None:
+        """A worker has ended with another exit code.
+
+        `is_own` means that it failed by its own exception or exit code, not by a signal. `is_lost` means that its host
+        was lost. Returns for how many seconds its host is blacklisted from now on, or None.
         """
         worker = self.workers.pop(number)
-        self._leave(worker, now)
-        if worker.status is Status.DISMISSED:
+        self._leave_round(worker, now)
+        if worker.state is WorkerState.DISMISSED:
             return None
         self._last_failed = number
         if self.is_finishing and is_own:
-            self.trouble = JobFailure(headline="failed while the others finished", culprit=number)
-        if any(other.synced_round for other in self.workers.values()) or self.is_finishing:
-            pass
-        elif worker.synced_round:
-            self.trouble = JobFailure(headline="was the last that had the state of the training", culprit=number)
-        if is_lost:  # the host has failed once, with its last worker
+            self.failure = JobFailure(headline="failed while the others finished", worker=number)
+        has_survivor = any(other.synced_round for other in self.workers.values())
+        if worker.synced_round and not has_survivor and not self.is_finishing:
+            self.failure = JobFailure(headline="the last worker with the training state failed", worker=number)
+        if is_lost:  # the host counts as failed once, with its last worker
             is_last = all(other.host != worker.host for other in self.workers.values())
-            return self.blacklist.lost(worker.host, now) if is_last else None
+            return self.blacklist.count_loss(worker.host, now) if is_last else None
         if is_own or not worker.synced_round:
-            return self.blacklist.failed(worker.host, now, is_own=is_own)
+            return self.blacklist.count_failure(worker.host, now, is_own=is_own)
         return None
 
-    def turn(self, now: float) -> list[Action]:
-        """What is to be done now."""
+    def decide(self, now: float) -> list[Action]:
+        """Return the actions that are due."""
         if isinstance(self._phase, WaitingForWorkers):
             self._phase.since = min(self._phase.since, now)
         self._choose_wanted()
-        actions = [*self._outbox, *self._starts(now)]
+        actions = [*self._outbox, *self._make_starts(now)]
         self._outbox = []
-        actions += self._dismissals(now)
-        seating = self.seating
-        if seating is None:
-            self._begin(now)
+        actions += self._make_dismissals(now)
+        current = self.current_round
+        if current is None:
+            self._start_round(now)
             actions += self._outbox
             self._outbox = []
         else:
-            actions += self._notices(seating, now)
-        self._look_for_trouble(now)
-        return [*actions, *self._ends(now)]
+            actions += self._announce_changes(current, now)
+        self._check_shortage(now)
+        return [*actions, *self._make_kills(now)]
 
     def _choose_wanted(self) -> None:
-        """Of the living workers, those for which there is a slot, seniors first."""
-        left, room = dict(self._slots), self._room()
-        living = sorted(self._living(), key=lambda worker: worker.member.seniority)
-        for worker in living:
-            worker.is_wanted = left.get(worker.host, 0) > 0 and room > 0
+        """Mark the live workers that have a slot, in order of seniority."""
+        free, room = dict(self._slots), self._max_workers()
+        live = sorted(self._live_workers(), key=lambda worker: worker.candidate.seniority)
+        for worker in live:
+            worker.is_wanted = free.get(worker.host, 0) > 0 and room > 0
             worker.keeps_state = False
-            if self.is_finishing and not worker.synced_round and worker.status is not Status.IN_ROUND:
+            if self.is_finishing and not worker.synced_round and worker.state is not WorkerState.IN_ROUND:
                 worker.is_wanted = False
             if worker.is_wanted:
-                left[worker.host] -= 1
+                free[worker.host] -= 1
                 room -= 1
-        if living and living[0].synced_round and not any(each.synced_round for each in living if each.is_wanted):
-            living[0].keeps_state = not living[0].is_wanted
+        if live and live[0].synced_round and not any(each.synced_round for each in live if each.is_wanted):
+            live[0].keeps_state = not live[0].is_wanted
 
-    def _room(self) -> float:
+    def _max_workers(self) -> float:
         return float("inf") if self._elastic.max_workers is None else self._elastic.max_workers
 
-    def _living(self) -> list[ElasticWorker]:
-        return [worker for worker in self.workers.values() if worker.status is not Status.DISMISSED]
+    def _live_workers(self) -> list[ElasticWorker]:
+        return [worker for worker in self.workers.values() if worker.state is not WorkerState.DISMISSED]
 
-    def _starts(self, now: float) -> Iterator[Action]:
-        """A new worker for each slot that is free."""
-        room = self._room() - sum(worker.is_wanted for worker in self._living())
+    def _make_starts(self, now: float) -> Iterator[Action]:
+        """Start a new worker for each free slot."""
+        room = self._max_workers() - sum(worker.is_wanted for worker in self._live_workers())
         for host, slots in self._slots.items():
-            wanted = sum(worker.is_wanted for worker in self._living() if worker.host == host)
+            wanted = sum(worker.is_wanted for worker in self._live_workers() if worker.host == host)
             while wanted < slots and room > 0 and not self.is_finishing and not self.blacklist.has(host, now):
                 taken = {worker.slot for worker in self.workers.values() if worker.host == host}
                 slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-                worker = ElasticWorker(number=self._number, host=host, slot=slot, owes_since=now)
+                worker = ElasticWorker(number=self._next_number, host=host, slot=slot, expected_since=now)
                 self.workers[worker.number] = worker
-                self._number += 1
+                self._next_number += 1
                 wanted, room = wanted + 1, room - 1
-                yield Start(worker)
+                yield StartAction(worker)
 
-    def _dismissals(self, now: float) -> Iterator[Action]:
-        seated = () if self.seating is None else self.seating.untold
-        for worker in self._living():
-            if worker.status is Status.READY and not worker.may_join and worker not in seated:
-                worker.status, worker.owes_since = Status.DISMISSED, now
-                yield Tell(worker, WorkerDismissed())
+    def _make_dismissals(self, now: float) -> Iterator[Action]:
+        chosen = () if self.current_round is None else self.current_round.waiting_for_store
+        for worker in self._live_workers():
+            if worker.state is WorkerState.READY and not worker.may_join and worker not in chosen:
+                worker.state, worker.expected_since = WorkerState.DISMISSED, now
+                yield SendAction(worker, WorkerDismissed())
 
-    def _begin(self, now: float) -> None:
-        """Begin the next round if it is time."""
+    def _start_round(self, now: float) -> None:
+        """Start the next round if it is time. See Note [which workers a round waits for]."""
         assert isinstance(self._phase, WaitingForWorkers)
-        candidates = [worker for worker in self._living() if worker.may_join]
-        ready = [worker for worker in candidates if worker.status is Status.READY]
-        if not ready or sum(worker.is_wanted for worker in ready) < self._needed():
+        candidates = [worker for worker in self._live_workers() if worker.may_join]
+        ready = [worker for worker in candidates if worker.state is WorkerState.READY]
+        if not ready or sum(worker.is_wanted for worker in ready) < self._min_workers():
             return
-        is_patient = now - self._phase.since < PATIENCE_SECONDS
+        may_wait = now - self._phase.since < JOIN_TIMEOUT_SECONDS
         has_state = any(worker.synced_round for worker in ready)
-        if len(ready) < len(candidates) and (is_patient or not has_state):
+        if len(ready) < len(candidates) and (may_wait or not has_state):
             return
         limit = self._elastic.reset_limit
-        if limit is not None and self.round > limit:
-            self.trouble = JobFailure(
-                headline=f"the reset limit of {limit} has been reached", culprit=self._last_failed
-            )
+        if limit is not None and self.round_number > limit:
+            headline = f"the reset limit of {limit} has been reached"
+            self.failure = JobFailure(headline=headline, worker=self._last_failed)
             return
-        self.round += 1
-        found = assignments(worker.member for worker in ready)
-        lead, *others = sorted(ready, key=lambda worker: found[worker.number].rank)
+        self.round_number += 1
+        assignments = assign_round_ranks(worker.candidate for worker in ready)
+        first, *others = sorted(ready, key=lambda worker: assignments[worker.number].rank)
         self._phase = RoundState(
-            number=self.round,
-            assignments=found,
+            number=self.round_number,
+            assignments=assignments,
             must_sync=not all(worker.has_state for worker in ready),
-            untold=others,
+            waiting_for_store=others,
         )
-        self._tell_begin(lead, self._phase, None)
+        self._send_round_start(first, self._phase, None)
 
-    def _needed(self) -> int:
+    def _min_workers(self) -> int:
         if self.is_finishing:
             return 1
-        return self._elastic.min_workers if self.round else self._first_workers
+        return self._elastic.min_workers if self.round_number else self._first_workers
 
-    def _tell_begin(self, worker: ElasticWorker, seating: RoundState, port: int | None) -> None:
-        assignment = seating.assignments[worker.number]
-        worker.status = Status.IN_ROUND
-        worker.last_round, worker.last_rank = seating.number, assignment.rank
-        word = RoundStarted(round=seating.number, assignment=assignment, port=port, must_sync=seating.must_sync)
-        self._outbox.append(Tell(worker, word))
+    def _send_round_start(self, worker: ElasticWorker, current: RoundState, port: int | None) -> None:
+        assignment = current.assignments[worker.number]
+        worker.state = WorkerState.IN_ROUND
+        worker.last_round, worker.last_rank = current.number, assignment.rank
+        message = RoundStarted(round=current.number, assignment=assignment, port=port, must_sync=current.must_sync)
+        self._outbox.append(SendAction(worker, message))
 
-    def _leave(self, leaver: ElasticWorker, now: float) -> None:
-        """The round is over if the leaver was in it: who is in it is told, who was not yet told is ready still."""
-        seating = self.seating
-        if seating is None or leaver.number not in seating.assignments:
+    def _leave_round(self, leaver: ElasticWorker, now: float) -> None:
+        """End the round if the leaver is a member, and inform the members that know of the round.
+
+        A member that was still waiting for the store stays ready.
+        """
+        current = self.current_round
+        if current is None or leaver.number not in current.assignments:
             return
         self._phase = WaitingForWorkers(now)
-        for worker in self._living():
-            told = worker.status is Status.IN_ROUND and worker.last_round == seating.number
-            if told and worker is not leaver:
-                worker.owes_since = now
-                self._outbox.append(Tell(worker, RoundEnded(round=seating.number)))
+        for worker in self._live_workers():
+            is_informed = worker.state is WorkerState.IN_ROUND and worker.last_round == current.number
+            if is_informed and worker is not leaver:
+                worker.expected_since = now
+                self._outbox.append(SendAction(worker, RoundEnded(round=current.number)))
 
-    def _notices(self, seating: RoundState, now: float) -> Iterator[Action]:
-        """Tell the members once if some of them are to go, or others wait to come in."""
-        members = [worker for worker in self._living() if worker.number in seating.assignments]
-        outside = [worker for worker in self._living() if worker.number not in seating.assignments and worker.is_wanted]
-        # Who keeps the state stays for as long as others in the round have yet to get it.
-        awaited = any(worker.is_wanted for worker in members)
-        removed = not all(worker.is_wanted or (worker.keeps_state and awaited) for worker in members)
-        waiting = [worker for worker in outside if worker.status is Status.READY]
-        is_urgent = any(now - worker.ready_since > PATIENCE_SECONDS for worker in waiting)
-        added = bool(waiting) and (len(waiting) == len(outside) or is_urgent)
-        removed, added = removed or seating.noticed[0], added or seating.noticed[1]
-        if (removed, added) != seating.noticed and not seating.untold:
-            seating.noticed = (removed, added)
+    def _announce_changes(self, current: RoundState, now: float) -> Iterator[Action]:
+        """Inform the members once if some of them are removed, or other workers wait to join."""
+        members = [worker for worker in self._live_workers() if worker.number in current.assignments]
+        outside = [
+            worker for worker in self._live_workers() if worker.number not in current.assignments and worker.is_wanted
+        ]
+        # A worker that only keeps the state stays until other members of the round have it.
+        has_wanted = any(worker.is_wanted for worker in members)
+        removed = not all(worker.is_wanted or (worker.keeps_state and has_wanted) for worker in members)
+        waiting = [worker for worker in outside if worker.state is WorkerState.READY]
+        is_overdue = any(now - worker.ready_since > JOIN_TIMEOUT_SECONDS for worker in waiting)
+        added = bool(waiting) and (len(waiting) == len(outside) or is_overdue)
+        removed, added = removed or current.announced[0], added or current.announced[1]
+        if (removed, added) != current.announced and not current.waiting_for_store:
+            current.announced = (removed, added)
             for worker in members:
-                yield Tell(worker, HostsChanged(round=seating.number, removed=removed, added=added))
+                yield SendAction(worker, HostsChanged(round=current.number, removed=removed, added=added))
 
-    def _ends(self, now: float) -> Iterator[Action]:
-        """See Note [who is ended]."""
-        seated = () if self.seating is None else self.seating.assignments
-        came = [
+    def _make_kills(self, now: float) -> Iterator[Action]:
+        """Kill late workers. See Note [which workers are killed]."""
+        members = () if self.current_round is None else self.current_round.assignments
+        ready_times = [
             worker.ready_since
-            for worker in self._living()
-            if worker.synced_round and (worker.status is Status.READY or worker.number in seated)
+            for worker in self._live_workers()
+            if worker.synced_round and (worker.state is WorkerState.READY or worker.number in members)
         ]
         for worker in self.workers.values():
-            since, patience = worker.owes_since, PATIENCE_SECONDS
-            owes = "did not come to hvd.init again"
-            if worker.status is Status.STARTING:
-                patience, owes = FIRST_ROUND_SECONDS, "did not come to hvd.init"
-            elif worker.status is Status.DISMISSED:
-                owes = "did not end"
+            since, timeout = worker.expected_since, JOIN_TIMEOUT_SECONDS
+            reason = "did not call hvd.init again"
+            if worker.state is WorkerState.STARTING:
+                timeout, reason = FIRST_JOIN_TIMEOUT_SECONDS, "did not call hvd.init"
+            elif worker.state is WorkerState.DISMISSED:
+                reason = "did not end"
             else:
-                since = max(since, min(came, default=float("inf")))
-            if self.round and not worker.is_to_end and now - since > patience:
-                worker.is_to_end = True
-                yield End(worker, f"{owes} for {now - since:.0f} s")
+                since = max(since, min(ready_times, default=float("inf")))
+            if self.round_number and not worker.is_ending and now - since > timeout:
+                worker.is_ending = True
+                yield KillAction(worker, f"{reason} for {now - since:.0f} s")
 
-    def _look_for_trouble(self, now: float) -> None:
-        """Whether there have been too few workers for too long."""
-        wanted = sum(worker.is_wanted for worker in self._living())
-        is_short = wanted < self._needed() and not self.is_finishing
-        waits = isinstance(self._phase, WaitingForWorkers) and not self.is_finishing
-        if not is_short and not waits:
+    def _check_shortage(self, now: float) -> None:
+        """Fail the job if there have been too few workers, or no round, for too long."""
+        wanted = sum(worker.is_wanted for worker in self._live_workers())
+        is_short = wanted < self._min_workers() and not self.is_finishing
+        is_waiting = isinstance(self._phase, WaitingForWorkers) and not self.is_finishing
+        if not is_short and not is_waiting:
             self._short_since = None
             return
         if self._short_since is None:
             self._short_since = now
         limit = self._elastic.elastic_timeout_seconds
-        if self.round == 0 and not is_short:
-            limit = max(limit, FIRST_ROUND_SECONDS)
-        if self.trouble is None and (now - self._short_since > limit or (is_short and not self._may_get_more(now))):
-            self.trouble = JobFailure(headline=self._shortage(wanted, is_short, now), culprit=self._last_failed)
+        if self.round_number == 0 and not is_short:
+            limit = max(limit, FIRST_JOIN_TIMEOUT_SECONDS)
+        is_hopeless = is_short and not self._may_get_more(now)
+        if self.failure is None and (now - self._short_since > limit or is_hopeless):
+            self.failure = JobFailure(headline=self._describe_shortage(wanted, is_short, now), worker=self._last_failed)
 
     def _may_get_more(self, now: float) -> bool:
         listed = [host for host in self._slots if self.blacklist.has(host, now)]
         if any(self.blacklist.may_release(host) for host in listed):
             return True
-        # With nobody left and every host listed for good, another host would hardly mend it.
-        return self._may_change and (bool(self._living()) or len(listed) < len(self._slots) or not self._slots)
+        # Without a live worker, and with every host listed permanently, another host would hardly help.
+        return self._hosts_may_change and (
+            bool(self._live_workers()) or len(listed) < len(self._slots) or not self._slots
+        )
 
-    def _shortage(self, wanted: int, is_short: bool, now: float) -> str:
-        least = self._needed()
+    def _describe_shortage(self, wanted: int, is_short: bool, now: float) -> str:
+        minimum = self._min_workers()
         if is_short:
             return (
-                f"there are {wanted} workers, and {least} are needed (--min-np); none came in "
+                f"there are {wanted} workers, and {minimum} are needed (--min-np); none joined in "
                 f"{self._elastic.elastic_timeout_seconds:g} s (--elastic-timeout)"
                 if self._may_get_more(now)
-                else f"there are {wanted} workers, and {least} are needed (--min-np); no host has a slot for another"
+                else f"there are {wanted} workers, and {minimum} are needed (--min-np); no host has a slot for another"
             )
-        option = " (--elastic-timeout)" if self.round else ""
-        return f"round {self.round + 1} did not begin in time{option}; awaited: {self._late() or 'nobody'}"
+        option = " (--elastic-timeout)" if self.round_number else ""
+        late = self._describe_late_workers() or "nothing"
+        return f"round {self.round_number + 1} did not start in time{option}; it waited for {late}"
 
-    def awaited(self) -> tuple[float, str] | None:
-        """Since when, and for what, the next round waits; None while a round lasts, and at the end of the job."""
+    def describe_waiting(self) -> tuple[float, str] | None:
+        """Return since when and for what the next round waits.
+
+        Returns None during a round, and at the end of the job.
+        """
         if not isinstance(self._phase, WaitingForWorkers) or self.is_finishing:
             return None
-        wanted, least = sum(worker.is_wanted for worker in self._living()), self._needed()
-        what = self._late()
-        if wanted < least:
-            what = f"hosts with slots for {least - wanted} more workers" + (f", and {what}" if what else "")
-        return (self._phase.since, f"round {self.round + 1} waits for {what}") if what else None
+        wanted, minimum = sum(worker.is_wanted for worker in self._live_workers()), self._min_workers()
+        what = self._describe_late_workers()
+        if wanted < minimum:
+            what = f"hosts with slots for {minimum - wanted} more workers" + (f", and {what}" if what else "")
+        return (self._phase.since, f"round {self.round_number + 1} waits for {what}") if what else None
 
-    def _late(self) -> str:
-        late = [worker for worker in self._living() if worker.status is not Status.READY]
+    def _describe_late_workers(self) -> str:
+        late = [worker for worker in self._live_workers() if worker.state is not WorkerState.READY]
         names = ", ".join(f"{worker.number} ({worker.host})" for worker in late)
         return f"worker{'s' if len(late) > 1 else ''} {names} to call hvd.init" if late else ""

@@ -1,4 +1,4 @@
-"""Who has which rank in a round."""
+"""Assigns ranks to the members of a round."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,32 +8,32 @@ from rankless.records.elastic_messages import RankAssignment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
-    """What counts of a worker for its rank."""
+class RankCandidate:
+    """The properties of a worker that decide its rank."""
 
     number: int
-    """Its own, which it keeps: workers are numbered as they are started."""
+    """The worker's number, which never changes: workers are numbered in the order of their start."""
     host: str
     synced_round: int = 0
-    """The last round in which it had the state of all; 0: it never had."""
+    """The last round in which it had the state of the job; 0 if there was none."""
     last_round: int = 0
     last_rank: int = -1
 
     @property
     def seniority(self) -> tuple[int, int, int, int]:
-        """The smaller the senior: who has the latest state is first, and who was before others stays before them."""
+        """A sort key: first the latest state, then the latest round, then the order of earlier ranks."""
         return (-self.synced_round, -self.last_round, self.last_rank, self.number)
 
 
-def assignments(members: Iterable[Member]) -> dict[int, RankAssignment]:
-    """The seat of each member, by its number.
+def assign_round_ranks(candidates: Iterable[RankCandidate]) -> dict[int, RankAssignment]:
+    """Return the rank assignment of each worker by its number.
 
-    Rank 0 has the latest state, so it can give it to the others. Ranks of one host follow each other; hosts, and
-    workers on each, stand in the order of seniority, so who survives keeps its rank where it can.
+    Rank 0 has the latest state, so it can broadcast it. Ranks of one host are consecutive. Hosts, and the workers of
+    each, are sorted by seniority, so survivors keep their ranks where possible.
     """
-    hosts: dict[str, list[Member]] = {}
-    for member in sorted(members, key=lambda member: member.seniority):
-        hosts.setdefault(member.host, []).append(member)
-    seated = [member for own in hosts.values() for member in own]
-    found = assign_ranks([member.host for member in seated])
-    return {member.number: assignment for member, assignment in zip(seated, found, strict=True)}
+    by_host: dict[str, list[RankCandidate]] = {}
+    for candidate in sorted(candidates, key=lambda each: each.seniority):
+        by_host.setdefault(candidate.host, []).append(candidate)
+    ordered = [candidate for on_host in by_host.values() for candidate in on_host]
+    assignments = assign_ranks([candidate.host for candidate in ordered])
+    return {candidate.number: each for candidate, each in zip(ordered, assignments, strict=True)}

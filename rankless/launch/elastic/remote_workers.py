@@ -1,4 +1,4 @@
-"""The workers of an elastic job on another host, by an agent there that ssh starts."""
+"""The workers of an elastic job on another host, started by an agent that ssh starts there."""
 
 import os
 import selectors
@@ -13,42 +13,40 @@ from contextlib import suppress
 from rankless.config.elastic import Elastic
 from rankless.launch.elastic.member import ElasticWorker
 from rankless.launch.elastic.ssh_protocol import (
-    BEAT_SECONDS,
-    SILENT_SECONDS,
-    Beat,
-    End,
-    FrameUp,
-    Happened,
-    Heard,
-    Here,
-    Kill,
-    Order,
-    Pipe,
-    Say,
-    Shown,
-    Signal,
-    Task,
-    Unable,
+    HEARTBEAT_SECONDS,
+    HEARTBEAT_TIMEOUT_SECONDS,
+    AgentEvent,
+    AgentFailed,
+    AgentReady,
+    HostTask,
+    KillIfStalled,
+    KillWorkers,
+    PipeConnection,
+    SendToWorker,
+    SignalWorkers,
+    StartWorker,
+    WorkerMessageReceived,
 )
 from rankless.launch.rendezvous.host_facts import find_version_differences, installed_versions
+from rankless.launch.rendezvous.messages import Heartbeat, WorkerOutput, WorkerRecords
 from rankless.launch.rendezvous.ssh import SSH_OPTIONS
 from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import AnyRecord, Exited, HostLost
 from rankless.runtime.python_command import python_command
 
-# Whoever is silent is soon lost: the first of two values for an option is ssh's.
+# A lost host should be noticed soon. If an option has two values, ssh uses the first.
 _OPTIONS = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3", *SSH_OPTIONS)
-STARTING_SECONDS = 60.0
+AGENT_START_SECONDS = 60.0
 
 
 class RemoteWorkers:
-    """As `crew.Crew`, of one other host."""
+    """The workers of one other host, with the interface of `LocalWorkers`."""
 
     def __init__(
         self,
         host: str,
-        task: Task,
+        task: HostTask,
         elastic: Elastic,
         *,
         selector: selectors.BaseSelector,
@@ -57,102 +55,87 @@ class RemoteWorkers:
         self._host = host
         self._selector = selector
         self._writes = writes
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # `close` does
-        command = (
-            f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(python_command('rankless.launch.elastic.host_agent'))}"
-        )
-        port = [] if elastic.ssh_port is None else ["-p", str(elastic.ssh_port)]
-        identity = [] if elastic.ssh_identity_file is None else ["-i", elastic.ssh_identity_file]
-        self._process = subprocess.Popen(
-            ["ssh", *port, *identity, *_OPTIONS, host, "--", command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,
-        )
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # `close` closes it
+        self._process = _start_ssh(host, elastic, self._errors.fileno())
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._pipe = Pipe(self._process.stdout.fileno(), self._process.stdin.fileno())
-        self._pipe.send(task)
+        self._connection = PipeConnection(self._process.stdout.fileno(), self._process.stdin.fileno())
+        self._connection.send(task)
         self._numbers: set[int] = set()
-        self._heard = time.monotonic() + STARTING_SECONDS
-        self._beaten = 0.0
-        self._is_selected = True
-        self._refused = ""
-        """Why the host cannot take part, once that is known."""
-        selector.register(self._pipe, selectors.EVENT_READ)
-        self.lost: list[int] = []
-        """The workers that went with the host."""
-        self.here: Here | None = None
-        """Once the agent is there."""
+        self._last_received_at = time.monotonic() + AGENT_START_SECONDS
+        self._last_heartbeat_at = 0.0
+        self._is_registered = True
+        self._failure = ""
+        """Why the host cannot take part; empty while it can."""
+        selector.register(self._connection, selectors.EVENT_READ)
+        self.is_lost = False
+        """Whether `poll` has reported the loss of the host."""
+        self.lost_workers: list[int] = []
+        """The workers that were lost with the host."""
+        self.agent: AgentReady | None = None
+        """The agent's first event; None until the agent runs."""
 
     def start(self, worker: ElasticWorker) -> None:
         """Start a worker."""
         self._numbers.add(worker.number)
-        self._pipe.send(Order(number=worker.number, host=worker.host, slot=worker.slot))
+        self._connection.send(StartWorker(number=worker.number, host=worker.host, slot=worker.slot))
 
-    def tell(self, number: int, word: DriverMessage) -> None:
-        """Say something to a worker."""
-        self._pipe.send(Say(number=number, word=word))
+    def send(self, number: int, message: DriverMessage) -> None:
+        """Send a message to a worker."""
+        self._connection.send(SendToWorker(number=number, message=message))
 
-    def turn(self) -> Iterator[tuple[int, WorkerMessage] | AnyRecord]:
-        """What is new. Once the host is lost, that all its workers are."""
+    def poll(self) -> Iterator[tuple[int, WorkerMessage] | AnyRecord]:
+        """Yield new messages and records. If the host is lost, yield the end of all its workers."""
         now = time.monotonic()
-        if now - self._beaten >= BEAT_SECONDS:
-            self._beaten = now
-            self._pipe.send(Beat())
-        for frame in self._pipe.receive(FrameUp):
-            self._heard = max(self._heard, now) if self.here is None else now
-            if isinstance(frame, Here):
-                self.here, self._heard = frame, now
-                self._refuse_other_versions(frame)
-            elif isinstance(frame, Unable):
-                self._refused = frame.why
-            elif isinstance(frame, Heard):
-                yield frame.number, frame.word
-            elif isinstance(frame, Happened):
-                if isinstance(frame.record, Exited):
-                    self._numbers.discard(frame.record.rank)
-                yield frame.record
-            elif isinstance(frame, Shown):
-                self._writes[frame.source](frame.data)
+        if now - self._last_heartbeat_at >= HEARTBEAT_SECONDS:
+            self._last_heartbeat_at = now
+            self._connection.send(Heartbeat())
+        for event in self._connection.receive(AgentEvent):
+            self._last_received_at = max(self._last_received_at, now) if self.agent is None else now
+            if isinstance(event, AgentReady):
+                self.agent, self._last_received_at = event, now
+                self._check_versions(event)
+            elif isinstance(event, AgentFailed):
+                self._failure = event.reason
+            elif isinstance(event, WorkerMessageReceived):
+                yield event.number, event.message
+            elif isinstance(event, WorkerRecords):
+                self._numbers -= {record.rank for record in event.records if isinstance(record, Exited)}
+                yield from event.records
+            elif isinstance(event, WorkerOutput):
+                self._writes[event.source](event.data)
         if self.has_ended():
-            self._leave_selector()
-            self.lost += sorted(self._numbers)
-            for number in sorted(self._numbers):
-                now_ns = time.monotonic_ns()
-                yield HostLost(rank=number, time_ns=now_ns, host=self._host, how=f"was lost: {self.why_lost()}")
-                yield Exited(rank=number, time_ns=now_ns, exit_code=-signal.SIGKILL)
-            self._numbers.clear()
+            yield from self._lose_workers()
 
-    def why_lost(self) -> str:
-        """In words, once it has ended."""
+    def explain_loss(self) -> str:
+        """Return why the host was lost."""
         self._errors.seek(0)
-        said = self._refused or self._errors.read().decode(errors="replace").strip()[-300:]
-        return said or ("no sign of life" if self._process.poll() is None else f"ssh ended with {self._process.poll()}")
+        text = self._failure or self._errors.read().decode(errors="replace").strip()[-300:]
+        return text or ("no heartbeat" if self._process.poll() is None else f"ssh ended with {self._process.poll()}")
 
-    def end(self, number: int, why: str) -> None:
-        """End one worker as soon as it stands still."""
-        self._pipe.send(End(number=number, why=why))
+    def kill_if_stalled(self, number: int, reason: str) -> None:
+        """Kill one worker as soon as it makes no progress."""
+        self._connection.send(KillIfStalled(number=number, reason=reason))
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and start no others."""
-        if self.here is None:
-            self._give_up()
+        if self.agent is None:
+            self._cancel_start()
         else:
-            self._pipe.send(Signal(number=number))
+            self._connection.send(SignalWorkers(signal=number))
 
     def kill(self) -> None:
-        """End all workers at once."""
-        self._pipe.send(Kill())
+        """Kill all workers."""
+        self._connection.send(KillWorkers())
 
     def has_ended(self) -> bool:
-        """Whether nothing comes from there any more."""
-        return bool(self._refused) or self._pipe.is_over or time.monotonic() - self._heard > SILENT_SECONDS
+        """Whether nothing will arrive from the host any more."""
+        is_silent = time.monotonic() - self._last_received_at > HEARTBEAT_TIMEOUT_SECONDS
+        return bool(self._failure) or self._connection.is_closed or is_silent
 
     def close(self) -> None:
-        """Let go of the host: its agent ends what is left there."""
-        self._leave_selector()
+        """Close the connection to the host. Its agent then ends everything there."""
+        self._unregister()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(OSError):
@@ -165,18 +148,44 @@ class RemoteWorkers:
         self._process.stdout.close()
         self._errors.close()
 
-    def _give_up(self) -> None:
-        """Without an agent there, there are no workers; one that comes yet finds its connection closed, and ends."""
-        self._process.kill()
-        self._refused = "it was to end before it was there"
+    def _lose_workers(self) -> Iterator[AnyRecord]:
+        self._unregister()
+        self.is_lost = True
+        self.lost_workers += sorted(self._numbers)
+        for number in sorted(self._numbers):
+            now_ns = time.monotonic_ns()
+            how = f"was lost: {self.explain_loss()}"
+            yield HostLost(rank=number, time_ns=now_ns, host=self._host, how=how)
+            yield Exited(rank=number, time_ns=now_ns, exit_code=-signal.SIGKILL)
+        self._numbers.clear()
 
-    def _refuse_other_versions(self, here: Here) -> None:
-        find_differences = find_version_differences(installed_versions(), here.versions)
-        self._refused = "; ".join(
-            f"{each.what} is {each.there}, expected {each.here}: {each.fix}" for each in find_differences
+    def _cancel_start(self) -> None:
+        """Kill ssh before the agent runs. An agent that starts anyway finds its connection closed, and ends."""
+        self._process.kill()
+        self._failure = "the job ended before the agent had started"
+
+    def _check_versions(self, agent: AgentReady) -> None:
+        differences = find_version_differences(installed_versions(), agent.versions)
+        self._failure = "; ".join(
+            f"{each.what} is {each.there}, expected {each.here}: {each.fix}" for each in differences
         )
 
-    def _leave_selector(self) -> None:
-        if self._is_selected:
-            self._is_selected = False
-            self._selector.unregister(self._pipe)
+    def _unregister(self) -> None:
+        if self._is_registered:
+            self._is_registered = False
+            self._selector.unregister(self._connection)
+
+
+def _start_ssh(host: str, elastic: Elastic, error_descriptor: int) -> subprocess.Popen[bytes]:
+    """Start the agent on another host, in the same folder and with the same interpreter as here."""
+    agent_command = shlex.join(python_command("rankless.launch.elastic.host_agent"))
+    command = f"cd {shlex.quote(os.getcwd())} && exec {agent_command}"
+    port = [] if elastic.ssh_port is None else ["-p", str(elastic.ssh_port)]
+    identity = [] if elastic.ssh_identity_file is None else ["-i", elastic.ssh_identity_file]
+    return subprocess.Popen(
+        ["ssh", *port, *identity, *_OPTIONS, host, "--", command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=error_descriptor,
+        start_new_session=True,
+    )

@@ -1,10 +1,11 @@
-"""A round that stands still: which of its members the others wait for, and whether that one is to be ended.
+"""Detects a round without progress: finds the member for which the others wait, and decides whether to kill it.
 
-Its members are on several hosts, whose crews tell where each worker is that stands still. As long as one of them moves,
-the round does. Which of them is to blame, and after how long, is judged as in any other job
-(`launch.watchdog.diagnosis`); here
-only that one is ended, and a replacement goes on from the last commit. Once some have come to the end of the script,
-who has not may take its time, but is spoken of; there is no next round for it, so if it is ended, the job has failed.
+The members are on several hosts. The agents of these hosts report the status of each member that makes no progress. The
+round makes progress as long as one member does. `launch.watchdog.diagnosis` finds the missing member, as in any other
+job. Here the driver kills only that member, and a replacement continues from the last commit.
+
+After some members have reached the end of the script, the others may take their time, but they are reported. There is
+no next round for them, so the job fails if one is killed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,90 +22,115 @@ from rankless.records.quantities import format_seconds
 
 
 @dataclass(frozen=True)
-class Report:
-    """What is to be said of a round that stands still."""
+class StallReport:
+    """The report on a round without progress."""
 
     text: str
-    culprits: Mapping[int, str]
-    """The workers that are to be ended, by their numbers, and why."""
+    workers_to_kill: Mapping[int, str]
+    """The reason for each worker to kill, by worker number."""
 
 
 class RoundWatchdog:
-    """Told where workers are that stand still. Without a timeout of the user's only a round in which nothing at all
-    runs loses a worker, and after many minutes.
+    """Collects the statuses of workers that make no progress.
+
+    Without a timeout from the user, it kills a worker only if nothing in the round runs, and only after many minutes.
     """
 
     def __init__(self, timeout_seconds: float | None) -> None:
         self._timeout_seconds = timeout_seconds
-        self._told: dict[int, tuple[RankStatus, float]] = {}
-        self._round, self._began = 0, 0.0
-        self._spoken_of = 0.0
+        self._statuses: dict[int, tuple[RankStatus, float]] = {}
+        self._round, self._round_start = 0, 0.0
+        self._reported_seconds = 0.0
 
-    def take(self, where: RankStatus, now: float) -> None:
-        """What is told of a worker."""
-        if where.state == "moves":
-            self._told.pop(where.rank, None)
+    def receive(self, status: RankStatus, now: float) -> None:
+        """Process the status of a worker."""
+        if status.state == "moves":
+            self._statuses.pop(status.rank, None)
         else:
-            self._told[where.rank] = where, now
+            self._statuses[status.rank] = status, now
 
     def forget(self, number: int) -> None:
-        """A worker has ended."""
-        self._told.pop(number, None)
+        """Forget a worker that has failed."""
+        self._statuses.pop(number, None)
 
-    def finished(self, number: int, now: float) -> None:
-        """A worker has come to the end of its script."""
-        self._told[number] = RankStatus(rank=number, time_ns=0, state="ended"), now
+    def mark_finished(self, number: int, now: float) -> None:
+        """Note that a worker has ended with exit code 0."""
+        self._statuses[number] = RankStatus(rank=number, time_ns=0, state="ended"), now
 
-    def turn(
+    def tick(
         self, round: int, assignments: Mapping[int, RankAssignment], hosts: Mapping[int, str], now: float
-    ) -> Report | None:
+    ) -> StallReport | None:
         """Return a report if one is due: first after STARTUP_STALL_SECONDS, then each time the stall has doubled."""
         if round != self._round:
-            self._round, self._began, self._spoken_of = round, now, 0.0
-        members = self._members(assignments, now)
-        if len(members) < len(assignments):
-            self._spoken_of = 0.0
+            self._round, self._round_start, self._reported_seconds = round, now, 0.0
+        statuses = self._collect_statuses(assignments, now)
+        if len(statuses) < len(assignments):
+            self._reported_seconds = 0.0
             return None
-        ended = sorted(where.rank for where in members.values() if where.state == "ended")
-        living = [where for where in members.values() if where.state != "ended"]
-        if not living:
+        live = [status for status in statuses.values() if status.state != "ended"]
+        if not live:
             return None
-        still = min(where.still_seconds for where in living)
-        timeout = self._timeout_seconds
-        least = STARTUP_STALL_SECONDS if timeout is None else min(STARTUP_STALL_SECONDS, timeout)
-        is_due = still >= max(least, 2 * self._spoken_of) or self._spoken_of < (timeout or 0.0) <= still
-        diagnosis = diagnose(members, seconds=still, steps=1, stall_limit=least) if is_due else None
+        stalled = min(status.still_seconds for status in live)
+        diagnosis = self._diagnose(statuses, stalled)
         if diagnosis is None:
             return None
-        self._spoken_of = still
-        names = {assignment.rank: (number, hosts[number]) for number, assignment in assignments.items()}
-        ends = still >= diagnosis.abort_after(timeout=timeout, stall_limit=STARTUP_STALL_SECONDS)
-        culprits = {}
-        if ends and ended:
-            why = f"did not come to its end for {format_seconds(still)}, and others have"
-            culprits = {names[where.rank][0]: why for where in living}
-        elif ends and diagnosis.waiting:  # were all to blame, nobody would be left who has the state
-            why = f"did not come while {describe_waiting(diagnosis)} for {format_seconds(still)}"
-            culprits = {names[where.rank][0]: why for where in diagnosis.missing}
-        return Report(_text(round, diagnosis, names, ended), culprits)
+        self._reported_seconds = stalled
+        names = {each.rank: (number, hosts[number]) for number, each in assignments.items()}
+        ended = sorted(status.rank for status in statuses.values() if status.state == "ended")
+        return StallReport(
+            _format_report(round, diagnosis, names, ended),
+            self._choose_workers_to_kill(diagnosis, names, live, stalled, has_ended=bool(ended)),
+        )
 
-    def _members(self, assignments: Mapping[int, RankAssignment], now: float) -> dict[int, RankStatus]:
-        """Those of the round that stand still, by rank; what was told before it began was of the wait for it."""
-        found = {}
+    def _diagnose(self, statuses: Mapping[int, RankStatus], stalled: float) -> HangDiagnosis | None:
+        timeout = self._timeout_seconds
+        minimum = STARTUP_STALL_SECONDS if timeout is None else min(STARTUP_STALL_SECONDS, timeout)
+        has_reached_timeout = self._reported_seconds < (timeout or 0.0) <= stalled
+        if stalled < max(minimum, 2 * self._reported_seconds) and not has_reached_timeout:
+            return None
+        return diagnose(statuses, seconds=stalled, steps=1, stall_limit=minimum)
+
+    def _choose_workers_to_kill(
+        self,
+        diagnosis: HangDiagnosis,
+        names: Mapping[int, tuple[int, str]],
+        live: Sequence[RankStatus],
+        stalled: float,
+        *,
+        has_ended: bool,
+    ) -> dict[int, str]:
+        if stalled < diagnosis.abort_after(timeout=self._timeout_seconds, stall_limit=STARTUP_STALL_SECONDS):
+            return {}
+        if has_ended:
+            reason = f"did not finish for {format_seconds(stalled)}, and others have"
+            return {names[status.rank][0]: reason for status in live}
+        if not diagnosis.waiting:  # killing all members would lose the state
+            return {}
+        reason = f"did not arrive while {describe_waiting(diagnosis)} for {format_seconds(stalled)}"
+        return {names[status.rank][0]: reason for status in diagnosis.missing}
+
+    def _collect_statuses(self, assignments: Mapping[int, RankAssignment], now: float) -> dict[int, RankStatus]:
+        """Return the statuses of the members without progress, by rank.
+
+        A status from before the round describes the wait for the round, so it does not count.
+        """
+        statuses = {}
         for number, assignment in assignments.items():
-            where, told = self._told.get(number, (None, 0.0))
-            if where is not None and told >= self._began:
-                still = min(where.still_seconds + now - told, now - self._began)
-                found[assignment.rank] = msgspec.structs.replace(where, rank=assignment.rank, still_seconds=still)
-        return found
+            status, received_at = self._statuses.get(number, (None, 0.0))
+            if status is not None and received_at >= self._round_start:
+                still = min(status.still_seconds + now - received_at, now - self._round_start)
+                statuses[assignment.rank] = msgspec.structs.replace(status, rank=assignment.rank, still_seconds=still)
+        return statuses
 
 
-def _text(round: int, diagnosis: HangDiagnosis, names: Mapping[int, tuple[int, str]], ended: Sequence[int]) -> str:
+def _format_report(
+    round: int, diagnosis: HangDiagnosis, names: Mapping[int, tuple[int, str]], ended: Sequence[int]
+) -> str:
     waiting = [describe_waiting(diagnosis)] if diagnosis.waiting or not ended else []
     how = "; ".join([*waiting, *([f"{format_ranks(ended)} ended"] if ended else [])])
-    lines = [f"round {round} has stood still for {format_seconds(diagnosis.seconds)}: {how}"]
-    for where in diagnosis.missing:
-        if where.state != "ended":
-            number, host = names[where.rank]
-            lines.append(f"  rank {where.rank}, worker {number} on {host}: {describe_status(where)}")
+    lines = [f"round {round} has made no progress for {format_seconds(diagnosis.seconds)}: {how}"]
+    for status in diagnosis.missing:
+        if status.state != "ended":
+            number, host = names[status.rank]
+            lines.append(f"  rank {status.rank}, worker {number} on {host}: {describe_status(status)}")
     return "\n".join(lines)

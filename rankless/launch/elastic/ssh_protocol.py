@@ -1,7 +1,7 @@
-"""What the driver and the agent of another host say to each other through ssh, as two tagged unions of typed frames.
+"""The messages between the driver of an elastic job and the agent of another host, over the pipes of one ssh process.
 
-ssh has proven who both sides are, and encrypts. A frame is its length and its content; what a login shell prints before
-the first one is passed over.
+ssh has authenticated both sides, and encrypts. The receiver skips everything before a start marker, because a login
+shell may print text first.
 """
 
 import os
@@ -12,31 +12,31 @@ from typing import Any
 import msgspec
 
 from rankless.config.run_config import JobStart, Program, RunRequest
-from rankless.launch.worker_output import Source
+from rankless.launch.rendezvous.messages import Heartbeat, WorkerOutput, WorkerRecords
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
-from rankless.records.events import AnyRecord
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 
-BEAT_SECONDS = 1.0
-SILENT_SECONDS = 8.0
-"""Without a word for so long, the other side is lost."""
-_HAIL = b"\0rankless elastic 1\0"
+HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_TIMEOUT_SECONDS = 8.0
+"""A side that sends nothing for so long counts as lost."""
+_START_MARKER = b"\0rankless elastic 2\0"
 _FRAME_FORMAT = FrameFormat(">I")
-_MOST_BYTES = 16 << 20
+_MAX_FRAME_BYTES = 16 << 20
+_READ_BYTES = 1 << 16
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
-    """What the host is to do."""
+class HostTask(msgspec.Struct, frozen=True, kw_only=True, tag="host_task"):
+    """What the host runs. The driver sends it first."""
 
     program: Program
     request: RunRequest
     start: JobStart
     folder: str
-    """For log files."""
+    """The folder for log files."""
     environment: dict[str, str]
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
+class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="start_worker"):
     """Start a worker."""
 
     number: int
@@ -44,129 +44,115 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag="order"):
     slot: int
 
 
-class Say(msgspec.Struct, frozen=True, kw_only=True, tag="say"):
-    """Say something to a worker."""
+class SendToWorker(msgspec.Struct, frozen=True, kw_only=True, tag="send_to_worker"):
+    """Pass a message to a worker."""
 
     number: int
-    word: DriverMessage
+    message: DriverMessage
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
-    """End one worker, unless it computes."""
-
-    number: int
-    why: str
-
-
-class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
-    """Send all workers a signal; they are to end."""
+class KillIfStalled(msgspec.Struct, frozen=True, kw_only=True, tag="kill_if_stalled"):
+    """Kill one worker as soon as it makes no progress. A worker that computes is left alone."""
 
     number: int
+    reason: str
 
 
-class Kill(msgspec.Struct, frozen=True, kw_only=True, tag="kill"):
-    """End all workers at once."""
+class SignalWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="signal_workers"):
+    """Send a signal to all workers, which ends them."""
+
+    signal: int
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
-    """A sign of life."""
+class KillWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="kill_workers"):
+    """Kill all workers."""
 
 
-class Here(msgspec.Struct, frozen=True, kw_only=True, tag="here"):
-    """The agent is there, and how it was reached."""
+class AgentReady(msgspec.Struct, frozen=True, kw_only=True, tag="agent_ready"):
+    """The agent runs."""
 
     address: str
-    """Its host's, by which the driver's host reaches it."""
+    """The address by which the driver's host reaches the agent's."""
     interface: str
+    """The network interface of that address."""
     driver_address: str
     versions: Mapping[str, str]
     """Of Python, torch, NCCL and Rankless."""
 
 
-class Unable(msgspec.Struct, frozen=True, kw_only=True, tag="unable"):
+class AgentFailed(msgspec.Struct, frozen=True, kw_only=True, tag="agent_failed"):
     """The host cannot take part."""
 
-    why: str
+    reason: str
 
 
-class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
-    """What a worker has said."""
+class WorkerMessageReceived(msgspec.Struct, frozen=True, kw_only=True, tag="worker_message"):
+    """A worker has sent a message."""
 
     number: int
-    word: WorkerMessage
+    message: WorkerMessage
 
 
-class Happened(msgspec.Struct, frozen=True, kw_only=True, tag="happened"):
-    """What has happened to a worker."""
-
-    record: AnyRecord
-
-
-class Shown(msgspec.Struct, frozen=True, kw_only=True, tag="shown"):
-    """What workers have written."""
-
-    source: Source
-    data: bytes
+AgentCommand = HostTask | StartWorker | SendToWorker | KillIfStalled | SignalWorkers | KillWorkers | Heartbeat
+"""From the driver to an agent."""
+AgentEvent = AgentReady | AgentFailed | WorkerMessageReceived | WorkerRecords | WorkerOutput | Heartbeat
+"""From an agent to the driver."""
 
 
-FrameDown = Task | Order | Say | End | Signal | Kill | Beat
-FrameUp = Here | Unable | Heard | Happened | Shown | Beat
+class PipeConnection:
+    """Sends and receives messages over two pipes, without blocking."""
 
-
-class Pipe:
-    """Frames out of one descriptor and into another, without ever waiting."""
-
-    def __init__(self, incoming: int, outgoing: int) -> None:
-        self._incoming_descriptor, self._outgoing = incoming, outgoing
-        for descriptor in (incoming, outgoing):
+    def __init__(self, read_descriptor: int, write_descriptor: int) -> None:
+        self._read_descriptor, self._write_descriptor = read_descriptor, write_descriptor
+        for descriptor in (read_descriptor, write_descriptor):
             os.set_blocking(descriptor, False)
-        self._unhailed = bytearray()
-        self._incoming = FrameDecoder(_FRAME_FORMAT, max_bytes=_MOST_BYTES)
-        self._unsent = bytearray(_HAIL)
-        self._is_hailed = False
-        self.is_over = False
+        self._before_marker = bytearray()
+        self._has_found_marker = False
+        self._incoming = FrameDecoder(_FRAME_FORMAT, max_bytes=_MAX_FRAME_BYTES)
+        self._outgoing = bytearray(_START_MARKER)
+        self.is_closed = False
         """Whether the other side is gone."""
 
     def fileno(self) -> int:
-        """What to select on."""
-        return self._incoming_descriptor
+        """Return the descriptor for a selector."""
+        return self._read_descriptor
 
-    def send(self, frame: FrameDown | FrameUp) -> None:
-        """Send a frame as soon as the other side takes it."""
-        self._unsent += _FRAME_FORMAT.encode(msgspec.msgpack.encode(frame))
+    def send(self, message: AgentCommand | AgentEvent) -> None:
+        """Send a message as soon as the other side takes it."""
+        self._outgoing += _FRAME_FORMAT.encode(msgspec.msgpack.encode(message))
         self.flush()
 
     def flush(self) -> None:
         """Send what could not be sent before."""
         try:
-            while self._unsent:
-                del self._unsent[: os.write(self._outgoing, self._unsent)]
+            while self._outgoing:
+                del self._outgoing[: os.write(self._write_descriptor, self._outgoing)]
         except BlockingIOError:
             return
         except OSError:
-            self.is_over = True
+            self.is_closed = True
 
-    def receive(self, kind: Any) -> list[Any]:
-        """The frames that have come, of this union of types."""
+    def receive(self, message_type: Any) -> list[Any]:
+        """Return the messages that have arrived, decoded as this union of types."""
         self.flush()
         with suppress(BlockingIOError):
-            while data := os.read(self._incoming_descriptor, 1 << 16):
-                self._take(data)
-            self.is_over = True
-        frames = []
+            while data := os.read(self._read_descriptor, _READ_BYTES):
+                self._feed(data)
+            self.is_closed = True
+        messages = []
         try:
-            for message in self._incoming.messages():
-                frames.append(msgspec.msgpack.decode(message, type=kind))
+            for frame in self._incoming.messages():
+                messages.append(msgspec.msgpack.decode(frame, type=message_type))
         except FrameTooLongError:
-            self.is_over = True
-        return frames
+            self.is_closed = True
+        return messages
 
-    def _take(self, data: bytes) -> None:
-        if self._is_hailed:
+    def _feed(self, data: bytes) -> None:
+        if self._has_found_marker:
             self._incoming.feed(data)
             return
-        self._unhailed += data
-        _, hail, rest = self._unhailed.partition(_HAIL)
-        if hail:
-            self._is_hailed = True
+        self._before_marker += data
+        _, marker, rest = self._before_marker.partition(_START_MARKER)
+        if marker:
+            self._has_found_marker = True
             self._incoming.feed(bytes(rest))
