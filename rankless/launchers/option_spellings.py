@@ -1,4 +1,4 @@
-"""An option of another launcher's command line."""
+"""The options of another launcher's command line, in all their spellings."""
 
 import argparse
 from collections.abc import Callable
@@ -12,33 +12,33 @@ Flags = TypeVar("Flags", bound=msgspec.Struct)
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One option; its name is known with `-` and with `_` between the words."""
+    """One option, accepted with `-` and with `_` between its words."""
 
     name: str
     help: str
     kind: Callable[[str], object] | None = str
-    """What makes a value of its text; None for a switch."""
+    """Converts its text to a value; None for a switch."""
     metavar: str | None = None
     short: str | None = None
     choices: tuple[str, ...] | None = None
     also: tuple[str, ...] = ()
-    """Other names of the same option."""
+    """Other names of the option."""
     in_environment: bool = True
-    """Whether a variable of the environment stands in for it."""
+    """Whether an environment variable gives its default."""
 
     @property
     def dest(self) -> str:
-        """Its field of the flags."""
+        """The field of the flags that it sets."""
         return self.name.replace("-", "_")
 
     @property
     def spellings(self) -> list[str]:
-        """All ways to write it."""
+        """All spellings of the option."""
         names = (form for name in (self.name, *self.also) for form in (name, name.replace("-", "_")))
         return [*([self.short] if self.short else []), *dict.fromkeys(f"--{name}" for name in names)]
 
     def declare(self, parser: argparse.ArgumentParser, *, default: str | None) -> None:
-        """Make it an option of `parser` that has a value."""
+        """Add it to `parser`, as an option with a value."""
         assert self.kind is not None
         parser.add_argument(
             *self.spellings,
@@ -52,7 +52,7 @@ class Flag:
 
 
 def declare_script(parser: argparse.ArgumentParser) -> None:
-    """Make what follows the options the script, module or command with its own arguments."""
+    """Let the script, module or command with its own arguments follow the options."""
     parser.usage = "%(prog)s [options] script.py [args]"
     parser.add_argument(
         "training_script",
@@ -63,7 +63,7 @@ def declare_script(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_flags(arguments: argparse.Namespace, kind: type[Flags]) -> Flags:
-    """What was given, as flags of that kind."""
+    """Return the parsed options as flags of that kind."""
     values = vars(arguments)
     script = values.pop("training_script")
     if script[:1] == ["--"]:

@@ -170,7 +170,7 @@ def test_both_streams_of_every_rank_are_shown_and_logged(configured_run):
 def test_ignored_options_get_a_notice_and_verbose_prints_the_variables(configured_run):
     messages = [line for line in configured_run[0].stderr.splitlines() if line.startswith("rankless horovodrun: ")]
     assert messages == [
-        "rankless horovodrun: --disable-cache: not needed, no checks are cached",
+        "rankless horovodrun: --disable-cache: not needed: Rankless caches no checks",
         "rankless horovodrun: slots: localhost:1, 127.0.0.1:1",
         "rankless horovodrun: program: script print_variables.py a --b",
         "rankless horovodrun: variable: HOROVOD_FUSION_THRESHOLD=1048576",

@@ -246,7 +246,7 @@ def test_the_installed_command_works_like_python_m_rankless(tmp_path: Path) -> N
         (["--hosts", "h1,h2", "--no-ssh", "--env", "A"], "although you start each host yourself", "on each host"),
         (["--hosts", "127.0.0.1,h2", "--env", "NOT_SET_9"], "no such variable", "write --env NOT_SET_9=VALUE"),
         (["--hosts", "127.0.0.1,h2", "--env", "A B=1"], "--env A B=1", "WANDB_MODE=offline"),
-        (["--hosts", "127.0.0.1,h2", "--env", "RANK=3"], "each worker or host gets for itself", "leave it away"),
+        (["--hosts", "127.0.0.1,h2", "--env", "RANK=3"], "each worker or host gets for itself", "omit it"),
     ],
 )
 def test_a_variable_that_cannot_be_forwarded_is_rejected_with_a_fix(options, found, fix, tmp_path):

@@ -194,7 +194,7 @@ main()
     assert "rank 1 raised ValueError: rank 1 is tired" in job.stderr
     notes = [line for line in job.stderr.splitlines() if line.startswith("rankless torchrun: ")]
     assert len(notes) == 1
-    assert "--max-restarts 3: nothing is restarted" in notes[0]
+    assert "--max-restarts 3: Rankless restarts nothing" in notes[0]
     assert "--monitor-interval" in notes[0]
     assert "rank 1 is tired" in (tmp_path / "log/latest/attempt_0/1/error.json").read_text()
     job = rankless("torchrun", *TWO, "script.py", "now", folder=tmp_path)

@@ -171,7 +171,7 @@ SERVER_LINES = [
 def test_parameter_servers_are_known_and_refused_with_what_works_today(line: str, capsys: pytest.CaptureFixture[str]):
     assert main(["fleetrun", *line.split(), __file__]) == 2
     said = capsys.readouterr().err
-    assert "parameter servers are not there yet" in said
+    assert "Rankless has no parameter servers" in said
     assert "--nproc_per_node=2" in said
 
 

@@ -163,7 +163,7 @@ def test_each_option_that_does_nothing_here_is_told_in_a_line():
     assert [line.split(": ")[0] for line in said] == [
         *("--disable-cache", "--mpi, --jsrun", "--mpi-args", "--binding-args", "--mpi-threads-disable"),
         *("--num-nccl-streams", "--thread-affinity", "--hierarchical-allgather", "--autotune"),
-        "--max-np and its kin",
+        "--max-np and other elastic options",
     ]
     assert describe_ignored_options(parse("-np", "2", "--gloo", "-H", "localhost:2", "--start-timeout", "3")) == []
 
@@ -218,7 +218,7 @@ def test_a_config_file_says_what_the_command_line_does_not(tmp_path: Path):
         ("params: [", "in YAML"),
         ("params: 3", "sections"),
         ("- params", "sections"),
-        ("params: {fusion_threshold_mb: many}", "of their kinds"),
+        ("params: {fusion_threshold_mb: many}", "of the right types"),
         ("controller: smoke", "controller: gloo or mpi"),
     ],
 )

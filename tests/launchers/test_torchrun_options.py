@@ -179,7 +179,7 @@ def test_several_hosts_meet_where_torchruns_would():
     assert (request.cluster.host_index, request.cluster.port, request.cluster.insecure) == (UNKNOWN_HOST, 1234, True)
     assert request.cluster.join_timeout_seconds == 5
     assert (make_hosts(flags).endpoint, make_hosts(flags).local_address) == ("192.0.2.1:1234", "me")
-    with pytest.raises(ConfigError, match="a number of hosts that stays"):
+    with pytest.raises(ConfigError, match="a fixed number of hosts"):
         torchrun_request(parse("--nnodes", "2:4", "main.py"), SCRIPT)
     flags = parse("--nnodes", "1:1", "main.py")
     assert validation.make_run_config(SCRIPT, torchrun_request(flags, SCRIPT)).cluster is None

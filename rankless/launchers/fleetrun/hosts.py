@@ -15,7 +15,10 @@ from rankless.launchers.fleetrun.options import FleetrunFlags
 
 
 def make_cluster(flags: FleetrunFlags, *, workers: int) -> Cluster | None:
-    """The hosts, each started by its own line; None for this one alone. Raises ConfigError for what cannot be meant."""
+    """Return the hosts, on each of which the user types the command; None for this host only.
+
+    Raises `ConfigError` for options that contradict each other.
+    """
     _require_fixed(flags)
     if flags.ips:
         return _listed(flags, [address.strip() for address in flags.ips.split(",")], workers)
@@ -23,34 +26,34 @@ def make_cluster(flags: FleetrunFlags, *, workers: int) -> Cluster | None:
     if count == 1:
         if flags.rank not in (None, -1, 0):
             raise ConfigError(
-                expected="--rank 0, the only host's number", found=flags.rank, fix="leave it away, or say --nnodes"
+                expected="--rank 0, the only host's number", found=flags.rank, fix="omit it, or give --nnodes"
             )
         return None
     return _numbered(flags, count, workers)
 
 
 def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster | None:
-    """The hosts of `--ips`. The token comes by ssh from the first, unless there is a file of it."""
+    """Return the hosts of `--ips`. The first host sends the token by ssh, unless the others have a file with it."""
     if any(not address or address.count(":") == 1 or "]:" in address for address in addresses):
         raise ConfigError(
             expected='--ips as "10.0.0.1,10.0.0.2": addresses without ports',
             found=flags.ips,
-            fix="correct it; the port where hosts meet is that of --master=10.0.0.1:9988",
+            fix="correct it; --master=10.0.0.1:9988 gives the port of the rendezvous",
         )
     if len(set(addresses)) < len(addresses):
         raise ConfigError(
             expected="each host of --ips once",
             found=flags.ips,
-            fix="name it once; how many processes a host has is said by --gpus or --nproc_per_node",
+            fix="name it once; --gpus or --nproc_per_node give the number of processes of a host",
         )
     hosts = check_hosts([Host(address=address.strip("[]"), workers=workers) for address in addresses])
-    place = own_host_index(hosts)
+    host_index = own_host_index(hosts)
     number = {"--nnodes": (_host_count(flags) if flags.nnodes or flags.np else len(hosts), len(hosts))}
-    number["--rank"] = (place if flags.rank in (None, -1) else flags.rank, place)
+    number["--rank"] = (host_index if flags.rank in (None, -1) else flags.rank, host_index)
     for name, (given, found) in number.items():
         if given != found:
             raise ConfigError(
-                expected=f"{name} {found}, as --ips and this host's addresses say", found=given, fix="leave it away"
+                expected=f"{name} {found}, as --ips and this host's addresses say", found=given, fix="omit it"
             )
     if len(hosts) == 1:
         return None
@@ -62,27 +65,27 @@ def _listed(flags: FleetrunFlags, addresses: list[str], workers: int) -> Cluster
                 expected=f"--master={hosts[0]}:PORT, the first host of --ips", found=flags.master, fix="correct it"
             )
     return Cluster(
-        hosts=hosts, host_index=place, port=port, agent_start="script", is_listed=True, insecure=flags.insecure
+        hosts=hosts, host_index=host_index, port=port, agent_start="script", is_listed=True, insecure=flags.insecure
     )
 
 
 def _numbered(flags: FleetrunFlags, count: int, workers: int) -> Cluster:
-    """As many hosts as `--nnodes` says, which meet at `--master`; who has its address is the first."""
+    """Return as many hosts as `--nnodes` gives. The host with the address of `--master` is the first."""
     if not flags.master:
         raise ConfigError(
-            expected=f"--master HOST:PORT, where {count} hosts meet",
+            expected=f"--master HOST:PORT, the rendezvous of {count} hosts",
             found="none",
             fix="name the first host, the same on all; or list them: --ips=10.0.0.1,10.0.0.2",
         )
     address, port = _master(flags.master)
-    place = flags.rank
-    if place in (None, -1):
-        place = 0 if addresses_of(address) & own_addresses() else UNKNOWN_HOST
-    elif not 0 <= place < count:
-        raise ConfigError(expected=f"--rank from 0 to {count - 1}", found=place, fix="number the hosts from 0")
+    host_index = flags.rank
+    if host_index in (None, -1):
+        host_index = 0 if addresses_of(address) & own_addresses() else UNKNOWN_HOST
+    elif not 0 <= host_index < count:
+        raise ConfigError(expected=f"--rank from 0 to {count - 1}", found=host_index, fix="number the hosts from 0")
     return Cluster(
         hosts=numbered_hosts(address, count, workers=workers),
-        host_index=place,
+        host_index=host_index,
         port=port,
         agent_start="manual",
         is_listed=False,
@@ -97,7 +100,7 @@ def _master(text: str) -> tuple[str, int]:
         raise ConfigError(
             expected="--master HOST:PORT, the first host's",
             found=text,
-            fix="as in --master 10.0.0.1:9988" + ("; no etcd is asked here" if scheme == "etcd" else ""),
+            fix="as in --master 10.0.0.1:9988" + ("; Rankless does not use etcd" if scheme == "etcd" else ""),
         )
     return address.strip("[]"), int(port)
 
@@ -109,7 +112,7 @@ def _host_count(flags: FleetrunFlags) -> int:
         raise ConfigError(expected="--nnodes as a number from 1 up", found=text, fix="one host is --nnodes 1")
     if most and most != least:
         raise ConfigError(
-            expected="a number of hosts that stays: none can come or go while the job runs",
+            expected="a fixed number of hosts: none can join or leave while the job runs",
             found=f"--nnodes {text}",
             fix=f"--nnodes {most}",
         )
@@ -119,7 +122,7 @@ def _host_count(flags: FleetrunFlags) -> int:
 def _require_fixed(flags: FleetrunFlags) -> None:
     if flags.elastic_server or flags.scale:
         raise ConfigError(
-            expected="hosts that are named and stay: none can come or go while the job runs",
+            expected="fixed hosts with names: none can join or leave while the job runs",
             found=f"--elastic_server={flags.elastic_server}" if flags.elastic_server else f"--scale={flags.scale}",
             fix="name the hosts: --ips=10.0.0.1,10.0.0.2, or --nnodes 2 --master 10.0.0.1:9988",
         )

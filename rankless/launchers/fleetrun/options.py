@@ -1,10 +1,10 @@
-"""What fleetrun's command line can say."""
+"""The options of fleetrun's command line."""
 
 import msgspec
 
 
 class FleetrunFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What was given on the command line, or by PADDLE_ variables; None is what was not."""
+    """The options given on the command line or by PADDLE_ variables; None if an option is not given."""
 
     devices: str | None = None
     nproc_per_node: int | None = None
@@ -54,6 +54,6 @@ class FleetrunFlags(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int | None = None
     gloo_port: int | None = None
     insecure: bool = False
-    """Ours: several hosts need no token."""
+    """Rankless only: several hosts need no token."""
     training_script: tuple[str, ...] = ()
     """The script and its own arguments."""

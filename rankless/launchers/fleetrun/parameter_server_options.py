@@ -1,4 +1,4 @@
-"""fleetrun's options for parameter servers: known, and not there yet."""
+"""fleetrun's options for parameter servers, which Rankless recognizes and rejects."""
 
 from collections.abc import Mapping
 
@@ -18,12 +18,12 @@ SERVER_FLAGS = (
     "http_port",
     "gloo_port",
 )
-"""As in Paddle, one of them is enough to ask for servers."""
+"""As in Paddle, any one of them requests servers."""
 SERVER_MODES = ("ps", "ps-heter", "ps-cpu", "ps-gpu")
 
 
 def given_server_flags(flags: FleetrunFlags) -> Mapping[str, object]:
-    """Which options for parameter servers were given, with their values, by the names that Paddle gives them."""
+    """Return the given options for parameter servers under Paddle's names, with their values."""
     values = {name: getattr(flags, name) for name in SERVER_FLAGS}
     found = {f"--{name}": value for name, value in values.items() if value not in (None, "")}
     if flags.run_mode in SERVER_MODES:
@@ -32,12 +32,12 @@ def given_server_flags(flags: FleetrunFlags) -> Mapping[str, object]:
 
 
 def require_no_servers(flags: FleetrunFlags) -> None:
-    """Raise ConfigError where parameter servers are asked for."""
+    """Raise `ConfigError` if an option requests parameter servers."""
     found = given_server_flags(flags)
     if found:
         raise ConfigError(
-            expected="collective training: parameter servers are not there yet",
+            expected="collective training, because Rankless has no parameter servers",
             found=" ".join(f"{name}={value}" for name, value in found.items()),
-            fix="leave these options away; what works today is one process per GPU (--gpus=0,1), or on the CPU "
+            fix="omit these options; Rankless runs one process per GPU (--gpus=0,1), or processes on the CPU "
             "(--nproc_per_node=2), on one host or several (--ips=a,b)",
         )

@@ -127,7 +127,7 @@ FLAGS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the options. Defaults come from PADDLE_ variables; what nobody gives is None."""
+    """Declare the options. Defaults come from PADDLE_ variables; options that are not given are None."""
     given = _defaults()
     for flag in FLAGS:
         flag.declare(parser, default=given.get(flag.dest))
@@ -140,12 +140,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(arguments: argparse.Namespace) -> FleetrunFlags:
-    """What was given."""
+    """Return the parsed options."""
     return parse_flags(arguments, FleetrunFlags)
 
 
 def list_arguments(flags: FleetrunFlags) -> dict[str, object]:
-    """What fleetrun shows at its start: the arguments that its users look for, and whatever else was given."""
+    """Return the arguments that fleetrun shows at its start: those that its users expect, and others that are given."""
     script, *arguments = flags.training_script
     shown: dict[str, object] = {
         "gpus": flags.devices,

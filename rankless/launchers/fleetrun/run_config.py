@@ -1,4 +1,4 @@
-"""fleetrun's command line as a plan: what each of its options means for a run of ours."""
+"""Turns fleetrun's options into a `RunRequest`."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ _FALSE = ("", "0", "false", "False", "no", "off")
 
 
 def fleetrun_program(flags: FleetrunFlags) -> Program:
-    """The program that the flags name: a Python script, or else a command. Raises ConfigError if there is none."""
+    """Return the program of the command line, a Python script or a command. Raises `ConfigError` if it has none."""
     if not flags.training_script:
         raise ConfigError(
             expected="a script to run", found="none", fix="name one, as in `rankless fleetrun --gpus=0,1 train.py`"
@@ -34,7 +34,7 @@ def fleetrun_program(flags: FleetrunFlags) -> Program:
 
 
 def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
-    """What the flags ask for. Raises ConfigError for what cannot be meant, and for what is not there yet."""
+    """Return the request. Raises `ConfigError` for invalid values, and for features that Rankless does not have."""
     require_no_servers(flags)
     _require_known(flags)
     gpus = chosen_gpus(flags)
@@ -42,10 +42,10 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
     if count is None:
         count = len(gpus) or 1
     if count < 1:
-        raise ConfigError(expected="--nproc_per_node from 1 up", found=count, fix="leave it away: one process per GPU")
+        raise ConfigError(expected="--nproc_per_node from 1 up", found=count, fix="omit it: one process per GPU")
     first_port = flags.start_port if flags.start_port is not None else user_first_port()
     if first_port is not None and not 0 < first_port < 2**16 - count:
-        raise ConfigError(expected="--start_port from 1 to 65535", found=first_port, fix="leave it away")
+        raise ConfigError(expected="--start_port from 1 to 65535", found=first_port, fix="omit it")
     shares = share_out(gpus, count) if gpus else ()
     return RunRequest(
         worker_count=count,
@@ -60,9 +60,10 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
 
 
 def chosen_gpus(flags: FleetrunFlags) -> Sequence[int]:
-    """The GPUs to use, numbered as CUDA numbers those that are visible now; none for the CPU.
+    """Return the GPUs to use, numbered as CUDA numbers the visible ones; none for the CPU.
 
-    `--gpus` names GPUs as CUDA_VISIBLE_DEVICES does, where that is set, as in Paddle. Raises ConfigError.
+    As in Paddle, `--gpus` uses the names of CUDA_VISIBLE_DEVICES if that is set. Raises `ConfigError` for GPUs that are
+    not there.
     """
     if _wants_cpu(flags):
         return ()
@@ -78,7 +79,7 @@ def chosen_gpus(flags: FleetrunFlags) -> Sequence[int]:
             found=seen if visible is None else f"{seen} with CUDA_VISIBLE_DEVICES={','.join(visible)}",
             fix=f"choose from --gpus={','.join(names)}"
             if names
-            else "leave --gpus and --backend away: one process on the CPU, or more by --nproc_per_node=2",
+            else "omit --gpus and --backend: one process on the CPU, or more by --nproc_per_node=2",
         )
     return [names.index(name) for name in wanted]
 
@@ -88,39 +89,37 @@ def _wants_cpu(flags: FleetrunFlags) -> bool:
 
 
 def describe_ignored_options(flags: FleetrunFlags) -> list[str]:
-    """What the user is told of flags that mean nothing here, or something else than in Paddle."""
-    said = {
-        "--host": flags.host is not None and "not needed, a host is found by its own addresses",
-        "--log_level": flags.log_level is not None and "not heeded, there is little to say",
-        "--log_overwrite": flags.log_overwrite is not None and "not needed, each run has files of its own",
-        "--with_gloo": flags.with_gloo is not None and "not heeded, the script makes its own groups",
-        "--max_restart": bool(flags.max_restart) and "nothing is restarted, the first failure ends the run",
+    """Return a line about each given option that has no effect, or another one than in Paddle."""
+    notes = {
+        "--host": flags.host is not None and "not needed: Rankless finds a host by its addresses",
+        "--log_level": flags.log_level is not None and "ignored: Rankless has no log levels",
+        "--log_overwrite": flags.log_overwrite is not None and "not needed: each run has its own files",
+        "--with_gloo": flags.with_gloo is not None and "ignored: the script makes its own groups",
+        "--max_restart": bool(flags.max_restart) and "Rankless restarts nothing: the first failure ends the run",
         "--elastic_level, --elastic_timeout": (flags.elastic_level or -1, flags.elastic_timeout) != (-1, None)
-        and "not heeded, hosts neither come nor go",
-        "--elastic_pre_hook": flags.elastic_pre_hook is not None and "not run",
-        "--force": _is_on(flags.force) and "not heeded, hosts neither come nor go",
-        "--sort_ip": _is_on(flags.sort_ip) and "not heeded, hosts are numbered as --ips names them, or by --rank",
-        "--legacy": _is_on(flags.legacy) and "not needed, there is one launcher",
-        "--enable_gpu_log": _is_on(flags.enable_gpu_log) and "not heeded, GPUs are not watched",
-        "--ranks, --rank_mapping_path": _maps_ranks(flags) and "not heeded, ranks follow the order of hosts and GPUs",
-        "--auto_parallel_config, --auto_tuner_json": _tunes(flags) and "not heeded, nothing is tuned",
+        and "ignored: hosts cannot join or leave",
+        "--elastic_pre_hook": flags.elastic_pre_hook is not None and "ignored: Rankless does not run it",
+        "--force": _is_on(flags.force) and "ignored: hosts cannot join or leave",
+        "--sort_ip": _is_on(flags.sort_ip) and "ignored: --ips or --rank give the order of hosts",
+        "--legacy": _is_on(flags.legacy) and "not needed: there is one launcher",
+        "--enable_gpu_log": _is_on(flags.enable_gpu_log) and "ignored: Rankless does not log GPUs",
+        "--ranks, --rank_mapping_path": _maps_ranks(flags) and "ignored: ranks follow the order of hosts and GPUs",
+        "--auto_parallel_config, --auto_tuner_json": _tunes(flags) and "ignored: Rankless does not tune",
     }
-    return [f"{name}: {why}" for name, why in said.items() if why]
+    return [f"{name}: {why}" for name, why in notes.items() if why]
 
 
 def _require_known(flags: FleetrunFlags) -> None:
     if flags.run_mode not in (None, "", "collective"):
-        raise ConfigError(expected="--run_mode collective", found=flags.run_mode, fix="leave it away")
+        raise ConfigError(expected="--run_mode collective", found=flags.run_mode, fix="omit it")
     if flags.backend is not None and flags.backend not in (*_EITHER, *_CPU_BACKENDS, *_GPU_BACKENDS):
-        raise ConfigError(
-            expected="--backend auto, nccl (GPUs) or gloo (the CPU)", found=flags.backend, fix="leave it away"
-        )
+        raise ConfigError(expected="--backend auto, nccl (GPUs) or gloo (the CPU)", found=flags.backend, fix="omit it")
     for name in ("npus", "xpus"):
         if getattr(flags, name):
             raise ConfigError(
                 expected="--gpus, or the CPU",
                 found=f"--{name}={getattr(flags, name)}",
-                fix="torch here knows NVIDIA GPUs",
+                fix="omit it: PyTorch here supports NVIDIA GPUs only",
             )
 
 

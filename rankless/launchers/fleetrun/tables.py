@@ -1,4 +1,4 @@
-"""What fleetrun's users see at the start: the arguments, and the first process's environment."""
+"""The tables that fleetrun shows at the start: its arguments, and the first process's environment."""
 
 import os
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ SHOWN = (
     "PADDLE_TRAINER_ID",
 )
 MOST_LINES = 8
-"""Of one variable's value."""
+"""The most lines for one variable's value."""
 _TITLE = " Configuration Arguments "
 _WIDTH = 48
 
 
 def format_arguments_table(arguments: Mapping[str, object]) -> str:
-    """Each argument and its value."""
+    """Return a table with each argument and its value."""
     lines = [f"{name}: {value}" for name, value in arguments.items()]
     return "\n".join([_TITLE.center(_WIDTH, "-"), *lines, "-" * _WIDTH]) + "\n"
 
 
 def format_environment_table(environment: Mapping[str, str | None], *, local_count: int) -> str:
-    """A box of Paddle's variables of one worker."""
+    """Return a box with Paddle's variables of one worker."""
     rows = [("Distributed Envs", "Value")]
     for name in SHOWN:
         value = environment.get(name)
@@ -43,8 +43,8 @@ def format_environment_table(environment: Mapping[str, str | None], *, local_cou
     head, *body = [f"    |{name.center(left)}{value.center(right)}|" for name, value in rows]
     thick, thin = (f"    +{mark * (left + right)}+" for mark in "=-")
     count = "1 process" if local_count == 1 else f"{local_count} processes"
-    said = f"Local start {count}. First process distributed environment info:"
-    return "\n".join([said, thick, head, thin, *body, thick]) + "\n"
+    title = f"Local start {count}. First process distributed environment info:"
+    return "\n".join([title, thick, head, thin, *body, thick]) + "\n"
 
 
 def format_worker_line(config: RunConfig, lead: WorkerConfig, folder: str, first_host: str) -> str:

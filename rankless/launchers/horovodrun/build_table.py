@@ -1,4 +1,4 @@
-"""What `horovodrun --check-build` shows: what the API of Horovod finds here."""
+"""The table of `horovodrun --check-build`: what Horovod's API finds here."""
 
 import importlib.util
 import subprocess
@@ -11,7 +11,7 @@ _SECONDS = 120.0
 
 
 def build_table(version: str) -> str:
-    """Horovod's table, of Rankless; `version` is the one of Horovod's API."""
+    """Return Horovod's table, for Rankless; `version` is that of Horovod's API."""
     has_torch = importlib.util.find_spec("torch") is not None
     gloo, nccl = _backends() if has_torch else (False, False)
     tables = {
@@ -27,7 +27,7 @@ def build_table(version: str) -> str:
 
 
 def _backends() -> tuple[bool, bool]:
-    """Whether PyTorch has Gloo, and NCCL; asked in a process of its own, since the launcher imports no torch."""
+    """Return whether PyTorch has Gloo and NCCL. Another process imports torch, because the launcher does not."""
     done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS)
     gloo, nccl = done.stdout.split() if done.returncode == 0 else ("False", "False")
     return gloo == "True", nccl == "True"

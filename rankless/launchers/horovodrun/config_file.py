@@ -1,4 +1,4 @@
-"""horovodrun's `--config-file`: options by section, in YAML; what the command line says wins."""
+"""horovodrun's `--config-file`: options by section, in YAML. The command line overrides it."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -36,12 +36,12 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "logging": {"level": "log_level", "with_timestamp": "log_with_timestamp"},
 }
-"""The option that each key of each section means."""
+"""The option for each key of each section."""
 _CONTROLLERS = ("gloo", "mpi")
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """What the file says, by section. Raises ConfigError if it cannot be read."""
+    """Return the file's content by section. Raises `ConfigError` if it cannot be read."""
     try:
         with open(path, "rb") as file:
             found = msgspec.yaml.decode(file.read())
@@ -63,8 +63,9 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def complete_flags(flags: HorovodrunFlags, config: Mapping[str, Any], *, path: str) -> HorovodrunFlags:
-    """The flags, and from the file what the command line does not say. Raises ConfigError for values of a wrong
-    kind.
+    """Return the flags, with those that the command line omits from the file.
+
+    Raises `ConfigError` for values of the wrong type.
     """
     values = msgspec.to_builtins(flags)
     values |= {name: value for name, value in _options(config) if values[name] is None}
@@ -72,16 +73,18 @@ def complete_flags(flags: HorovodrunFlags, config: Mapping[str, Any], *, path: s
     if controller is not None and not (flags.gloo or flags.mpi or flags.jsrun):
         name = str(controller).lower()
         if name not in _CONTROLLERS:
-            raise ConfigError(expected=f"controller: gloo or mpi in {path}", found=controller, fix="leave it away")
+            raise ConfigError(expected=f"controller: gloo or mpi in {path}", found=controller, fix="omit it")
         values[name] = True
     try:
         return msgspec.convert(values, HorovodrunFlags, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(expected=f"options of their kinds in {path}", found=str(error), fix="correct it") from None
+        raise ConfigError(
+            expected=f"options of the right types in {path}", found=str(error), fix="correct it"
+        ) from None
 
 
 def unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
-    """What in the file nobody knows, each with the nearest known name."""
+    """Yield the unknown keys of the file, each with the nearest known name."""
     known = ["controller", *SECTIONS]
     for section, below in config.items():
         if section not in known:
@@ -95,7 +98,7 @@ def _options(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for section, options in SECTIONS.items():
         for name, value in (config.get(section) or {}).items():
             if name in options and value is not None:
-                # The file says whether stalls are looked for, the option that they are not.
+                # The file enables the stall check, the option disables it.
                 yield options[name], not value if (section, name) == ("stall_check", "enabled") else value
 
 

@@ -1,4 +1,4 @@
-"""horovodrun's elastic flags as a plan."""
+"""Turns horovodrun's elastic options into an `Elastic` config."""
 
 from collections.abc import Mapping
 
@@ -8,12 +8,13 @@ from rankless.launchers.horovodrun.hosts import list_hosts
 from rankless.launchers.horovodrun.options import HorovodrunFlags
 
 ELASTIC_SECONDS = 600.0
-"""horovodrun's own, where neither `--elastic-timeout` nor HOROVOD_ELASTIC_TIMEOUT says otherwise."""
+"""horovodrun's default, without `--elastic-timeout` and HOROVOD_ELASTIC_TIMEOUT."""
 
 
 def make_elastic(flags: HorovodrunFlags, count: int, variables: Mapping[str, str]) -> Elastic:
-    """What the flags say of workers that come and go. `config.validation` looks whether it can be meant. Raises
-    ConfigError.
+    """Return the limits and hosts of an elastic job. Raises `ConfigError` for invalid hosts.
+
+    `variables` are what the options set in every worker. `config.validation` checks the limits.
     """
     cooldown = flags.blacklist_cooldown_range
     return Elastic(

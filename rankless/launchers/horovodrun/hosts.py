@@ -1,4 +1,4 @@
-"""horovodrun's hosts: which of them have workers, and which of their names mean this machine."""
+"""horovodrun's hosts: which of them get workers, and which of their names mean this machine."""
 
 from collections.abc import Sequence
 
@@ -22,11 +22,11 @@ from rankless.launchers.horovodrun.options import HorovodrunFlags
 from rankless.launchers.horovodrun.settings import NamedHost
 
 START_SECONDS = 30.0
-"""horovodrun's own, where neither `--start-timeout` nor HOROVOD_START_TIMEOUT says otherwise."""
+"""horovodrun's default, without `--start-timeout` and HOROVOD_START_TIMEOUT."""
 
 
 def fill_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
-    """The hosts that get workers, the first ones filled first. Raises ConfigError for fewer slots than processes."""
+    """Return the hosts that get workers, filled in their order. Raises `ConfigError` for too few slots."""
     found, left = [], count
     for host in list_hosts(flags, count):
         found.append(msgspec.structs.replace(host, workers=min(host.workers, left)))
@@ -35,7 +35,7 @@ def fill_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
 
 
 def list_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
-    """The hosts of the command line, with all their slots. Raises ConfigError for fewer slots than processes."""
+    """Return the hosts of the command line, with all their slots. Raises `ConfigError` for too few slots."""
     if flags.hosts is not None:
         listed = parse_hosts(flags.hosts, workers_per_host=None)
     elif flags.hostfile is not None:
@@ -53,22 +53,25 @@ def list_hosts(flags: HorovodrunFlags, count: int) -> tuple[Host, ...]:
 
 
 def name_hosts(hosts: Sequence[Host]) -> tuple[NamedHost, ...]:
-    """The hosts as the user named them."""
+    """Return the hosts under the names that the user gave them."""
     return tuple(NamedHost(name=host.address, slots=host.workers) for host in hosts)
 
 
 def make_cluster(flags: HorovodrunFlags, hosts: Sequence[Host]) -> Cluster | None:
-    """The machines, started by ssh from this one, which is the first; None for this one alone. Raises ConfigError."""
+    """Return the machines, which this one starts by ssh; None for this one only.
+
+    Raises `ConfigError` if this machine is not the first of them.
+    """
     machines = _machines(hosts)
     if len(machines) == 1 and is_here(machines[0].address):
         return None
     machines = check_hosts(machines)
-    place = own_host_index(machines)
-    if place > 0:
+    host_index = own_host_index(machines)
+    if host_index > 0:
         raise ConfigError(
             expected=f"horovodrun on the host of rank 0, {machines[0]}, which starts the others by ssh",
-            found=f"it on {machines[place]}",
-            fix=f"type it on {machines[0]}, or list {machines[place]} first",
+            found=f"it on {machines[host_index]}",
+            fix=f"start it on {machines[0]}, or list {machines[host_index]} first",
         )
     return Cluster(
         hosts=machines,
@@ -80,19 +83,19 @@ def make_cluster(flags: HorovodrunFlags, hosts: Sequence[Host]) -> Cluster | Non
 
 
 def start_seconds(flags: HorovodrunFlags) -> float:
-    """How long to wait for the hosts. Raises ConfigError."""
+    """Return how long to wait for the hosts. Raises `ConfigError` for an invalid value."""
     given = flags.start_timeout if flags.start_timeout is not None else horovod_variables().get("START_TIMEOUT")
     try:
         seconds = START_SECONDS if given is None else float(given)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < 1e6:
-        raise ConfigError(expected="--start-timeout as seconds above 0", found=given, fix="leave it away: 30 s")
+        raise ConfigError(expected="--start-timeout as seconds above 0", found=given, fix="omit it: 30 s")
     return seconds
 
 
 def _machines(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """Neighbours that are both this machine are one, under an address that the others reach."""
+    """Merge neighbours that are both this machine, under an address that the others reach."""
     found: list[Host] = []
     for host in hosts:
         if found and is_here(found[-1].address) and is_here(host.address):
@@ -105,7 +108,7 @@ def _machines(hosts: Sequence[Host]) -> tuple[Host, ...]:
             _, address = interface_towards(others[0])
         except OSError as error:
             raise ConfigError(
-                expected=f"a way from this host to {others[0]}", found=error.strerror, fix="check the host's name"
+                expected=f"a route from this host to {others[0]}", found=error.strerror, fix="check the host's name"
             ) from None
         found[0] = msgspec.structs.replace(found[0], address=address)
     return tuple(found)

@@ -1,10 +1,10 @@
-"""What horovodrun's command line can say."""
+"""The options of horovodrun's command line."""
 
 import msgspec
 
 
 class HorovodrunFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What was given on the command line, or else in its `--config-file`; None is what was not."""
+    """The options given on the command line or in its `--config-file`; None if an option is not given."""
 
     num_proc: int | None = None
     check_build: bool = False
@@ -48,7 +48,7 @@ class HorovodrunFlags(msgspec.Struct, frozen=True, kw_only=True):
     mpi_threads_disable: bool | None = None
     mpi_args: str | None = None
     mpi_launch_flag: tuple[str, ...] = ()
-    """Not an option of the real one, but tutorials have it: `env NAME=VALUE …` for the workers."""
+    """`env NAME=VALUE …` for the workers. Horovod itself does not have it, but tutorials use it."""
     tcp: bool = False
     binding_args: str | None = None
     num_nccl_streams: int | None = None
@@ -71,5 +71,5 @@ class HorovodrunFlags(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether workers may come and go while the job runs."""
+        """Whether workers may join and leave while the job runs."""
         return self.host_discovery_script is not None or self.min_num_proc is not None

@@ -23,14 +23,14 @@ class Value:
     kind: Callable[[str], object] = str
     metavar: str | None = "N"
     group: str = ""
-    """Of options of which one may be given."""
+    """The name of a group of options that exclude each other."""
     count: int | None = None
     choices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """An option without a value, and what says the opposite."""
+    """An option without a value, and its opposite."""
 
     on: tuple[str, ...]
     help: str
@@ -187,7 +187,7 @@ OPTIONS: tuple[Value | Switch, ...] = (
 
 
 class _TakeInterfaces(argparse.Action):
-    """Adds names, which commas may part, to those given before."""
+    """Adds names, with or without commas between them, to those given before."""
 
     def __call__(
         self,
@@ -201,16 +201,16 @@ class _TakeInterfaces(argparse.Action):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the options. What nobody gives is None, or False for a switch that has no opposite."""
+    """Declare the options. Options that are not given are None, or False for a switch without an opposite."""
     groups: dict[str, argparse._MutuallyExclusiveGroup] = {}
     for option in OPTIONS:
-        place: Any = parser
+        group: Any = parser
         if option.group:
-            place = groups.setdefault(option.group, parser.add_mutually_exclusive_group())
+            group = groups.setdefault(option.group, parser.add_mutually_exclusive_group())
         if isinstance(option, Switch):
-            _add_switch(place, option)
+            _add_switch(group, option)
         else:
-            place.add_argument(
+            group.add_argument(
                 *option.names,
                 dest=_field(option.names[0]),
                 type=option.kind,
@@ -240,19 +240,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(arguments: argparse.Namespace) -> HorovodrunFlags:
-    """What was given."""
+    """Return the parsed options."""
     values = vars(arguments)
     if values["command"][:1] == ["--"]:
         values["command"] = values["command"][1:]
     return msgspec.convert(values, HorovodrunFlags)
 
 
-def _add_switch(place: Any, option: Switch) -> None:
+def _add_switch(group: Any, option: Switch) -> None:
     field = _field(option.on[0])
     default = None if option.off else False
-    place.add_argument(*option.on, dest=field, action="store_const", const=True, default=default, help=option.help)
+    group.add_argument(*option.on, dest=field, action="store_const", const=True, default=default, help=option.help)
     if option.off:
-        place.add_argument(
+        group.add_argument(
             *option.off,
             dest=field,
             action="store_const",

@@ -1,10 +1,11 @@
-"""Horovod's HTTP key-value server: at it the ranks of a real Horovod find each other by Gloo.
+"""Horovod's HTTP key-value server, for the Gloo rendezvous of an installed Horovod's ranks.
 
-Without it, a real Horovod comes up as rank 0 of 1 in every worker, and says nothing. Rankless's own ranks meet without.
+Without it, an installed Horovod starts as rank 0 of 1 in every worker, without a warning. Rankless's own ranks do not
+need it.
 
-PUT, GET and DELETE of /scope/key. A scope is one meeting: each rank puts its address under its number, waits until
-those of the others are no longer answered by 404, and deletes its own when all are connected. When the last number
-is gone, so is all else in the scope (Gloo also leaves names of hosts there), and the scope may serve another meeting.
+The server answers PUT, GET and DELETE of /scope/key. A scope is one rendezvous: each rank puts its address under its
+number, waits until GET of the others' no longer returns 404, and deletes its own when all are connected. With the last
+number the server deletes the whole scope (Gloo also leaves names of hosts there), so that it may be used again.
 """
 
 import contextlib
@@ -17,29 +18,29 @@ from socketserver import TCPServer
 from typing import Any
 
 LONGEST_VALUE_BYTES = 16 << 20
-"""A rank's addresses for a thousand others have 100 KB."""
+"""A rank's addresses for a thousand other ranks take 100 KB."""
 REQUEST_SECONDS = 10.0
 
 
 class KeyValues:
-    """What has been put, by scope and key. For many threads."""
+    """The values by scope and key. Safe for threads."""
 
     def __init__(self) -> None:
         self._scopes: dict[str, dict[str, bytes]] = {}
         self._lock = threading.Lock()
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        """Keep a value, in the place of an older one."""
+        """Store a value, and replace an older one."""
         with self._lock:
             self._scopes.setdefault(scope, {})[key] = value
 
     def get(self, scope: str, key: str) -> bytes | None:
-        """The value, or None if there is none."""
+        """Return the value, or None."""
         with self._lock:
             return self._scopes.get(scope, {}).get(key)
 
     def delete(self, scope: str, key: str) -> None:
-        """Forget a value, and the whole scope with its last rank's."""
+        """Delete a value, and the whole scope with the last rank's value."""
         with self._lock:
             values = self._scopes.get(scope, {})
             values.pop(key, None)
@@ -49,14 +50,14 @@ class KeyValues:
 
 @contextlib.contextmanager
 def rendezvous_server(address: str) -> Iterator[int]:
-    """The port at which the server listens on that address of this host, while the context is entered."""
+    """Run the server on an address of this host; yield its port."""
     server = _Server((address, 0), _Request)
     thread = threading.Thread(target=server.serve_forever, name="rendezvous server", daemon=True)
     thread.start()
     try:
         yield server.server_address[1]
     finally:
-        server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which would look up each half second only
+        server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which otherwise checks twice a second
         server.shutdown()
         server.server_close()
         thread.join()
@@ -74,7 +75,7 @@ class _Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)  # HTTPServer's asks a name server for this host's name
 
     def handle_error(self, _request: Any, _client: Any) -> None:
-        """A client that goes while it is answered is no news: ranks may end at any time."""
+        """Ignore a client that disconnects: ranks may end at any time."""
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -82,12 +83,12 @@ class _Request(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        if (place := self._place()) is not None:
-            value = self.server.values.get(*place)
+        if (scope_and_key := self._parse_path()) is not None:
+            value = self.server.values.get(*scope_and_key)
             self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
 
     def do_PUT(self) -> None:
-        if (place := self._place()) is None:
+        if (scope_and_key := self._parse_path()) is None:
             return
         length = self.headers.get("Content-Length", "")
         if not length.isdigit():
@@ -95,19 +96,19 @@ class _Request(BaseHTTPRequestHandler):
         elif int(length) > LONGEST_VALUE_BYTES:
             self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         elif len(value := self.rfile.read(int(length))) == int(length):
-            self.server.values.put(*place, value)
+            self.server.values.put(*scope_and_key, value)
             self._answer(HTTPStatus.OK)
 
     def do_DELETE(self) -> None:
-        if (place := self._place()) is not None:
-            self.server.values.delete(*place)
+        if (scope_and_key := self._parse_path()) is not None:
+            self.server.values.delete(*scope_and_key)
             self._answer(HTTPStatus.OK)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: each rank asks a hundred times a second while it waits."""
+        """Log nothing: each rank sends a hundred requests a second while it waits."""
 
-    def _place(self) -> tuple[str, str] | None:
-        """Scope and key; None, and an answer, for another path."""
+    def _parse_path(self) -> tuple[str, str] | None:
+        """Return scope and key of the path; answer and return None for an invalid path."""
         match self.path.split("/"):
             case ["", scope, key] if scope and key:
                 return scope, key

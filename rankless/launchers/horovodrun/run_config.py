@@ -1,4 +1,4 @@
-"""horovodrun's command line as a plan: what each of its options means for a run of ours."""
+"""Turns horovodrun's options into a `RunRequest`."""
 
 import os
 import shlex
@@ -45,13 +45,13 @@ _VARIABLES = {
     "gloo_timeout_seconds": "GLOO_TIMEOUT_SECONDS",
     "log_level": "LOG_LEVEL",
 }
-"""The HOROVOD_ variable that an option is in the workers."""
+"""The HOROVOD_ variable that an option sets in the workers."""
 
 
 def horovodrun_program(flags: HorovodrunFlags) -> Program:
-    """The program that follows the options. One of this interpreter's own is run in the worker itself.
+    """Return the program after the options. A worker runs it itself if it is for this interpreter.
 
-    Raises ConfigError if there is none.
+    Raises `ConfigError` if there is none.
     """
     if not flags.command:
         raise ConfigError(
@@ -70,7 +70,7 @@ def horovodrun_program(flags: HorovodrunFlags) -> Program:
 
 
 def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
-    """What the flags ask for. Raises ConfigError for what cannot be meant."""
+    """Return the request. Raises `ConfigError` for invalid values."""
     _require_range(flags)
     count = flags.num_proc
     if count is None or count < 1:
@@ -101,7 +101,7 @@ def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
 
 
 def worker_variables(flags: HorovodrunFlags) -> Iterator[tuple[str, str]]:
-    """What the flags set in the workers' environment, in the order in which it is set. Raises ConfigError."""
+    """Yield the variables that the options set in every worker, in the order of setting. Raises `ConfigError`."""
     if flags.fusion_threshold_mb is not None:
         yield "HOROVOD_FUSION_THRESHOLD", str(flags.fusion_threshold_mb * _MIB)
     for option, variable in _VARIABLES.items():
@@ -122,29 +122,29 @@ def worker_variables(flags: HorovodrunFlags) -> Iterator[tuple[str, str]]:
 
 
 def describe_ignored_options(flags: HorovodrunFlags) -> list[str]:
-    """What the user is told of flags that mean nothing here, or something else than in Horovod."""
+    """Return a line about each given option that has no effect, or another one than in Horovod."""
     elastic = (flags.max_num_proc, flags.slots_per_host, flags.elastic_timeout, flags.reset_limit)
-    said = {
-        "--disable-cache": flags.disable_cache and "not needed, no checks are cached",
-        "--mpi, --jsrun": (flags.mpi or flags.jsrun) and "no MPI is needed, Rankless starts the processes",
-        "--mpi-args": flags.mpi_args is not None and "not heeded, there is no mpirun",
-        "--binding-args": flags.binding_args is not None and "not heeded, processes may use every core",
-        "--mpi-threads-disable": flags.mpi_threads_disable is not None and "not heeded, there is no MPI",
-        "--num-nccl-streams": flags.num_nccl_streams is not None and "not heeded, NCCL has one stream",
-        "--thread-affinity": flags.thread_affinity is not None and "not heeded, threads may use every core",
-        "--hierarchical-allgather": bool(flags.hierarchical_allgather) and "not heeded, all ranks gather as one ring",
-        "--autotune": bool(flags.autotune) and "not heeded, nothing is tuned",
-        "--max-np and its kin": any(value is not None for value in elastic)
+    notes = {
+        "--disable-cache": flags.disable_cache and "not needed: Rankless caches no checks",
+        "--mpi, --jsrun": (flags.mpi or flags.jsrun) and "not needed: Rankless starts the processes without MPI",
+        "--mpi-args": flags.mpi_args is not None and "ignored: Rankless does not use mpirun",
+        "--binding-args": flags.binding_args is not None and "ignored: processes may use every core",
+        "--mpi-threads-disable": flags.mpi_threads_disable is not None and "ignored: Rankless does not use MPI",
+        "--num-nccl-streams": flags.num_nccl_streams is not None and "ignored: NCCL has one stream",
+        "--thread-affinity": flags.thread_affinity is not None and "ignored: threads may use every core",
+        "--hierarchical-allgather": bool(flags.hierarchical_allgather) and "ignored: all ranks gather as one ring",
+        "--autotune": bool(flags.autotune) and "ignored: Rankless does not tune",
+        "--max-np and other elastic options": any(value is not None for value in elastic)
         and not flags.is_elastic
-        and "not heeded without --min-np or --host-discovery-script",
+        and "ignored without --min-np or --host-discovery-script",
     }
-    return [f"{name}: {why}" for name, why in said.items() if why]
+    return [f"{name}: {why}" for name, why in notes.items() if why]
 
 
 def is_this_python(target: str) -> bool:
-    """Whether a command is the interpreter that runs Rankless, by any of its names.
+    """Whether a command is the interpreter that runs Rankless, under any of its names.
 
-    `python` alone always is: where its environment is not activated, another one would be found, without Horovod's API.
+    A bare `python` always is: without an activated environment another one would be found, without Horovod's API.
     """
     if target in ("python", "python3"):
         return True
@@ -156,9 +156,9 @@ def is_this_python(target: str) -> bool:
 
 
 def _python_program(arguments: list[str]) -> Program | None:
-    """What the interpreter is told to run; None where its own options say more than that."""
+    """Return the program of the interpreter's arguments; None if they have other options of the interpreter."""
     words = [*arguments]
-    while words[:1] == ["-u"]:  # output is never kept back
+    while words[:1] == ["-u"]:  # Rankless never buffers output
         words.pop(0)
     if words[:1] in (["-c"], ["-m"]) and len(words) > 1:
         kind = "code" if words[0] == "-c" else "module"
@@ -169,7 +169,7 @@ def _python_program(arguments: list[str]) -> Program | None:
 
 
 def _devices(visible: str | None) -> str | None:
-    """The devices among those that an option leaves visible; None where no option says anything of them."""
+    """Return the devices that an option leaves visible; None if no option names any."""
     if visible is None:
         return None
     names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -178,7 +178,7 @@ def _devices(visible: str | None) -> str | None:
 
 
 def _launch_environment(text: str) -> Iterator[tuple[str, str]]:
-    """The variables of `env NAME=VALUE …`, or of mpirun's `-x NAME=VALUE`. Raises ConfigError for anything else."""
+    """Yield the variables of `env NAME=VALUE …`, or of mpirun's `-x NAME=VALUE`. Raises `ConfigError` otherwise."""
     words = [word for word in shlex.split(text) if word not in ("env", "-x")]
     for word in words:
         name, found, value = word.partition("=")
@@ -186,7 +186,7 @@ def _launch_environment(text: str) -> Iterator[tuple[str, str]]:
             raise ConfigError(
                 expected='--mpi-launch-flag as "env NAME=VALUE …", which sets the workers\' environment',
                 found=text,
-                fix="leave the rest away: there is no mpirun here",
+                fix="omit the rest: Rankless does not use mpirun",
             )
         yield name, value
 
@@ -204,7 +204,7 @@ def _require_range(flags: HorovodrunFlags) -> None:
     for name in _NOT_NEGATIVE:
         value = getattr(flags, name)
         if value is not None and value < 0:
-            raise ConfigError(expected=f"--{name.replace('_', '-')} from 0 up", found=value, fix="leave it away")
+            raise ConfigError(expected=f"--{name.replace('_', '-')} from 0 up", found=value, fix="omit it")
     noise = flags.autotune_gaussian_process_noise
     if noise is not None and not 0 <= noise <= 1:
-        raise ConfigError(expected="--autotune-gaussian-process-noise from 0 to 1", found=noise, fix="leave it away")
+        raise ConfigError(expected="--autotune-gaussian-process-noise from 0 to 1", found=noise, fix="omit it")

@@ -1,4 +1,4 @@
-"""torchrun's options about hosts: how many, which this one is, and where they meet."""
+"""torchrun's options about hosts: their number, this host's rank, and the rendezvous."""
 
 from collections.abc import Iterator
 
@@ -11,19 +11,19 @@ from rankless.launchers.torchrun.options import TorchrunFlags
 
 STATIC_PORT = 29500
 RENDEZVOUS_PORT = 29400
-"""torchrun's own, where none is given."""
+"""torchrun's default port."""
 
 
 class TorchrunHosts(msgspec.Struct, frozen=True, kw_only=True):
-    """The hosts of a run, and where they and their workers meet."""
+    """The hosts of a run, and the rendezvous of hosts and workers."""
 
     least: int = 1
     most: int = 1
     number: int = 0
-    """This host's."""
+    """This host's number."""
     master_address: str = "127.0.0.1"
     master_port: int | None = None
-    """None: a free one."""
+    """None: a free port."""
     local_address: str | None = None
     rendezvous: str = "static"
     endpoint: str = ""
@@ -31,7 +31,7 @@ class TorchrunHosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_hosts(flags: TorchrunFlags) -> TorchrunHosts:
-    """What the flags say of hosts. Raises ConfigError for what cannot be meant."""
+    """Return what the options say about hosts. Raises `ConfigError` for invalid values."""
     least, most = _host_counts(flags.nnodes or "1")
     address, port = flags.master_addr or "127.0.0.1", flags.master_port
     backend = "c10d" if flags.standalone else flags.rdzv_backend or "static"
@@ -44,7 +44,7 @@ def make_hosts(flags: TorchrunFlags) -> TorchrunHosts:
             )
         address, port = host, int(number)
     elif backend != "static" and most == 1:
-        port = None  # torchrun, too, takes a free one then
+        port = None  # torchrun also takes a free port then
     if port is not None and not 0 <= port < 2**16:
         raise ConfigError(expected="a port from 1 to 65535", found=port, fix="choose another --master-port")
     return TorchrunHosts(
@@ -79,31 +79,30 @@ def _settings(text: str) -> Iterator[tuple[str, str]]:
 
 
 def make_cluster(hosts: TorchrunHosts, *, workers: int, insecure: bool) -> Cluster | None:
-    """The hosts as ours come together: each started by its own line. None for one alone.
+    """Return the hosts, on each of which the user types the command; None for one host.
 
-    Agents meet at torchrun's master port; the workers' own is a free one of host 0's. Raises ConfigError for what
-    cannot
-    be meant.
+    The agents' rendezvous is at torchrun's master port. The workers get a free port of host 0. Raises `ConfigError` for
+    options that contradict each other.
     """
     if hosts.most == 1:
         if hosts.number != 0:
             raise ConfigError(
                 expected="--node-rank 0, the only host's number",
                 found=hosts.number,
-                fix="leave it away, or say --nnodes",
+                fix="omit it, or give --nnodes",
             )
         return None
     if hosts.least != hosts.most:
         raise ConfigError(
-            expected="a number of hosts that stays: none can come or go while the job runs",
+            expected="a fixed number of hosts: none can join or leave while the job runs",
             found=f"--nnodes {hosts.least}:{hosts.most}",
             fix=f"--nnodes {hosts.most}",
         )
     if hosts.rendezvous == "static":
-        address, port, place = hosts.master_address, hosts.master_port or STATIC_PORT, hosts.number
-        if not 0 <= place < hosts.most:
+        address, port, host_index = hosts.master_address, hosts.master_port or STATIC_PORT, hosts.number
+        if not 0 <= host_index < hosts.most:
             raise ConfigError(
-                expected=f"--node-rank from 0 to {hosts.most - 1}", found=place, fix="number the hosts from 0"
+                expected=f"--node-rank from 0 to {hosts.most - 1}", found=host_index, fix="number the hosts from 0"
             )
     else:
         address, _, number = hosts.endpoint.rpartition(":")
@@ -111,14 +110,14 @@ def make_cluster(hosts: TorchrunHosts, *, workers: int, insecure: bool) -> Clust
             address, number = hosts.endpoint, str(RENDEZVOUS_PORT)
         if not address:
             raise ConfigError(
-                expected="--rdzv-endpoint HOST:PORT, where the hosts meet",
+                expected="--rdzv-endpoint HOST:PORT, the rendezvous of the hosts",
                 found=f"none, with --nnodes {hosts.most}",
-                fix="name the first host, on every host alike",
+                fix="name the first host, the same on every host",
             )
-        port, place = int(number), 0 if addresses_of(address) & own_addresses() else UNKNOWN_HOST
+        port, host_index = int(number), 0 if addresses_of(address) & own_addresses() else UNKNOWN_HOST
     return Cluster(
         hosts=numbered_hosts(address, hosts.most, workers=workers),
-        host_index=place,
+        host_index=host_index,
         port=port,
         agent_start="manual",
         is_listed=False,

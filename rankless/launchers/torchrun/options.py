@@ -1,10 +1,10 @@
-"""What torchrun's command line can say."""
+"""The options of torchrun's command line."""
 
 import msgspec
 
 
 class TorchrunFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What was given on the command line, or by PET_ variables; None is what was not."""
+    """The options given on the command line or by PET_ variables; None if an option is not given."""
 
     nnodes: str | None = None
     nproc_per_node: str | None = None
@@ -38,6 +38,6 @@ class TorchrunFlags(msgspec.Struct, frozen=True, kw_only=True):
     virtual_local_rank: bool = False
     use_env: bool = True
     insecure: bool = False
-    """Ours: several hosts need no token."""
+    """Rankless only: several hosts need no token."""
     training_script: tuple[str, ...] = ()
     """The script, module or command, and its own arguments."""

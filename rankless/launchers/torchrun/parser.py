@@ -101,7 +101,7 @@ FLAGS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the options. Defaults come from PET_ variables; what nobody gives is None, or False for a switch."""
+    """Declare the options. PET_ variables give defaults; others are None, or False for a switch."""
     given = _defaults()
     for flag in FLAGS:
         value = given.get(flag.dest) if flag.in_environment else None
@@ -124,7 +124,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(arguments: argparse.Namespace) -> TorchrunFlags:
-    """What was given."""
+    """Return the parsed options."""
     return parse_flags(arguments, TorchrunFlags)
 
 

@@ -1,8 +1,8 @@
-"""How a script wants to be told its rank: `python -m torch.distributed.launch` passes it as an argument.
+"""Which option gives a script its local rank: `python -m torch.distributed.launch` passes it as an argument.
 
 Note [the spelling that the script declares]: torch passes `--local-rank=N` since 2.0, `--local_rank=N` before, to
-every script. One that declares the other spelling, or neither, dies of it. So the script's source is read, with what it
-imports from beside it, and it gets what it declares, in the ways in which the usual parsers declare options.
+every script. A script that declares the other spelling, or neither, fails. So Rankless reads the script's source and
+the files beside it that it imports, and passes the spelling that they declare with one of the usual parsers.
 """
 
 import ast
@@ -20,7 +20,7 @@ RankOption = Literal["--local-rank", "--local_rank"]
 
 _DECLARED = re.compile(r"--local([-_])rank(?![\w-])")
 _TEXTS = ("help", "description", "epilog", "usage", "metavar")
-"""Keywords whose words are for people."""
+"""Keywords whose values are texts for people."""
 _PARSERS = frozenset(
     (
         *("absl", "argparse", "cleo", "click", "docopt", "fire", "getopt", "hydra", "jsonargparse", "optparse"),
@@ -28,23 +28,23 @@ _PARSERS = frozenset(
     )
 )
 _BY_PARAMETER = frozenset(("cyclopts", "fire", "typer"))
-"""Parsers that make `--local-rank` of a function's parameter `local_rank`."""
+"""Parsers that make `--local-rank` from a function's parameter `local_rank`."""
 _BY_FIELD = frozenset(("jsonargparse", "simple_parsing", "tap", "transformers", "tyro"))
-"""Parsers that make `--local_rank` of a class's field `local_rank`."""
+"""Parsers that make `--local_rank` from a class's field `local_rank`."""
 _OPTION_OBJECTS = frozenset(
     ("args", "arguments", "cfg", "config", "flags", "hparams", "opt", "options", "opts", "params")
 )
 
 
 class RankOptionChoice(msgspec.Struct, frozen=True):
-    """The option to pass, or None, and what the user is told of it, or ""."""
+    """The option to pass, or None, and a note for the user, or ""."""
 
     option: RankOption | None
     note: str = ""
 
 
 def find_rank_option(program: Program) -> RankOptionChoice:
-    """How `program` is told its local rank as an argument."""
+    """Return the option that passes the local rank to `program`."""
     if program_file(program) is None:
         return RankOptionChoice(
             "--local-rank", "the source cannot be read, so the rank is passed as torch does, --local-rank=N"
@@ -52,8 +52,8 @@ def find_rank_option(program: Program) -> RankOptionChoice:
     name = os.path.basename(program.target)
     trees = list(own_syntax(program))
     if not trees:
-        return RankOptionChoice("--local-rank")  # it does not parse, and will say so itself
-    # Of what is written out the name of a parameter says nothing more.
+        return RankOptionChoice("--local-rank")  # it does not parse, and Python will say so
+    # An option that is written out takes precedence over the name of a parameter.
     found = {option for tree in trees for option in _declared(tree)}
     found = found or {option for tree in trees for option in _declared_by_name(tree)}
     if found:
@@ -83,7 +83,7 @@ def _declared(tree: ast.Module) -> Iterator[RankOption]:
 
 
 def _declared_by_name(tree: ast.Module) -> Iterator[RankOption]:
-    """Declarations without dashes: absl's, fields of classes, parameters of functions."""
+    """Yield options declared without dashes: absl's, fields of classes, parameters of functions."""
     imported = _imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith("DEFINE_"):
@@ -100,7 +100,7 @@ def _declared_by_name(tree: ast.Module) -> Iterator[RankOption]:
 
 
 def _texts_for_programs(tree: ast.Module) -> Iterator[str]:
-    """Every string that is no docstring, no help text, and no part of a command that is put together."""
+    """Yield every string except docstrings, help texts and parts of f-strings."""
     for_people: set[ast.expr] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr):
@@ -115,7 +115,7 @@ def _texts_for_programs(tree: ast.Module) -> Iterator[str]:
 
 
 def _imported(tree: ast.Module) -> set[str]:
-    """The top-level names of all modules that are imported."""
+    """Return the top-level names of all imported modules."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

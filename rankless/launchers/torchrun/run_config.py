@@ -1,4 +1,4 @@
-"""torchrun's command line as a plan: what each of its options means for a run on one host."""
+"""Turns torchrun's options into a `RunRequest`."""
 
 import re
 import signal
@@ -15,13 +15,13 @@ from rankless.launchers.torchrun.options import TorchrunFlags
 from rankless.launchers.torchrun.settings import ShownStream, TorchrunSettings, choose_torchrun
 
 LOCAL_RANK = "${local_rank}"
-"""In an argument of the program: the worker's local rank."""
+"""Stands for the worker's local rank in an argument of the program."""
 
 _BITS: tuple[tuple[Source, int], ...] = (("out", 1), ("err", 2))
 
 
 def torchrun_program(flags: TorchrunFlags) -> Program:
-    """The program that the flags name. Raises ConfigError if there is none, or two flags contradict each other."""
+    """Return the program of the command line. Raises `ConfigError` if it has none, or for contradicting options."""
     if not flags.training_script:
         raise ConfigError(
             expected="a script to run",
@@ -30,9 +30,7 @@ def torchrun_program(flags: TorchrunFlags) -> Program:
         )
     target, *arguments = flags.training_script
     if flags.no_python and flags.module and not flags.run_path:
-        raise ConfigError(
-            expected="--no-python or --module", found="both", fix="a module is Python: leave --no-python away"
-        )
+        raise ConfigError(expected="--no-python or --module", found="both", fix="a module is Python: omit --no-python")
     kind: ProgramKind = "script"
     if flags.no_python and not flags.run_path:
         kind = "command"
@@ -42,16 +40,18 @@ def torchrun_program(flags: TorchrunFlags) -> Program:
 
 
 def use_chosen_python(program: Program) -> Program:
-    """The program as a command of the interpreter that PYTHON_EXEC names, if it names one."""
+    """Return the program as a command of the interpreter in PYTHON_EXEC, or unchanged if that is not set."""
     python = snapshot().get("PYTHON_EXEC")
     if not python or program.kind == "command":
         return program
-    how = ("-u", "-m") if program.kind == "module" else ("-u",)
-    return Program(kind="command", target=python, arguments=(*how, program.target, *program.arguments), has_macros=True)
+    options = ("-u", "-m") if program.kind == "module" else ("-u",)
+    return Program(
+        kind="command", target=python, arguments=(*options, program.target, *program.arguments), has_macros=True
+    )
 
 
 def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
-    """What the flags ask for. Raises ConfigError for what cannot be meant."""
+    """Return the request. Raises `ConfigError` for invalid values."""
     count = worker_count(flags.nproc_per_node or "1")
     visible = user_visible_devices()
     if flags.virtual_local_rank and visible is not None and len(visible) < count:
@@ -61,7 +61,7 @@ def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
             fix="name more GPUs there, or start fewer workers",
         )
     if flags.max_restarts is not None and flags.max_restarts < 0:
-        raise ConfigError(expected="--max-restarts from 0 up", found=flags.max_restarts, fix="leave it away")
+        raise ConfigError(expected="--max-restarts from 0 up", found=flags.max_restarts, fix="omit it")
     hosts = make_hosts(flags)
     return RunRequest(
         worker_count=count,
@@ -76,7 +76,7 @@ def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
 
 
 def worker_count(text: str) -> int:
-    """How many workers `--nproc-per-node` asks for. Raises ConfigError."""
+    """Return the number of workers that `--nproc-per-node` requests. Raises `ConfigError` for an invalid text."""
     if re.fullmatch(r"\d+", text) and int(text) > 0:
         return int(text)
     gpus = count_gpus()
@@ -87,32 +87,32 @@ def worker_count(text: str) -> int:
     raise ConfigError(
         expected="--nproc-per-node as a number from 1 up, or auto, gpu, cpu",
         found=f"{text}, and no such device on this host" if text in ("gpu", "xpu") else text,
-        fix="say cpu for one process per core, or a number",
+        fix="give cpu for one process per core, or a number",
     )
 
 
 def describe_ignored_options(flags: TorchrunFlags) -> list[str]:
-    """What the user is told of flags that mean nothing here, or something else than under torchrun."""
+    """Return a line about each given option that has no effect, or another one than under torchrun."""
     found = []
     is_alone = (flags.nnodes or "1") in ("1", "1:1")
-    unheeded = {
+    ignored = {
         "--rdzv-backend": flags.rdzv_backend not in (None, "static", "c10d"),
         "--rdzv-conf": bool(flags.rdzv_conf),
         "--local-addr": flags.local_addr is not None,
     }
-    if is_alone and any(unheeded.values()):
-        names = ", ".join(name for name, given in unheeded.items() if given)
-        found.append(f"{names}: not needed, on one host nobody has to be met")
+    if is_alone and any(ignored.values()):
+        names = ", ".join(name for name, given in ignored.items() if given)
+        found.append(f"{names}: not needed: one host needs no rendezvous")
     if flags.max_restarts:
-        found.append(f"--max-restarts {flags.max_restarts}: nothing is restarted, the first failure ends the run")
+        found.append(f"--max-restarts {flags.max_restarts}: Rankless restarts nothing: the first failure ends the run")
     if flags.monitor_interval is not None:
-        found.append("--monitor-interval: not needed, the end of a worker is noticed at once")
+        found.append("--monitor-interval: not needed: the agent sees the end of a worker at once")
     if flags.event_log_handler not in (None, "null"):
-        found.append("--event-log-handler: not heeded, torch's events are not made")
+        found.append("--event-log-handler: ignored: Rankless makes no events of torch's")
     if flags.logs_specs is not None:
-        found.append("--logs-specs: not heeded, logs are written as torch's default does")
+        found.append("--logs-specs: ignored: Rankless writes logs as torch's default does")
     if flags.numa_binding is not None:
-        found.append("--numa-binding: not heeded, workers may use every core")
+        found.append("--numa-binding: ignored: workers may use every core")
     return found
 
 
@@ -193,5 +193,5 @@ def _ranks(text: str | None, count: int) -> Sequence[int]:
 
 
 def _texts(text: str) -> tuple[str, ...]:
-    """A list with commas; two of them are one that belongs to a text."""
+    """Split a list at its commas; two commas stand for one inside a text."""
     return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")) if text else ()
