@@ -1,4 +1,4 @@
-"""A convolutional network on handwritten digits, in the manner of Horovod's own MNIST example."""
+"""A convolutional network for handwritten digits, written like Horovod's own MNIST example."""
 
 import argparse
 
@@ -50,7 +50,7 @@ def train(epoch, model, optimizer, loader, sampler):
         loss.backward()
         optimizer.step()
         if batch_idx % 10 == 0 and hvd.rank() == 0:
-            # len(sampler) is the number of samples in this process's part.
+            # len(sampler) is the number of samples of this process.
             done = f"{batch_idx * len(data)}/{len(sampler)}"
             print(f"Train Epoch: {epoch} [{done}]\tLoss: {loss.item():.6f}", flush=True)
 
@@ -76,7 +76,7 @@ def main():
     torch.set_num_threads(1)
 
     digits = load_digits()
-    order = torch.randperm(len(digits.target))  # as the seed is, the same in every process
+    order = torch.randperm(len(digits.target))  # the seed makes it the same in every process
     images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)[order]
     labels = torch.tensor(digits.target)[order]
     train_set, test_set = TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])

@@ -1,9 +1,9 @@
-"""Handwritten digits with elastic Horovod: workers may be killed, hosts may come and go, and the training goes on.
+"""Handwritten digits with elastic Horovod: the training continues when workers are killed or hosts change.
 
     rankless horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./discover.sh python elastic.py
     rankless horovodrun -np 2 --min-np 1 python elastic.py
 
-`discover.sh` prints the hosts of the moment, one a line, as `localhost:2`.
+`discover.sh` prints the current hosts, one per line, as `localhost:2`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 def train(state):
     if hvd.rank() == 0:
         print(f"training with {hvd.size()} workers from epoch {state.epoch}", flush=True)
-    for state.epoch in range(state.epoch, args.epochs):  # noqa: B020  # as Horovod's own examples have it
+    for state.epoch in range(state.epoch, args.epochs):  # noqa: B020  # as in Horovod's own examples
         for batch, (data, target) in enumerate(loader):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(data), target)

@@ -28,7 +28,7 @@ images = torch.tensor(digits.data / 16, dtype=torch.float32)
 labels = torch.tensor(digits.target)
 dataset = TensorDataset(images, labels)
 
-# 2. Each process sees other samples.
+# 2. Each process gets different samples.
 sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
 loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
 
@@ -38,7 +38,7 @@ model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(devi
 optimizer = optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-# 4. Begin with rank 0's parameters and optimizer state everywhere.
+# 4. Start with rank 0's parameters and optimizer state on every process.
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 

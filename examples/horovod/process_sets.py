@@ -1,4 +1,4 @@
-"""Two halves of a job that train models of their own at the same time, and meet at the end."""
+"""Two halves of a job train separate models at the same time, and compare them at the end."""
 
 import horovod.torch as hvd
 import torch

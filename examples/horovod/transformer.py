@@ -1,4 +1,4 @@
-"""A small transformer that learns to continue sequences: halves on the wire, and several backward passes per step."""
+"""A small transformer learns to continue sequences, with float16 compression and several backward passes per step."""
 
 import argparse
 
@@ -37,7 +37,7 @@ class Transformer(nn.Module):
 
 
 def batch(step, part):
-    """Sequences that go up in steps of their own, other ones on each process."""
+    """Sequences that rise in different steps, and differ on each process."""
     seed = (step * args.batches_per_allreduce + part) * hvd.size() + hvd.rank()
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(WORDS, (args.batch_size, 1), generator=generator)

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: a package without a name, whose one file lands beside all packages."""
+"""Settings that pyproject.toml cannot express: one file without a package, installed beside all packages."""
 
 from setuptools import setup
 

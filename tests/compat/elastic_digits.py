@@ -1,4 +1,4 @@
-"""An elastic training as Horovod's users write it, which also writes down what it does.
+"""An elastic training as Horovod's users write it, which also records what it does.
 
 Arguments: epochs, and how long to pause in each batch. Into the current folder: `done.PID`, a line for each batch that
 is saved (steps, epoch, size, the samples of all ranks), and `began.PID`, a line each time the training

@@ -50,7 +50,7 @@ def made() -> dict[tuple[str, int], tuple[dict[str, list[str]], str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("launcher", "size"), JOBS)
-def test_every_sentence_holds(
+def test_every_documented_behaviour_holds(
     launcher: str,
     size: int,
     name: str,

@@ -1,4 +1,4 @@
-"""`horovod.run`: a script's function on several processes, and what it returns, by rank."""
+"""`horovod.run` calls a script's function on several processes, and returns the results by rank."""
 
 import os
 import subprocess
@@ -89,7 +89,7 @@ def test_its_keywords_are_horovodruns_options():
     assert make_flags(GIVEN) == HorovodrunFlags(num_proc=1)
 
 
-def test_old_names_of_keywords_still_count_and_say_so():
+def test_old_names_of_keywords_work_with_a_warning():
     with pytest.warns(DeprecationWarning, match="min_np is deprecated, use min_num_proc instead"):
         assert make_flags({**GIVEN, "min_np": 2}).min_num_proc == 2
     with warnings.catch_warnings():
@@ -98,7 +98,7 @@ def test_old_names_of_keywords_still_count_and_say_so():
         assert make_flags({**GIVEN, "np": 3, "num_proc": 2}).num_proc == 2
 
 
-def test_what_excludes_each_other_is_refused_in_horovods_words():
+def test_arguments_that_exclude_each_other_raise_horovods_errors():
     with pytest.raises(ValueError, match="Argument hosts and hostfile only allow one provided"):
         run(print, hosts="a:1", hostfile="file")
     with pytest.raises(ValueError, match="Argument use_gloo and use_mpi only allow one set True"):

@@ -1,4 +1,4 @@
-"""Gradients through the operations: each backward as it is documented, against sums of all ranks' gradients."""
+"""Gradients of the operations: each backward against sums of all ranks' gradients."""
 
 import torch
 from support.horovod_ranks import on_ranks
@@ -107,6 +107,6 @@ def through_compression(hvd):
     return own.grad.tolist(), second.grad.tolist()
 
 
-def test_gradients_flow_through_compression_and_have_gradients_themselves():
+def test_compression_is_differentiable_twice():
     # d/dx of n·3x² is n·6x, with n ranks in the first backward.
     assert on_ranks(2, through_compression) == [([2.0] * 3, [12.0, 12.0])] * 2

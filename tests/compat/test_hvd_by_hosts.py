@@ -1,4 +1,4 @@
-"""Reductions of ranks on two hosts (network namespaces): within the hosts first, so that less goes between them."""
+"""Ranks on two hosts (network namespaces) reduce within the hosts first, so that less data passes between them."""
 
 import json
 import subprocess
@@ -79,7 +79,7 @@ def test_ranks_of_two_hosts_reduce_within_their_hosts_first(hosts: Hosts, tmp_pa
 
 
 @pytest.mark.exhaustive
-def test_where_it_is_switched_off_all_are_one_ring(hosts: Hosts, tmp_path: Path):
+def test_all_ranks_form_one_ring_if_it_is_switched_off(hosts: Hosts, tmp_path: Path):
     flat = results(hosts, tmp_path / "flat", "a:2,b:2", "--no-hierarchical-allreduce")
     assert [found["wrong"] for found in flat] == [[]] * 4
     assert 1.5 <= flat[0]["sent"] / LARGE_BYTES < 1.75

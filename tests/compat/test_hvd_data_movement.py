@@ -1,4 +1,4 @@
-"""allgather, broadcast, alltoall, sparse tensors and objects against what one process would put together."""
+"""allgather, broadcast, alltoall, sparse tensors and objects against the results of one process."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def gathered(hvd):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_allgather_joins_rows_of_different_counts_in_the_order_of_ranks(size):
+def test_allgather_concatenates_uneven_rows_in_rank_order(size):
     on_ranks(size, gathered)
 
 
@@ -60,7 +60,7 @@ def broadcasts(hvd):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_broadcast_gives_all_ranks_the_roots_values(size):
+def test_broadcast_copies_the_roots_values_to_all_ranks(size):
     on_ranks(size, broadcasts)
 
 
@@ -72,19 +72,19 @@ def exchanged(hvd):
     counts = [[(sender + receiver) % 3 for receiver in range(n)] for sender in range(n)]
     starts = [[sum(row[:place]) for place in range(n)] for row in counts]
     mine = torch.cat([whole[s][starts[s][rank] : starts[s][rank] + counts[s][rank]] for s in range(n)])
-    came = [counts[sender][rank] for sender in range(n)]
+    received_counts = [counts[sender][rank] for sender in range(n)]
     for splits in (counts[rank], torch.tensor(counts[rank], dtype=torch.int32)):
         output, received = hvd.alltoall(whole[rank], splits)
         assert torch.equal(output, mine)
-        assert received.tolist() == came
+        assert received.tolist() == received_counts
         assert received.dtype == torch.int32
     output, received = hvd.synchronize(hvd.alltoall_async(whole[rank], splits=counts[rank], name="rows"))
     assert torch.equal(output, mine)
-    assert received.tolist() == came
+    assert received.tolist() == received_counts
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_alltoall_sends_rows_as_splits_say(size):
+def test_alltoall_sends_rows_according_to_splits(size):
     on_ranks(size, exchanged)
 
 
@@ -119,7 +119,7 @@ def objects(hvd):
     return only_there, hvd.broadcast_object(own, name="root's")["rank"], hvd.allgather_object(None)
 
 
-def test_objects_travel_also_where_other_ranks_have_none():
+def test_objects_are_broadcast_to_ranks_that_pass_none():
     assert on_ranks(3, objects) == [({1, 2}, 0, [None] * 3)] * 3
 
 
@@ -133,7 +133,7 @@ def out_of_order(hvd):
     return sorted(results.items()), hvd.synchronize(broadcast).item()
 
 
-def test_named_operations_come_in_any_order_and_kinds_share_names():
+def test_named_operations_run_in_any_order_and_kinds_share_names():
     expected = [(name, ord(name) * 2.0) for name in "abcd"]
     assert on_ranks(2, out_of_order) == [(expected, 1)] * 2
 
@@ -146,7 +146,7 @@ def polled(hvd):
     return result.tolist(), hvd.synchronize(handle), hvd.synchronize(10_000)
 
 
-def test_poll_says_when_and_a_handle_is_good_once():
+def test_poll_reports_completion_and_a_handle_is_valid_once():
     assert on_ranks(2, polled) == [([1.0] * 4, None, None)] * 2
 
 
@@ -157,7 +157,7 @@ def joining(hvd):
     return seen, hvd.join()
 
 
-def test_a_rank_that_joins_counts_as_zeros_and_all_learn_who_came_last():
+def test_a_joined_rank_counts_as_zeros_and_all_ranks_get_the_last_rank():
     (first, last_of_first), (second, last_of_second) = on_ranks(2, joining)
     assert first == [1.0, 1.0]
     assert second == [1.0, 1.0, 0.5, 0.5]

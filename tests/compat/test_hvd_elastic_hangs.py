@@ -1,4 +1,4 @@
-"""A worker of an elastic job that hangs: it is named, ended and replaced, and the training goes on."""
+"""A worker of an elastic job hangs: it is named, ended and replaced, and the training continues."""
 
 import os
 import re
@@ -79,7 +79,7 @@ def test_a_worker_that_is_stopped_is_ended_after_the_stall_time_and_replaced(fol
 
 
 @pytest.mark.parametrize(("rank", "how"), [("0", "sleeps"), ("2", "reads")])
-def test_a_worker_that_hangs_in_its_own_code_is_left_behind_ended_and_replaced(rank: str, how: str, folder: Path):
+def test_a_worker_that_hangs_in_its_own_code_is_ended_and_replaced(rank: str, how: str, folder: Path):
     stall = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
     job = start_rankless(*command(rank, how, epochs=40), folder=folder, **stall)
     try:

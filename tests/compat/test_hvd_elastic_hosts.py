@@ -1,4 +1,4 @@
-"""Elastic jobs on several machines, which come, are taken away and are lost while they run."""
+"""Elastic jobs on several machines, which are added, removed and lost while the job runs."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def until_told(folder: Path) -> None:
+def wait_for_output(folder: Path) -> None:
     """Let the training go on until `enough` is called, however slow this machine is."""
     text = (folder / "train.py").read_text()
     more = "state.epoch < EPOCHS or not hvd.broadcast_object(os.path.exists('enough'))"
@@ -75,9 +75,9 @@ def wait_for_steps(folder: Path, more: int) -> None:
     wait_until(lambda: max(each.steps for each in done(folder)) >= before + more)
 
 
-def test_a_machine_comes_by_ssh_and_is_lost_and_the_training_goes_on(folder: Path, tmp_path: Path):
+def test_training_continues_when_an_ssh_machine_is_added_and_lost(folder: Path, tmp_path: Path):
     hosts_are(folder, "a:1")
-    until_told(folder)
+    wait_for_output(folder)
     with two_hosts(tmp_path, sshd=("b",)) as hosts:
         job = start(hosts, folder, ("-np", "1", "--min-np", "1"), epochs=1)
         wait_for_size(folder, 1)
@@ -98,9 +98,9 @@ def test_a_machine_comes_by_ssh_and_is_lost_and_the_training_goes_on(folder: Pat
     assert "host b is lost, and with it workers 1, 2: " in err
 
 
-def test_of_three_machines_one_comes_late_one_is_taken_away_and_one_is_lost(folder: Path, tmp_path: Path):
+def test_of_three_machines_one_is_added_one_removed_and_one_lost(folder: Path, tmp_path: Path):
     hosts_are(folder, "a:1", "b:1")
-    until_told(folder)
+    wait_for_output(folder)
     with some_hosts(tmp_path, "abc", sshd="bc") as hosts:
         idle = {name: hosts.processes(name) for name in "abc"}
         job = start(hosts, folder, ("-np", "2", "--min-np", "1"), epochs=1)

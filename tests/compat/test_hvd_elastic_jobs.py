@@ -1,4 +1,4 @@
-"""Elastic jobs as users start them: workers are killed, hosts come and go, and the training goes on."""
+"""Elastic jobs as users start them: the training continues when workers are killed and hosts change."""
 
 import os
 import re
@@ -97,17 +97,17 @@ def test_a_job_with_repeatedly_killed_workers_ends_as_one_without_failures(folde
     shutil.copy(SCRIPT, alone / "train.py")
     epochs, kills = 10, 5
     undisturbed = start_rankless(*command("-np", "3", epochs=epochs, pause=0.0), folder=alone)
-    expected, said = undisturbed.communicate(timeout=SECONDS)
-    assert undisturbed.returncode == 0, said
+    expected, output = undisturbed.communicate(timeout=SECONDS)
+    assert undisturbed.returncode == 0, output
     job = start_rankless(*command("-np", "3", "--min-np", "2", epochs=epochs, pause=0.1), folder=folder)
     killed: list[int] = []
     try:
         for number in range(kills):
             # All three, a replacement too, have got further: now one of them is killed, rank 0 too.
             wait_until_three_are_past(folder, max(steps_by_process(folder).values(), default=0))
-            victim = sorted(steps_by_process(folder))[number % 3]
-            os.kill(victim, signal.SIGKILL)
-            killed.append(victim)
+            killed_worker = sorted(steps_by_process(folder))[number % 3]
+            os.kill(killed_worker, signal.SIGKILL)
+            killed.append(killed_worker)
         out, err = job.communicate(timeout=SECONDS)
     finally:
         end(job)
@@ -124,7 +124,7 @@ def test_a_job_with_repeatedly_killed_workers_ends_as_one_without_failures(folde
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_hosts_that_come_and_go_while_the_job_runs(folder: Path):
+def test_hosts_are_added_and_removed_while_the_job_runs(folder: Path):
     discovery = folder / "discover.sh"
     discovery.write_text("#!/bin/sh\ncat hosts\n")
     discovery.chmod(0o755)
@@ -196,7 +196,7 @@ def test_the_reset_limit_ends_the_job_with_the_worker_that_failed_last(folder: P
 
 
 @pytest.mark.slow
-def test_a_script_with_a_fault_of_its_own_is_not_started_for_ever(folder: Path):
+def test_a_script_that_always_fails_is_not_restarted_forever(folder: Path):
     (folder / "train.py").write_text("import horovod.torch as hvd\nhvd.init()\nraise KeyError('mine')\n")
     ended = rankless(*command("-np", "2", "--min-np", "1", epochs=1), folder=folder)
     assert ended.returncode == 1
@@ -217,7 +217,7 @@ def test_the_last_of_all_workers_may_fail_too(folder: Path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_an_elastic_job_heeds_ctrl_c_and_leaves_nothing(folder: Path):
+def test_an_elastic_job_ends_at_ctrl_c_and_leaves_nothing(folder: Path):
     job = start_rankless(*command("-np", "2", "--min-np", "1", epochs=1000), folder=folder)
     try:
         wait_for_size(folder, 2)
@@ -233,7 +233,7 @@ def test_an_elastic_job_heeds_ctrl_c_and_leaves_nothing(folder: Path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_host_that_comes_while_the_others_wait_for_it_gets_the_state_from_them(folder: Path):
+def test_a_host_that_the_others_wait_for_gets_the_state_from_them(folder: Path):
     # Horovod's issue 3494: who had seen a host go did not send the state, who came waited for it, both for ever.
     discovery = folder / "discover.sh"
     discovery.write_text("#!/bin/sh\ncat hosts\n")
@@ -259,7 +259,7 @@ def test_a_host_that_comes_while_the_others_wait_for_it_gets_the_state_from_them
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_example_goes_on_when_a_worker_is_killed(tmp_path: Path):
+def test_the_example_continues_when_a_worker_is_killed(tmp_path: Path):
     options = ("horovodrun", "-np", "2", "--min-np", "1", sys.executable, str(EXAMPLE), "--epochs", "8")
     job = start_rankless(*options, folder=tmp_path, OMP_NUM_THREADS="1")
     try:

@@ -50,7 +50,7 @@ def test_the_order_of_an_epoch_is_horovods_and_ranks_take_turns(monkeypatch: pyt
     assert shares(monkeypatch, 2, shuffle=False) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
 
-def test_what_is_left_of_an_epoch_is_divided_and_padded_from_its_beginning(monkeypatch: pytest.MonkeyPatch):
+def test_the_rest_of_an_epoch_is_divided_and_padded_from_its_start(monkeypatch: pytest.MonkeyPatch):
     assert shares(monkeypatch, 4, done=4, shuffle=False) == [[4, 8], [5, 9], [6, 4], [7, 5]]
 
 
@@ -59,7 +59,7 @@ def test_fewer_samples_than_ranks_are_repeated_until_each_has_one(monkeypatch: p
     assert shares(monkeypatch, 3, done=10, shuffle=False) == [[], [], []]
 
 
-def test_a_batch_counts_for_all_ranks_and_a_new_epoch_begins_at_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_batch_counts_for_all_ranks_and_a_new_epoch_starts_at_zero(monkeypatch: pytest.MonkeyPatch):
     be(monkeypatch, 1, 3)
     one = ElasticSampler(list(range(10)), shuffle=False)
     one.record_batch(0, 2)
@@ -73,7 +73,7 @@ def test_a_batch_counts_for_all_ranks_and_a_new_epoch_begins_at_nothing(monkeypa
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_state_goes_back_to_its_last_commit_with_all_that_it_holds():
+def test_a_state_is_restored_completely_to_its_last_commit():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -103,7 +103,7 @@ def test_a_state_goes_back_to_its_last_commit_with_all_that_it_holds():
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_was_sent_around_is_the_last_commit():
+def test_a_synchronized_state_counts_as_the_last_commit():
     state = TorchState(model=torch.nn.Linear(1, 1), batch=0)
     with torch.no_grad():
         state.model.weight.fill_(4)
@@ -117,7 +117,7 @@ def test_what_was_sent_around_is_the_last_commit():
 
 
 @pytest.mark.usefixtures("alone")
-def test_another_model_takes_the_place_of_the_first():
+def test_another_model_replaces_the_first():
     state = TorchState(model=torch.nn.Linear(1, 1))
     other = state.model = torch.nn.Linear(3, 3)
     state.restore()
@@ -125,7 +125,7 @@ def test_another_model_takes_the_place_of_the_first():
 
 
 @pytest.mark.usefixtures("alone")
-def test_users_bring_handlers_for_their_own_types():
+def test_users_register_handlers_for_their_own_types():
     class Counter:
         value = 0
 
@@ -193,23 +193,23 @@ def run(*happenings: Exception | int) -> tuple[list[str], object]:
 RESET = ["reset", "state.reset", "callback"]
 
 
-def test_a_function_that_comes_to_its_end_is_called_once():
+def test_a_function_that_returns_is_called_once():
     assert run(5) == (["sync", "train"], 5)
 
 
-def test_after_a_failure_the_state_is_restored_and_sent_around():
+def test_after_a_failure_the_state_is_restored_and_synchronized():
     assert run(HorovodInternalError("gone"), 5) == (["sync", "train", "restore", *RESET, "sync", "train"], 5)
 
 
-def test_after_hosts_have_come_the_state_of_the_moment_is_sent_around():
+def test_after_hosts_were_added_the_current_state_is_synchronized():
     assert run(HostsUpdatedInterrupt(False), 5) == (["sync", "train", *RESET, "sync", "train"], 5)
 
 
-def test_after_hosts_have_only_gone_nothing_need_be_sent():
+def test_after_hosts_were_only_removed_no_synchronization_is_needed():
     assert run(HostsUpdatedInterrupt(True), 5) == (["sync", "train", *RESET, "train"], 5)
 
 
-def test_another_exception_is_the_scripts_own():
+def test_other_exceptions_are_raised_to_the_script():
     with pytest.raises(KeyError):
         run(KeyError("mine"))
 
@@ -224,7 +224,7 @@ def test_hosts_that_have_changed_interrupt_at_the_next_commit(updates: tuple[int
         state.commit()
     assert caught.value.skip_sync is skips
     assert state.calls == ["save", "save"]
-    state.commit()  # said once
+    state.commit()  # reported once
 
 
 def test_objects_of_a_state_are_its_attributes():

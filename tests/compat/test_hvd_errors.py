@@ -1,4 +1,4 @@
-"""What is refused, in Horovod's words: by one rank at once, by all ranks where they do not fit together."""
+"""Invalid calls raise Horovod's errors: on one rank at once, or on all ranks if their requests do not match."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ LOCAL = {
 }
 
 
-def test_what_one_rank_can_see_is_wrong_is_refused_at_once():
+def test_a_call_that_one_rank_finds_invalid_raises_at_once():
     for found in on_ranks(2, local_errors):
         assert found == LOCAL
 
@@ -92,7 +92,7 @@ def duplicate(hvd):
     return again, other_kind, result.tolist()
 
 
-def test_a_name_in_use_is_refused_until_its_operation_is_done():
+def test_a_name_in_use_is_rejected_until_its_operation_is_done():
     text = (
         "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
         "currently being processed.  If you want to request another tensor, use a different tensor name."
@@ -133,7 +133,7 @@ ACROSS = {
 
 
 @pytest.mark.parametrize("mismatch", ACROSS)
-def test_ranks_that_do_not_fit_together_raise_the_same_and_go_on(mismatch):
+def test_mismatched_ranks_raise_the_same_error_and_continue(mismatch):
     found = (("HorovodInternalError", ACROSS[mismatch]), [2.0, 2.0])
     assert on_ranks(2, across, mismatch) == [found, found]
 
@@ -142,7 +142,7 @@ def adasum_on_three(hvd):
     return error_of(lambda: hvd.allreduce(torch.ones(3), op=hvd.Adasum))
 
 
-def test_adasum_wants_a_power_of_two():
+def test_adasum_requires_a_power_of_two():
     text = "Running Adasum with non-power of 2 ranks is not supported yet."
     assert on_ranks(3, adasum_on_three) == [("NotImplementedError", text)] * 3
 
@@ -156,7 +156,7 @@ def adasum_of_two(hvd):
     torch.testing.assert_close(result, expected)
 
 
-def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel():
+def test_adasum_adds_orthogonal_and_averages_parallel_gradients():
     on_ranks(2, adasum_of_two)
 
 
@@ -171,7 +171,7 @@ def test_nothing_works_before_init():
     assert hvd.synchronize(1) is None
 
 
-def test_an_old_average_argument_is_taken_with_a_warning():
+def test_the_old_average_argument_is_accepted_with_a_warning():
     assert on_ranks(2, warned) == [([2.0, 2.0], 1)] * 2
 
 

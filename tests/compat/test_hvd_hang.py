@@ -1,4 +1,4 @@
-"""A job of Horovod's that stands still is explained like any other."""
+"""The watchdog explains a hanging Horovod job like any other."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ for step in range(3):
 """
 
 
-def test_who_waits_in_which_operation_and_who_does_not_come(tmp_path: Path):
+def test_the_waiting_operation_and_the_missing_rank_are_named(tmp_path: Path):
     done = run_script(SCRIPT, "-n", "2", "--hang-timeout", "3", folder=tmp_path)
     assert done.returncode == 1
     assert "rank 1 did not arrive: it is in late() at script.py:11" in done.stderr

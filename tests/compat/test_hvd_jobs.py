@@ -1,4 +1,4 @@
-"""What only a whole job can show: no launcher at all, a stall told on standard error, a rank that just ends."""
+"""Behaviour of whole jobs: no launcher, a stall warning on standard error, a rank that ends early."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ if hvd.rank() == 0:
 """
 
 
-def test_without_a_launcher_a_process_is_alone_and_all_operations_work(tmp_path: Path):
+def test_all_operations_work_in_one_process_without_a_launcher(tmp_path: Path):
     path = os.pathsep.join([python_path_from(AT_START), str(CONFORMANCE)])
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
@@ -57,14 +57,16 @@ def test_without_a_launcher_a_process_is_alone_and_all_operations_work(tmp_path:
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_a_stall_is_told_on_rank_0s_standard_error_and_ends_the_job_if_that_is_asked(tmp_path: Path):
+def test_rank_0_warns_about_a_stall_and_ends_the_job_if_configured(tmp_path: Path):
     (tmp_path / "script.py").write_text(STALLING)
     options = ("--stall-check-warning-time-seconds", "1", "--stall-check-shutdown-time-seconds", "2")
     done = rankless("horovodrun", "-np", "2", *options, sys.executable, "script.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = [line.removeprefix("[0]<stderr>:") for line in done.stderr.splitlines() if line.startswith("[0]<stderr>:")]
-    start = next(place for place, line in enumerate(told) if line.startswith("One or more tensors"))
-    assert told[start : start + 4] == [
+    warnings = [
+        line.removeprefix("[0]<stderr>:") for line in done.stderr.splitlines() if line.startswith("[0]<stderr>:")
+    ]
+    start = next(index for index, line in enumerate(warnings) if line.startswith("One or more tensors"))
+    assert warnings[start : start + 4] == [
         "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting "
         "for remainder of ranks for more than 1 seconds. This may indicate that different ranks are trying to submit "
         "different tensors or that only subset of ranks is submitting tensors, which will cause deadlock. ",
@@ -77,7 +79,7 @@ def test_a_stall_is_told_on_rank_0s_standard_error_and_ends_the_job_if_that_is_a
         assert f"[{rank}]<stdout>:error: {SHUT_DOWN}" in done.stdout
 
 
-def test_a_rank_that_just_ends_has_shut_down(tmp_path: Path):
+def test_a_rank_that_ends_counts_as_shut_down(tmp_path: Path):
     (tmp_path / "script.py").write_text(ENDING)
     done = rankless("horovodrun", "-np", "2", sys.executable, "script.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What scripts import: the public names, the modules they come from, what is said to have been built."""
+"""The names that scripts import, the modules they import them from, and the build functions."""
 
 import os
 
@@ -98,11 +98,11 @@ def test_scripts_find_names_in_horovods_modules():
     assert HostsUpdatedInterrupt(True).skip_sync
 
 
-def test_reductions_are_horovods_numbers():
+def test_reductions_have_horovods_numbers():
     assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_was_built_is_what_pytorch_brings():
+def test_the_build_functions_report_what_pytorch_provides():
     assert hvd.gloo_built() is hvd.gloo_enabled() is True
     assert [hvd.mpi_built(), hvd.mpi_enabled(), hvd.ddl_built(), hvd.ccl_built()] == [False] * 4
     assert hvd.cuda_built() == (torch.version.cuda is not None)
@@ -111,14 +111,14 @@ def test_what_was_built_is_what_pytorch_brings():
     assert (hvd.nccl_built() > 0) == torch.distributed.is_nccl_available()
 
 
-def test_the_frameworks_that_are_there_are_told():
+def test_the_supported_frameworks_are_reported():
     assert util.extension_available("torch")
     assert not util.extension_available("tensorflow", verbose=True)
     util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
     assert error_of(lambda: util.check_extension("horovod.mxnet", "", __file__))[0] == "ImportError"
 
 
-def test_environment_variables_are_set_for_a_while(monkeypatch):
+def test_environment_variables_are_set_for_a_block(monkeypatch):
     monkeypatch.setenv("RANKLESS_TEST_KEPT", "old")
     with util.env(RANKLESS_TEST_KEPT="new", RANKLESS_TEST_ADDED="1", RANKLESS_TEST_LEFT=None):
         assert os.environ["RANKLESS_TEST_KEPT"] == "new"
@@ -127,7 +127,7 @@ def test_environment_variables_are_set_for_a_while(monkeypatch):
     assert "RANKLESS_TEST_ADDED" not in os.environ
 
 
-def test_lists_are_split_evenly_and_powers_of_two_known():
+def test_lists_are_split_evenly_and_powers_of_two_recognized():
     assert util.split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
     assert util.split_list([1], 3) == [[1], [], []]
     assert [number for number in range(10) if util.num_rank_is_power_2(number)] == [1, 2, 4, 8]
@@ -152,12 +152,12 @@ def test_its_sampler_is_torchs_with_horovods_ranks():
     assert on_ranks(2, sampled) == [(4, True)] * 2
 
 
-def places(hvd):
+def positions(hvd):
     return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
 def test_ranks_of_one_host():
-    assert on_ranks(2, places) == [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
+    assert on_ranks(2, positions) == [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
 
 
 def again(hvd):

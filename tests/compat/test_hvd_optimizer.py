@@ -72,7 +72,7 @@ def test_it_trains_as_one_process_with_all_batches(size, make, build):
     [{"gradient_predivide_factor": 4.0}, {"groups": 2}, {"groups": "lists"}, {"groups": 20}],
     ids=str,
 )
-def test_switches_that_change_the_way_do_not_change_the_result(switches):
+def test_switches_for_performance_do_not_change_the_result(switches):
     on_ranks(2, trained, "sgd", wide_model, switches, 1.0)
 
 
@@ -124,14 +124,14 @@ def fewer_passes(hvd):
     assert_same(own, one_process("sgd", model, hvd.size(), 1))
 
 
-def test_a_step_before_all_passes_reduces_what_there_is():
+def test_a_step_before_all_passes_reduces_the_existing_gradients():
     on_ranks(2, fewer_passes)
 
 
 def skipping(hvd, switches):
     torch.manual_seed(0)
     own = nn.ModuleList([nn.Linear(2, 2, bias=False).double() for _ in range(3)])
-    twin = copy.deepcopy(own)
+    reference = copy.deepcopy(own)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), own.named_parameters(), **switches)
     rows = torch.eye(2, dtype=torch.float64)
     for step in range(2):
@@ -139,16 +139,16 @@ def skipping(hvd, switches):
         own[(hvd.rank() + step) % 2](rows).sum().backward()
         optimizer.step()
     assert own[2].weight.grad.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(2):
         plain.zero_grad()
-        (sum(twin[(rank + step) % 2](rows).sum() for rank in range(hvd.size())) / hvd.size()).backward()
+        (sum(reference[(rank + step) % 2](rows).sum() for rank in range(hvd.size())) / hvd.size()).backward()
         plain.step()
-    assert_same(own, twin)
+    assert_same(own, reference)
 
 
 @pytest.mark.parametrize("switches", [{}, {"groups": 1}, {"groups": 2}], ids=str)
-def test_parameters_that_a_rank_has_not_used_take_part_with_zeros(switches):
+def test_unused_parameters_of_a_rank_take_part_with_zeros(switches):
     on_ranks(2, skipping, switches)
 
 
@@ -190,37 +190,37 @@ def compressed_by_the_script(hvd):
     return own.tolist()
 
 
-def test_a_script_brings_its_own_compressor():
+def test_a_script_can_define_its_own_compressor():
     assert on_ranks(2, compressed_by_the_script) == [[-15.0] * 3] * 2
 
 
 def sparse(hvd, as_dense):
     torch.manual_seed(0)
     table = nn.Embedding(10, 3, sparse=True).double()
-    twin = copy.deepcopy(table)
+    reference = copy.deepcopy(table)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(table.parameters(), lr=0.5), table.named_parameters(), sparse_as_dense=as_dense
     )
     words = [[torch.tensor([1, 2, 2]), torch.tensor([7])], [torch.tensor([2, 9]), torch.tensor([0, 1])]]
-    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.5)
     for step in range(2):
         optimizer.zero_grad()
         table(words[hvd.rank()][step]).pow(2).sum().backward()
         optimizer.step()
         assert table.weight.grad.is_sparse
         plain.zero_grad()
-        (sum(twin(words[rank][step]).pow(2).sum() for rank in range(2)) / 2).backward()
+        (sum(reference(words[rank][step]).pow(2).sum() for rank in range(2)) / 2).backward()
         plain.step()
-    torch.testing.assert_close(table.weight, twin.weight)
+    torch.testing.assert_close(table.weight, reference.weight)
     # A table that one rank has not looked into.
     optimizer.zero_grad()
     if hvd.rank() == 0:
         table(words[0][0]).sum().backward()
     optimizer.step()
     plain.zero_grad()
-    (twin(words[0][0]).sum() / 2).backward()
+    (reference(words[0][0]).sum() / 2).backward()
     plain.step()
-    torch.testing.assert_close(table.weight, twin.weight)
+    torch.testing.assert_close(table.weight, reference.weight)
 
 
 @pytest.mark.parametrize("as_dense", [False, True])
@@ -231,15 +231,15 @@ def test_sparse_gradients_are_reduced_and_stay_sparse(as_dense):
 def laid_out_by_channels(hvd):
     torch.manual_seed(0)
     own = nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last)
-    twin = copy.deepcopy(own)
+    reference = copy.deepcopy(own)
     images = [torch.randn(2, 3, 6, 6, dtype=torch.float64).to(memory_format=torch.channels_last) for _ in range(2)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), own.named_parameters())
     own(images[hvd.rank()]).pow(2).sum().backward()
     optimizer.step()
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    (sum(twin(each).pow(2).sum() for each in images) / 2).backward()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    (sum(reference(each).pow(2).sum() for each in images) / 2).backward()
     plain.step()
-    assert_same(own, twin)
+    assert_same(own, reference)
 
 
 def test_gradients_of_any_layout_are_reduced():
@@ -281,9 +281,9 @@ def by_deltas(hvd):
     own(rows[hvd.rank()]).pow(2).sum().backward()
     optimizer.step()
     starts = [parameter.detach().clone() for parameter in twins[0].parameters()]
-    for twin, row in zip(twins, rows, strict=True):
-        twin(row).pow(2).sum().backward()
-        torch.optim.Adam(twin.parameters(), lr=0.1).step()
+    for reference, row in zip(twins, rows, strict=True):
+        reference(row).pow(2).sum().backward()
+        torch.optim.Adam(reference.parameters(), lr=0.1).step()
     for result, start, one, other in zip(
         own.parameters(), starts, twins[0].parameters(), twins[1].parameters(), strict=True
     ):

@@ -1,4 +1,4 @@
-"""What DistributedOptimizer keeps of the optimizer, when it refuses, and how it goes with PyTorch's other parts."""
+"""What DistributedOptimizer keeps of the optimizer, what it rejects, and how it works with the rest of PyTorch."""
 
 import gc
 import warnings
@@ -83,7 +83,7 @@ def names_refused(hvd):
     return [(kind, text.partition("Python object ids")[0]) for kind, text in found]
 
 
-def test_names_and_switches_that_cannot_be_meant_are_refused():
+def test_invalid_names_and_switches_are_rejected():
     texts = [
         "named_parameters should be a sequence of tuples (name, parameter), "
         "usually produced by model.named_parameters().",
@@ -108,7 +108,7 @@ def default_names(hvd):
     return first.tolist(), second.tolist()
 
 
-def test_parameters_without_names_are_named_by_group_and_place():
+def test_parameters_without_names_are_named_by_group_and_index():
     first, second = on_ranks(2, default_names)
     assert first == ([-0.5] * 2, [-0.25] * 3)
     assert second == [[0.5] * 2, [0.5] * 3]
@@ -126,7 +126,7 @@ def zeroing(hvd):
     return early, zeros, own.weight.grad
 
 
-def test_zero_grad_takes_set_to_none_and_is_refused_while_gradients_are_under_way():
+def test_zero_grad_is_rejected_while_gradients_are_being_reduced():
     text = (
         "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
         "optimizer.synchronize(). This is prohibited as it can cause a race condition."
@@ -191,7 +191,7 @@ def scaled(hvd):
     return own.tolist()
 
 
-def test_a_gradient_scaler_goes_with_synchronize():
+def test_a_gradient_scaler_works_with_synchronize():
     assert on_ranks(2, scaled) == [[-3.0, -3.0]] * 2
 
 
@@ -223,7 +223,7 @@ def wrapped_again(hvd):
     return own.tolist()
 
 
-def test_hooks_go_with_their_optimizer():
+def test_hooks_are_removed_with_their_optimizer():
     assert on_ranks(2, wrapped_again) == [[-2.0, -2.0]] * 2
 
 
@@ -241,7 +241,7 @@ def after_a_mismatch(hvd):
     return failed, own.tolist()
 
 
-def test_a_step_that_fails_leaves_an_optimizer_that_can_go_on():
+def test_an_optimizer_can_continue_after_a_failed_step():
     text = (
         "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [2], "
         "but another rank sent a tensor of shape [3]."
@@ -262,7 +262,7 @@ def joined(hvd):
     return last, own.tolist(), wide.unique().tolist()
 
 
-def test_a_rank_with_fewer_batches_joins_and_takes_the_result():
+def test_a_rank_with_fewer_batches_joins_and_gets_the_result():
     # 1.5 together, then twice 2 / 2 of rank 1 alone.
     assert on_ranks(2, joined) == [(1, [-3.5, -3.5], [-3.5])] * 2
 

@@ -1,4 +1,4 @@
-"""broadcast_parameters and broadcast_optimizer_state: all ranks as the root, and nothing else changed."""
+"""broadcast_parameters and broadcast_optimizer_state copy the root's values, and change nothing else."""
 
 import copy
 
@@ -52,7 +52,7 @@ def restored(hvd, kind, wraps_first):
 
 @pytest.mark.parametrize("wraps_first", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_ranks_go_on_from_the_roots_state(kind, wraps_first):
+def test_all_ranks_continue_from_the_roots_state(kind, wraps_first):
     on_ranks(2, restored, kind, wraps_first)
 
 
@@ -74,7 +74,7 @@ def different(hvd):
     return error_of(lambda: hvd.broadcast_optimizer_state(torch.optim.SGD(parameters, lr=0.1), root_rank=0))
 
 
-def test_an_optimizer_of_other_parameters_is_refused():
+def test_an_optimizer_with_other_parameters_is_rejected():
     text = (
         "The root's optimizer has groups of [1] parameters, this rank's of [2]. Build the same optimizer on every rank."
     )
@@ -99,6 +99,6 @@ def in_every_form(hvd):
     return results, bad
 
 
-def test_parameters_come_as_a_dictionary_as_pairs_or_as_a_list():
+def test_parameters_may_be_a_dictionary_pairs_or_a_list():
     text = "invalid params: x is of type <class 'str'>; only tensors can be broadcast"
     assert on_ranks(2, in_every_form) == [([True] * 4, ("ValueError", text))] * 2

@@ -1,4 +1,4 @@
-"""Process sets: given at init, added and removed, and what is said to those outside."""
+"""Process sets: given at init, added and removed, and the errors on other ranks."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def static(_):
 
 
 @pytest.mark.slow
-def test_sets_given_at_init_work_side_by_side_and_refuse_others():
+def test_sets_given_at_init_work_side_by_side_and_reject_other_ranks():
     dynamic = "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {} process sets after Horovod initialization."
     for rank, (facts, results, refused) in enumerate(on_mesh(4, static)):
         ranks = [0, 2] if rank % 2 == 0 else [1, 3]
@@ -80,9 +80,9 @@ def dynamic(_):
     try:
         own = torch.tensor([hvd.rank() + 1.0])
         first = hvd.add_process_set([0, 1])
-        twin = hvd.ProcessSet([1, 0])
+        reference = hvd.ProcessSet([1, 0])
         second = hvd.add_process_set(hvd.ProcessSet([1, 2]))
-        facts = [first.process_set_id, twin.process_set_id, second.process_set_id, str(second)]
+        facts = [first.process_set_id, reference.process_set_id, second.process_set_id, str(second)]
         texts = [
             error_of(lambda: hvd.add_process_set([0, 1])),
             error_of(lambda: hvd.add_process_set([0, 3])),
@@ -93,15 +93,15 @@ def dynamic(_):
             for each in (first, second)
         ]
         removed = [hvd.remove_process_set(each) for each in (first, first, hvd.global_process_set)]
-        gone = error_of(lambda: hvd.allreduce(own, process_set=twin))
+        gone = error_of(lambda: hvd.allreduce(own, process_set=reference))
         again = hvd.add_process_set(first)
-        return facts, texts, sums, removed, twin.process_set_id == again.process_set_id, gone
+        return facts, texts, sums, removed, reference.process_set_id == again.process_set_id, gone
     finally:
         hvd.shutdown()
         os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS")
 
 
-def test_sets_come_and_go_while_the_job_runs():
+def test_sets_are_added_and_removed_while_the_job_runs():
     for rank, (facts, texts, sums, removed, is_again, gone) in enumerate(on_mesh(3, dynamic)):
         assert facts == [1, 1, 2, "ProcessSet(process_set_id=2, ranks=[1, 2], mpi_comm=None)"]
         assert texts == [
@@ -133,7 +133,7 @@ def duplicates(_):
     ]
 
 
-def test_sets_that_cannot_be_meant_are_refused_before_joining():
+def test_invalid_sets_are_rejected_before_joining():
     text = (
         "Horovod could not be initialized because process_sets entry number 1 is a duplicate: "
         "ProcessSet(process_set_id=None, ranks=[0], mpi_comm=None)"

@@ -53,7 +53,7 @@ def extremes(hvd, size):
 
 
 @pytest.mark.parametrize("size", [7, 40_000])
-def test_allreduce_takes_minimum_maximum_and_product(size):
+def test_allreduce_computes_minimum_maximum_and_product(size):
     on_ranks(3, extremes, size)
 
 
@@ -71,7 +71,7 @@ def whole_averages(hvd):
     return hvd.allreduce(own).tolist()
 
 
-def test_an_average_of_whole_numbers_truncates_toward_zero():
+def test_an_average_of_integers_truncates_toward_zero():
     assert on_ranks(2, whole_averages) == [[1, 2, -2]] * 2
 
 
@@ -109,7 +109,7 @@ def grouped(hvd):
     assert torch.equal(alone[0], whole[0])
 
 
-def test_groups_are_reduced_together_and_give_lists():
+def test_groups_are_reduced_together_and_return_lists():
     on_ranks(2, grouped)
 
 
@@ -130,7 +130,7 @@ def scattered(hvd):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_reducescatter_gives_the_first_ranks_one_row_more(size):
+def test_reducescatter_returns_one_row_more_on_the_first_ranks(size):
     on_ranks(size, scattered)
 
 
@@ -142,5 +142,5 @@ def compressed(hvd):
     return result.dtype, torch.equal(result, travelled.float()), whole.tolist()
 
 
-def test_fp16_compression_sends_halves_and_gives_back_what_came_in():
+def test_fp16_compression_sends_float16_and_restores_the_dtype():
     assert on_ranks(2, compressed) == [(torch.float32, True, [4098])] * 2

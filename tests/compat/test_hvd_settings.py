@@ -1,4 +1,4 @@
-"""Horovod's environment variables, and what a job does with them."""
+"""Horovod's environment variables, and their effects on a job."""
 
 import os
 

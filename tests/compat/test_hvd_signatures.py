@@ -1,4 +1,4 @@
-"""Parameters, their order and their defaults: those of Horovod 0.28.1."""
+"""The parameters of functions have the names, order and defaults of Horovod 0.28.1."""
 
 import inspect
 from typing import Any
@@ -85,7 +85,7 @@ def written(function: Any) -> str:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_a_function_takes_what_horovods_takes(name: str):
+def test_a_function_has_horovods_parameters(name: str):
     assert written(getattr(hvd, name)) == SIGNATURES[name]
 
 
@@ -93,12 +93,12 @@ def test_no_public_function_is_left_out():
     assert set(SIGNATURES) | WITHOUT == set(hvd.__all__)
 
 
-def test_all_build_questions_can_be_asked_without_arguments():
+def test_all_build_functions_work_without_arguments():
     for name in sorted(one for one in WITHOUT if one.endswith("_built")):
         assert all(one.default is not one.empty for one in inspect.signature(getattr(hvd, name)).parameters.values())
 
 
-def test_methods_and_elastic_parts_take_what_horovods_take():
+def test_methods_and_elastic_classes_have_horovods_parameters():
     assert written(elastic.run) == "func"
     assert written(elastic.ElasticSampler) == "dataset, shuffle=True, seed=0"
     assert written(elastic.ElasticSampler.record_batch) == "self, batch_idx, batch_size"
@@ -118,7 +118,7 @@ def test_methods_and_elastic_parts_take_what_horovods_take():
     assert written(optimizer.AllreduceOptimizer.step) == "self, closure=None"
 
 
-def test_horovod_run_takes_the_keywords_of_the_original():
+def test_horovod_run_has_the_keywords_of_the_original():
     assert written(horovod.run) == (
         "func, args=(), kwargs=None, num_proc=1, min_num_proc=None, max_num_proc=None, slots=None, reset_limit=None, "
         "cooldown_range=None, hosts=None, hostfile=None, start_timeout=None, ssh_port=None, ssh_identity_file=None, "
@@ -127,7 +127,7 @@ def test_horovod_run_takes_the_keywords_of_the_original():
     )
 
 
-def test_exceptions_are_of_horovods_kinds():
+def test_exceptions_have_horovods_base_classes():
     assert issubclass(hvd.HorovodInternalError, RuntimeError)
     assert issubclass(HostsUpdatedInterrupt, RuntimeError)
     assert HostsUpdatedInterrupt().skip_sync is False
@@ -136,7 +136,7 @@ def test_exceptions_are_of_horovods_kinds():
     assert (mismatch.name, mismatch.version, mismatch.installed_version) == ("torch", "2.1", "2.0")
 
 
-def test_a_division_before_the_sum_is_not_for_rocm(monkeypatch: pytest.MonkeyPatch):
+def test_a_division_before_the_sum_is_rejected_on_rocm(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(optimizer, "rocm_built", lambda: True)
     with pytest.raises(ValueError, match="gradient_predivide_factor not supported yet with ROCm"):
         hvd.DistributedOptimizer(None, gradient_predivide_factor=2.0)  # type: ignore[arg-type]

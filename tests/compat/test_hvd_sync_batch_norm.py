@@ -64,7 +64,7 @@ def test_it_is_batch_norm_over_all_ranks_batches(tail):
     [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.1, "momentum": 0.5}],
     ids=str,
 )
-def test_its_switches_are_those_of_batch_norm(switches):
+def test_it_has_the_switches_of_batch_norm(switches):
     on_ranks(2, synchronized, (3,), switches)
 
 
@@ -90,7 +90,7 @@ def too_few(hvd):
     return error_of(lambda: hvd.SyncBatchNorm(5)(own)), error_of(lambda: hvd.SyncBatchNorm(5)(torch.ones(5)))
 
 
-def test_one_value_for_each_channel_is_too_few():
+def test_one_value_per_channel_is_rejected():
     first, _ = on_ranks(2, too_few)
     text = "Expected more than 1 value per channel when training, got input size torch.Size([1, 5])"
     assert first == (("ValueError", text), ("ValueError", "expected at least 2D input (got 1D input)"))

@@ -57,7 +57,7 @@ ORACLES = {
 @pytest.mark.parametrize("how", SIZES)
 @pytest.mark.parametrize("reduction", ORACLES)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_values_are_reduced_alike_on_all_ranks(how: str, reduction: Reduction, size: int):
+def test_values_are_reduced_to_the_same_bits_on_all_ranks(how: str, reduction: Reduction, size: int):
     count = SIZES[how]
     found = on_mesh(size, _reduced, count, reduction, torch.float64)
     expected = ORACLES[reduction](torch.stack([values(rank, count) for rank in range(size)]))

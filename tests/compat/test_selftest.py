@@ -1,4 +1,4 @@
-"""The ready self-test: it passes where all is well, and finds what is not."""
+"""The self-test passes on a sound installation, and finds faults."""
 
 import re
 import sys
@@ -52,13 +52,13 @@ def test_it_passes_on_any_number_of_processes_under_both_launchers(launcher: str
 
 @pytest.mark.parametrize(
     "check",
-    [pytest.param(each, marks=[pytest.mark.exhaustive] if place > 1 else []) for place, each in enumerate(BROKEN)],
+    [pytest.param(each, marks=[pytest.mark.exhaustive] if index > 1 else []) for index, each in enumerate(BROKEN)],
 )
-def test_it_finds_what_is_broken_names_the_rank_and_fails(check: str, tmp_path: Path):
-    line, said = BROKEN[check]
+def test_it_finds_a_fault_names_the_rank_and_fails(check: str, tmp_path: Path):
+    line, expected = BROKEN[check]
     (tmp_path / "broken.py").write_text(BREAKING.format(line))
     done = rankless("run", "-n", "2", "broken.py", folder=tmp_path)
     assert done.returncode == 1
     assert f"FAIL  {check}\n" in done.stdout, done.stdout + done.stderr
-    assert said in done.stdout
+    assert expected in done.stdout
     assert "PASS" not in done.stdout

@@ -68,13 +68,13 @@ def files_of(site: Path) -> set[str]:
     return {str(path.relative_to(site)) for path in site.rglob("*") if "__pycache__" not in path.parts}
 
 
-def test_it_holds_one_pth_file_and_no_folder(wheel: Path):
+def test_it_contains_one_pth_file_and_no_folder(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert [name for name in names if ".dist-info/" not in name] == ["rankless_horovod.pth"]
 
 
-def test_plain_python_has_the_name_a_real_one_wins_and_nothing_is_left(wheel: Path, site: Path, tmp_path: Path):
+def test_plain_python_finds_it_and_a_real_horovod_takes_precedence(wheel: Path, site: Path, tmp_path: Path):
     python = tmp_path / "empty/bin/python"
     install = (python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet")
     before = files_of(site)

@@ -1,4 +1,4 @@
-"""Parameters, optimizer state and objects from one rank to all, and what elastic training goes on from."""
+"""Broadcasts of parameters, optimizer state and objects, and the state of elastic training."""
 
 from itertools import chain
 
@@ -89,7 +89,7 @@ def skips_of(state: hvd.elastic.TorchState) -> bool | None:
 
 
 def check_news_of_hosts_are_rank_0s():
-    """check_host_updates() takes what rank 0 has been told: all ranks are interrupted, or none."""
+    """check_host_updates() uses the changes that rank 0 received: all ranks are interrupted, or none."""
     for update, skips in ((1, True), (2, False)):  # gone, come
         state = hvd.elastic.TorchState(batch=0)
         if hvd.rank() != 0:
@@ -98,7 +98,7 @@ def check_news_of_hosts_are_rank_0s():
         if hvd.rank() == 0:
             state.on_hosts_updated(1, update)
         assert skips_of(state) is skips
-        state.commit()  # said once
+        state.commit()  # reported once
 
 
 def check_an_elastic_function_begins_with_rank_0s_state():

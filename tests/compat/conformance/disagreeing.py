@@ -1,4 +1,4 @@
-"""Ranks that do not agree: the same error, of the same words, on every rank, and afterwards all goes on."""
+"""Mismatched ranks raise the same error with the same text on every rank, and continue afterwards."""
 
 import horovod.torch as hvd
 import torch

@@ -1,4 +1,4 @@
-"""Names of operations: by what ranks recognise them, what collides and what does not; timelines, which show them."""
+"""Names of operations: how ranks recognize them, which collide, and how timelines show them."""
 
 import json
 import os
@@ -45,8 +45,8 @@ class Trace:
     def assert_whole(self) -> None:
         """What has begun has ended, in each lane the last first."""
         for pid in self._keys:
-            for lane in (0, 1):
-                phases = [one["ph"] for one in self.events if one["pid"] == pid and one.get("tid") == lane]
+            for thread_id in (0, 1):
+                phases = [one["ph"] for one in self.events if one["pid"] == pid and one.get("tid") == thread_id]
                 steps = [{"B": 1, "E": -1}.get(phase, 0) for phase in phases]
                 assert all(sum(steps[:count]) >= 0 for count in range(len(steps))), (self._keys[pid], phases)
                 assert sum(steps) == 0, (self._keys[pid], phases)

@@ -1,4 +1,4 @@
-"""SyncBatchNorm against one process's BatchNorm over the whole batch; here also on the CPU."""
+"""SyncBatchNorm against one process's BatchNorm over the whole batch, also on the CPU."""
 
 import horovod.torch as hvd
 import torch

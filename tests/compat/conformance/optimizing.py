@@ -23,7 +23,7 @@ def loss_of(made: nn.Module, given: torch.Tensor) -> torch.Tensor:
     return made(given).square().mean()
 
 
-def twin(
+def reference(
     steps: int, *, factor: float = 1.0, passes: int = 1, kind: type = torch.optim.SGD, **settings: float
 ) -> nn.Module:
     """What one process gets that sees the batches of all ranks."""
@@ -66,12 +66,12 @@ def check_the_same_training_as_on_one_process():
         made = model()
         optimizer = hvd.DistributedOptimizer(kind(made.parameters(), **settings), made.named_parameters())
         train(optimizer, made, 4)
-        assert_same(made, twin(4, kind=kind, **settings))
+        assert_same(made, reference(4, kind=kind, **settings))
 
 
 def check_options_that_change_no_number():
     """Groups, a predivide factor, names left away, sparse_as_dense: the same training."""
-    expected = twin(3, lr=0.1, momentum=0.9)
+    expected = reference(3, lr=0.1, momentum=0.9)
     for options in (
         {"num_groups": 2},
         {"gradient_predivide_factor": 2.0},
@@ -93,7 +93,7 @@ def check_sums():
     """op=Sum adds the gradients of all ranks."""
     made = model()
     train(wrapped(made, op=hvd.Sum), made, 2)
-    assert_same(made, twin(2, factor=float(hvd.size()), lr=0.1, momentum=0.9))
+    assert_same(made, reference(2, factor=float(hvd.size()), lr=0.1, momentum=0.9))
 
 
 def check_several_passes_per_step():
@@ -101,7 +101,7 @@ def check_several_passes_per_step():
     made = model()
     optimizer = wrapped(made, backward_passes_per_step=2)
     train(optimizer, made, 3, passes=2)
-    assert_same(made, twin(3, passes=2, lr=0.1, momentum=0.9))
+    assert_same(made, reference(3, passes=2, lr=0.1, momentum=0.9))
     optimizer.set_backward_passes_per_step(1)
     train(optimizer, made, 1)
     loss_of(made, batch(0, hvd.rank())).backward()

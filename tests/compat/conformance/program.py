@@ -1,4 +1,4 @@
-"""Every check of Horovod's behaviour, on every rank of one job, in one order; a line of JSON for each, by rank.
+"""Runs every check of Horovod's behaviour on every rank of one job. Each rank writes a line of JSON per check.
 
 Each check is a function whose docstring is a sentence of Horovod's documented behaviour. All ranks make all checks, so
 a check that fails ends the job: what comes after it would not meet.

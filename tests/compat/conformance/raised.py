@@ -1,4 +1,4 @@
-"""What a call raises, for checks."""
+"""Returns the exception of a call, for the checks."""
 
 from collections.abc import Callable
 from typing import Any

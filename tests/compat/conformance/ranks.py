@@ -1,4 +1,4 @@
-"""Who is who; initialising and shutting down; what is built."""
+"""Ranks and sizes, init and shutdown, and the build functions."""
 
 import importlib
 import os

@@ -14,7 +14,7 @@ def anew(**arguments: object) -> None:
 
 
 def refused_by(outside: hvd.ProcessSet) -> None:
-    """What a rank is told that is not part of the set."""
+    """The errors on a rank that is not part of the set."""
     ones = torch.ones(2)
     for op, call in {
         "Allreduce": lambda: hvd.grouped_allreduce([ones], process_set=outside),
