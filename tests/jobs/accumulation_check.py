@@ -20,12 +20,12 @@ from rankless.parallel.mesh import Mesh
 
 SEED = 31
 GROUPS = ((7, 7, 7), (7, 5, 1), (5, 7))
-"""Rows of the calls of each step; the last group is a short one."""
+"""Rows of the calls of each step; the last step has fewer calls or rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A script that accumulates: `loss(*batch)` of `modules`, batches by number of rows."""
+    """A script that accumulates: `loss(*batch)` of `modules`, and a function from a number of rows to a batch."""
 
     modules: dict[str, nn.Module]
     loss: Callable[..., Any]
@@ -35,7 +35,9 @@ class Script:
     """The plain script's loss of all calls' batches, where that is not `loss` of them concatenated."""
 
 
-def started(build: Callable[[], Script], dtype: torch.dtype, groups: Sequence[Sequence[int]]) -> tuple[Script, Any]:
+def start_script(
+    build: Callable[[], Script], dtype: torch.dtype, groups: Sequence[Sequence[int]]
+) -> tuple[Script, Any]:
     torch.manual_seed(SEED)
     torch.set_default_dtype(dtype)
     script = build()
@@ -44,12 +46,12 @@ def started(build: Callable[[], Script], dtype: torch.dtype, groups: Sequence[Se
     return script, batches
 
 
-def optimizer_of(script: Script) -> torch.optim.Optimizer:
+def make_optimizer(script: Script) -> torch.optim.Optimizer:
     parameters = [item for module in script.modules.values() for item in module.parameters()]
     return torch.optim.SGD(parameters, lr=script.rate, momentum=0.9)
 
 
-def parameters_of(script: Script) -> dict[str, Tensor]:
+def get_parameters(script: Script) -> dict[str, Tensor]:
     return {
         f"{name}.{path}": item.detach().clone()
         for name, module in script.modules.items()
@@ -57,17 +59,17 @@ def parameters_of(script: Script) -> dict[str, Tensor]:
     }
 
 
-def gather(
+def train_accumulated(
     mesh: Mesh, build: Callable[[], Script], dtype: torch.dtype, groups: Sequence[Sequence[int]] = GROUPS
 ) -> list[tuple[list[Any], dict[str, Tensor]]]:
-    """Per step: the loss of every call, and the state after it."""
+    """Return for each step the loss of every call and the state after it."""
     try:
-        script, batches = started(build, dtype, groups)
+        script, batches = start_script(build, dtype, groups)
         world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
         job = make_job(
             script.loss,
             model=script.modules,
-            optimizer=optimizer_of(script),
+            optimizer=make_optimizer(script),
             view="consistent",
             world=lambda: world,
             step_options=StepOptions(accumulate=max(map(len, groups))),
@@ -77,14 +79,14 @@ def gather(
             losses = [job(*batch) for batch in group]
             assert job.stepped == (len(group) == max(map(len, groups)))
             assert job.flush() != job.stepped
-            steps.append((losses, parameters_of(script)))
+            steps.append((losses, get_parameters(script)))
         return steps
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def concatenated(batches: Sequence[Sequence[Any]]) -> list[Any]:
-    """The arguments of one call on the rows of all."""
+def concatenate(batches: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the arguments of one call on the rows of all calls."""
     return [
         torch.cat([as_tensor(item) for item in items])
         if isinstance(as_tensor(items[0]), Tensor)
@@ -98,32 +100,34 @@ def concatenated(batches: Sequence[Sequence[Any]]) -> list[Any]:
 def train_plainly(
     build: Callable[[], Script], dtype: torch.dtype, groups: Sequence[Sequence[int]] = GROUPS
 ) -> list[tuple[list[Any], dict[str, Tensor]]]:
-    """Per step: the plain loss of every call alone, and the state after one step on all rows."""
+    """Return for each step the plain loss of every call, and the state after one step on all rows."""
     try:
-        script, batches = started(build, dtype, groups)
-        optimizer = optimizer_of(script)
+        script, batches = start_script(build, dtype, groups)
+        optimizer = make_optimizer(script)
         steps = []
         for group in batches:
             losses = []
             if script.together is None:
                 losses = [script.loss(*batch).detach() for batch in group]
             optimizer.zero_grad()
-            together = script.loss(*concatenated(group)) if script.together is None else script.together(group)
+            together = script.loss(*concatenate(group)) if script.together is None else script.together(group)
             together.mean().backward()
             optimizer.step()
-            steps.append((losses, parameters_of(script)))
+            steps.append((losses, get_parameters(script)))
         return steps
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def assert_gathered(
+def assert_accumulated(
     build: Callable[[], Script], workers: int, dtype: torch.dtype, groups: Sequence[Sequence[int]] = GROUPS
 ) -> None:
-    """Every loss of every call and every step's state are the plain script's, on every rank alike."""
+    """Assert that all losses and states equal the plain script's on every rank."""
     wanted = train_plainly(build, dtype, groups)
     ranks = (
-        [gather(Mesh.solo(), build, dtype, groups)] if workers == 1 else on_mesh(workers, gather, build, dtype, groups)
+        [train_accumulated(Mesh.solo(), build, dtype, groups)]
+        if workers == 1
+        else on_mesh(workers, train_accumulated, build, dtype, groups)
     )
     for other in ranks[1:]:
         for (losses, state), (theirs, their_state) in zip(ranks[0], other, strict=True):

@@ -1,21 +1,22 @@
-"""Is a training on real workers the same as the plain one-device script's? A scenario runs in both, step by step.
+"""Checks that a training on real workers equals the plain one-device script, step by step.
 
-# Note [two comparisons]: (a) Before every call the worker's parameters, buffers and generator are written down; the
-# plain script starts from just those, and its results, gradients, buffers and generator after the call must be the
-# worker's. So 20 steps are 20 independent proofs. (b) The plain script runs freely from the first step; its
-# parameters after the last must be the workers'. That finds what (a) cannot: optimizers, schedules, lost steps.
+Note [two comparisons]: (a) Before every call the worker's parameters, buffers and generator are recorded. The plain
+script starts from exactly these, and its results, gradients, buffers and generator after the call must equal the
+worker's. So 20 steps are 20 independent checks. (b) The plain script runs freely from the first step, and its
+parameters after the last step must equal the workers'. This finds faults that (a) cannot: optimizers, schedules, lost
+steps.
 
-# Note [zero but for rounding]: a gradient whose true value is zero, as that of a bias before batch norm, is rounding
-# alone, in the plain script too. A scenario names such parameters as `vanishing`; their gradients are measured against
-# the largest gradient of the model (and must be zero by that measure), all others against their own largest entry. A
-# parameter that began at zero and moved by such gradients alone is likewise measured against the largest parameter.
+Note [zero up to rounding]: a gradient whose true value is zero, as of a bias before batch norm, is rounding only, in
+the plain script too. A scenario lists such parameters as `vanishing`. Their gradients are measured against the largest
+gradient of the model, and must be zero by that measure; all others against their own largest entry. A parameter that
+began at zero and moved only by such gradients is likewise measured against the largest parameter.
 
-# Note [float32 that can decide]: a bound of 1e-5 asks something only where the plain script's own float32 gradient is
-# well inside it. Sums that cancel (0.004 of terms of 0.25) leave fewer digits than that in any order of summing. Such a
-# scenario is held to 1e-12 in float64 alone and has a better conditioned twin for both: docs/decisions/0005.
+Note [float32 that can decide]: a bound of 1e-5 decides only if the plain script's own float32 gradient is well inside
+it. Sums that cancel (0.004 of terms of 0.25) leave fewer digits in any order of summation. Such a scenario runs only in
+float64 with a bound of 1e-12, and has a better conditioned counterpart for both: docs/decisions/0005.
 
-# Note [adaptive optimizers]: they make whole steps of such rounding. Their parameters may be off by 10 times what the
-# plain script differs from itself when the rows of its batches, and so the order of its sums, are permuted.
+Note [adaptive optimizers]: they make whole steps of such rounding. Their parameters may differ by 10 times the
+difference between the plain script and itself with permuted rows, and so another order of its sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ PERMUTATIONS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One job of a script: it trains if it has an optimizer."""
+    """One job of a script; with an optimizer it trains."""
 
     function: Callable[..., Any]
     optimizer: torch.optim.Optimizer | None = None
@@ -48,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What a user's script has made before its loop; `steps` are called in turn on every batch."""
+    """What a user's script creates before its loop; each batch passes through all `steps`."""
 
     modules: Mapping[str, nn.Module]
     steps: Sequence[Step]
@@ -78,7 +79,7 @@ class Scenario:
 
 @dataclass
 class Call:
-    """What one call of a job was given and gave, on one rank."""
+    """The inputs and results of one call of a job, on one rank."""
 
     state: dict[str, Tensor]
     generator: Tensor
@@ -88,8 +89,8 @@ class Call:
     generator_after: Tensor | None = None
 
 
-def started(scenario: Scenario, dtype: torch.dtype) -> tuple[Script, list[Any]]:
-    """The script after its set-up, and all batches; the same in every process."""
+def start_scenario(scenario: Scenario, dtype: torch.dtype) -> tuple[Script, list[Any]]:
+    """Return the script after its set-up and all batches; the same in every process."""
     torch.manual_seed(SEED)
     torch.set_default_dtype(dtype)
     script = scenario.build()
@@ -98,33 +99,33 @@ def started(scenario: Scenario, dtype: torch.dtype) -> tuple[Script, list[Any]]:
     return script, batches
 
 
-def tensors_of(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def get_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, module in modules.items():
         found |= dict(module.named_parameters(name)) | dict(module.named_buffers(name))
     return found
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def gradients_of(modules: Mapping[str, nn.Module]) -> dict[str, Tensor | None]:
+def get_gradients(modules: Mapping[str, nn.Module]) -> dict[str, Tensor | None]:
     return {
         name: None if tensor.grad is None else tensor.grad.clone()
-        for name, tensor in tensors_of(modules).items()
+        for name, tensor in get_tensors(modules).items()
         if isinstance(tensor, nn.Parameter)
     }
 
 
-def called(function: Callable[..., Any], batch: Any) -> Any:
+def call_with_batch(function: Callable[..., Any], batch: Any) -> Any:
     return function(**batch) if isinstance(batch, dict) else function(*batch)
 
 
 def train_on_mesh(mesh: Mesh, scenario: Scenario, dtype: torch.dtype) -> list[Call]:
-    """What a worker sees of every call."""
+    """Return every call as one worker sees it."""
     try:
-        script, batches = started(scenario, dtype)
+        script, batches = start_scenario(scenario, dtype)
         world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
         jobs = [
             make_job(
@@ -139,11 +140,11 @@ def train_on_mesh(mesh: Mesh, scenario: Scenario, dtype: torch.dtype) -> list[Ca
         calls = []
         for batch in batches:
             for job in jobs:
-                call = Call(copied(tensors_of(script.modules)), torch.get_rng_state())
-                call.results = called(job, batch)
+                call = Call(copy_tensors(get_tensors(script.modules)), torch.get_rng_state())
+                call.results = call_with_batch(job, batch)
                 call.generator_after = torch.get_rng_state()
-                call.gradients = gradients_of(script.modules)
-                call.state_after = copied(tensors_of(script.modules))
+                call.gradients = get_gradients(script.modules)
+                call.state_after = copy_tensors(get_tensors(script.modules))
                 calls.append(call)
             script.after_batch()
         return calls
@@ -151,15 +152,15 @@ def train_on_mesh(mesh: Mesh, scenario: Scenario, dtype: torch.dtype) -> list[Ca
         torch.set_default_dtype(torch.float32)
 
 
-def plainly(script: Script, step: Step, batch: Any) -> Any:
-    """The plain script's line or lines for one step, up to `optimizer.step()`; the results."""
+def run_plain_step(script: Script, step: Step, batch: Any) -> Any:
+    """Run the plain script's lines for one step up to `optimizer.step()`, and return the results."""
     tensors = pytree.tree_map_only(torch.Tensor, torch.clone, pytree.tree_map(as_tensor, batch))
     if step.optimizer is None:
         with torch.no_grad():
-            return called(step.function, tensors)
+            return call_with_batch(step.function, tensors)
     for module in script.modules.values():
         module.zero_grad()
-    results = called(step.function, tensors)
+    results = call_with_batch(step.function, tensors)
     loss = results["loss"] if isinstance(results, dict) else results[0] if isinstance(results, tuple) else results
     loss.mean().backward()
     return results
@@ -170,38 +171,38 @@ def as_tensor(leaf: Any) -> Any:
 
 
 def train_plainly(scenario: Scenario, dtype: torch.dtype, permuted: torch.Generator | None = None) -> dict[str, Tensor]:
-    """Parameters and buffers after the plain script; `permuted` sums its batches in another order."""
-    script, batches = started(scenario, dtype)
+    """Return parameters and buffers after the plain script; `permuted` sums its batches in another order."""
+    script, batches = start_scenario(scenario, dtype)
     for batch in batches:
         if permuted is not None:
             leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
             order = torch.randperm(leaves[0].shape[0], generator=permuted)
             batch = pytree.tree_map_only(Tensor, lambda leaf, order=order: leaf[order], batch)
         for step in script.steps:
-            plainly(script, step, batch)
+            run_plain_step(script, step, batch)
             if step.optimizer is not None:
                 step.optimizer.step()
         script.after_batch()
-    return copied(tensors_of(script.modules))
+    return copy_tensors(get_tensors(script.modules))
 
 
 def assert_exact(scenario: Scenario, workers: int, dtype: torch.dtype) -> None:
-    """The whole proof for one scenario; see the notes at the top."""
+    """Run all comparisons for one scenario; see the notes at the top."""
     ranks = on_mesh(workers, train_on_mesh, scenario, dtype)
     try:
-        assert_ranks_alike(ranks)
+        assert_ranks_identical(ranks)
         assert_every_step_plain(scenario, dtype, ranks[0])
         assert_final_state_plain(scenario, dtype, ranks[0][-1].state_after)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def assert_ranks_alike(ranks: Sequence[Sequence[Call]]) -> None:
-    """Every rank holds and was given the same bits."""
+def assert_ranks_identical(ranks: Sequence[Sequence[Call]]) -> None:
+    """Assert that inputs and results are bitwise equal on every rank."""
     for rank, calls in enumerate(ranks):
         for number, (first, other) in enumerate(zip(ranks[0], calls, strict=True)):
             for (path, wanted), (_, found) in zip(iterate_leaves(first), iterate_leaves(other), strict=True):
-                assert same_bits(wanted, found), f"call {number}: {path} of rank {rank} is not rank 0's"
+                assert is_bitwise_equal(wanted, found), f"call {number}: {path} of rank {rank} is not rank 0's"
 
 
 def iterate_leaves(call: Call) -> list[tuple[str, Any]]:
@@ -209,7 +210,7 @@ def iterate_leaves(call: Call) -> list[tuple[str, Any]]:
     return [(pytree.keystr(path), leaf) for path, leaf in found]
 
 
-def same_bits(wanted: Any, found: Any) -> bool:
+def is_bitwise_equal(wanted: Any, found: Any) -> bool:
     if not isinstance(wanted, Tensor):
         return bool(wanted == found)
     equal_nan = torch.equal(wanted.isnan(), found.isnan())
@@ -218,7 +219,7 @@ def same_bits(wanted: Any, found: Any) -> bool:
 
 def assert_every_step_plain(scenario: Scenario, dtype: torch.dtype, calls: Sequence[Call]) -> None:
     """Comparison (a)."""
-    script, batches = started(scenario, dtype)
+    script, batches = start_scenario(scenario, dtype)
     numbered = iter(enumerate(calls))
     for batch in batches:
         for step in script.steps:
@@ -240,22 +241,22 @@ def assert_call_plain(
 ) -> None:
     label = f"call {number}"
     with torch.no_grad():
-        for name, tensor in tensors_of(script.modules).items():
+        for name, tensor in get_tensors(script.modules).items():
             tensor.copy_(call.state[name])
     torch.set_rng_state(call.generator)
-    results = plainly(script, step, batch)
+    results = run_plain_step(script, step, batch)
     assert torch.equal(torch.get_rng_state(), call.generator_after), f"{label}: the generator moved differently"
-    assert_results_alike(call.results, results, dtype, label)
+    assert_results_close(call.results, results, dtype, label)
     if step.optimizer is not None:
-        assert_gradients_alike(call.gradients, gradients_of(script.modules), dtype, vanishing, label)
+        assert_gradients_close(call.gradients, get_gradients(script.modules), dtype, vanishing, label)
         # A schedule counts the optimizer's steps; what this one makes of the parameters, the next call overwrites.
         step.optimizer.step()
-    for name, tensor in tensors_of(script.modules).items():
+    for name, tensor in get_tensors(script.modules).items():
         if not isinstance(tensor, nn.Parameter):
             assert_near(call.state_after[name], tensor, dtype, f"{label}: buffer {name}")
 
 
-def assert_results_alike(found: Any, wanted: Any, dtype: torch.dtype, label: str) -> None:
+def assert_results_close(found: Any, wanted: Any, dtype: torch.dtype, label: str) -> None:
     found_leaves, found_spec = pytree.tree_flatten(found)
     wanted_leaves, wanted_spec = pytree.tree_flatten(wanted)
     assert found_spec == wanted_spec, f"{label}: results of another structure"
@@ -268,40 +269,40 @@ def assert_results_alike(found: Any, wanted: Any, dtype: torch.dtype, label: str
             assert ours == plain, f"{label}: result {place}"
 
 
-def assert_gradients_alike(
+def assert_gradients_close(
     found: Mapping[str, Tensor | None],
     wanted: Mapping[str, Tensor | None],
     dtype: torch.dtype,
     vanishing: Sequence[str],
     label: str,
 ) -> None:
-    largest = max((scale_of(gradient) for gradient in wanted.values() if gradient is not None), default=0.0)
+    largest = max((get_scale(gradient) for gradient in wanted.values() if gradient is not None), default=0.0)
     for name, gradient in wanted.items():
         ours = found[name]
         assert (ours is None) == (gradient is None), f"{label}: gradient of {name}: {ours}, plainly {gradient}"
         if ours is None or gradient is None:
             continue
         if name.endswith(tuple(vanishing)):
-            assert scale_of(gradient) <= BOUNDS[dtype] * largest, f"{label}: gradient of {name} does not vanish"
+            assert get_scale(gradient) <= BOUNDS[dtype] * largest, f"{label}: gradient of {name} does not vanish"
             assert_near(ours, gradient, dtype, f"{label}: gradient of {name}", floor=largest)
         else:
             assert_near(ours, gradient, dtype, f"{label}: gradient of {name}")
 
 
-def scale_of(tensor: Tensor) -> float:
-    """The largest finite entry."""
+def get_scale(tensor: Tensor) -> float:
+    """Return the largest finite entry."""
     values = tensor.detach().to(torch.float64).nan_to_num(0.0, 0.0, 0.0).abs()
     return float(values.max()) if values.numel() else 0.0
 
 
 def difference(found: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
-    """The largest difference relative to the largest entry; infinite if NaN or inf stand elsewhere."""
+    """Return the largest difference relative to the largest entry; infinite if NaN or inf differ."""
     ours, plain = found.detach().to(torch.float64), wanted.detach().to(torch.float64)
     finite = plain.isfinite()
     if not torch.equal(ours.isfinite(), finite) or not torch.equal(ours.isnan(), plain.isnan()):
         return float("inf")
-    largest = scale_of(torch.where(finite, ours - plain, 0.0))
-    return largest / max(scale_of(plain), floor) if largest else 0.0
+    largest = get_scale(torch.where(finite, ours - plain, 0.0))
+    return largest / max(get_scale(plain), floor) if largest else 0.0
 
 
 def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype, label: str, floor: float = 0.0) -> None:
@@ -316,7 +317,7 @@ def assert_final_state_plain(scenario: Scenario, dtype: torch.dtype, found: Mapp
     """Comparison (b)."""
     wanted = train_plainly(scenario, dtype)
     if scenario.exact:
-        largest = max(map(scale_of, wanted.values()))
+        largest = max(map(get_scale, wanted.values()))
         for name, tensor in wanted.items():
             floor = largest if name.endswith(tuple(scenario.vanishing)) else 0.0
             assert_near(found[name], tensor, dtype, f"after the last step: {name}", floor)
@@ -331,7 +332,7 @@ def largest_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     return max(difference(found[name], tensor) for name, tensor in wanted.items())
 
 
-def sampled(scenarios: Sequence[Scenario], *workers: int) -> list[Any]:
+def sample_cases(scenarios: Sequence[Scenario], *workers: int) -> list[Any]:
     """Parameters (scenario, workers, dtype) for a test: a few combinations, and the others marked `exhaustive`.
 
     Each scenario gets one combination, neighbours others.

@@ -1,9 +1,9 @@
 """bfloat16 autocast, inside a job and around its call, against the plain script under the same autocast.
 
-# Note [the bound of bfloat16]: autocast rounds products to 8 bits. A weight's gradient is a sum over rows, rounded
-# once; on workers each part of it is rounded, and the parts are added in float32. So losses and gradients of a step
-# may be off by one rounding of the largest entry, or, where PyTorch itself keeps sums in bfloat16 (a bias's gradient),
-# by twice what the plain script is off from itself when the rows of its batch are permuted.
+Note [the bound of bfloat16]: autocast rounds products to 8 bits. A weight's gradient is a sum over rows that is rounded
+once. On workers each part of it is rounded, and the parts are added in float32. Losses and gradients of a step may
+therefore differ by one rounding of the largest entry. If PyTorch itself keeps sums in bfloat16, as for a bias's
+gradient, they may differ by twice the difference between the plain script and itself with permuted rows.
 """
 
 import pytest
@@ -56,8 +56,8 @@ def loss_around(model):
     return loss
 
 
-def trained(mesh, where, captured=False):
-    """Losses, gradients and dtypes of every step; every second call stands outside the autocast."""
+def train_with_autocast(mesh, where, captured=False):
+    """Return losses, gradients and dtypes of every step; every second call is outside the autocast."""
     model = network()
     world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(
@@ -82,7 +82,7 @@ def trained(mesh, where, captured=False):
     return found
 
 
-def trained_plainly(where, permuted=None):
+def train_plainly(where, permuted=None):
     model = network()
     loss = (loss_inside if where == "inside" else loss_around)(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -110,32 +110,32 @@ def largest_difference(found, wanted):
 
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_on_one_device_autocast_equals_the_plain_scripts(where):
-    assert largest_difference(trained(Mesh.solo(), where), trained_plainly(where)) == 0
+    assert largest_difference(train_with_autocast(Mesh.solo(), where), train_plainly(where)) == 0
 
 
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_a_captured_program_casts_exactly_as_the_plain_script(where):
-    assert largest_difference(trained(Mesh.solo(), where, captured=True), trained_plainly(where)) <= 1e-5
+    assert largest_difference(train_with_autocast(Mesh.solo(), where, captured=True), train_plainly(where)) <= 1e-5
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_on_workers_autocast_equals_the_plain_scripts_up_to_rounding(where, workers):
-    wanted = trained_plainly(where)
+    wanted = train_plainly(where)
     generator = torch.Generator().manual_seed(8)
-    drift = max(largest_difference(trained_plainly(where, generator), wanted) for _ in range(4))
-    for found in on_mesh(workers, trained, where):
+    drift = max(largest_difference(train_plainly(where, generator), wanted) for _ in range(4))
+    for found in on_mesh(workers, train_with_autocast, where):
         off = largest_difference(found, wanted)
         assert off <= max(DRIFTS * drift, EPSILON), f"off by {off:.3g}, plain scripts by {drift:.3g}"
 
 
 def test_a_missing_autocast_would_be_detected():
     """The calls of a script that stand in an autocast and those that do not are told apart by these tests."""
-    assert largest_difference(trained_plainly("around"), trained_plainly("outside")) > 1e-4
+    assert largest_difference(train_plainly("around"), train_plainly("outside")) > 1e-4
 
 
-def loop_within(mesh):
-    """One `with` around the whole loop: no cast of a weight may outlive the step that changes it."""
+def train_inside_autocast(mesh):
+    """Train with one autocast around the whole loop: no cast weight may outlive the step that changes it."""
     model = network()
     world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     job = make_job(
@@ -152,7 +152,7 @@ def loop_within(mesh):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_autocast_around_a_whole_loop_trains(workers):
-    for losses in [loop_within(Mesh.solo())] if workers == 1 else on_mesh(workers, loop_within):
+    for losses in [train_inside_autocast(Mesh.solo())] if workers == 1 else on_mesh(workers, train_inside_autocast):
         assert losses[0] == losses[1]
         assert losses[2] == losses[3] < losses[0]
         assert losses[4] == losses[5] < losses[2]

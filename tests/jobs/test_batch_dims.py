@@ -1,4 +1,4 @@
-"""Which tensors hold the batch, and in which dim: named by the script, or not; the result is the same."""
+"""Batch dims of arguments, named by the script or not: the result is the same."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import Scenario, Script, Step, assert_exact, sampled
+from exactness import Scenario, Script, Step, assert_exact, sample_cases
 from support.processes import on_mesh
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -20,18 +20,18 @@ from rankless.parallel.placement import Replicate, Shard, split_lengths
 CLASSES = 6
 
 
-def silent(mesh):
+def make_silent_world(mesh):
     return World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
 
 
-def trained(model, loss):
+def make_script(model, loss):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return Script(modules={"model": model}, steps=[Step(function=loss, optimizer=optimizer)])
 
 
 def weighted_classes():
     model = nn.Linear(4, CLASSES)
-    return trained(model, lambda x, labels, weights: F.cross_entropy(model(x), labels, weight=weights))
+    return make_script(model, lambda x, labels, weights: F.cross_entropy(model(x), labels, weight=weights))
 
 
 def weighted_batch(rows):
@@ -45,7 +45,7 @@ def points_and_centres():
         distances = (model(x)[:, None] - model(centres)[None]).square().sum(2)
         return distances.min(1)[0].mean() + 0.1 * distances.min(0)[0].mean(), distances.argmin(1)
 
-    return trained(model, loss)
+    return make_script(model, loss)
 
 
 def points(rows):
@@ -73,7 +73,7 @@ def nested():
         total = ((left - right).square().mean(1) * weight).mean() * scale
         return {"loss": total, "name": name, "nothing": nothing, "pair": Pair(left, scale)}
 
-    return trained(model, loss)
+    return make_script(model, loss)
 
 
 def nested_batch(rows):
@@ -90,7 +90,7 @@ SCENARIOS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3))
+@pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS, 2, 3))
 def test_other_first_dims_plain_values_and_pytrees_train_exactly(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)
 
@@ -101,8 +101,8 @@ def time_first_loss(model, tokens, mask):
     return (torch.einsum("trc,ts->src", hidden, mask).square().mean((0, 2))).mean()
 
 
-def train_marked(mesh, marks, rows):
-    """Loss and gradient of one call, how the arguments lay, and what moved."""
+def train_with_batch_dims(mesh, batch_dims, rows):
+    """Return loss and gradient of one call, the placements of its arguments, and its redistributions."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -110,9 +110,9 @@ def train_marked(mesh, marks, rows):
     def train(tokens, mask):
         return time_first_loss(model, tokens, mask)
 
-    job = make_job(train, model=model, optimizer=optimizer, view="consistent", world=lambda: silent(mesh))
-    if marks is not None:
-        job.configure(marks)
+    job = make_job(train, model=model, optimizer=optimizer, view="consistent", world=lambda: make_silent_world(mesh))
+    if batch_dims is not None:
+        job.configure(batch_dims)
     loss = job(torch.randint(4, (5, rows)), torch.rand(5, 5).double())
     ((executable,),) = next(iter(job._view._programs._entries.values())).by_shapes.values()
     placements = {
@@ -126,9 +126,11 @@ def train_marked(mesh, marks, rows):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_batch_dims_change_placements_and_no_results(workers):
     rows = 7
-    marks = {"tokens": 1, "mask": None}
+    batch_dims = {"tokens": 1, "mask": None}
     for marked, plain in zip(
-        on_mesh(workers, train_marked, marks, rows), on_mesh(workers, train_marked, None, rows), strict=True
+        on_mesh(workers, train_with_batch_dims, batch_dims, rows),
+        on_mesh(workers, train_with_batch_dims, None, rows),
+        strict=True,
     ):
         assert torch.allclose(marked[0], plain[0], rtol=1e-13)
         assert torch.allclose(marked[1], plain[1], rtol=1e-12)
@@ -137,28 +139,30 @@ def test_batch_dims_change_placements_and_no_results(workers):
         assert plain[2] == dict.fromkeys((0, 1), str(Shard(0, split_lengths(5, workers))))
 
 
-def names_refused(mesh):
+def collect_name_errors(mesh):
     def train(images, *more, scale=1.0):
         return images, more, scale
 
     messages = []
-    for marks in ({"image": 1}, {"images": -1}, {"images": True}):
-        job = make_job(train, model=nn.Linear(2, 2), optimizer=None, view="consistent", world=lambda: silent(mesh))
+    for batch_dims in ({"image": 1}, {"images": -1}, {"images": True}):
+        job = make_job(
+            train, model=nn.Linear(2, 2), optimizer=None, view="consistent", world=lambda: make_silent_world(mesh)
+        )
         with pytest.raises(ConfigError) as refusal:
-            job.configure(marks)
+            job.configure(batch_dims)
         messages.append(str(refusal.value))
     return messages
 
 
 def test_unknown_names_and_dims_raise_at_decoration():
-    for unknown, negative, boolean in on_mesh(2, names_refused):
+    for unknown, negative, boolean in on_mesh(2, collect_name_errors):
         assert "images, more, scale" in unknown
         assert "'image'" in unknown
         assert "-1" in negative
         assert "True" in boolean
 
 
-def contradicted(mesh):
+def contradict_loader(mesh):
     model = nn.Linear(4, 3)
     placement = Shard(0, split_lengths(6, mesh.size))
     local = torch.ones(placement.lengths[mesh.rank], 4)
@@ -166,7 +170,11 @@ def contradicted(mesh):
     found = []
     for dim in (1, None):
         job = make_job(
-            lambda x: model(x).sum(), model=model, optimizer=None, view="consistent", world=lambda: silent(mesh)
+            lambda x: model(x).sum(),
+            model=model,
+            optimizer=None,
+            view="consistent",
+            world=lambda: make_silent_world(mesh),
         )
         job.configure({"x": dim})
         with pytest.raises(DataError) as refusal:
@@ -178,30 +186,30 @@ def contradicted(mesh):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_batch_dims_that_contradict_a_loaders_batch_raise(workers):
-    for (by_one, by_none), result in on_mesh(workers, contradicted):
+    for (by_one, by_none), result in on_mesh(workers, contradict_loader):
         assert "batch_dims= says 1" in by_one
         assert "batch_dims= says None" in by_none
         assert result.dim() == 0
 
 
-def variadic(mesh):
+def describe_variadic_placements(mesh):
     model = nn.Linear(4, 3)
-    said = []
+    warnings = []
 
     def predict(x, *others, **named):
         return model(x).sum() + sum(other.sum() for other in others) + named["extra"].sum()
 
-    job = make_job(predict, model=model, optimizer=None, view="consistent", world=lambda: silent(mesh))
+    job = make_job(predict, model=model, optimizer=None, view="consistent", world=lambda: make_silent_world(mesh))
     job.configure({"others": 1, "extra": None})
     job(torch.ones(6, 4), torch.ones(2, 6), torch.ones(2, 6), extra=torch.ones(6))
     ((executable,),) = next(iter(job._view._programs._entries.values())).by_shapes.values()
     inputs = executable.captured.program.inputs
-    return said, [
+    return warnings, [
         str(executable.local.sharded.placements[node]) for node, given in inputs.items() if given.kind == "argument"
     ]
 
 
 def test_a_batch_dim_of_variadic_arguments_applies_to_each():
     lengths = split_lengths(6, 2)
-    for _, placements in on_mesh(2, variadic):
+    for _, placements in on_mesh(2, describe_variadic_placements):
         assert placements == [*map(str, (Shard(0, lengths), Shard(1, lengths), Shard(1, lengths), Replicate()))]

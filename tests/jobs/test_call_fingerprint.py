@@ -1,4 +1,4 @@
-"""What tells ranks that they make the same call: names, texts and digests of its arguments."""
+"""How ranks check that they make the same call: names, texts and fingerprints of its arguments."""
 
 import torch
 

@@ -3,19 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import Scenario, Script, Step, assert_exact, sampled
+from exactness import Scenario, Script, Step, assert_exact, sample_cases
 from torch import nn
 
 CLASSES = 4
 
 
-def trained(model, loss, *, rate=0.05):
+def make_script(model, loss, *, rate=0.05):
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.5)
     return Script(modules={"model": model}, steps=[Step(function=loss, optimizer=optimizer)])
 
 
-def classified(model, **options):
-    return trained(model, lambda x, y: F.cross_entropy(model(x), y), **options)
+def make_classifier_script(model, **options):
+    return make_script(model, lambda x, y: F.cross_entropy(model(x), y), **options)
 
 
 def images(rows):
@@ -37,7 +37,7 @@ def tokens(rows):
 
 
 def lenet():
-    return classified(
+    return make_classifier_script(
         nn.Sequential(
             nn.Conv2d(1, 4, 3, padding=1),
             nn.BatchNorm2d(4),
@@ -56,13 +56,13 @@ def lenet():
 
 
 def batch_norm_without_affine():
-    return classified(
+    return make_classifier_script(
         nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, affine=False, momentum=0.3), nn.ReLU(), nn.Linear(8, CLASSES))
     )
 
 
 def batch_norm_without_statistics():
-    return classified(
+    return make_classifier_script(
         nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Tanh(), nn.Linear(8, CLASSES))
     )
 
@@ -74,17 +74,17 @@ def batch_norm_that_is_frozen():
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)
     norm.eval()
-    return classified(model)
+    return make_classifier_script(model)
 
 
 def batch_norm_of_sequences():
-    return classified(
+    return make_classifier_script(
         nn.Sequential(nn.Conv1d(5, 6, 3), nn.BatchNorm1d(6), nn.GELU(), nn.Flatten(), nn.Linear(36, CLASSES))
     )
 
 
 def other_norms():
-    return classified(
+    return make_classifier_script(
         nn.Sequential(
             nn.Conv2d(1, 4, 3),
             nn.GroupNorm(2, 4),
@@ -100,7 +100,7 @@ def other_norms():
 
 
 class DropoutAcross(nn.Module):
-    """Dropout on layouts other than the batch's own."""
+    """Dropout on layouts other than the batch's."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class DropoutAcross(nn.Module):
 
 
 def dropout_on_transposed_layouts():
-    return classified(DropoutAcross())
+    return make_classifier_script(DropoutAcross())
 
 
 class Attention(nn.Module):
@@ -130,19 +130,19 @@ class Attention(nn.Module):
 
 
 def multihead_attention():
-    return classified(Attention())
+    return make_classifier_script(Attention())
 
 
 def encoder_layer_with_dropout():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-    return classified(nn.Sequential(layer, nn.Flatten(), nn.Linear(40, CLASSES)))
+    return make_classifier_script(nn.Sequential(layer, nn.Flatten(), nn.Linear(40, CLASSES)))
 
 
 def encoder_layer_time_first():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, norm_first=True)
     outer = nn.Linear(8, CLASSES)
     model = nn.ModuleList([layer, outer])
-    return trained(model, lambda x, y: F.cross_entropy(outer(layer(x.transpose(0, 1)).mean(0)), y))
+    return make_script(model, lambda x, y: F.cross_entropy(outer(layer(x.transpose(0, 1)).mean(0)), y))
 
 
 class Fused(nn.Module):
@@ -165,7 +165,7 @@ class Fused(nn.Module):
 
 
 def fused_attention():
-    return classified(Fused())
+    return make_classifier_script(Fused())
 
 
 class Recurrent(nn.Module):
@@ -185,7 +185,7 @@ class Recurrent(nn.Module):
 def recurrent(kind, **options):
     model = Recurrent(kind, **options)
     model(torch.zeros(2, 5, 8))
-    return classified(model)
+    return make_classifier_script(model)
 
 
 def lstm():
@@ -225,11 +225,11 @@ def tied_embedding():
         out = model(words)[:, :-1]
         return F.cross_entropy(out.reshape(-1, 11), words[:, 1:].reshape(-1), ignore_index=0)
 
-    return trained(model, loss)
+    return make_script(model, loss)
 
 
 class Scaled(torch.autograd.Function):
-    """Its gradient is not that of its forward."""
+    """A function whose gradient is not that of its forward."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -244,7 +244,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Averaging(nn.Module):
-    """It keeps an average of its inputs in a buffer."""
+    """A module with a running average of its inputs in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -262,14 +262,14 @@ class Averaging(nn.Module):
 
 
 def buffers_and_a_function_of_the_users():
-    return classified(Averaging())
+    return make_classifier_script(Averaging())
 
 
 def frozen_parts():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     model[0].requires_grad_(False)
     model[2].bias.requires_grad_(False)
-    return classified(model)
+    return make_classifier_script(model)
 
 
 def two_models(norm=nn.LayerNorm):
@@ -364,6 +364,6 @@ SCENARIOS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS))
+@pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS))
 def test_losses_gradients_statistics_and_parameters_equal_the_plain_scripts(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import Scenario, Script, Step, assert_exact, sampled
+from exactness import Scenario, Script, Step, assert_exact, sample_cases
 from torch import nn
 
 CLASSES = 4
 
 
 def perceptron(loss, *, rate=0.1):
-    """A job that minimises `loss(model(x), *rest of the batch)`."""
+    """Return a script with a job that minimizes `loss(model(x), *rest of the batch)`."""
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     step = Step(function=lambda x, *rest: loss(model(x), *rest), optimizer=optimizer)
@@ -217,6 +217,6 @@ SCENARIOS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS))
+@pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS))
 def test_losses_gradients_and_parameters_equal_the_plain_scripts(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)

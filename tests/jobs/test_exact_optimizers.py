@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import Scenario, Script, Step, assert_exact, sampled
+from exactness import Scenario, Script, Step, assert_exact, sample_cases
 from torch import nn
 
 CLASSES = 4
@@ -115,7 +115,7 @@ def rmsprop():
 
 
 def adam_of_attention():
-    """Its keys' biases have a gradient that is zero but for rounding: adaptive optimizers make steps of that."""
+    """The biases of keys have gradients that are zero up to rounding; adaptive optimizers make steps of them."""
     layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
     outer = nn.Linear(6, CLASSES)
     optimizer = torch.optim.Adam([*layer.parameters(), *outer.parameters()], lr=0.01)
@@ -148,7 +148,7 @@ SCENARIOS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS))
+@pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS))
 def test_parameters_after_twenty_steps_equal_the_plain_scripts(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)
 

@@ -1,9 +1,9 @@
-"""Models of the transformers library, of tiny shapes and nothing downloaded, against the plain script."""
+"""Tiny models of the transformers library, without downloads, against the plain script."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import Scenario, Script, Step, assert_exact, sampled
+from exactness import Scenario, Script, Step, assert_exact, sample_cases
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
@@ -13,7 +13,7 @@ LENGTH = 6
 ROWS = (5,) * 18 + (3, 5)
 
 
-def trained(model, loss):
+def make_script(model, loss):
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return Script(modules={"model": model}, steps=[Step(function=loss, optimizer=optimizer)])
@@ -42,7 +42,7 @@ def gpt2():
         logits = model(input_ids=words, attention_mask=seen, use_cache=False).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten(), ignore_index=0)
 
-    return trained(model, loss)
+    return make_script(model, loss)
 
 
 def bert():
@@ -62,7 +62,7 @@ def bert():
         out = model(input_ids=hidden, attention_mask=seen, labels=labels)
         return out.loss, out.logits
 
-    return trained(model, loss)
+    return make_script(model, loss)
 
 
 def llama():
@@ -81,7 +81,7 @@ def llama():
         labels = words.masked_fill(seen == 0, -100)
         return model(input_ids=words, attention_mask=seen, labels=labels, use_cache=False).loss
 
-    return trained(model, loss)
+    return make_script(model, loss)
 
 
 def vit():
@@ -97,7 +97,7 @@ def vit():
         num_labels=4,
     )
     model = transformers.ViTForImageClassification(config)
-    return trained(model, lambda pictures, labels: {"loss": model(pixel_values=pictures, labels=labels).loss})
+    return make_script(model, lambda pictures, labels: {"loss": model(pixel_values=pictures, labels=labels).loss})
 
 
 KEYS = ("key.bias", "k_proj.bias")
@@ -109,6 +109,6 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3))
+@pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS, 2, 3))
 def test_losses_gradients_and_parameters_equal_the_plain_scripts(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)

@@ -1,4 +1,4 @@
-"""The proof of exactness finds what it is meant to find: each of these scripts is another one on the workers."""
+"""The exactness checks detect differences: each of these scripts differs on the workers."""
 
 import pytest
 import torch

@@ -1,9 +1,9 @@
-"""Several calls gathered into one step, against one plain step on all their rows."""
+"""Several accumulated calls against one plain step on all their rows."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from accumulation_check import Script, assert_gathered
+from accumulation_check import Script, assert_accumulated
 from torch import nn
 
 CLASSES = 4
@@ -177,7 +177,7 @@ def tokens_class_first():
 
 
 def class_token():
-    """A vision transformer's way: one learned token stretched over the batch."""
+    """One learned token expanded over the batch, as in a vision transformer."""
     layer = nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0, batch_first=True)
     layer.register_parameter("token", nn.Parameter(torch.randn(1, 1, 5)))
     head = nn.Linear(5, CLASSES)
@@ -204,7 +204,7 @@ def recurrent():
 
 
 def critic():
-    """A GAN's critic: targets made in the job."""
+    """A GAN's critic with targets created in the job."""
     model = nn.Sequential(nn.Linear(5, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
 
     def loss(real, fake):
@@ -229,7 +229,7 @@ def gradient_penalty():
 
 
 def valid_targets_and_rows():
-    """Two counts: as long as no target is ignored they are one."""
+    """Two weights that are equal as long as no target is ignored."""
 
     def loss(out, y):
         return F.cross_entropy(out, y) + 0.1 * out.square().mean()
@@ -257,11 +257,11 @@ BUILDS = [
 
 
 OFTEN = ("cross_entropy", "smoothing_and_class_weights", "masked_mean", "penalty_on_weights", "tokens", "critic")
-"""These run on one device and on workers always; the others in a sample."""
+"""Scripts that always run on one device and on workers; others run in a sample."""
 
 
-def sampled(*workers):
-    """Every script on one of the numbers of workers; with the others, and on workers at all, for `exhaustive`."""
+def sample_cases(*workers):
+    """Return every script with one number of workers; all other combinations are `exhaustive`."""
     found = []
     for place, build in enumerate(BUILDS):
         for turn, size in enumerate(workers):
@@ -272,23 +272,23 @@ def sampled(*workers):
     return found
 
 
-@pytest.mark.parametrize(("build", "workers"), sampled(1))
+@pytest.mark.parametrize(("build", "workers"), sample_cases(1))
 def test_on_one_device_accumulated_calls_equal_one_call_on_all_rows(build, workers):
-    assert_gathered(build, workers, torch.float64)
+    assert_accumulated(build, workers, torch.float64)
 
 
-@pytest.mark.parametrize(("build", "workers"), sampled(2, 3))
+@pytest.mark.parametrize(("build", "workers"), sample_cases(2, 3))
 def test_on_workers_accumulated_calls_equal_one_call_on_all_rows(build, workers):
-    assert_gathered(build, workers, torch.float64)
+    assert_accumulated(build, workers, torch.float64)
 
 
 @pytest.mark.parametrize(("build", "workers"), [(cross_entropy, 1), (ignored_targets, 2), (masked_mean, 3)])
 def test_accumulated_calls_equal_one_call_in_float32(build, workers):
-    assert_gathered(build, workers, torch.float32)
+    assert_accumulated(build, workers, torch.float32)
 
 
 def batch_norm():
-    """Statistics are each call's own, in training and in what is kept of them."""
+    """Each call has its own statistics, in training and in the running averages."""
     model = nn.Sequential(nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
 
     def loss(x, y):
@@ -302,11 +302,11 @@ def batch_norm():
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_batch_norm_uses_the_statistics_of_each_call(workers):
-    assert_gathered(batch_norm, workers, torch.float64, ((7, 5, 7), (6, 4)))
+    assert_accumulated(batch_norm, workers, torch.float64, ((7, 5, 7), (6, 4)))
 
 
 def dropout():
-    """Masks are drawn call by call, as by a plain script that calls backward for each."""
+    """Each call draws its own mask, as in a plain script that calls backward for each."""
     model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.4), nn.Linear(8, CLASSES))
 
     def loss(x, y):
@@ -320,4 +320,4 @@ def dropout():
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_dropout_draws_as_in_the_plain_script_for_each_call(workers):
-    assert_gathered(dropout, workers, torch.float64, ((7, 5, 7), (6, 4)))
+    assert_accumulated(dropout, workers, torch.float64, ((7, 5, 7), (6, 4)))

@@ -1,56 +1,56 @@
-"""What a job takes and refuses before anything runs, and what a call gives back."""
+"""What a job accepts and refuses before it runs, and what a call returns."""
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from rankless.context.world import World
 from torch import nn
 
-from rankless.context.world import World
 from rankless.errors import CaptureError, ConfigError
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 
 
-def world(mesh: Mesh | None = None) -> World:
+def make_world(mesh: Mesh | None = None) -> World:
     return World(mesh=mesh or Mesh.solo(), notify=print, send_record=print)
 
 
-def job_of(function, model, *, optimizer=None, view="consistent", mesh=None):
-    return make_job(function, model=model, optimizer=optimizer, view=view, world=lambda: world(mesh))
+def make_test_job(function, model, *, optimizer=None, view="consistent", mesh=None):
+    return make_job(function, model=model, optimizer=optimizer, view=view, world=lambda: make_world(mesh))
 
 
 def test_an_unknown_view_raises_by_name():
     with pytest.raises(ConfigError, match="view='global'"):
-        job_of(lambda x: x, nn.Linear(2, 2), view="global")
+        make_test_job(lambda x: x, nn.Linear(2, 2), view="global")
 
 
 def test_an_optimizer_with_unknown_parameters_raises():
     with pytest.raises(ConfigError, match="to none of them"):
-        job_of(lambda x: x, nn.Linear(2, 2), optimizer=torch.optim.SGD(nn.Linear(3, 3).parameters()))
+        make_test_job(lambda x: x, nn.Linear(2, 2), optimizer=torch.optim.SGD(nn.Linear(3, 3).parameters()))
 
 
 def test_an_optimizer_that_computes_the_loss_itself_raises():
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="LBFGS"):
-        job_of(lambda x: x, model, optimizer=torch.optim.LBFGS(model.parameters()))
+        make_test_job(lambda x: x, model, optimizer=torch.optim.LBFGS(model.parameters()))
 
 
 @pytest.mark.parametrize("model", [[torch.zeros(2)], {"two words": nn.Linear(2, 2)}], ids=["a tensor", "a bad name"])
 def test_a_model_that_is_no_module_raises(model):
     with pytest.raises(ConfigError, match="model="):
-        job_of(lambda x: x, model)
+        make_test_job(lambda x: x, model)
 
 
 def test_a_model_in_a_parallel_wrapper_raises_with_the_fix():
     with pytest.raises(ConfigError, match=r"DataParallel around it\n.*pass and call its \.module"):
-        job_of(lambda x: x, nn.DataParallel(nn.Linear(2, 2)))
+        make_test_job(lambda x: x, nn.DataParallel(nn.Linear(2, 2)))
 
 
 def test_a_model_on_another_kind_of_device_raises_with_the_fix():
     mesh = Mesh(rank=0, size=2, device=torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=r"model.to\('cuda'\)"):
-        job_of(lambda x: x, nn.Linear(2, 2), mesh=mesh)(torch.zeros(4, 2))
+        make_test_job(lambda x: x, nn.Linear(2, 2), mesh=mesh)(torch.zeros(4, 2))
 
 
 def test_a_train_job_steps_as_the_plain_script_and_detaches_results():
@@ -63,7 +63,7 @@ def test_a_train_job_steps_as_the_plain_script_and_detaches_results():
         scores = model(features)
         return {"loss": F.cross_entropy(scores, labels), "scores": scores, "name": "run"}
 
-    job = job_of(train, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    job = make_test_job(train, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     result = job(features, labels=labels)
 
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -80,7 +80,7 @@ def test_a_train_job_steps_as_the_plain_script_and_detaches_results():
 
 def test_a_predict_job_computes_no_gradients_and_takes_numpy_arrays():
     model = nn.Linear(3, 2)
-    scores = job_of(lambda features: model(features), model)(numpy.ones((4, 3), dtype=numpy.float32))
+    scores = make_test_job(lambda features: model(features), model)(numpy.ones((4, 3), dtype=numpy.float32))
     assert scores.shape == (4, 2)
     assert not scores.requires_grad
     assert model.weight.grad is None
@@ -89,7 +89,9 @@ def test_a_predict_job_computes_no_gradients_and_takes_numpy_arrays():
 @pytest.mark.parametrize("mesh", [None, Mesh(rank=0, size=1, device=torch.device("cpu"))], ids=["alone", "a mesh"])
 def test_a_train_job_without_a_loss_raises(mesh):
     model = nn.Linear(3, 2)
-    job = job_of(lambda x: model(x).detach().mean(), model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh)
+    job = make_test_job(
+        lambda x: model(x).detach().mean(), model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh
+    )
     with pytest.raises(CaptureError, match="to return its loss"):
         job(torch.zeros(4, 3))
 
@@ -99,5 +101,5 @@ def test_a_job_keeps_the_name_and_docstring_of_its_function():
         """Scores."""
         return x
 
-    job = job_of(score, nn.Linear(2, 2))
+    job = make_test_job(score, nn.Linear(2, 2))
     assert (job.__name__, job.__doc__) == ("score", "Scores.")

@@ -1,4 +1,4 @@
-"""An error of a job's own code is shown with the script's lines, on one worker and on several."""
+"""An error in a job's own code shows the script's lines, on one worker and on several."""
 
 from pathlib import Path
 

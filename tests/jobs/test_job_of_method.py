@@ -1,4 +1,4 @@
-"""A job of a method: refused where it could not take its object, right where it has it."""
+"""A job of a method: refused on the class, correct on an object."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ from rankless.parallel.mesh import Mesh
 STEPS = 6
 
 
-def world_of(mesh: Mesh) -> World:
+def make_world(mesh: Mesh) -> World:
     return World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
 
 
@@ -41,36 +41,36 @@ def batch(number: int, rows: int = 12) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (rows,), generator=generator)
 
 
-def fresh(kind: str) -> tuple[Net, torch.optim.Optimizer]:
+def make_model(kind: str) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net(kind).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 
-def state(model: nn.Module) -> dict[str, Tensor]:
+def get_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def trained(mesh: Mesh, kind: str, reduction: str, pieces: list[int]) -> tuple[list[Any], dict[str, Tensor]]:
-    """Every step's results, and the final state."""
-    model, optimizer = fresh(kind)
+def train_mirrored(mesh: Mesh, kind: str, reduction: str, pieces: list[int]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Return every step's results, and the final state."""
+    model, optimizer = make_model(kind)
 
     def loss(x: Tensor, y: Tensor, weight: float, *, name: str) -> Any:
         values = F.cross_entropy(model(x), y, reduction=reduction) * weight
         # Any Python: a branch on a value, and a result that is none.
         return {"loss": values, "high": bool(values.mean().item() > 1.0), "name": name}
 
-    job = make_job(loss, model=model, optimizer=optimizer, view="mirrored", world=lambda: world_of(mesh))
+    job = make_job(loss, model=model, optimizer=optimizer, view="mirrored", world=lambda: make_world(mesh))
     results = []
     for number in range(STEPS):
         x, y = batch(number, sum(pieces))
         results.append(job(list(x.split(pieces)), list(y.split(pieces)), 0.5, name="step"))
-    return results, state(model)
+    return results, get_state(model)
 
 
-def plainly(pieces: list[int]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The whole batch at once."""
-    model, optimizer = fresh("plain")
+def train_plainly(pieces: list[int]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Train on the whole batch at once."""
+    model, optimizer = make_model("plain")
     losses = []
     for number in range(STEPS):
         x, y = batch(number, sum(pieces))
@@ -79,7 +79,7 @@ def plainly(pieces: list[int]) -> tuple[list[Tensor], dict[str, Tensor]]:
         values.mean().backward()
         optimizer.step()
         losses.append(values.detach())
-    return losses, state(model)
+    return losses, get_state(model)
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -89,8 +89,11 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("pieces", [[6, 6], [7, 5], [4, 4, 4], [1, 6, 5]])
 def test_losses_per_sample_train_as_the_whole_batch_on_any_workers(pieces: list[int]):
-    losses, wanted = plainly(pieces)
-    runs = [trained(Mesh.solo(), "plain", "none", pieces), *on_mesh(len(pieces), trained, "plain", "none", pieces)]
+    losses, wanted = train_plainly(pieces)
+    runs = [
+        train_mirrored(Mesh.solo(), "plain", "none", pieces),
+        *on_mesh(len(pieces), train_mirrored, "plain", "none", pieces),
+    ]
     for results, final in runs:
         for result, whole in zip(results, losses, strict=True):
             assert [device["name"] for device in result] == ["step"] * len(pieces)
@@ -103,8 +106,8 @@ def test_losses_per_sample_train_as_the_whole_batch_on_any_workers(pieces: list[
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_worker_with_every_element_trains_as_many_workers(size: int, kind: str):
     pieces = [4] * size
-    results, wanted = trained(Mesh.solo(), kind, "mean", pieces)
-    for found, final in on_mesh(size, trained, kind, "mean", pieces):
+    results, wanted = train_mirrored(Mesh.solo(), kind, "mean", pieces)
+    for found, final in on_mesh(size, train_mirrored, kind, "mean", pieces):
         for ours, plain in zip(found, results, strict=True):
             for device, other in zip(ours, plain, strict=True):
                 torch.testing.assert_close(device["loss"], other["loss"], rtol=1e-12, atol=0)
@@ -112,14 +115,14 @@ def test_one_worker_with_every_element_trains_as_many_workers(size: int, kind: s
         assert_close(final, wanted)
 
 
-def predicted(mesh: Mesh, own: bool) -> list[Any]:
-    model, _ = fresh("plain")
+def predict_on_mesh(mesh: Mesh, own: bool) -> list[Any]:
+    model, _ = make_model("plain")
     job = make_job(
         lambda x, y: (model(x).argmax(1) == y).sum(),
         model=model,
         optimizer=None,
         view="mirrored",
-        world=lambda: world_of(mesh),
+        world=lambda: make_world(mesh),
     )
     x, y = batch(3)
     parts = list(x.chunk(2)), list(y.chunk(2))
@@ -129,22 +132,22 @@ def predicted(mesh: Mesh, own: bool) -> list[Any]:
 
 
 def test_a_predict_job_returns_the_results_of_all_devices():
-    model, _ = fresh("plain")
+    model, _ = make_model("plain")
     x, y = batch(3)
     wanted = [(model(part).argmax(1) == label).sum() for part, label in zip(x.chunk(2), y.chunk(2), strict=True)]
     for own in (False, True):
-        assert on_mesh(2, predicted, own) == [wanted] * 2
-    assert predicted(Mesh.solo(), False) == wanted
+        assert on_mesh(2, predict_on_mesh, own) == [wanted] * 2
+    assert predict_on_mesh(Mesh.solo(), False) == wanted
 
 
-def refused(mesh: Mesh, lengths: list[int]) -> Any:
-    model, optimizer = fresh("plain")
+def call_with_lists(mesh: Mesh, lengths: list[int]) -> Any:
+    model, optimizer = make_model("plain")
     job = make_job(
         lambda x, y: F.cross_entropy(model(x), y),
         model=model,
         optimizer=optimizer,
         view="mirrored",
-        world=lambda: world_of(mesh),
+        world=lambda: make_world(mesh),
     )
     x, y = batch(0)
     return job(*(list(tensor.chunk(length)) for tensor, length in zip((x, y), lengths, strict=True)))
@@ -153,26 +156,26 @@ def refused(mesh: Mesh, lengths: list[int]) -> Any:
 @pytest.mark.parametrize("lengths", [[3, 3], [2, 1], [1, 2]])
 def test_lists_that_do_not_fit_the_devices_raise_before_the_job_runs(lengths: list[int]):
     with pytest.raises(ConfigError, match="lists of length 2, the number of devices") as raised:
-        on_mesh(2, refused, lengths)
+        on_mesh(2, call_with_lists, lengths)
     assert "one element per device" in str(raised.value)
 
 
 def test_on_one_worker_lists_of_different_lengths_raise():
     with pytest.raises(ConfigError, match="lists of equal length"):
-        refused(Mesh.solo(), [2, 3])
+        call_with_lists(Mesh.solo(), [2, 3])
 
 
 def test_accumulation_in_the_mirrored_view_and_unknown_views_raise():
-    model, optimizer = fresh("plain")
+    model, optimizer = make_model("plain")
     job = make_job(
         lambda x: model(x).sum(),
         model=model,
         optimizer=optimizer,
         view="mirrored",
-        world=lambda: world_of(Mesh.solo()),
+        world=lambda: make_world(Mesh.solo()),
         step_options=StepOptions(accumulate=2),
     )
     with pytest.raises(ConfigError, match="in the mirrored view"):
         job([batch(0)[0]])
     with pytest.raises(ConfigError, match='view="consistent" or view="mirrored"'):
-        make_job(lambda x: x, model=model, optimizer=None, view="local", world=lambda: world_of(Mesh.solo()))
+        make_job(lambda x: x, model=model, optimizer=None, view="local", world=lambda: make_world(Mesh.solo()))

@@ -1,4 +1,4 @@
-"""Clipping, the gradient's norm, values that are not finite, several optimizers: one device and real workers."""
+"""Clipping, the gradient's norm, non-finite values, several optimizers: on one device and on real workers."""
 
 import math
 
@@ -18,8 +18,10 @@ from rankless.parallel.mesh import Mesh
 STEPS = 6
 
 
-def world_of(mesh, said=None):
-    return World(mesh=mesh, notify=lambda text: None if said is None else said.append(text), send_record=lambda _: None)
+def make_world(mesh, warnings=None):
+    return World(
+        mesh=mesh, notify=lambda text: None if warnings is None else warnings.append(text), send_record=lambda _: None
+    )
 
 
 def network():
@@ -32,8 +34,8 @@ def batches(rows=7, count=STEPS):
     return [(torch.randn(rows, 5).double() * 3, torch.randint(0, 4, (rows,))) for _ in range(count)]
 
 
-def job_of(function, model, optimizer, mesh, said=None, **settings):
-    world = world_of(mesh, said)
+def make_test_job(function, model, optimizer, mesh, warnings=None, **settings):
+    world = make_world(mesh, warnings)
     return make_job(
         function,
         model=model,
@@ -48,9 +50,9 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
 
-def clipped(mesh, settings):
+def train_clipped(mesh, settings):
     model = network()
-    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), mesh, **settings)
+    job = make_test_job(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), mesh, **settings)
     norms = []
     for batch in batches():
         job(*batch)
@@ -59,7 +61,7 @@ def clipped(mesh, settings):
     return norms, [item.detach().clone() for item in model.parameters()]
 
 
-def clipped_plainly(settings):
+def train_clipped_plainly(settings):
     model = network()
     optimizer = sgd(model)
     norms = []
@@ -84,16 +86,16 @@ def assert_near(found, wanted):
 @pytest.mark.parametrize("settings", [{"clip_norm": 0.2}, {"clip_value": 0.05}, {"gradient_norm": True}], ids=str)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_gradient_is_clipped_and_measured_as_in_the_plain_script(workers, settings):
-    norms, parameters = clipped_plainly(settings)
-    ranks = [clipped(Mesh.solo(), settings)] if workers == 1 else on_mesh(workers, clipped, settings)
+    norms, parameters = train_clipped_plainly(settings)
+    ranks = [train_clipped(Mesh.solo(), settings)] if workers == 1 else on_mesh(workers, train_clipped, settings)
     assert all(rank[0] == ranks[0][0] for rank in ranks)
     assert ranks[0][0] == pytest.approx(norms, rel=1e-12)
     assert_near(ranks[0][1], parameters)
 
 
-def accumulated_and_clipped(mesh):
+def train_accumulated_and_clipped(mesh):
     model = network()
-    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), mesh, accumulate=2, clip_norm=0.2)
+    job = make_test_job(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), mesh, accumulate=2, clip_norm=0.2)
     stepped = []
     for batch in batches():
         job(*batch)
@@ -111,7 +113,11 @@ def test_an_accumulated_gradient_is_clipped_once_per_step(workers):
         F.cross_entropy(model(torch.cat([x, more])), torch.cat([y, further])).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
         optimizer.step()
-    ranks = [accumulated_and_clipped(Mesh.solo())] if workers == 1 else on_mesh(workers, accumulated_and_clipped)
+    ranks = (
+        [train_accumulated_and_clipped(Mesh.solo())]
+        if workers == 1
+        else on_mesh(workers, train_accumulated_and_clipped)
+    )
     for stepped, parameters, found in ranks:
         assert stepped == [False, True] * (STEPS // 2)
         assert found == pytest.approx(float(norm), rel=1e-12)
@@ -128,22 +134,22 @@ def test_invalid_step_options_raise_by_name():
         ({"clip_value": math.nan}, "clip_value=nan"),
     ]:
         with pytest.raises(ConfigError, match=found):
-            job_of(lambda x: x, model, sgd(model), Mesh.solo(), **settings)
+            make_test_job(lambda x: x, model, sgd(model), Mesh.solo(), **settings)
     with pytest.raises(ConfigError, match="which makes no steps"):
-        job_of(lambda x: x, model, None, Mesh.solo(), accumulate=2)
+        make_test_job(lambda x: x, model, None, Mesh.solo(), accumulate=2)
     with pytest.raises(ConfigError, match="list of them"):
-        job_of(lambda x: x, model, [sgd(model), "SGD"], Mesh.solo())
+        make_test_job(lambda x: x, model, [sgd(model), "SGD"], Mesh.solo())
 
 
 def test_reading_an_unmeasured_norm_raises_with_the_keyword():
     model = network()
-    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo())
+    job = make_test_job(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo())
     job(*batches()[0])
     with pytest.raises(ConfigError, match="gradient_norm=True"):
         _ = job.gradient_norm
 
 
-def not_finite(mesh, where, accumulate):
+def train_until_not_finite(mesh, where, accumulate):
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -152,7 +158,7 @@ def not_finite(mesh, where, accumulate):
         # A gradient that is not finite while the loss is: the slope of a root at zero.
         return loss + (model(x)[:, 0] * 0).abs().sqrt().mean() if where == "gradient" else loss
 
-    job = job_of(train, model, optimizer, mesh, check_finite=True, accumulate=accumulate)
+    job = make_test_job(train, model, optimizer, mesh, check_finite=True, accumulate=accumulate)
     good = batches()
     if where == "loss":
         job(*good[0])
@@ -177,7 +183,11 @@ def not_finite(mesh, where, accumulate):
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_non_finite_values_raise_by_name_on_every_rank_without_a_step(workers, where, accumulate):
     arguments = (where, accumulate)
-    ranks = [not_finite(Mesh.solo(), *arguments)] if workers == 1 else on_mesh(workers, not_finite, *arguments)
+    ranks = (
+        [train_until_not_finite(Mesh.solo(), *arguments)]
+        if workers == 1
+        else on_mesh(workers, train_until_not_finite, *arguments)
+    )
     for rank in ranks:
         assert rank is not None, "nothing was raised"
         found, expected, line, unchanged = rank
@@ -188,19 +198,19 @@ def test_non_finite_values_raise_by_name_on_every_rank_without_a_step(workers, w
         assert unchanged
 
 
-def two_optimizers(mesh):
+def train_with_two_optimizers(mesh):
     model = network()
     slow = torch.optim.SGD(model[0].parameters(), lr=0.01)
     fast = torch.optim.Adam(model[2].parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(slow, 2, gamma=0.5)
-    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, [slow, fast], mesh)
+    job = make_test_job(lambda x, y: F.cross_entropy(model(x), y), model, [slow, fast], mesh)
     for batch in batches():
         job(*batch)
         schedule.step()
     return [item.detach().clone() for item in model.parameters()]
 
 
-def two_optimizers_plainly():
+def train_with_two_optimizers_plainly():
     model = network()
     slow = torch.optim.SGD(model[0].parameters(), lr=0.01)
     fast = torch.optim.Adam(model[2].parameters(), lr=0.1)
@@ -214,12 +224,12 @@ def two_optimizers_plainly():
     return list(model.parameters())
 
 
-def two_jobs(mesh):
-    """Two jobs with optimizers of their own on parts of one model; each clears and fills all of its gradients."""
+def train_two_jobs(mesh):
+    """Two jobs with own optimizers for parts of one model; each clears and fills all of its gradients."""
     model = network()
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2]))
-    one = job_of(lambda x, y: F.cross_entropy(model(x), y), model, first, mesh)
-    other = job_of(lambda x, y: model(x).square().mean() + 0 * y.sum(), model, second, mesh)
+    one = make_test_job(lambda x, y: F.cross_entropy(model(x), y), model, first, mesh)
+    other = make_test_job(lambda x, y: model(x).square().mean() + 0 * y.sum(), model, second, mesh)
     gradients = []
     for batch in batches():
         for job in (one, other):
@@ -228,7 +238,7 @@ def two_jobs(mesh):
     return [item.detach().clone() for item in model.parameters()], gradients[-1]
 
 
-def two_jobs_plainly():
+def train_two_jobs_plainly():
     model = network()
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2]))
     for x, y in batches():
@@ -243,8 +253,10 @@ def two_jobs_plainly():
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_several_optimizers_and_a_scheduler_step_as_in_the_plain_script(workers):
-    wanted = two_optimizers_plainly()
-    for parameters in [two_optimizers(Mesh.solo())] if workers == 1 else on_mesh(workers, two_optimizers):
+    wanted = train_with_two_optimizers_plainly()
+    for parameters in (
+        [train_with_two_optimizers(Mesh.solo())] if workers == 1 else on_mesh(workers, train_with_two_optimizers)
+    ):
         # Adam's steps follow the rounding of gradients, whose own bound is 1e-12.
         for ours, plain in zip(parameters, wanted, strict=True):
             torch.testing.assert_close(ours, plain.detach(), rtol=1e-9, atol=1e-10)
@@ -252,22 +264,24 @@ def test_several_optimizers_and_a_scheduler_step_as_in_the_plain_script(workers)
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_two_jobs_on_one_model_train_as_the_plain_script(workers):
-    parameters, gradients = two_jobs_plainly()
-    for ours, theirs in [two_jobs(Mesh.solo())] if workers == 1 else on_mesh(workers, two_jobs):
+    parameters, gradients = train_two_jobs_plainly()
+    for ours, theirs in [train_two_jobs(Mesh.solo())] if workers == 1 else on_mesh(workers, train_two_jobs):
         assert_near(ours, parameters)
         assert_near(theirs, gradients)
 
 
-def epochs(mesh, accumulate, calls_per_batch, sampled):
-    """Rows of a data set in batches of four, the last shorter; after every pass what has been stepped."""
+def train_epochs(mesh, accumulate, calls_per_batch, use_sampler):
+    """Train on batches of four rows and a shorter last one; return the steps after every pass."""
     model = network()
-    said = []
+    warnings = []
     optimizer = sgd(model)
-    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, optimizer, mesh, said, accumulate=accumulate)
+    job = make_test_job(
+        lambda x, y: F.cross_entropy(model(x), y), model, optimizer, mesh, warnings, accumulate=accumulate
+    )
     torch.manual_seed(5)
     data = torch.utils.data.TensorDataset(torch.randn(22, 5).double(), torch.randint(0, 4, (22,)))
-    sampler = iter_only(range(22)) if sampled else None
-    world = world_of(mesh)
+    sampler = UnsizedSampler(range(22)) if use_sampler else None
+    world = make_world(mesh)
     loader = Loader(data, options=LoaderOptions(batch_size=4, sampler=sampler), world=lambda: world)
     object.__setattr__(world, "passes", job._world().passes)
     trail = []
@@ -278,11 +292,11 @@ def epochs(mesh, accumulate, calls_per_batch, sampled):
                 trail.append(job.stepped)
         trail.append(job._stepper.steps)
     assert not job.flush(), "a pass's end left calls in hand"
-    return trail, said, [item.detach().clone() for item in model.parameters()]
+    return trail, warnings, [item.detach().clone() for item in model.parameters()]
 
 
-class iter_only:
-    """A sampler of unknown length."""
+class UnsizedSampler:
+    """A sampler without a length."""
 
     def __init__(self, indices):
         self.indices = indices
@@ -291,7 +305,7 @@ class iter_only:
         return iter(self.indices)
 
 
-def epochs_plainly(accumulate, calls_per_batch):
+def train_epochs_plainly(accumulate, calls_per_batch):
     model = network()
     optimizer = sgd(model)
     torch.manual_seed(5)
@@ -309,49 +323,51 @@ def epochs_plainly(accumulate, calls_per_batch):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_last_call_of_a_pass_makes_the_step_of_fewer_calls(workers):
     arguments = (4, 1, False)
-    ranks = [epochs(Mesh.solo(), *arguments)] if workers == 1 else on_mesh(workers, epochs, *arguments)
-    for trail, said, parameters in ranks:
+    ranks = [train_epochs(Mesh.solo(), *arguments)] if workers == 1 else on_mesh(workers, train_epochs, *arguments)
+    for trail, warnings, parameters in ranks:
         one_pass = [False, False, False, True, False, True]
         assert trail == [*one_pass, 2, *one_pass, 4]
-        assert said == []
-        assert_near(parameters, epochs_plainly(4, 1))
+        assert warnings == []
+        assert_near(parameters, train_epochs_plainly(4, 1))
 
 
-@pytest.mark.parametrize(("calls", "sampled"), [(2, False), (1, True)], ids=["two calls per batch", "length unknown"])
-def test_the_end_of_a_pass_makes_the_step_if_the_last_call_is_unknown(calls, sampled):
-    for trail, _, parameters in on_mesh(2, epochs, 5, calls, sampled):
+@pytest.mark.parametrize(("calls", "use_sampler"), [(2, False), (1, True)], ids=["two calls per batch", "length unknown"])
+def test_the_end_of_a_pass_makes_the_step_if_the_last_call_is_unknown(calls, use_sampler):
+    for trail, _, parameters in on_mesh(2, train_epochs, 5, calls, use_sampler):
         per_pass = 6 * calls // 5 + (6 * calls % 5 > 0)
         assert [item for item in trail if item is not True and item is not False] == [per_pass, 2 * per_pass]
         assert sum(item is True for item in trail) == 2 * (6 * calls // 5)
-        assert_near(parameters, epochs_plainly(5, calls))
+        assert_near(parameters, train_epochs_plainly(5, calls))
 
 
 def test_calls_without_a_step_warn_at_the_next_loop_and_at_the_end():
     model = network()
-    said = []
-    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo(), said, accumulate=4)
+    warnings = []
+    job = make_test_job(
+        lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo(), warnings, accumulate=4
+    )
     data = torch.utils.data.TensorDataset(torch.randn(8, 5).double(), torch.randint(0, 4, (8,)))
     loader = Loader(data, options=LoaderOptions(batch_size=2), world=job._world)
     for batch in loader:
         job(*batch)
         break
-    assert said == []
+    assert warnings == []
     for batch in loader:
         job(*batch)
         break
-    assert len(said) == 1
-    assert "left with 1 of 4 calls of job '<lambda>' gathered" in said[0]
-    job._world().passes.warn_unfinished(said.append)
-    assert "2 of 4 calls" in said[1]
-    assert ".flush()" in said[1]
+    assert len(warnings) == 1
+    assert "left with 1 of 4 calls of job '<lambda>' gathered" in warnings[0]
+    job._world().passes.warn_unfinished(warnings.append)
+    assert "2 of 4 calls" in warnings[1]
+    assert ".flush()" in warnings[1]
     assert job.flush()
-    job._world().passes.warn_unfinished(said.append)
-    assert len(said) == 2
+    job._world().passes.warn_unfinished(warnings.append)
+    assert len(warnings) == 2
 
 
 def test_a_pass_over_another_loader_makes_no_step():
     model = network()
-    job = job_of(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo(), accumulate=3)
+    job = make_test_job(lambda x, y: F.cross_entropy(model(x), y), model, sgd(model), Mesh.solo(), accumulate=3)
     data = torch.utils.data.TensorDataset(torch.randn(8, 5).double(), torch.randint(0, 4, (8,)))
     loader = Loader(data, options=LoaderOptions(batch_size=2), world=job._world)
     stepped = []

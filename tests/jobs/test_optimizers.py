@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim is the plain script's or refused; which of them treat every element by itself."""
+"""Every optimizer of torch.optim equals the plain script's or is refused, and which of them work elementwise."""
 
 import inspect
 
@@ -31,20 +31,20 @@ ELEMENTWISE = {
     "Rprop": [{}, {"etas": (0.4, 1.3)}],
     "SGD": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],
 }
-"""Each element's step depends on that element alone (proved below), with these settings."""
+"""Each element's step depends on that element alone (checked below), with these settings."""
 WHOLE = {"Adafactor": [{}], "Muon": [{}]}
-"""They take norms or factors of whole tensors: right because parameters are whole on every worker."""
+"""They use norms or factors of whole tensors: correct because parameters are whole on every worker."""
 REFUSED = {"LBFGS": "computes the loss several times", "SparseAdam": "needs sparse gradients"}
 GAIN = 1e4
-"""How far rounding of gradients (1e-16) may have grown in three steps of an optimizer that divides by their size."""
+"""How far the rounding of gradients (1e-16) may grow in three steps of an optimizer that divides by their size."""
 
 
 def test_every_optimizer_of_pytorch_is_classified():
     assert set(CLASSES) == {*ELEMENTWISE, *WHOLE, *REFUSED}
 
 
-def stepped(name, settings, value, gradients):
-    """The value after a step for each gradient."""
+def take_steps(name, settings, value, gradients):
+    """Return the value after a step for each gradient."""
     parameter = nn.Parameter(value.clone())
     optimizer = CLASSES[name]([parameter], **settings)
     for gradient in gradients:
@@ -53,10 +53,10 @@ def stepped(name, settings, value, gradients):
     return parameter.detach()
 
 
-def in_halves(name, settings, value, gradients):
+def take_steps_in_halves(name, settings, value, gradients):
     return torch.cat(
         [
-            stepped(name, settings, part, [item.chunk(2)[place] for item in gradients])
+            take_steps(name, settings, part, [item.chunk(2)[place] for item in gradients])
             for place, part in enumerate(value.chunk(2))
         ]
     )
@@ -68,7 +68,10 @@ def test_only_elementwise_optimizers_step_on_halves_as_on_the_whole(name):
     dtype = torch.float64
     value, gradients = torch.randn(6, 4, dtype=dtype), [torch.randn(6, 4, dtype=dtype) for _ in range(3)]
     for settings in {**ELEMENTWISE, **WHOLE}[name]:
-        whole, halves = stepped(name, settings, value, gradients), in_halves(name, settings, value, gradients)
+        whole, halves = (
+            take_steps(name, settings, value, gradients),
+            take_steps_in_halves(name, settings, value, gradients),
+        )
         assert torch.equal(whole, halves) == (name in ELEMENTWISE)
 
 
@@ -96,8 +99,8 @@ def batches():
     return [(torch.randn(rows, 5).double(), torch.randint(0, 4, (rows,))) for rows in (7, 7, 4)]
 
 
-def trained(mesh):
-    """By optimizer and settings: parameters and state after three steps."""
+def train_all_optimizers(mesh):
+    """Return parameters and state after three steps, by optimizer and settings."""
     found = {}
     for name, all_settings in {**ELEMENTWISE, **WHOLE}.items():
         for place, settings in enumerate(all_settings):
@@ -122,8 +125,8 @@ def trained(mesh):
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_supported_optimizers_train_on_workers_as_in_the_plain_script(workers):
-    wanted = trained(Mesh.solo())
-    for found in on_mesh(workers, trained):
+    wanted = train_all_optimizers(Mesh.solo())
+    for found in on_mesh(workers, train_all_optimizers):
         for key, parameters in found.items():
             # Muon orthogonalises in bfloat16, whose rounding turns over where the gradient's last bit does.
             bound = 0.02 if key[0] == "Muon" else GAIN * 1e-15
@@ -131,8 +134,8 @@ def test_supported_optimizers_train_on_workers_as_in_the_plain_script(workers):
                 assert float((ours - plain).abs().max()) <= bound * float(plain.abs().max()), key
 
 
-def lively(mesh):
-    """Rates and groups edited by hand, a group added later, states saved and loaded, and three schedulers."""
+def train_with_edits(mesh):
+    """Train with edited rates and groups, a group added later, states saved and loaded, and three schedulers."""
     model, head = network(), nn.Linear(4, 4).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
@@ -170,8 +173,8 @@ def lively(mesh):
 
 
 def test_edited_groups_and_rates_and_loaded_states_take_effect():
-    wanted = lively(Mesh.solo())
-    for found in on_mesh(2, lively):
+    wanted = train_with_edits(Mesh.solo())
+    for found in on_mesh(2, train_with_edits):
         for ours, plain in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
 
@@ -193,8 +196,8 @@ def test_a_later_group_with_unknown_parameters_raises_at_the_call():
         job(*batches()[0])
 
 
-def averaged(mesh):
-    """A running average of the weights beside, evaluated in batches with a short tail, and stopping early on it."""
+def train_averaged(mesh):
+    """Train with a running average of the weights, evaluated with a short last batch, and early stopping."""
     model = network()
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True
@@ -206,12 +209,12 @@ def averaged(mesh):
         hits = scores.argmax(1) == y
         return F.cross_entropy(scores, y), {"accuracy": hits.double().mean(), "hits": hits.sum()}
 
-    def judged(x, y):
+    def evaluate(x, y):
         return F.cross_entropy(average(x), y, reduction="sum")
 
     world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
     train = make_job(loss, model=model, optimizer=optimizer, view="consistent", world=lambda: world)
-    judge = make_job(judged, model={"average": average}, optimizer=None, view="consistent", world=lambda: world)
+    judge = make_job(evaluate, model={"average": average}, optimizer=None, view="consistent", world=lambda: world)
     best, waited, trail = float("inf"), 0, []
     for _ in range(12):
         for x, y in batches():
@@ -227,7 +230,7 @@ def averaged(mesh):
     return trail
 
 
-def averaged_plainly():
+def train_averaged_plainly():
     model = network()
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True
@@ -255,9 +258,9 @@ def averaged_plainly():
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_metrics_averaging_and_early_stopping_act_as_in_the_plain_script(workers):
-    wanted = averaged_plainly()
+    wanted = train_averaged_plainly()
     assert len(wanted) < 12 * 4, "the plain script never stops early"
-    for found in [averaged(Mesh.solo())] if workers == 1 else on_mesh(workers, averaged):
+    for found in [train_averaged(Mesh.solo())] if workers == 1 else on_mesh(workers, train_averaged):
         assert len(found) == len(wanted)
         for ours, plain in zip(found, wanted, strict=True):
             assert ours == pytest.approx(plain, rel=1e-10)

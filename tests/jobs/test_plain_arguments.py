@@ -1,4 +1,4 @@
-"""Plain numbers among a job's arguments, and the programs that they make."""
+"""Plain numbers among a job's arguments, and their programs."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from rankless.jobs.job import make_job
 from rankless.jobs.program_cache import MAX_ENTRIES
 
 
-def annealed(mesh, coefficients, as_tensor):
-    """Losses with a coefficient passed as an argument, the plain ones, what was said, and the programs kept."""
+def train_annealed(mesh, coefficients, as_tensor):
+    """Return losses with a coefficient as an argument, the plain ones, the warnings, and the cached programs."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    said = []
-    world = World(mesh=mesh, notify=said.append, send_record=lambda _: None)
+    warnings = []
+    world = World(mesh=mesh, notify=warnings.append, send_record=lambda _: None)
 
     def train(x, *, settings, flag):
         return model(x).square().mean() * settings["coefficient"] * (2 if flag else 1)
@@ -31,14 +31,14 @@ def annealed(mesh, coefficients, as_tensor):
         losses.append((found, train(x, settings=settings, flag=flag).item()))
     kinds = job._view._programs._entries
     memory = {flat.data_ptr() for flat in job._view._programs._memory._flats.values()}
-    return losses, said, len(kinds), len(memory)
+    return losses, warnings, len(kinds), len(memory)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_changing_number_is_right_and_warns_once_at_its_third_value(workers):
-    for losses, said, kinds, memories in on_mesh(workers, annealed, [1.0, 0.5, 1.0, 0.25, 0.125, 0.1], False):
+    for losses, warnings, kinds, memories in on_mesh(workers, train_annealed, [1.0, 0.5, 1.0, 0.25, 0.125, 0.1], False):
         assert all(found == pytest.approx(plain, rel=1e-14) for found, plain in losses)
-        (notice,) = said
+        (notice,) = warnings
         assert "'settings'" in notice
         assert "torch.tensor(0.25)" in notice
         assert f"{__file__}:" in notice
@@ -47,17 +47,19 @@ def test_a_changing_number_is_right_and_warns_once_at_its_third_value(workers):
 
 
 def test_two_values_of_a_number_or_a_tensor_do_not_warn():
-    for _, said, kinds, _ in on_mesh(2, annealed, [1.0, 0.5, 1.0, 0.5], False):
-        assert said == []
+    for _, warnings, kinds, _ in on_mesh(2, train_annealed, [1.0, 0.5, 1.0, 0.5], False):
+        assert warnings == []
         assert kinds == 2
-    for losses, said, kinds, _ in on_mesh(2, annealed, [1.0, 0.5, 0.25, 0.125, 0.1], True):
+    for losses, warnings, kinds, _ in on_mesh(2, train_annealed, [1.0, 0.5, 0.25, 0.125, 0.1], True):
         assert all(found == pytest.approx(plain, rel=1e-14) for found, plain in losses)
-        assert said == []
+        assert warnings == []
         assert kinds == 2
 
 
 @pytest.mark.slow
 def test_programs_of_a_number_that_always_changes_are_dropped():
-    for losses, _, kinds, _ in on_mesh(2, annealed, [1 / (number + 1) for number in range(MAX_ENTRIES + 6)], False):
+    for losses, _, kinds, _ in on_mesh(
+        2, train_annealed, [1 / (number + 1) for number in range(MAX_ENTRIES + 6)], False
+    ):
         assert all(found == pytest.approx(plain, rel=1e-14) for found, plain in losses)
         assert kinds == MAX_ENTRIES

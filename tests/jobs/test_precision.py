@@ -15,7 +15,7 @@ ROWS, STEPS = 11, 4
 
 
 class Model(nn.Module):
-    """Tied weights, a statistic, a whole-number buffer and a half-precision part."""
+    """Tied weights, a statistic, an integer buffer and a half-precision part."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def batches():
         yield text, torch.randn(ROWS, 6, generator=generator)
 
 
-def started():
+def make_script():
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -45,8 +45,8 @@ def started():
 
 
 def train_as_job(mesh):
-    """Losses, parameters and dtypes of a float32 script whose world says float64, with logical batches."""
-    model, optimizer, scheduler = started()
+    """Return losses, parameters and dtypes of a float32 script that runs in float64, with logical batches."""
+    model, optimizer, scheduler = make_script()
     world = World(mesh=mesh, notify=print, send_record=print, dtype=torch.float64)
 
     def train(text, shift):
@@ -65,7 +65,7 @@ def train_as_job(mesh):
 
 
 def train_plainly():
-    model, _, _ = started()
+    model, _, _ = make_script()
     model.to(torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -92,7 +92,7 @@ def test_a_job_in_float64_equals_the_script_in_float64(workers):
 
 
 def test_cast_parameters_keep_identity_and_optimizer_states_follow():
-    model, optimizer, _ = started()
+    model, optimizer, _ = make_script()
     text, shift = next(batches())
     F.cross_entropy(model(text, shift), text).backward()
     optimizer.step()

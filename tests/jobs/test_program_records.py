@@ -1,4 +1,4 @@
-"""What a program is said to move is what `torch.distributed` is given to move."""
+"""The recorded traffic of a program equals what `torch.distributed` communicates."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 class Layers(nn.Module):
-    """Every kind of collective that the data axis has: gathered and reduced statistics, a gathered batch, gradients."""
+    """Every kind of collective of the data axis: gathered and reduced statistics, a gathered batch, gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Layers(nn.Module):
 
 
 @contextmanager
-def counted() -> Iterator[list[tuple[str, int]]]:
-    """Within: the bytes of every whole value that goes through a collective."""
+def count_bytes() -> Iterator[list[tuple[str, int]]]:
+    """Record inside the context the bytes of every whole value in a collective."""
     seen: list[tuple[str, int]] = []
     originals = dist.all_reduce, dist.all_gather_single
 
@@ -63,7 +63,7 @@ def replace_collectives(all_reduce: Callable[..., Any], all_gather_single: Calla
     dist.all_reduce, dist.all_gather_single = all_reduce, all_gather_single
 
 
-def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobProgram, list[tuple[str, int]]]:
+def compare_plan_with_traffic(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobProgram, list[tuple[str, int]]]:
     torch.manual_seed(0)
     model = Layers().to(dtype)
     labels = torch.randint(0, 4, (rows,))
@@ -85,7 +85,7 @@ def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobPro
         get_local_piece(arguments.tensors[item], placements[item], mesh) if isinstance(item, int) else item
         for item in values
     ]
-    with counted() as moved:
+    with count_bytes() as moved:
         executable.local(values)
     return describe_program(job, executable.local), moved
 
@@ -93,7 +93,7 @@ def planned_and_moved(mesh: Mesh, rows: int, dtype: torch.dtype) -> tuple[JobPro
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_redistributions_have_their_bytes_in_program_order(workers: int, dtype: torch.dtype) -> None:
-    program, moved = on_mesh(workers, planned_and_moved, 6, dtype)[0]
+    program, moved = on_mesh(workers, compare_plan_with_traffic, 6, dtype)[0]
     assert [(move.kind, move.bytes) for move in program.moves] == moved
     assert {move.kind for move in program.moves} == {"all_reduce", "all_gather"}
     assert len(moved) >= 3 + 1 + 1 + 3 + 1
@@ -103,7 +103,7 @@ def test_redistributions_have_their_bytes_in_program_order(workers: int, dtype: 
 
 
 def test_inputs_have_placements_and_redistributions_name_script_lines() -> None:
-    program, _ = on_mesh(3, planned_and_moved, 7, torch.float32)[0]
+    program, _ = on_mesh(3, compare_plan_with_traffic, 7, torch.float32)[0]
     arguments = [item.placement for item in program.inputs if item.kind == "argument"]
     assert arguments == ["dim 0 split 3+2+2"] * 2
     assert all(item.placement == "whole on every worker" for item in program.inputs if item.kind != "argument")

@@ -1,4 +1,4 @@
-"""What cannot be gathered over calls is refused with its line; what counts nothing has no weight."""
+"""A loss that cannot accumulate over calls raises with its line; a call without valid targets has no weight."""
 
 import inspect
 
@@ -125,8 +125,8 @@ def test_a_loss_that_cannot_accumulate_raises_with_its_line_untrained(build):
     assert torch.equal(model.weight, before)
 
 
-def counts_that_part(mesh, mask):
-    """Two means over counts in one proportion, until a call of another length comes, or one with other valid rows."""
+def train_with_diverging_weights(mesh, mask):
+    """Two means over counts in one proportion, until a call has another length or other valid rows."""
     model = nn.Linear(5, 4)
 
     def loss(x, y):
@@ -158,7 +158,11 @@ def counts_that_part(mesh, mask):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("mask", [True, False], ids=["valid rows", "lengths"])
 def test_loss_terms_with_diverging_weights_raise_at_that_call(workers, mask):
-    ranks = [counts_that_part(Mesh.solo(), mask)] if workers == 1 else on_mesh(workers, counts_that_part, mask)
+    ranks = (
+        [train_with_diverging_weights(Mesh.solo(), mask)]
+        if workers == 1
+        else on_mesh(workers, train_with_diverging_weights, mask)
+    )
     for found, unchanged in ranks:
         assert found.startswith("counts of 72, 3 " if mask else "counts of 96, 6 ")
         assert unchanged, "the gradient of the calls before is lost"
@@ -167,7 +171,7 @@ def test_loss_terms_with_diverging_weights_raise_at_that_call(workers, mask):
 def test_calls_without_a_valid_target_have_no_weight():
     """The first call of a group, or any other, may have none: its gradient is not a number, and it has no weight."""
 
-    def gathered(order):
+    def train_in_order(order):
         torch.manual_seed(0)
         model = nn.Linear(5, CLASSES).double()
         x, y = torch.randn(3, 6, 5).double(), torch.randint(0, CLASSES, (3, 6))
@@ -186,7 +190,7 @@ def test_calls_without_a_valid_target_have_no_weight():
         assert job.stepped
         return model.weight.detach(), model.weight.grad
 
-    first, _ = gathered([1, 2, 0])
+    first, _ = train_in_order([1, 2, 0])
     assert first.isfinite().all()
     for order in ([0, 1, 2], [2, 0, 1]):
-        torch.testing.assert_close(gathered(order)[0], first, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(train_in_order(order)[0], first, rtol=1e-12, atol=1e-14)

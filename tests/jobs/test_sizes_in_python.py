@@ -1,4 +1,4 @@
-"""Jobs whose Python asks of a size what only a number can answer: right for every shape, and said where it costs."""
+"""Jobs whose Python code needs the number of a size: right for every shape, with a warning about the cost."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 from exactness import Scenario, Script, Step, assert_exact
 from support.processes import on_mesh
-from test_variable_shapes import counted_captures
+from test_variable_shapes import count_captures
 from torch import nn
 
 LENGTHS = (6, 9, 4, 7, 9, 5, 6, 8, 4)
@@ -19,8 +19,8 @@ def batch(rows):
     return (torch.randn(rows, length, 3),)
 
 
-def trained(function):
-    """A script whose job's loss has a part that `function(model, x)` gives."""
+def make_script(function):
+    """Return a script whose job adds `function(model, x)` to its loss."""
     model = nn.Linear(3, 3)
 
     def loss(x):
@@ -33,41 +33,41 @@ def trained(function):
 
 
 def length_by_len():
-    return trained(lambda _, x: (1 / len(x), len(x[0])))
+    return make_script(lambda _, x: (1 / len(x), len(x[0])))
 
 
 def loop_over_range():
-    return trained(lambda _, x: sum(x[:, step].mean() / (step + 1) for step in range(x.shape[1])))
+    return make_script(lambda _, x: sum(x[:, step].mean() / (step + 1) for step in range(x.shape[1])))
 
 
 def branch_on_length():
-    return trained(lambda _, x: x.mean() if x.shape[1] > 6 else x.sum(1).mean())
+    return make_script(lambda _, x: x.mean() if x.shape[1] > 6 else x.sum(1).mean())
 
 
 def size_as_text():
-    return trained(
+    return make_script(
         lambda _, x: (2.0, f"{x.shape[1]} {x.shape[0]:03d} {x.shape[1] / 2:.2f} {x.shape} %d %s" % x.shape[:2])
     )
 
 
 def size_as_result():
-    return trained(
+    return make_script(
         lambda _, x: (x.shape[1] ** 0.5, {"rows": x.shape[0], "half": x.shape[1] / 2, "even": x.size(1) // 2})
     )
 
 
 def size_in_math():
-    return trained(lambda _, x: (1 / math.sqrt(x.shape[1]), numpy.arange(x.shape[1]).tolist()))
+    return make_script(lambda _, x: (1 / math.sqrt(x.shape[1]), numpy.arange(x.shape[1]).tolist()))
 
 
 def size_as_index():
     table = [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0]
-    return trained(lambda _, x: table[x.shape[1]])
+    return make_script(lambda _, x: table[x.shape[1]])
 
 
 def size_as_key():
     tables = {length: length / 3 for length in range(12)}
-    return trained(lambda _, x: tables[x.shape[1]])
+    return make_script(lambda _, x: tables[x.shape[1]])
 
 
 def size_of_a_cached_function():
@@ -75,7 +75,7 @@ def size_of_a_cached_function():
     def slope(length):
         return 1.0 / length
 
-    return trained(lambda _, x: slope(x.shape[1]))
+    return make_script(lambda _, x: slope(x.shape[1]))
 
 
 def size_kept_in_the_model():
@@ -83,13 +83,13 @@ def size_kept_in_the_model():
         model.length = x.shape[1]
         return model.length
 
-    script = trained(function)
+    script = make_script(function)
     script.modules["model"].length = 0
     return script
 
 
 def size_in_a_tensor():
-    return trained(
+    return make_script(
         lambda _, x: torch.tensor(float(x.shape[1])) + torch.full((), x.shape[0]) + torch.tensor([x.shape[1]])
     )
 
@@ -101,11 +101,11 @@ def tensor_in_an_inner_function():
 
         return inner()
 
-    return trained(function)
+    return make_script(function)
 
 
 def sizes_that_must_be_equal():
-    return trained(lambda _, x: x.mean() * (3 if x.shape[0] == x.shape[1] else 1))
+    return make_script(lambda _, x: x.mean() * (3 if x.shape[0] == x.shape[1] else 1))
 
 
 BUILDS = [
@@ -141,13 +141,13 @@ ROWS = (7, 7, 7, 7, 5, 6, 7, 9, 7, 7, 4, 7)
 )
 def test_a_failed_capture_for_varying_sizes_warns_with_the_line(build, symbolic, what):
     torch.manual_seed(0)
-    for found, said in on_mesh(2, counted_captures, build, [batch(rows) for rows in ROWS]):
-        assert sum(found) == symbolic, said
+    for found, warnings in on_mesh(2, count_captures, build, [batch(rows) for rows in ROWS]):
+        assert sum(found) == symbolic, warnings
         if what is None:
-            assert said == []
+            assert warnings == []
         else:
-            assert what in said[0]
-            assert __file__ in said[0]
+            assert what in warnings[0]
+            assert __file__ in warnings[0]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Jobs whose batches vary in rows and length: exact on workers, and captured a few times only."""
+"""Jobs whose batches vary in rows and length: exact on workers, and captured only a few times."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import Scenario, Script, Step, assert_exact, called, sampled
+from exactness import Scenario, Script, Step, assert_exact, call_with_batch, sample_cases
 from support.processes import on_mesh
 from torch import nn
 
@@ -20,7 +20,7 @@ LENGTHS = (6, 9, 4, 11, 7, 6, 13, 5, 8, 12, 3, 10, 2, 9, 14, 1, 7, 5)
 
 
 class Block(nn.Module):
-    """Causal attention with padding hidden, and a feed-forward layer."""
+    """Causal attention with masked padding, and a feed-forward layer."""
 
     def __init__(self, dropout):
         super().__init__()
@@ -53,13 +53,13 @@ class LanguageModel(nn.Module):
         return self.output(hidden)
 
 
-def trained(model, loss):
+def make_script(model, loss):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return Script(modules={"model": model}, steps=[Step(function=loss, optimizer=optimizer)])
 
 
 def text(rows, length=None):
-    """Words after a first one, padded with zeros at their end; of a length of its own."""
+    """Random words with an initial word, padded with zeros to a random length."""
     length = LENGTHS[int(torch.randint(len(LENGTHS), ()))] if length is None else length
     words = torch.randint(1, WORDS, (rows, length))
     padded = torch.arange(length) >= torch.randint(1, length + 1, (rows, 1))
@@ -73,7 +73,7 @@ def language_model(dropout=0.0):
         scores = model(words)
         return F.cross_entropy(scores.flatten(0, 1), words.flatten(), ignore_index=0), scores.argmax(-1)
 
-    return trained(model, loss)
+    return make_script(model, loss)
 
 
 def language_model_with_dropout():
@@ -98,13 +98,13 @@ class Recurrent(nn.Module):
 
 def recurrent():
     model = Recurrent()
-    return trained(model, lambda x, labels: F.cross_entropy(model(x), labels))
+    return make_script(model, lambda x, labels: F.cross_entropy(model(x), labels))
 
 
 def normalised_convolutions():
     model = nn.Sequential(nn.Conv1d(4, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.2))
     head = nn.Linear(6, 3)
-    script = trained(nn.ModuleDict({"body": model, "head": head}), lambda x, labels: loss(x, labels))
+    script = make_script(nn.ModuleDict({"body": model, "head": head}), lambda x, labels: loss(x, labels))
 
     def loss(x, labels):
         scores = head(model(x.transpose(1, 2)).mean(2))
@@ -125,7 +125,7 @@ def encoder_with_padding():
         kept = hidden.masked_fill(padding[..., None], 0.0).sum(1) / (~padding).sum(1, keepdim=True)
         return F.cross_entropy(model["head"](kept), labels, label_smoothing=0.1)
 
-    return trained(model, loss)
+    return make_script(model, loss)
 
 
 def contrastive():
@@ -139,7 +139,7 @@ def contrastive():
         pairs = torch.arange(left.shape[0])
         return F.cross_entropy(scores, pairs) + F.cross_entropy(scores.t(), pairs)
 
-    return trained(towers, loss)
+    return make_script(towers, loss)
 
 
 def pairs(rows):
@@ -159,48 +159,48 @@ SCENARIOS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "workers", "dtype"), sampled(SCENARIOS, 2, 3))
+@pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS, 2, 3))
 def test_batches_of_varying_rows_and_length_train_exactly(scenario, workers, dtype):
     assert_exact(scenario, workers, dtype)
 
 
 @contextlib.contextmanager
-def captures() -> Iterator[list[bool]]:
-    """Every capture while inside: whether it was for sizes that vary."""
+def record_captures() -> Iterator[list[bool]]:
+    """Record for every capture inside the context whether it had varying sizes."""
     found = []
     original = program_cache.capture
 
-    def counted(*args, sizes, **kwargs):
+    def record(*args, sizes, **kwargs):
         found.append(sizes is not None)
         return original(*args, sizes=sizes, **kwargs)
 
-    program_cache.capture = counted
+    program_cache.capture = record
     try:
         yield found
     finally:
         program_cache.capture = original
 
 
-def counted_captures(mesh, build, batches):
-    """The captures for a script's batches, and what was said."""
+def count_captures(mesh, build, batches):
+    """Return the captures for a script's batches, and the warnings."""
     torch.manual_seed(1)
-    said = []
-    world = World(mesh=mesh, notify=said.append, send_record=lambda _: None)
+    warnings = []
+    world = World(mesh=mesh, notify=warnings.append, send_record=lambda _: None)
     script = build()
     (step,) = script.steps
     job = make_job(
         step.function, model=script.modules, optimizer=step.optimizer, view="consistent", world=lambda: world
     )
-    with captures() as found:
+    with record_captures() as found:
         for batch in batches:
-            called(job, batch)
-    return found, said
+            call_with_batch(job, batch)
+    return found, warnings
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_200_lengths_need_three_captures(workers):
     batches = [text(6, length) for length in range(202, 2, -1)]
-    for found, said in on_mesh(workers, counted_captures, language_model, batches):
-        assert found == [False, False, True], said
-        assert said == []
+    for found, warnings in on_mesh(workers, count_captures, language_model, batches):
+        assert found == [False, False, True], warnings
+        assert warnings == []

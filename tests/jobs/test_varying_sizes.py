@@ -1,4 +1,4 @@
-"""Which sizes become symbols, which calls a program fits, and that all ranks choose alike."""
+"""Which sizes become symbols, which calls a program fits, and that all ranks choose the same program."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from rankless.jobs.varying_sizes import SizeHistory, VaryingSizes, is_even_split
 from rankless.parallel.placement import Replicate, Shard, split_lengths
 
 
-def history_of(*calls):
+def make_history(*calls):
     history = SizeHistory()
     for call in calls:
         history.add(call)
@@ -23,19 +23,19 @@ def history_of(*calls):
 
 
 def test_no_size_varies_before_the_third_distinct_shape():
-    assert history_of(((6, 3),), ((6, 5),), ((6, 3),)).groups(((6, 3),)) == ()
-    assert history_of(((6, 3),), ((6, 5),), ((6, 4),)).groups(((6, 4),)) == (((0, 1),),)
+    assert make_history(((6, 3),), ((6, 5),), ((6, 3),)).groups(((6, 3),)) == ()
+    assert make_history(((6, 3),), ((6, 5),), ((6, 4),)).groups(((6, 4),)) == (((0, 1),),)
 
 
 def test_sizes_share_a_symbol_as_long_as_they_are_equal():
-    history = history_of(((6, 3), (6, 3)), ((6, 5), (6, 5)), ((6, 4), (6, 4)))
+    history = make_history(((6, 3), (6, 3)), ((6, 5), (6, 5)), ((6, 4), (6, 4)))
     assert history.groups(((6, 4), (6, 4))) == (((0, 1), (1, 1)),)
     history.add(((6, 4), (6, 7)))
     assert history.groups(((6, 4), (6, 7))) == (((0, 1),), ((1, 1),))
 
 
 def test_sizes_of_0_and_1_are_never_symbols():
-    history = history_of(((1, 3),), ((0, 5),), ((2, 4),))
+    history = make_history(((1, 3),), ((0, 5),), ((2, 4),))
     assert history.groups(((1, 3),)) == (((0, 1),),)
     assert history.groups(((2, 4),)) == (((0, 0),), ((0, 1),))
 
@@ -70,7 +70,7 @@ def test_uneven_shard_lengths_stay_fixed():
     assert is_even_split(Shard(0, (4, 3)), (7, 3))
     assert is_even_split(Replicate(), (7, 3))
     assert resize_placement(uneven, (7, 3)) == uneven
-    entry = CacheEntry(history=history_of(((6, 4),), ((8, 5),), ((7, 3),)))
+    entry = CacheEntry(history=make_history(((6, 4),), ((8, 5),), ((7, 3),)))
     call = CachedCall(
         arguments=Arguments((), None, ()), shapes=((7, 3),), placements=(uneven,), entry=entry, known=None
     )
@@ -88,37 +88,37 @@ def test_a_size_used_as_a_number_adds_a_guard_and_a_cost_does_not():
     holds = compile_guards(sizes.guard_expressions(), 1)
     assert holds([7])
     assert not holds([8])
-    assert set(sizes.shape_env.specializing_lines) == {f"{__file__}:{line_of('list(range(size))')}"}
+    assert set(sizes.shape_env.specializing_lines) == {f"{__file__}:{find_line('list(range(size))')}"}
 
 
-def line_of(text):
+def find_line(text):
     with open(__file__) as file:
         return next(number for number, line in enumerate(file, 1) if text in line)
 
 
-def agreed(mesh, failing):
-    said = []
-    world = World(mesh=mesh, notify=said.append, send_record=lambda _: None)
+def agree_on_guards(mesh, failing):
+    warnings = []
+    world = World(mesh=mesh, notify=warnings.append, send_record=lambda _: None)
     job = make_job(lambda x: x, model=nn.Linear(1, 1), optimizer=None, view="consistent", world=lambda: world)
     sizes = SymbolicSizes()
     assert sizes.create(9, "a") > mesh.rank + 3
     failure = "there: it raised" if mesh.rank == failing else ""
-    return ProgramCache(job.definition, world)._agree_on_guards(sizes, failure), said
+    return ProgramCache(job.definition, world)._agree_on_guards(sizes, failure), warnings
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_every_rank_checks_the_guards_of_all_ranks(workers):
-    answers = on_mesh(workers, agreed, None)
-    for conditions, said in answers:
+    answers = on_mesh(workers, agree_on_guards, None)
+    for conditions, warnings in answers:
         assert conditions == answers[0][0]
         holds = compile_guards(conditions, 1)
         assert holds([workers + 3])
         assert not holds([workers + 2])
-        assert said == []
+        assert warnings == []
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_no_rank_keeps_a_program_for_varying_sizes_if_one_fails(workers):
-    for conditions, said in on_mesh(workers, agreed, 1):
+    for conditions, warnings in on_mesh(workers, agree_on_guards, 1):
         assert conditions is None
-        assert said[0].startswith("there: it raised; so job")
+        assert warnings[0].startswith("there: it raised; so job")
