@@ -187,8 +187,8 @@ def contradict_loader(mesh):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_batch_dims_that_contradict_a_loaders_batch_raise(workers):
     for (by_one, by_none), result in on_mesh(workers, contradict_loader):
-        assert "batch_dims= says 1" in by_one
-        assert "batch_dims= says None" in by_none
+        assert "batch_dims= with 1" in by_one
+        assert "batch_dims= with None" in by_none
         assert result.dim() == 0
 
 

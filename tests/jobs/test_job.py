@@ -4,9 +4,9 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from rankless.context.world import World
 from torch import nn
 
+from rankless.context.world import World
 from rankless.errors import CaptureError, ConfigError
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh

@@ -331,7 +331,9 @@ def test_the_last_call_of_a_pass_makes_the_step_of_fewer_calls(workers):
         assert_near(parameters, train_epochs_plainly(4, 1))
 
 
-@pytest.mark.parametrize(("calls", "use_sampler"), [(2, False), (1, True)], ids=["two calls per batch", "length unknown"])
+@pytest.mark.parametrize(
+    ("calls", "use_sampler"), [(2, False), (1, True)], ids=["two calls per batch", "length unknown"]
+)
 def test_the_end_of_a_pass_makes_the_step_if_the_last_call_is_unknown(calls, use_sampler):
     for trail, _, parameters in on_mesh(2, train_epochs, 5, calls, use_sampler):
         per_pass = 6 * calls // 5 + (6 * calls % 5 > 0)
@@ -356,7 +358,7 @@ def test_calls_without_a_step_warn_at_the_next_loop_and_at_the_end():
         job(*batch)
         break
     assert len(warnings) == 1
-    assert "left with 1 of 4 calls of job '<lambda>' gathered" in warnings[0]
+    assert "with 1 of 4 calls of job '<lambda>' accumulated" in warnings[0]
     job._world().passes.warn_unfinished(warnings.append)
     assert "2 of 4 calls" in warnings[1]
     assert ".flush()" in warnings[1]
