@@ -37,6 +37,7 @@ PICTURES = {
 STABLE_TEXTS = (
     (re.compile(r"log/(latest|\d[\w.-]*)"), "log/latest"),
     (re.compile(r" +[\d.,]+ samples/s( +[\d:]+ left)?"), ""),
+    (re.compile(r"^(  .*\S) +[\d.]+ m?s$"), r"\1"),
 )
 """Patterns for the parts of the output that differ between runs, and their replacements."""
 
@@ -121,13 +122,22 @@ def replace_unstable(line: str) -> str:
     return line
 
 
+def wrap(line: Text, console: Console) -> list[Text]:
+    """Wrap a line at words; continuation lines of a table row start at its last column."""
+    column = line.plain.rstrip().rfind("  ") + 2
+    if len(line) <= COLUMNS or not COLUMNS // 3 < column < COLUMNS - 10:
+        return list(line.wrap(console, COLUMNS))
+    head, tail = line.divide([column])
+    first, *rest = tail.wrap(console, COLUMNS - column)
+    return [head + first, *(Text(" " * column) + piece for piece in rest)]
+
+
 def render(lines: list[str], *, unique_id: str) -> str:
     """Render lines with ANSI colours as an SVG picture of a terminal."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    while lines and not lines[-1]:
-        lines.pop()
-    for line in lines:
-        console.print(Text.from_ansi(line), soft_wrap=True)
+    for line in lines:  # the empty line at the end leaves room for the last line's descenders
+        for piece in wrap(Text.from_ansi(line), console):
+            console.print(piece, soft_wrap=True)
     template = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     template = template.replace("Fira Code, monospace", FONTS)
     return console.export_svg(title="", theme=MONOKAI, code_format=template, unique_id=unique_id)
