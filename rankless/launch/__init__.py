@@ -1,4 +1,6 @@
-"""From a plan to living processes, and to a verdict on how they ended.
+"""Launches a run: starts the processes of a `RunConfig`, supervises them to the end, and reports the result.
 
-Enters: a `RunConfig`. Leaves: log files, records for an observer, an exit code. Called by `cli`.
+A `RunConfig` enters. Log files, records for an observer and an exit code leave. `cli` calls `agent.run`. Inside, each
+part imports only those after it: `agent`, `elastic`, `supervisor`, `watchdog`, `job_setup`, `doctor`, `rendezvous`,
+and the small modules `profile`, `ports`, `signals`, `log_files` and `worker_output`.
 """

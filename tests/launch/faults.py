@@ -1,4 +1,4 @@
-"""The fault matrix: what can go wrong in a job that runs, on one host and on two, and what must be said of it."""
+"""The fault matrix: what can go wrong in a running job, on one host and on two, and what the report must say."""
 
 import json
 import re
@@ -33,7 +33,7 @@ dist.init_process_group("gloo")
 mark(f"rank{rank}", os.getpid())
 exec(role["everywhere"])
 dist.barrier()
-if rank == role["culprit"]:
+if rank == role["failing_rank"]:
     time.sleep(0.2)
     failing()
     exec(role["action"])
@@ -51,21 +51,21 @@ class Fault:
 
     name: str
     action: str = "pass"
-    """What the culprit's script does; it is the last rank."""
+    """The code that the failing rank runs. It is the last rank."""
     others: str = ""
     """What the other ranks do meanwhile, beside waiting in a collective."""
     everywhere: str = ""
     outside: Callable[["Job"], None] | None = None
     """What is done to the job from outside."""
-    told: str
-    """What the report must have, with {rank} and {host} (in the report of one host: nothing)."""
+    expected: str
+    """A pattern that the report must match, with {rank} and {host} ("" if there is one host)."""
     code: int
     hosts: tuple[int, ...] = (1, 2)
     least_workers: int = 1
     limit_seconds: float = 2.0
     """The goal; what is measured is published."""
     hang_timeout_seconds: float | None = None
-    """Of the job, where it is the hang watch that ends it."""
+    """The --hang-timeout of the job, if the watchdog ends it."""
 
 
 class Job:
@@ -81,7 +81,7 @@ class Job:
     def start(self, fault: Fault) -> None:
         """Start it, and wait until every worker has joined."""
         (self.folder / "faulty.py").write_text("import json\n" + SCRIPT)
-        role = {"culprit": self.world - 1 if fault.outside is None else -1}
+        role = {"failing_rank": self.world - 1 if fault.outside is None else -1}
         role |= {"action": fault.action, "others": fault.others, "everywhere": fault.everywhere}
         words = ["run", "-n", str(self.workers), "--no-progress", "faulty.py", json.dumps(role)]
         if fault.hang_timeout_seconds is not None:
@@ -100,27 +100,27 @@ class Job:
         """The workers' processes."""
         return {name: number for name, number in marked(self.folder).items() if name.startswith("rank")}
 
-    def family(self, name: str) -> tuple[psutil.Process, psutil.Process]:
+    def find_agent_and_fork_server(self, name: str) -> tuple[psutil.Process, psutil.Process]:
         """The agent and the workers' parent on a host."""
         rank = 0 if name == "a" else self.workers
         parent, agent = psutil.Process(self.pids()[f"rank{rank}"]).parents()[:2]
         return agent, parent
 
-    def failing(self) -> None:
+    def mark_failure(self) -> None:
         """From now on the clock runs."""
         (self.folder / "failed").write_text(repr(time.time()))
 
-    def everything(self) -> list[int]:
+    def all_process_ids(self) -> list[int]:
         """All processes that must not outlive the job, those that its scripts have marked included."""
         found = set(marked(self.folder).values())
         for name in self.processes:
-            agent, _ = self.family(name)
+            agent, _ = self.find_agent_and_fork_server(name)
             found |= {agent.pid, *(child.pid for child in agent.children(recursive=True))}
         return sorted(found)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class FaultResult:
     """How a job with a fault ended."""
 
     fault: str
@@ -129,36 +129,36 @@ class Measured:
     seconds: float
     """Until nothing of it was alive anywhere."""
     is_right: bool
-    """Whether the report names the culprit, and the exit code is its."""
+    """Whether the report names the root cause and the exit code is right."""
     lines: int
     """Of the report."""
     orphans: int
     report: str = ""
 
 
-def measure(fault: Fault, *, workers: int, folder: Path, hosts: Hosts | None) -> Measured:
+def measure_fault(fault: Fault, *, workers: int, folder: Path, hosts: Hosts | None) -> FaultResult:
     """Start a job, let the fault happen, and see how it ends."""
     job = Job(folder, workers, hosts)
     try:
         job.start(fault)
-        everything = job.everything()
+        all_process_ids = job.all_process_ids()
         if fault.outside is not None:
-            job.failing()
+            job.mark_failure()
             fault.outside(job)
         wait_until(lambda: (folder / "failed").exists())
         codes, report = _ended(job)
-        left = _seconds_until_gone(everything, limit=15.0)
+        left = _seconds_until_gone(all_process_ids, limit=15.0)
         began = float((folder / "failed").read_text())
-        told = fault.told.format(rank=job.world - 1, **_names(job))
-        return Measured(
+        expected = fault.expected.format(rank=job.world - 1, **_names(job))
+        return FaultResult(
             fault=fault.name,
             hosts=len(job.processes),
             workers=workers,
             seconds=round((left or time.time()) - began, 2),
-            is_right=re.search(told, report) is not None
+            is_right=re.search(expected, report) is not None
             and codes[-1 if fault.name.startswith("host 0") else 0] == fault.code,
             lines=len(report.splitlines()),
-            orphans=sum(is_alive(number) for number in everything),
+            orphans=sum(is_alive(number) for number in all_process_ids),
             report=f"{codes}\n{report}",
         )
     finally:
@@ -201,7 +201,7 @@ def _names(job: Job) -> dict[str, str]:
 
 
 @contextmanager
-def link_mended(hosts: Hosts | None) -> Iterator[None]:
+def restore_link(hosts: Hosts | None) -> Iterator[None]:
     """Afterwards the network is whole again."""
     try:
         yield
@@ -210,6 +210,6 @@ def link_mended(hosts: Hosts | None) -> Iterator[None]:
             hosts.link("b", up=True)
 
 
-def as_row(found: Measured) -> dict[str, object]:
+def make_row(found: FaultResult) -> dict[str, object]:
     """For the published table."""
     return {name: value for name, value in asdict(found).items() if name != "report"}

@@ -128,7 +128,7 @@ def ended_by(number: int, peer: str, folder: Path, *, launcher_stands: float = 0
 
 
 @pytest.mark.parametrize("peer", ["deaf", pytest.param("stopped", marks=pytest.mark.exhaustive)])
-def test_ctrl_c_lets_those_clean_up_who_wait_for_a_rank_that_does_not_answer(peer: str, tmp_path: Path):
+def test_ctrl_c_lets_ranks_clean_up_that_wait_for_a_silent_rank(peer: str, tmp_path: Path):
     assert ended_by(signal.SIGINT, peer, tmp_path) == 130
     assert notes(tmp_path) >= {"cleaned0", "cleaned1"}
     assert "cleaned2" not in notes(tmp_path) or peer == "stopped"
@@ -138,12 +138,12 @@ def test_ctrl_c_lets_those_clean_up_who_wait_for_a_rank_that_does_not_answer(pee
     "launcher_stands",
     [pytest.param(0, id="prompt", marks=pytest.mark.exhaustive), pytest.param(GRACE_SECONDS + 0.2, id="held up")],
 )
-def test_a_handler_of_sigterm_runs_in_who_waits_for_a_rank_that_does_not_answer(launcher_stands: float, tmp_path: Path):
+def test_a_sigterm_handler_runs_in_a_rank_that_waits_for_a_silent_rank(launcher_stands: float, tmp_path: Path):
     assert ended_by(signal.SIGTERM, "deaf", tmp_path, launcher_stands=launcher_stands) == 143
     assert notes(tmp_path) == {f"{name}{rank}" for name in ("handled", "raised", "cleaned") for rank in (0, 1)}
 
 
-def test_while_all_of_a_host_stands_still_no_grace_passes(tmp_path: Path):
+def test_the_grace_period_pauses_while_the_whole_host_is_frozen(tmp_path: Path):
     job = waiting_job(tmp_path, "deaf", "slow")
     try:
         job.send_signal(signal.SIGINT)
@@ -169,7 +169,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.mark.parametrize("way", ["plain", pytest.param("handler", marks=pytest.mark.exhaustive)])
-def test_when_a_host_is_lost_the_ranks_of_both_sides_raise_and_clean_up(way: str, hosts: Hosts, tmp_path: Path):
+def test_after_the_loss_of_a_host_ranks_on_both_sides_raise_and_clean_up(way: str, hosts: Hosts, tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
     listed = ",".join(f"{address}:2" for address in hosts.addresses)
     line = [*PATIENT_RANKLESS, "run", "--hosts", listed, "--no-ssh", "--insecure", "script.py", way]

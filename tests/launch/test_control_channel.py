@@ -1,4 +1,4 @@
-"""The control channel: who has the token is heard, whoever else is turned away; no frame can be forged or repeated."""
+"""The control channel accepts only holders of the token, and no frame can be forged or repeated."""
 
 import secrets
 import socket
@@ -47,7 +47,7 @@ def facts() -> HostFacts:
 
 
 class Relay:
-    """A connection through which a test sees, changes, repeats and leaves out what both sides send."""
+    """A connection on which a test can read, change, repeat and drop what both sides send."""
 
     def __init__(self) -> None:
         self.client_end, self.at_client = socket.socketpair()
@@ -56,7 +56,7 @@ class Relay:
             end.setblocking(False)
 
     def carry(self, change: Callable[[bytes], bytes] = lambda data: data) -> bytes:
-        """Pass on what the client has sent, as `change` makes it; the other way as it is. What was sent."""
+        """Forward the client's data after `change`, and the server's data unchanged. Returns what the client sent."""
         sent = _taken(self.at_client)
         if sent:
             self.at_server.sendall(change(sent))
@@ -72,8 +72,8 @@ def _taken(end: socket.socket) -> bytes:
         return b""
 
 
-def agreed(token: bytes = TOKEN) -> tuple[Relay, ControlConnection, ControlConnection]:
-    """A client and a server that have both halves of the key."""
+def connect_both_sides(token: bytes = TOKEN) -> tuple[Relay, ControlConnection, ControlConnection]:
+    """Return a client and a server that have exchanged keys."""
     relay = Relay()
     client = ControlConnection(relay.client_end, side="client", token=token)
     server = ControlConnection(relay.server_end, side="server", token=TOKEN)
@@ -83,8 +83,8 @@ def agreed(token: bytes = TOKEN) -> tuple[Relay, ControlConnection, ControlConne
     return relay, client, server
 
 
-def test_frames_arrive_in_order_and_as_they_were_sent():
-    relay, client, server = agreed()
+def test_messages_arrive_unchanged_and_in_order():
+    relay, client, server = connect_both_sides()
     frames = [
         JoinRequest(host=1, facts=facts()),
         Heartbeat(),
@@ -100,8 +100,8 @@ def test_frames_arrive_in_order_and_as_they_were_sent():
 
 
 @pytest.mark.parametrize("size", [1, 7])
-def test_frames_that_come_in_pieces_are_put_together(size: int):
-    relay, client, server = agreed()
+def test_messages_that_arrive_in_pieces_are_reassembled(size: int):
+    relay, client, server = connect_both_sides()
     client.send(JobEnded(exit_code=1, text="x" * 50))
     data = _taken(relay.at_client)
     found = []
@@ -111,8 +111,8 @@ def test_frames_that_come_in_pieces_are_put_together(size: int):
     assert found == [JobEnded(exit_code=1, text="x" * 50)]
 
 
-def test_who_has_another_token_is_not_heard():
-    relay, client, server = agreed(secrets.token_bytes(32))
+def test_a_client_with_a_different_token_is_rejected():
+    relay, client, server = connect_both_sides(secrets.token_bytes(32))
     client.send(Heartbeat())
     relay.carry()
     with pytest.raises(ConnectionBrokenError, match="a different token"):
@@ -120,7 +120,7 @@ def test_who_has_another_token_is_not_heard():
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_the_last_word_is_heard_although_the_other_side_has_gone(is_reset: bool):
+def test_the_last_message_arrives_although_the_sender_has_closed(is_reset: bool):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         client = connect_to_leader("127.0.0.1", listening.getsockname()[1], token=TOKEN, timeout_seconds=2)
         accepted, _ = listening.accept()
@@ -137,8 +137,8 @@ def test_the_last_word_is_heard_although_the_other_side_has_gone(is_reset: bool)
         client.receive()
 
 
-def test_who_has_said_all_waits_until_the_other_has_heard_it():
-    relay, client, server = agreed()
+def test_closing_waits_until_the_other_side_has_received_everything():
+    relay, client, server = connect_both_sides()
     client.send(Heartbeat())
     relay.carry()
     server.send(JobEnded(exit_code=0))
@@ -158,8 +158,8 @@ TAMPERED: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", TAMPERED)
-def test_what_is_tampered_with_ends_the_session(name: str):
-    relay, client, server = agreed()
+def test_a_tampered_frame_ends_the_connection(name: str):
+    relay, client, server = connect_both_sides()
     client.send(Heartbeat())
     relay.carry()
     assert server.receive() == [Heartbeat()]
@@ -169,8 +169,8 @@ def test_what_is_tampered_with_ends_the_session(name: str):
         server.receive()
 
 
-def test_a_frame_that_is_left_out_or_sent_back_ends_the_session():
-    relay, client, server = agreed()
+def test_a_dropped_or_reflected_frame_ends_the_connection():
+    relay, client, server = connect_both_sides()
     client.send(Heartbeat())
     relay.carry(lambda _: b"")
     client.send(JobEnded(exit_code=0))
@@ -182,18 +182,18 @@ def test_a_frame_that_is_left_out_or_sent_back_ends_the_session():
         client.receive()
 
 
-def test_what_was_recorded_of_one_session_is_refused_in_another():
-    relay, client, server = agreed()
+def test_frames_replayed_from_another_session_are_rejected():
+    relay, client, server = connect_both_sides()
     client.send(Heartbeat())
     recorded = relay.carry()
     assert server.receive() == [Heartbeat()]
     later = Relay()
-    victim = ControlConnection(later.server_end, side="server", token=TOKEN)
+    replayed = ControlConnection(later.server_end, side="server", token=TOKEN)
     later.at_server.sendall(msgspec_frame(ClientHello(nonce=b"n" * 32)))
-    assert victim.receive() == []
+    assert replayed.receive() == []
     later.at_server.sendall(recorded)
     with pytest.raises(ConnectionBrokenError, match="a different token"):
-        victim.receive()
+        replayed.receive()
 
 
 def msgspec_frame(value: Any) -> bytes:
@@ -214,7 +214,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_who_is_no_agent_is_turned_away_before_anything_is_kept(name: str):
+def test_a_client_that_is_no_agent_is_rejected_at_once(name: str):
     relay = Relay()
     server = ControlConnection(relay.server_end, side="server", token=TOKEN)
     relay.at_server.sendall(STRANGE[name])
@@ -222,8 +222,8 @@ def test_who_is_no_agent_is_turned_away_before_anything_is_kept(name: str):
         server.receive()
 
 
-def test_a_frame_that_is_too_long_is_neither_sent_nor_waited_for():
-    relay, client, server = agreed()
+def test_a_frame_above_the_limit_is_neither_sent_nor_awaited():
+    relay, client, server = connect_both_sides()
     with pytest.raises(ConnectionBrokenError, match="too long"):
         client.send(JobEnded(exit_code=0, text="x" * MAX_FRAME_BYTES))
     client.send(Heartbeat())
@@ -235,7 +235,7 @@ def test_a_frame_that_is_too_long_is_neither_sent_nor_waited_for():
 
 
 @pytest.fixture
-def hub() -> Iterator[ControlServer]:
+def server() -> Iterator[ControlServer]:
     listening = socket.create_server(("127.0.0.1", 0))
     made = ControlServer(listening, token=TOKEN, host_count=3)
     made.port = listening.getsockname()[1]  # type: ignore[attr-defined]
@@ -243,102 +243,102 @@ def hub() -> Iterator[ControlServer]:
     made.close()
 
 
-def come(hub: ControlServer, *, host: int = 1, token: bytes = TOKEN) -> LeaderConnection:
-    session = connect_to_leader("127.0.0.1", hub.port, token=token, timeout_seconds=2)  # type: ignore[attr-defined]
+def join(server: ControlServer, *, host: int = 1, token: bytes = TOKEN) -> LeaderConnection:
+    session = connect_to_leader("127.0.0.1", server.port, token=token, timeout_seconds=2)  # type: ignore[attr-defined]
     session.send(JoinRequest(host=host, facts=facts()))
     return LeaderConnection(session)
 
 
-def turn(hub: ControlServer, *uplinks: LeaderConnection, until: int = 1) -> list[Any]:
-    """News of the hub while all sides have their turns, until there are so many."""
+def poll_all(server: ControlServer, *connections: LeaderConnection, until: int = 1) -> list[Any]:
+    """Poll all sides until the server has returned this number of events."""
     found: list[Any] = []
     deadline = time.monotonic() + 5
     while len(found) < until and time.monotonic() < deadline:
-        found += hub.poll(time.monotonic())
-        for uplink in uplinks:
-            uplink.poll(time.monotonic())
+        found += server.poll(time.monotonic())
+        for connection in connections:
+            connection.poll(time.monotonic())
     return found
 
 
-def take_turns(hub: ControlServer, uplink: LeaderConnection, news: list[Any]) -> None:
-    """Until one of them raises."""
+def poll_until_error(server: ControlServer, connection: LeaderConnection, events: list[Any]) -> None:
+    """Poll both sides until one raises."""
     while True:
-        news += hub.poll(time.monotonic())
-        uplink.poll(time.monotonic())
+        events += server.poll(time.monotonic())
+        connection.poll(time.monotonic())
 
 
-def test_hosts_come_report_and_end(hub: ControlServer):
-    one, two = come(hub), come(hub, host=2)
-    arrived = turn(hub, one, two, until=2)
-    assert {news.host for news in arrived} == {1, 2} == hub.connected_hosts == hub.running_hosts
+def test_hosts_join_report_and_end(server: ControlServer):
+    one, two = join(server), join(server, host=2)
+    arrived = poll_all(server, one, two, until=2)
+    assert {event.host for event in arrived} == {1, 2} == server.connected_hosts == server.running_hosts
     assert all(
-        isinstance(news, HostJoined) and not find_differences(facts(), news.facts, received_seconds=time.time())
-        for news in arrived
+        isinstance(event, HostJoined) and not find_differences(facts(), event.facts, received_seconds=time.time())
+        for event in arrived
     )
     one.send(WorkerRecords(records=(ScriptFinished(rank=1, time_ns=0, exit_code=0),)))
-    (reported,) = turn(hub, one, two)
+    (reported,) = poll_all(server, one, two)
     assert isinstance(reported, HostReported)
     one.send(HostEnded(fork_server_exit_code=0))
-    turn(hub, one, two)
-    assert hub.running_hosts == {2}
+    poll_all(server, one, two)
+    assert server.running_hosts == {2}
     one.close()
     two.close()
-    assert turn(hub) == [HostDisconnected(2, "the connection was closed")]
-    assert hub.connected_hosts == frozenset()
+    assert poll_all(server) == [HostDisconnected(2, "the connection was closed")]
+    assert server.connected_hosts == frozenset()
 
 
-def test_a_second_host_of_one_number_is_refused_and_the_first_stays(hub: ControlServer):
-    one = come(hub)
-    turn(hub, one)
-    again = come(hub)
-    told: list[Any] = []
-    news: list[Any] = []
-    while not told:
-        news += hub.poll(time.monotonic())
+def test_a_second_host_with_the_same_index_is_refused(server: ControlServer):
+    one = join(server)
+    poll_all(server, one)
+    again = join(server)
+    received: list[Any] = []
+    events: list[Any] = []
+    while not received:
+        events += server.poll(time.monotonic())
         one.poll(time.monotonic())
-        told += again.poll(time.monotonic())
-    assert isinstance(told[0], JoinRefused)
-    assert isinstance(news[0], ConnectionRejected)
-    assert hub.connected_hosts == {1}
+        received += again.poll(time.monotonic())
+    assert isinstance(received[0], JoinRefused)
+    assert isinstance(events[0], ConnectionRejected)
+    assert server.connected_hosts == {1}
 
 
-def test_another_token_is_told_on_both_sides(hub: ControlServer):
-    uplink = come(hub, token=secrets.token_bytes(32))
-    news: list[Any] = []
+def test_both_sides_report_a_different_token(server: ControlServer):
+    connection = join(server, token=secrets.token_bytes(32))
+    events: list[Any] = []
     with pytest.raises(TokenRejectedError, match="token"):
-        take_turns(hub, uplink, news)
-    assert isinstance(news[0], ConnectionRejected)
-    assert "a different token" in news[0].reason
+        poll_until_error(server, connection, events)
+    assert isinstance(events[0], ConnectionRejected)
+    assert "a different token" in events[0].reason
 
 
-def test_a_host_without_a_sign_of_life_is_lost(hub: ControlServer):
-    one = come(hub)
-    turn(hub, one)
+def test_a_host_without_heartbeats_is_lost(server: ControlServer):
+    one = join(server)
+    poll_all(server, one)
     later = time.monotonic() + messages.HEARTBEAT_TIMEOUT_SECONDS + 1
-    (lost,) = hub.poll(later)
+    (lost,) = server.poll(later)
     assert isinstance(lost, HostDisconnected)
     assert "no heartbeat" in lost.reason
-    two = come(hub, host=2)
-    turn(hub, two)
+    two = join(server, host=2)
+    poll_all(server, two)
     with pytest.raises(ConnectionBrokenError, match=r"no heartbeat|closed"):
         two.poll(time.monotonic() + messages.HEARTBEAT_TIMEOUT_SECONDS + 1)
 
 
-def test_who_connects_and_says_nothing_is_dropped_and_hinders_nobody(hub: ControlServer):
-    silent = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(100)]  # type: ignore[attr-defined]
+def test_silent_clients_are_dropped_and_block_nobody(server: ControlServer):
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]  # type: ignore[attr-defined]
     start = time.monotonic()
     while time.monotonic() - start < 0.2:
-        hub.poll(start)
-    strangers = hub.poll(start + control_server.AUTHENTICATION_TIMEOUT_SECONDS + 1)
-    assert strangers
-    assert all(isinstance(news, ConnectionRejected) for news in strangers)
-    one = come(hub)
-    assert isinstance(turn(hub, one)[-1], HostJoined)
+        server.poll(start)
+    rejected = server.poll(start + control_server.AUTHENTICATION_TIMEOUT_SECONDS + 1)
+    assert rejected
+    assert all(isinstance(event, ConnectionRejected) for event in rejected)
+    one = join(server)
+    assert isinstance(poll_all(server, one)[-1], HostJoined)
     for connection in silent:
         connection.close()
 
 
-def test_a_host_that_is_not_reached_is_told_why():
+def test_an_unreachable_leader_raises_with_the_reason():
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     with pytest.raises(LeaderUnreachableError, match="no process listens at"):
@@ -347,23 +347,23 @@ def test_a_host_that_is_not_reached_is_told_why():
         connect_to_leader("no-such-host.invalid", port, token=TOKEN, timeout_seconds=1)
 
 
-class ToldLate(socket.socket):
-    """A socket whose `connect` returns before its error is there, as Python's does at times where no way leads."""
+class LateErrorSocket(socket.socket):
+    """A socket whose `connect` returns before its error is set, as Python's sometimes does without a route."""
 
     def connect(self, address: Any) -> None:
         self.setblocking(False)
         self.connect_ex(address)
 
 
-def test_a_connection_whose_failure_is_told_late_is_none(monkeypatch: pytest.MonkeyPatch):
+def test_a_connect_error_that_appears_late_still_raises(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    monkeypatch.setattr("rankless.launch.rendezvous.connect.socket.socket", ToldLate)
+    monkeypatch.setattr("rankless.launch.rendezvous.connect.socket.socket", LateErrorSocket)
     with pytest.raises(LeaderUnreachableError, match="no process listens at"):
         connect_to_leader("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
 
 
-def test_a_connection_that_breaks_at_the_first_word_has_not_reached_host_0(monkeypatch: pytest.MonkeyPatch):
+def test_a_connection_that_breaks_at_once_counts_as_unreachable(monkeypatch: pytest.MonkeyPatch):
     here, there = socket.socketpair()
     there.close()
     monkeypatch.setattr("rankless.launch.rendezvous.control_client.open_connection", lambda *_, **__: here)
@@ -372,7 +372,7 @@ def test_a_connection_that_breaks_at_the_first_word_has_not_reached_host_0(monke
     assert here.fileno() == -1
 
 
-def test_differences_are_named_with_what_to_do():
+def test_differences_between_hosts_have_a_fix():
     here = facts()
     there = msgspec.structs.replace(
         here,

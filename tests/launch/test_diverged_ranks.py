@@ -95,7 +95,7 @@ def test_models_are_compared_on_request(tmp_path):
     assert "model.2.weight on rank 2 not rank 0's" in done.stderr
 
 
-def test_models_that_differ_after_a_load_get_rank_zeros_and_that_is_said(tmp_path):
+def test_models_that_differ_after_a_load_get_rank_0s_with_a_warning(tmp_path):
     fault = "model.load_state_dict({k: v + odd for k, v in model.state_dict().items()})"
     done = run_script(script(fault), "-n", "2", folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -36,48 +36,48 @@ def verdict_on(*records: AnyRecord) -> Verdict:
     return verdict
 
 
-def test_nobody_is_blamed_while_nothing_has_failed() -> None:
+def test_there_is_no_verdict_while_nothing_has_failed() -> None:
     started = Started(rank=0, time_ns=0, pid=1, log_file="")
     assert attribute_failure([started, left(0, 0), leaving(1), exited(0, 0), left(1, 0), exited(1, 0)]) is None
 
 
-def test_the_first_to_raise_is_blamed_and_the_job_exits_with_1() -> None:
+def test_the_first_rank_that_raises_is_the_root_cause() -> None:
     verdict = verdict_on(raised(2), raised(1), left(2, 1), exited(2, 1))
     assert (verdict.root_cause_rank, verdict.exit_code, verdict.cause) == (2, 1, "raised")
     assert verdict.headline == "raised ValueError: x is wrong"
 
 
-def test_a_victim_that_reports_first_is_not_blamed() -> None:
+def test_a_secondary_failure_that_reports_first_is_not_the_root_cause() -> None:
     assert verdict_on(raised(0, LOST), raised(1)).root_cause_rank == 1
 
 
-def test_a_victim_is_recognised_by_the_chain_of_its_traceback() -> None:
+def test_a_chained_traceback_shows_a_secondary_failure() -> None:
     chained = Raised(rank=0, time_ns=0, error_type="MyError", message="lost", traceback=f"{LOST}\n...MyError")
     assert verdict_on(chained, exited(1, -9)).root_cause_rank == 1
 
 
-def test_a_rank_that_repeats_another_ranks_error_is_a_victim() -> None:
+def test_a_rank_that_repeats_another_ranks_error_is_a_secondary_failure() -> None:
     assert verdict_on(raised(1, "rank 0 raised ValueError: no"), raised(0)).root_cause_rank == 0
 
 
-def test_one_who_left_its_group_with_an_error_on_its_way_is_blamed_before_it_reports_it() -> None:
+def test_a_group_teardown_during_an_exception_is_the_root_cause() -> None:
     verdict = verdict_on(leaving(1, "Traceback\nKeyError: 'a'\n"), raised(0, LOST), left(0, 1), exited(0, 1))
     assert (verdict.root_cause_rank, verdict.headline) == (1, "raised KeyError: 'a'")
 
 
-def test_one_who_left_early_is_blamed_only_once_others_have_lost_their_connection() -> None:
+def test_an_early_exit_is_a_failure_only_once_others_lost_the_rank() -> None:
     assert attribute_failure([left(1, 0), exited(1, 0)]) is None
     verdict = verdict_on(left(1, 0), exited(1, 0), raised(0, LOST))
     assert (verdict.root_cause_rank, verdict.exit_code) == (1, 1)
     assert "ended its script while other ranks still needed it" in verdict.headline
 
 
-def test_one_who_left_after_the_connection_was_lost_is_not_blamed() -> None:
+def test_an_exit_after_a_lost_connection_is_not_the_root_cause() -> None:
     verdict = verdict_on(raised(0, LOST), left(1, 0))
     assert (verdict.root_cause_rank, verdict.cause) == (0, "lost")
 
 
-def test_one_on_another_host_who_left_is_blamed_though_its_word_came_later_than_its_victims() -> None:
+def test_a_late_exit_record_from_another_host_is_the_root_cause() -> None:
     records = [raised(0, LOST), leaving(1), left(2, 0)]
     verdict = attribute_failure(records, host_of=lambda rank: rank)
     assert verdict is not None
@@ -87,34 +87,34 @@ def test_one_on_another_host_who_left_is_blamed_though_its_word_came_later_than_
     )
 
 
-def test_a_victim_on_another_host_that_cleans_up_is_not_blamed() -> None:
+def test_a_secondary_failure_on_another_host_is_not_the_root_cause() -> None:
     records = [raised(0, LOST), leaving(1, LOST), raised(1, LOST), left(1, 1), exited(1, 1)]
     verdict = attribute_failure(records, host_of=lambda rank: rank)
     assert verdict is not None
     assert (verdict.root_cause_rank, verdict.cause) == (0, "lost")
 
 
-def test_one_who_ended_without_a_word_is_blamed_though_its_end_is_known_after_its_victims_failure() -> None:
+def test_an_unreported_exit_is_the_root_cause_although_it_is_known_late() -> None:
     verdict = verdict_on(raised(0, LOST), exited(1, 0))
     assert (verdict.root_cause_rank, verdict.cause) == (1, "left")
 
 
-def test_a_death_by_signal_outweighs_a_polite_exit_that_was_reported_earlier() -> None:
+def test_a_death_by_signal_outweighs_an_orderly_exit_reported_earlier() -> None:
     verdict = verdict_on(left(0, 3), exited(1, -9))
     assert (verdict.root_cause_rank, verdict.exit_code) == (1, 137)
 
 
-def test_an_exit_code_of_a_script_is_the_jobs() -> None:
+def test_the_scripts_exit_code_is_the_jobs() -> None:
     verdict = verdict_on(left(1, 7), raised(0, LOST), exited(1, 7))
     assert (verdict.root_cause_rank, verdict.exit_code) == (1, 7)
 
 
-def test_a_crash_after_a_good_end_counts() -> None:
+def test_a_crash_after_the_script_finished_is_a_failure() -> None:
     verdict = verdict_on(left(0, 0), exited(0, -11))
     assert (verdict.root_cause_rank, verdict.exit_code, verdict.cause) == (0, 139, "signal")
 
 
-def test_victims_get_time_for_the_culprit_and_culprits_hardly_any() -> None:
+def test_secondary_failures_wait_longer_for_a_better_verdict() -> None:
     assert verdict_on(raised(0, LOST)).settling_seconds == 0.6
     assert verdict_on(left(1, 0), raised(0, LOST)).settling_seconds == 0.3
     assert verdict_on(raised(0)).settling_seconds <= 0.05
@@ -124,18 +124,18 @@ def timed_out(rank: int) -> Raised:
     return Raised(rank=rank, time_ns=0, error_type="RuntimeError", message="Timed out", traceback=TIMED_OUT)
 
 
-def test_who_waited_until_a_timeout_is_not_blamed_before_anyone_who_failed() -> None:
+def test_a_timeout_is_not_the_root_cause_if_another_rank_failed() -> None:
     assert verdict_on(timed_out(0), raised(1)).root_cause_rank == 1
     assert verdict_on(timed_out(0), left(0, 1), exited(0, 1), exited(1, -9)).root_cause_rank == 1
     assert verdict_on(left(1, 0), timed_out(0)).root_cause_rank == 1
 
 
-def test_the_rank_that_the_hang_watch_finds_missing_is_blamed_for_a_timeout() -> None:
+def test_the_rank_that_the_watchdog_finds_missing_causes_a_timeout() -> None:
     stuck = HangDetected(rank=1, time_ns=0, headline="did not arrive: it is at train.py:8", traceback="")
     assert verdict_on(timed_out(0), left(0, 1), stuck) == verdict_on(stuck)
 
 
-def test_if_none_is_found_it_is_said_where_a_rank_waited_and_who_was_not_heard() -> None:
+def test_an_unexplained_timeout_names_the_waiting_and_the_silent_ranks() -> None:
     started = [Started(rank=rank, time_ns=0, pid=1, log_file="") for rank in range(3)]
     verdict = verdict_on(*started, timed_out(0), timed_out(2))
     assert verdict.cause == "timeout"
@@ -143,14 +143,14 @@ def test_if_none_is_found_it_is_said_where_a_rank_waited_and_who_was_not_heard()
     assert "train.py:12 until its timeout of 3 s; did not report waiting there: rank 1" in verdict.headline
 
 
-def test_a_timeout_of_something_else_is_an_error_like_any_other() -> None:
+def test_a_timeout_outside_collectives_is_an_ordinary_error() -> None:
     text = "Timed out waiting 9ms for x"
     trace = f'Traceback (most recent call last):\n  File "/home/me/a.py", line 1, in <module>\nE: {text}'
     record = Raised(rank=1, time_ns=0, error_type="E", message=text, traceback=trace)
     assert (verdict_on(record).cause, verdict_on(record).root_cause_rank) == ("raised", 1)
 
 
-def test_who_has_not_submitted_what_others_stalled_for_is_named() -> None:
+def test_a_stall_names_the_rank_that_submitted_nothing() -> None:
     missing = "Missing ranks:\n0: [allreduce.b]\n2: [allreduce.a]"
     text = f"Horovod has been shut down. … Stalled for more than 5 seconds.\n{missing}"
     verdict = verdict_on(raised(1, text), raised(0, text), left(0, 1), exited(0, 1))

@@ -1,4 +1,4 @@
-"""When a worker fails: the job ends at once, the culprit is named, its exit code is the job's."""
+"""When a worker fails: the job ends at once, names the root cause, and takes its exit code."""
 
 import os
 import time
@@ -56,7 +56,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "warm"), list(cases()))
-def test_the_culprit_is_named_though_its_victims_fail_too(kind: str, warm: bool, tmp_path: Path) -> None:
+def test_the_root_cause_is_named_although_other_ranks_fail_too(kind: str, warm: bool, tmp_path: Path) -> None:
     action, code, words = CULPRITS[kind]
     script = GROUP + f"if rank == 1:\n    time.sleep(0.1)\n    {action}\ntrain()\n"
     if warm:
@@ -68,7 +68,7 @@ def test_the_culprit_is_named_though_its_victims_fail_too(kind: str, warm: bool,
     assert "rank1.log" in job.stderr.partition("rank 1 ")[2]
 
 
-def test_what_the_agent_says_of_a_failure_is_short_and_ends_with_the_traceback(tmp_path: Path) -> None:
+def test_the_failure_report_is_short_and_ends_with_the_traceback(tmp_path: Path) -> None:
     script = """
 def deep(n):
     if n == 0:
@@ -86,7 +86,7 @@ deep(30)
 
 
 @pytest.mark.parametrize("state", ["busy", "stopped", "ignoring SIGTERM"])
-def test_the_others_are_ended_soon(state: str, tmp_path: Path) -> None:
+def test_the_other_ranks_are_ended_soon(state: str, tmp_path: Path) -> None:
     prepare = {
         "busy": "",
         "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",

@@ -1,4 +1,4 @@
-"""The fault matrix: whatever goes wrong, the job stops everywhere, the culprit is named, and nobody is left.
+"""The fault matrix: after any fault the job ends everywhere, names the root cause, and leaves no process.
 
 With FAULTS_JSON=FILE each case adds a row to FILE, for docs/faults.md (`make soak`). Times are published, not judged,
 but for a bound far above the goal: a busy machine must not fail a test.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fault_list import FAULTS
-from faults import Fault, as_row, link_mended, measure
+from faults import Fault, make_row, measure_fault, restore_link
 from support.hosts import Hosts, two_hosts
 
 pytestmark = pytest.mark.slow
@@ -49,15 +49,15 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.mark.parametrize(("fault", "workers", "host_count"), CASES)
-def test_the_job_stops_the_culprit_is_named_and_nobody_is_left(
+def test_the_job_ends_names_the_root_cause_and_leaves_no_process(
     fault: Fault, workers: int, host_count: int, tmp_path: Path, request: pytest.FixtureRequest
 ):
     hosts = request.getfixturevalue("hosts") if host_count == 2 else None
-    with link_mended(hosts):
-        found = measure(fault, workers=workers, folder=tmp_path, hosts=hosts)
+    with restore_link(hosts):
+        found = measure_fault(fault, workers=workers, folder=tmp_path, hosts=hosts)
     if "FAULTS_JSON" in os.environ:
         with open(os.environ["FAULTS_JSON"], "a") as rows:
-            rows.write(json.dumps(as_row(found) | {"goal": fault.limit_seconds}) + "\n")
+            rows.write(json.dumps(make_row(found) | {"goal": fault.limit_seconds}) + "\n")
     assert found.is_right, found.report
     assert found.orphans == 0
     assert found.lines <= 15, found.report

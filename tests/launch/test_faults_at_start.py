@@ -32,9 +32,9 @@ class StartFault:
     """Something that keeps a job from starting."""
 
     name: str
-    told: str
+    expected: str
     """What host 0's report must have."""
-    told_there: str | None = None
+    expected_there: str | None = None
     """What the other's must; None where it is not started."""
     options: tuple[str, ...] = tuple(BY_HAND)
     hosts: str = "{a}:1,{b}:1"
@@ -101,68 +101,72 @@ FAULTS = [
         name="another token",
         prepare=_token_files,
         options=("--no-ssh", "--join-timeout", "4"),
-        told="{b} tried to join, and was rejected: a different token",
-        told_there="is the job's token the same on both",
+        expected="{b} tried to join, and was rejected: a different token",
+        expected_there="is the job's token the same on both",
         seconds=9,
     ),
     StartFault(
         name="another script",
         there=(*BY_HAND, "--seed", "0"),
-        told="the script main.py: {b} has another text",
-        told_there="the script main.py: {b} has another text",
+        expected="the script main.py: {b} has another text",
+        expected_there="the script main.py: {b} has another text",
     ),
     StartFault(
         name="another version of torch",
         prepare=_other_torch,
-        told=r"the version of torch: {b} has 2\.12\.0",
-        told_there=r"the version of torch: {b} has 2\.12\.0",
+        expected=r"the version of torch: {b} has 2\.12\.0",
+        expected_there=r"the version of torch: {b} has 2\.12\.0",
     ),
     StartFault(
         name="a clock that is ahead",
         prepare=_clock_ahead,
-        told="the clock: {b} has 1[12][0-9] s ahead",
-        told_there="the clock",
+        expected="the clock: {b} has 1[12][0-9] s ahead",
+        expected_there="the clock",
     ),
     StartFault(
         name="another list of hosts",
         there=(*BY_HAND, "--hosts", "{a}:1,{b}:2"),
-        told="the hosts of the job: {b} has",
-        told_there="the hosts of the job",
+        expected="the hosts of the job: {b} has",
+        expected_there="the hosts of the job",
     ),
-    StartFault(name="no ssh key", options=(), prepare=_no_key, told="ssh asks for a password", seconds=5),
-    StartFault(name="an unknown host key", options=(), prepare=_unknown_host, told="the host's key is not known here"),
-    StartFault(name="a name that does not resolve", options=(), hosts="a:1,nowhere:1", told="name does not resolve"),
-    StartFault(name="a host listed twice", options=(), hosts="a:1,b:1,a:2", told="each host once[^$]*a 2 times"),
+    StartFault(name="no ssh key", options=(), prepare=_no_key, expected="ssh asks for a password", seconds=5),
     StartFault(
-        name="two hosts with one address", options=(), hosts="{a}:1,a:1", told="which are both this one", seconds=3
+        name="an unknown host key", options=(), prepare=_unknown_host, expected="the host's key is not known here"
     ),
-    StartFault(name="a host that is not in the list", hosts="192.0.2.1,192.0.2.2", told="this host among"),
+    StartFault(
+        name="a name that does not resolve", options=(), hosts="a:1,nowhere:1", expected="name does not resolve"
+    ),
+    StartFault(name="a host listed twice", options=(), hosts="a:1,b:1,a:2", expected="each host once[^$]*a 2 times"),
+    StartFault(
+        name="two hosts with one address", options=(), hosts="{a}:1,a:1", expected="which are both this one", seconds=3
+    ),
+    StartFault(name="a host that is not in the list", hosts="192.0.2.1,192.0.2.2", expected="this host among"),
     StartFault(
         name="a port that is taken",
         prepare=_port_taken,
         options=(*BY_HAND, "--port", "9944"),
-        told="port 9944 of {a} to be free.*\n.*taken by process [0-9]+: .*create_server",
+        expected="port 9944 of {a} to be free.*\n.*taken by process [0-9]+: .*create_server",
     ),
     StartFault(
         name="a link that is down before the start",
         prepare=_cut,
         options=(*BY_HAND, "--join-timeout", "6"),
-        told=r"no answer from {b} \((no route to it|no answer)",
-        told_there="(no route to|no answer from) {a}",
+        expected=r"no answer from {b} \((no route to it|no answer)",
+        expected_there="(no route to|no answer from) {a}",
         seconds=12,
     ),
     StartFault(
         name="a link that goes down while workers start",
         meanwhile=_cut_while_starting,
-        told="host {b} was lost: no heartbeat",
-        told_there="host 0, {a}, was lost: no heartbeat",
+        expected="host {b} was lost: no heartbeat",
+        expected_there="host 0, {a}, was lost: no heartbeat",
         code=1,
         seconds=12,
     ),
     StartFault(
         name="a host that does not come",
         options=(*BY_HAND, "--join-timeout", "6"),
-        told=r"waiting: 1/2 hosts, missing {b} \(it is up[^$]*all 2 hosts within 6 s",
+        expected=r"waiting: 1/2 hosts, missing {b} \(it is up[^$]*all 2 hosts within 6 s",
         seconds=9,
     ),
 ]
@@ -194,7 +198,7 @@ def _filled(words: tuple[str, ...] | list[str], hosts: Hosts) -> list[str]:
     "fault",
     [pytest.param(each, id=each.name, marks=[] if each.name in IN_CI else [pytest.mark.exhaustive]) for each in FAULTS],
 )
-def test_the_job_does_not_start_and_every_host_says_why(fault: StartFault, mended: Hosts, tmp_path: Path):
+def test_the_job_does_not_start_and_every_host_reports_why(fault: StartFault, mended: Hosts, tmp_path: Path):
     folders = {"a": tmp_path, "b": tmp_path}
     (tmp_path / "main.py").write_text(SCRIPT)
     if fault.name == "another script":
@@ -211,23 +215,23 @@ def test_the_job_does_not_start_and_every_host_says_why(fault: StartFault, mende
         name: mended.start(
             name, [*RUN, *_filled(options[name], mended), "main.py"], cwd=folders[name], env=environments.get(name)
         )
-        for name in (("a", "b") if fault.told_there else ("a",))
+        for name in (("a", "b") if fault.expected_there else ("a",))
     }
     if fault.meanwhile is not None:
         fault.meanwhile(mended, tmp_path)
-    told = {name: (job.communicate(timeout=60)[1], job.returncode) for name, job in jobs.items()}
+    expected = {name: (job.communicate(timeout=60)[1], job.returncode) for name, job in jobs.items()}
     seconds = time.time() - began
     a, b = map(re.escape, mended.addresses)
-    rights = [re.search(_placed(fault.told, a, b), told["a"][0]) is not None]
-    if fault.told_there is not None:
-        rights.append(re.search(_placed(fault.told_there, a, b), told["b"][0]) is not None)
+    rights = [re.search(_placed(fault.expected, a, b), expected["a"][0]) is not None]
+    if fault.expected_there is not None:
+        rights.append(re.search(_placed(fault.expected_there, a, b), expected["b"][0]) is not None)
     if "FAULTS_JSON" in os.environ:
         with open(os.environ["FAULTS_JSON"], "a") as rows:
-            lines = max(len(err.splitlines()) for err, _ in told.values())
+            lines = max(len(err.splitlines()) for err, _ in expected.values())
             row = {"fault": fault.name, "hosts": 2, "workers": 1, "seconds": round(seconds, 2), "is_right": all(rights)}
             rows.write(json.dumps(row | {"lines": lines, "orphans": 0, "goal": fault.seconds, "phase": "start"}) + "\n")
-    assert all(rights), told
-    assert {code for _, code in told.values()} == {fault.code}
+    assert all(rights), expected
+    assert {code for _, code in expected.values()} == {fault.code}
     assert fault.code == 1 or not (tmp_path / "started").exists()
     assert seconds < fault.seconds + 15
 

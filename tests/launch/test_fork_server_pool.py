@@ -35,7 +35,7 @@ with ForkServerPoolClient() as server:
         print(json.dumps({"code": code, "agent": os.getpid(), "server": server.process_id}))
 """
 
-TELLING = """
+REPORTING_SCRIPT = """
 import json, os, random, sys
 import psutil, torch
 import torch.distributed as dist
@@ -58,15 +58,15 @@ if sys.argv[1] == "2":
 
 def runs(folder: Path, *seeds: int) -> tuple[list[dict], list[dict]]:
     """What rank 0 of each of several runs in a row has seen, and what their agent."""
-    (folder / "script.py").write_text(TELLING)
+    (folder / "script.py").write_text(REPORTING_SCRIPT)
     command = [sys.executable, "-c", RUNS, json.dumps(seeds)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    return told[0::2], told[1::2]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return lines[0::2], lines[1::2]
 
 
-def test_each_run_has_a_clean_parent_of_its_own_below_the_agent_and_its_own_exit_code(tmp_path: Path) -> None:
+def test_each_run_has_its_own_fork_server_and_exit_code(tmp_path: Path) -> None:
     seen, agents = runs(tmp_path, 5, 5, 5)
     assert [run["number"] for run in seen] == [0, 1, 2]
     assert [run["code"] for run in agents] == [0, 0, 7]
@@ -81,7 +81,7 @@ def test_each_run_has_a_clean_parent_of_its_own_below_the_agent_and_its_own_exit
     assert not is_alive(agents[0]["server"])
 
 
-def test_a_run_that_needs_another_environment_imports_for_itself(tmp_path: Path) -> None:
+def test_a_run_with_another_environment_imports_torch_itself(tmp_path: Path) -> None:
     seen, agents = runs(tmp_path, 5, 6)  # another seed is another order of hashes, fixed when Python starts
     assert [run["code"] for run in agents] == [0, 0]
     assert [run["import"] for run in seen] == ["pool", "own"]
@@ -133,7 +133,7 @@ def start_verify(script: str, folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "victim",
+    "killed",
     [
         "agent",
         "parent",
@@ -141,7 +141,7 @@ def start_verify(script: str, folder: Path) -> subprocess.Popen[str]:
         pytest.param("agent and server", marks=pytest.mark.exhaustive),
     ],
 )
-def test_whoever_is_killed_in_a_later_run_nobody_is_alive_two_seconds_later(victim: str, tmp_path: Path) -> None:
+def test_no_process_survives_a_kill_in_a_later_run_by_two_seconds(killed: str, tmp_path: Path) -> None:
     job = start_verify(VERIFIED + DAEMON, tmp_path)
     try:
         wait_until(lambda: len(marked(tmp_path)) == 4)
@@ -150,12 +150,12 @@ def test_whoever_is_killed_in_a_later_run_nobody_is_alive_two_seconds_later(vict
         assert parent is not None
         (server,) = [child for child in agent.children() if child.pid != parent.pid]
         everyone = [parent.pid, server.pid, *marked(tmp_path).values()]
-        if "stopped" in victim:
+        if "stopped" in killed:
             parent.suspend()
-        if "server" in victim:
+        if "server" in killed:
             server.kill()
-        (parent if victim == "parent" else agent).kill()
-        if victim == "parent":
+        (parent if killed == "parent" else agent).kill()
+        if killed == "parent":
             wait_until(lambda: not any(is_alive(pid) for pid in everyone if pid != server.pid), seconds=2.0)
             out, err = job.communicate(timeout=10)
             assert job.returncode == 2, out + err
@@ -166,7 +166,7 @@ def test_whoever_is_killed_in_a_later_run_nobody_is_alive_two_seconds_later(vict
 
 
 @pytest.mark.parametrize("action", ["kill", pytest.param("suspend", marks=pytest.mark.exhaustive)])
-def test_without_its_fork_server_a_run_imports_for_itself(action: str, tmp_path: Path) -> None:
+def test_without_the_pool_a_run_imports_torch_itself(action: str, tmp_path: Path) -> None:
     job = start_verify(VERIFIED + KILLING.replace("{action}", action), tmp_path)
     try:
         out, err = job.communicate(timeout=240)  # three runs after each other
@@ -177,7 +177,7 @@ def test_without_its_fork_server_a_run_imports_for_itself(action: str, tmp_path:
         end(job)
 
 
-def test_ctrl_c_while_torch_is_imported_ends_all_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_during_the_import_of_torch_ends_everything(tmp_path: Path) -> None:
     job = start_verify(VERIFIED, tmp_path)
     try:
         agent = psutil.Process(job.pid)

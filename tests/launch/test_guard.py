@@ -53,7 +53,7 @@ KINDS = [each if each in IN_CI else pytest.param(each, marks=pytest.mark.exhaust
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_when_the_agent_is_killed_nobody_is_alive_two_seconds_later(kind: str, tmp_path: Path) -> None:
+def test_no_process_survives_a_killed_agent_by_two_seconds(kind: str, tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS[kind], "-n", "2", folder=tmp_path)
     try:
         expected = 2 * len({name for name in ("worker", "child", "daemon") if f"mark('{name}'" in WORKERS[kind]})
@@ -69,7 +69,7 @@ def test_when_the_agent_is_killed_nobody_is_alive_two_seconds_later(kind: str, t
         end(job)
 
 
-def test_when_the_agent_is_killed_while_the_guard_is_stopped_nobody_is_left(tmp_path: Path) -> None:
+def test_no_process_survives_a_killed_agent_with_a_stopped_fork_server(tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS["idle"], "-n", "2", folder=tmp_path)
     try:
         wait_until(lambda: len(marked(tmp_path)) == 2)
@@ -82,7 +82,7 @@ def test_when_the_agent_is_killed_while_the_guard_is_stopped_nobody_is_left(tmp_
         end(job)
 
 
-def test_when_the_guard_is_killed_the_job_fails_and_nobody_is_left(tmp_path: Path) -> None:
+def test_a_killed_fork_server_fails_the_job_and_leaves_no_process(tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS["with a daemon in a session of its own"], "-n", "2", folder=tmp_path)
     try:
         wait_until(lambda: len(marked(tmp_path)) == 4)

@@ -98,7 +98,7 @@ def test_one_command_starts_the_other_host_by_ssh(hosts: Hosts, folder: Path):
     assert len(list((folder / "log" / "latest").glob("rank*.log"))) == 4
 
 
-def test_chosen_variables_are_carried_and_others_are_not(hosts: Hosts, folder: Path):
+def test_only_chosen_variables_reach_the_other_host(hosts: Hosts, folder: Path):
     (folder / "show.py").write_text(
         "import os\n"
         "names = ('COLOUR', 'SHAPE', 'OTHER')\n"
@@ -112,7 +112,7 @@ def test_chosen_variables_are_carried_and_others_are_not(hosts: Hosts, folder: P
     assert (folder / "seen1").read_text() == "light blue a=b c None\n"
 
 
-def test_the_hosts_of_a_file_are_known_by_name_and_a_token_file_is_enough_by_hand(hosts: Hosts, folder: Path):
+def test_a_hostfile_names_hosts_and_a_token_file_suffices_for_manual_starts(hosts: Hosts, folder: Path):
     (folder / "hostfile").write_text("a slots=2\nb slots=2\n")
     words = command("run", "--hostfile", "hostfile", "--no-ssh", "train.py")
     token = {"RANKLESS_TOKEN_FILE": str(folder / "token")}
@@ -126,7 +126,7 @@ def test_the_hosts_of_a_file_are_known_by_name_and_a_token_file_is_enough_by_han
 
 
 @pytest.mark.exhaustive
-def test_hosts_may_be_numbered_by_hand(hosts: Hosts, folder: Path):
+def test_host_ranks_can_be_set_by_hand(hosts: Hosts, folder: Path):
     ranked = ["--master", f"{hosts.addresses[0]}:9911", "--host-count", "2", "--insecure", "-n"]
     other = hosts.start("b", command("run", "--host-rank", "1", *ranked, "3", "train.py"), cwd=folder)
     code, out, err = ended(hosts.start("a", command("run", "--host-rank", "0", *ranked, "1", "train.py"), cwd=folder))
@@ -147,7 +147,7 @@ def test_a_script_names_the_hosts_and_python_starts_it_on_each(hosts: Hosts, fol
 
 
 @pytest.mark.parametrize("way", ["ssh", pytest.param("hand", marks=pytest.mark.exhaustive)])
-def test_two_hosts_are_the_same_training_as_one_device(way: str, hosts: Hosts, folder: Path):
+def test_two_hosts_train_like_one_device(way: str, hosts: Hosts, folder: Path):
     options = ["--hosts", listed(hosts), *(["--no-ssh", "--insecure"] if way == "hand" else [])]
     other = hosts.start("b", command("run", *options, "train.py"), cwd=folder) if way == "hand" else None
     done = hosts.run("a", command("verify", *options, "train.py"), cwd=folder, seconds=120)
@@ -167,7 +167,7 @@ FAULTS = {
 
 @pytest.mark.exhaustive  # the fault matrix has more of them, and a sample that always runs
 @pytest.mark.parametrize("name", FAULTS)
-def test_who_fails_is_named_with_its_host_and_everything_ends(name: str, hosts: Hosts, folder: Path):
+def test_a_failed_rank_is_named_with_its_host_and_all_processes_end(name: str, hosts: Hosts, folder: Path):
     rank, action, code, words = FAULTS[name]
     job = hosts.start("a", command("run", "--hosts", listed(hosts), "faulty.py", str(rank), action), cwd=folder)
     returned, _, err = ended(job)
@@ -223,7 +223,7 @@ def test_when_an_agent_is_killed_both_hosts_end(name: str, hosts: Hosts, folder:
     assert f"host 0, {lost}, was lost" in err if name == "a" else f"host {lost} was lost" in err
 
 
-def test_a_host_that_is_cut_off_is_noticed_on_both_sides(hosts: Hosts, folder: Path):
+def test_both_sides_detect_a_host_that_is_cut_off(hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--insecure", "faulty.py", "9", "")
     jobs = {each: hosts.start(each, words, cwd=folder) for each in ("a", "b")}
     wait_until(lambda: len(marked(folder)) == 4)
@@ -283,7 +283,7 @@ def test_hosts_that_differ_do_not_start(hosts: Hosts, folder: Path):
     assert not (folder / "log").exists()
 
 
-def test_another_token_is_turned_away_on_both_sides(hosts: Hosts, folder: Path):
+def test_a_different_token_is_rejected_and_reported_on_both_sides(hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--join-timeout", "3", "train.py")
     (folder / "other").write_text("f" * 32)
     other = hosts.start("b", words, cwd=folder, env={"RANKLESS_TOKEN_FILE": str(folder / "other")})
@@ -296,7 +296,7 @@ def test_another_token_is_turned_away_on_both_sides(hosts: Hosts, folder: Path):
     assert "token the same on both" in err
 
 
-def test_who_waits_says_for_whom_and_what_it_sees(hosts: Hosts, folder: Path):
+def test_a_waiting_host_names_the_missing_host_and_its_reachability(hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--insecure", "--join-timeout", "6.5", "train.py")
     code, _, err = ended(hosts.start("a", words, cwd=folder))
     assert code == 2
@@ -307,7 +307,7 @@ def test_who_waits_says_for_whom_and_what_it_sees(hosts: Hosts, folder: Path):
     assert "no process listens at" in err
 
 
-def test_a_host_that_is_not_in_the_list_says_so(folder: Path):
+def test_a_host_outside_the_list_raises(folder: Path):
     done = subprocess.run(
         command("run", "--hosts", "192.0.2.77,192.0.2.78", "--no-ssh", "--insecure", "train.py"),
         cwd=folder,
@@ -320,7 +320,7 @@ def test_a_host_that_is_not_in_the_list_says_so(folder: Path):
 
 
 @pytest.mark.exhaustive
-def test_the_script_of_host_0_is_sent_where_that_is_asked_for(tmp_path: Path):
+def test_copy_sends_the_script_of_host_0(tmp_path: Path):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
@@ -350,7 +350,7 @@ if __name__ == "__main__":
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["ssh", "hand", "script"])
-def test_lenet_on_two_hosts_is_the_same_training_however_it_is_started(way: str, hosts: Hosts, folder: Path):
+def test_lenet_on_two_hosts_trains_alike_however_it_is_started(way: str, hosts: Hosts, folder: Path):
     script = str(Path(__file__).parents[2] / "examples" / "lenet.py")
     name = script
     if way == "script":

@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 HEAD = """# Faults
 
 What goes wrong in a job, and how it ends: seconds until nothing of it is alive on any host, the longest of its cases;
-whether the report on the terminal named the culprit, its host and its exit code; the most lines of the report;
+whether the report on the terminal named the root cause, its host and its exit code; the most lines of the report;
 processes left over. Each fault with 1, 2 and 4 workers on each host, on one host and on two (network namespaces), where
 it applies. The goal is 2 s, 5 s where a host falls silent, and 2 s after `--hang-timeout` where ranks stand still. The
 tests are
@@ -30,11 +30,11 @@ def page(rows: Sequence[Row], tested: str) -> str:
     lines = [
         HEAD,
         f"Run of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: {len(rows)} cases of "
-        f"{len({row['fault'] for row in rows})} faults; culprit right in {right}; median "
+        f"{len({row['fault'] for row in rows})} faults; root cause right in {right}; median "
         f"{statistics.median(row['seconds'] for row in running):.2f} s; over the goal {late}; processes left over "
         f"{sum(row['orphans'] for row in rows)}.",
         "",
-        "| fault | hosts | cases | longest, s | goal, s | culprit right | lines | left over |",
+        "| fault | hosts | cases | longest, s | goal, s | root cause right | lines | left over |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for fault, hosts in dict.fromkeys((row["fault"], row["hosts"]) for row in rows):

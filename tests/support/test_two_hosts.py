@@ -12,7 +12,7 @@ from support.jobs import wait_until
 pytestmark = pytest.mark.slow
 
 
-def test_two_hosts_reach_each_other_by_ssh_until_the_cable_is_pulled_and_leave_nothing(tmp_path: Path):
+def test_two_hosts_reach_each_other_by_ssh_until_the_link_is_down(tmp_path: Path):
     with two_hosts(tmp_path, before={"b": "ulimit -n 100"}, logins={"b": {"COLOUR": "red"}}) as hosts:
         words = "hostname; echo $COLOUR; ulimit -n; cat /etc/hosts"
         there = hosts.run("a", ["ssh", "-o", "BatchMode=yes", "b", "--", words])
@@ -39,7 +39,7 @@ def test_a_firewall_drops_all_but_the_ports_that_it_leaves_open(tmp_path: Path):
         assert "TimeoutError" in hosts.run("a", ["python3", "-c", code]).stderr
 
 
-def test_hosts_of_a_test_that_was_killed_are_taken_away_by_the_next(tmp_path: Path):
+def test_the_next_test_removes_the_hosts_of_a_killed_one(tmp_path: Path):
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     namespace = f"rd-{gone.stdout.strip()}-a"
     subprocess.run(["ip", "netns", "add", namespace], check=False, capture_output=True)
