@@ -8,7 +8,7 @@ from raised import raised
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SHAPES = ((), (0,), (1,), (17,), (4, 5, 6), (70_001,))
-"""The last does not ride."""
+"""The last is too large to be sent inline."""
 
 
 def own(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
