@@ -66,7 +66,7 @@ def _refuse_elastic(variables: Mapping[str, str]) -> None:
 
 
 def read_rank_assignment(variables: Mapping[str, str]) -> RankAssignment | None:
-    """The seat that a launcher has told; None where it has not told all of it. Raises JoinError if one is no number."""
+    """Return the ranks and sizes in the variables; None unless all are set. Raises `JoinError` for an invalid one."""
     names = [name.upper() for name in RankAssignment.__struct_fields__]
     if not all(name in variables for name in names):
         return None

@@ -105,16 +105,16 @@ def check_program(program: Program) -> None:
         )
 
 
-def choose_devices(wish: str | None, *, worker_count: int) -> tuple[str, ...]:
+def choose_devices(requested: str | None, *, worker_count: int) -> tuple[str, ...]:
     """Return one torch device per worker, numbered as CUDA numbers the visible GPUs. Raises `ConfigError`."""
-    if wish == "cpu":
+    if requested == "cpu":
         return ("cpu",) * worker_count
     present = count_gpus()
-    if wish is None:
+    if requested is None:
         return tuple(f"cuda:{rank % present}" for rank in range(worker_count)) if present else ("cpu",) * worker_count
-    numbers = [number.strip().removeprefix("cuda:") for number in wish.split(",")]
+    numbers = [number.strip().removeprefix("cuda:") for number in requested.split(",")]
     if not all(number.isdigit() for number in numbers):
-        raise ConfigError(expected="--devices cpu, or GPU numbers as 0,1", found=wish, fix="correct --devices")
+        raise ConfigError(expected="--devices cpu, or GPU numbers as 0,1", found=requested, fix="correct --devices")
     absent = [number for number in numbers if int(number) >= present]
     if absent:
         raise ConfigError(

@@ -26,7 +26,7 @@ def config(process_id: int | None = None) -> WorkerConfig:
     )
 
 
-def test_a_plan_is_read_back_by_the_worker_and_by_none_of_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reads_its_config_back_and_its_children_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.WORKER_PLAN, "")
     mine = config(process_id=os.getpid())
     environment.write_worker_config(mine)
@@ -35,7 +35,7 @@ def test_a_plan_is_read_back_by_the_worker_and_by_none_of_its_children(monkeypat
     assert environment.read_worker_config() is None
 
 
-def test_torchruns_variables_are_understood_unless_they_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_variables_are_read_unless_rankless_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(environment.WORKER_PLAN, raising=False)
@@ -55,7 +55,7 @@ def test_a_worker_gets_the_users_thread_variables_back(monkeypatch: pytest.Monke
     assert variables["OMP_NUM_THREADS"] == "3"
 
 
-def test_only_what_torch_reads_at_import_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_variables_that_torch_reads_at_import_change_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     before = environment.snapshot()
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")
     monkeypatch.setenv("KMP_BLOCKTIME", "0")

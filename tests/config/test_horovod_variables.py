@@ -34,14 +34,14 @@ def test_a_worker_of_horovodrun():
     assert horovod_worker({**TOLD, "ELASTIC": "0", "START_TIMEOUT": "7"}).timeout_seconds == 7
 
 
-def test_a_launcher_that_tells_less():
+def test_a_launcher_that_sets_fewer_variables():
     least = {name: TOLD[name] for name in ("GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "RANK", "SIZE")}
     found = horovod_worker(least)
     assert (found.assignment, found.interface) == (None, None)
 
 
 @pytest.mark.parametrize("address", [None, ""])
-def test_without_a_server_nobody_has_told_anything(address: str | None):
+def test_without_a_server_there_is_no_horovod_worker(address: str | None):
     assert horovod_worker({}) is None
     others = {name: value for name, value in TOLD.items() if name != "GLOO_RENDEZVOUS_ADDR"}
     assert horovod_worker(others if address is None else {**others, "GLOO_RENDEZVOUS_ADDR": address}) is None
@@ -61,7 +61,7 @@ def test_without_a_server_nobody_has_told_anything(address: str | None):
         ("GLOO_RENDEZVOUS_PORT", "65536", "a port from 1 to 65535"),
     ],
 )
-def test_what_cannot_be_meant_is_named(name: str, value: str, expected: str):
+def test_the_error_names_an_invalid_variable(name: str, value: str, expected: str):
     with pytest.raises(JoinError) as caught:
         horovod_worker({**TOLD, name: value})
     assert caught.value.expected.startswith(f"in HOROVOD_{name} {expected}")
@@ -69,7 +69,7 @@ def test_what_cannot_be_meant_is_named(name: str, value: str, expected: str):
     assert "unset HOROVOD_GLOO_RENDEZVOUS_ADDR" in caught.value.fix
 
 
-def test_a_variable_that_is_missing_is_nothing():
+def test_the_error_for_a_missing_variable_says_so():
     with pytest.raises(JoinError) as caught:
         horovod_worker({name: value for name, value in TOLD.items() if name != "RANK"})
     assert (caught.value.expected, caught.value.found) == (
@@ -78,7 +78,7 @@ def test_a_variable_that_is_missing_is_nothing():
     )
 
 
-def test_an_elastic_job_of_another_launcher_is_refused():
+def test_an_elastic_job_of_another_launcher_is_rejected():
     with pytest.raises(JoinError) as caught:
         horovod_worker({**TOLD, "ELASTIC": "1"})
     assert "HOROVOD_ELASTIC=1" in caught.value.found

@@ -44,13 +44,13 @@ def test_n_is_the_number_of_workers_of_hosts_without_one():
 
 
 @pytest.mark.parametrize("text", ["", "a,", "a:0", "a:-1", "a:x", "a:1:2", ":4", "a,a", "a:2,b,a:3"])
-def test_lists_that_cannot_be_meant_are_refused(text: str):
+def test_invalid_lists_are_rejected(text: str):
     with pytest.raises(ConfigError) as raised:
         parse_hosts(text, workers_per_host=None)
     assert raised.value.fix
 
 
-def test_a_host_that_is_named_twice_is_told_with_the_sum():
+def test_the_error_for_a_repeated_host_gives_the_sum_of_its_workers():
     with pytest.raises(ConfigError, match="a:5"):
         parse_hosts("a:2,b,a:3", workers_per_host=None)
 
@@ -90,7 +90,7 @@ def test_a_host_finds_itself_by_its_own_addresses():
     assert socket.gethostname() in str(raised.value.found)
 
 
-def test_names_and_ways_are_looked_up():
+def test_names_and_routes_are_looked_up():
     assert "127.0.0.1" in addresses_of("127.0.0.1") & own_addresses()
     assert addresses_of("no-such-name.invalid") == frozenset()
     assert interface_towards("127.0.0.1") == ("lo", "127.0.0.1")

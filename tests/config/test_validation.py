@@ -19,12 +19,12 @@ def with_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "count_gpus", lambda: count)
 
 
-def test_every_worker_gets_a_gpu_of_its_own_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_worker_gets_its_own_gpu_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(4, monkeypatch)
     assert validation.choose_devices(None, worker_count=3) == ("cuda:0", "cuda:1", "cuda:2")
 
 
-def test_the_cpu_is_the_default_without_gpus_and_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_is_the_default_without_gpus_and_can_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(0, monkeypatch)
     assert validation.choose_devices(None, worker_count=2) == ("cpu", "cpu")
     with_gpus(4, monkeypatch)
@@ -41,7 +41,7 @@ def test_two_workers_on_one_gpu_use_gloo_and_one_on_each_use_nccl(monkeypatch: p
 
 
 @pytest.mark.parametrize("wish", ["0,4", "7", "x", "", "cpu,0"])
-def test_devices_that_are_not_there_are_refused(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_devices_are_rejected(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(2, monkeypatch)
     with pytest.raises(ConfigError):
         validation.choose_devices(wish, worker_count=1)
@@ -57,7 +57,7 @@ def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert validation.count_gpus() == 0
 
 
-def test_cores_are_shared_out_and_never_less_than_one(script: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_and_each_worker_gets_at_least_one(script: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(validation, "core_count", lambda: 8)
     threads = [validation.make_run_config(script, RunRequest(worker_count=n)).threads_per_worker for n in (1, 3, 16)]
@@ -75,6 +75,6 @@ def test_without_a_seed_every_run_has_another(script: Program) -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])
-def test_a_seed_that_no_generator_takes_is_refused(seed: int, script: Program) -> None:
+def test_a_seed_out_of_range_is_rejected(seed: int, script: Program) -> None:
     with pytest.raises(ConfigError, match="seed"):
         validation.make_run_config(script, RunRequest(worker_count=1, seed=seed))

@@ -61,7 +61,7 @@ def test_the_same_script_trains_alike_on_one_device_and_on_those_configured(tmp_
 
 
 @pytest.mark.slow
-def test_a_script_that_has_changed_its_folder_is_found_and_its_exit_code_is_the_commands(tmp_path: Path):
+def test_a_script_that_changed_its_folder_is_found_and_returns_its_exit_code(tmp_path: Path):
     done = plain(tmp_path, "train.py", "2", "fail", "chdir")
     assert done.returncode == 7, done.stderr
     assert "on 2" in done.stdout
@@ -69,14 +69,14 @@ def test_a_script_that_has_changed_its_folder_is_found_and_its_exit_code_is_the_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
-def test_configured_late_it_is_refused_with_the_line_that_was_first(devices: str, tmp_path: Path):
+def test_a_late_configure_is_rejected_with_the_line_that_was_first(devices: str, tmp_path: Path):
     late = plain(tmp_path, "train.py", devices, "late")
     assert late.returncode == 1
     assert f"a process that has begun to train: {tmp_path}/train.py:18 was the first call" in late.stderr
 
 
 @pytest.mark.slow
-def test_a_command_line_has_the_last_word(tmp_path: Path):
+def test_a_command_line_overrides_configure(tmp_path: Path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = rankless("run", "-n", "1", "train.py", "2", folder=tmp_path)
     assert (done.returncode, " on 1," in done.stdout) == (0, True)
@@ -87,7 +87,7 @@ def test_a_command_line_has_the_last_word(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_where_there_is_no_script_it_is_refused(tmp_path: Path):
+def test_configure_without_a_script_is_rejected(tmp_path: Path):
     done = plain(tmp_path, given="import rankless\nrankless.configure(devices_per_host=2)\n")
     assert done.returncode == 1
     assert "rankless.spawn" in done.stderr
@@ -110,12 +110,12 @@ def test_the_program_is_read_from_pythons_command_line(command: tuple[str, ...])
 
 
 @pytest.mark.parametrize("command", [(), ("-",), ("-i",), ("-q", "-")])
-def test_a_command_without_a_program_is_refused(command: tuple[str, ...]):
+def test_a_command_without_a_program_is_rejected(command: tuple[str, ...]):
     with pytest.raises(ConfigError, match=r"rankless\.spawn"):
         running_program(("python", *command), None)
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, True, "2"])
-def test_a_number_that_cannot_be_meant_is_refused(count: object):
+def test_an_invalid_number_is_rejected(count: object):
     with pytest.raises(ConfigError, match="devices_per_host"):
         relaunch(count)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ def by_torch(rank: int, size: int) -> float:
     return total.item() + size
 
 
-def test_results_come_back_by_rank_and_the_processes_find_each_other():
+def test_results_are_ordered_by_rank_and_the_processes_find_each_other():
     wanted = [{"rank": rank, "size": 3, "total": 33.0} for rank in range(3)]
     assert rankless.spawn(summed, (10.0,), nprocs=3) == wanted
     assert rankless.spawn(by_torch, args=(2,), nprocs=2) == [3.0, 3.0]
@@ -64,7 +64,7 @@ def fails_oddly(_rank: int) -> None:
     raise Odd(1, 2)
 
 
-def test_an_error_that_does_not_travel_is_told_in_words():
+def test_an_error_that_cannot_be_pickled_is_reported_as_text():
     with pytest.raises(RuntimeError, match="Odd: 1 and 2"):
         rankless.spawn(fails_oddly, nprocs=1)
 
@@ -152,6 +152,6 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path):
 @pytest.mark.parametrize(
     ("function", "count", "words"), [(3, 2, "a function"), (waits, 0, "nprocs="), (waits, True, "n")]
 )
-def test_what_cannot_be_spawned_is_refused(function: Any, count: Any, words: str):
+def test_invalid_arguments_of_spawn_are_rejected(function: Any, count: Any, words: str):
     with pytest.raises(ConfigError, match=words):
         rankless.spawn(function, nprocs=count)

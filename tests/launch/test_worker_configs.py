@@ -9,7 +9,7 @@ from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.worker_configs import make_worker_configs
 
 
-def test_gpus_are_seen_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_workers_see_gpus_in_the_requested_order(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(validation, "count_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = validation.make_run_config(

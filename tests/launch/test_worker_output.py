@@ -5,7 +5,7 @@ from rankless.launch.worker_output import PrefixedLines, WholeLines
 from rankless.records.events import FileOpened
 
 
-def test_a_prefix_stands_before_each_line_however_it_ends_and_wherever_it_is_cut():
+def test_a_prefix_precedes_each_line_whatever_its_end_and_wherever_it_is_cut():
     for text in (b"one\r\ntwo\rthree\n", b"one\ntwo\nthree"):
         for cut in range(len(text)):
             shown: list[bytes] = []
@@ -17,7 +17,7 @@ def test_a_prefix_stands_before_each_line_however_it_ends_and_wherever_it_is_cut
             assert b"".join(shown) == b"[1] one\n[1] two\n[1] three\n"
 
 
-def test_whole_lines_wait_for_their_end_and_a_beginning_for_a_turn_without_more():
+def test_lines_wait_for_their_end_and_unfinished_ones_for_an_idle_call():
     shown: list[bytes] = []
     lines = WholeLines(shown.append)
     lines.write(b"one\ntw")
@@ -31,7 +31,7 @@ def test_whole_lines_wait_for_their_end_and_a_beginning_for_a_turn_without_more(
     assert shown == [b"one\n", b"two\n50%\r", b"name: "]
 
 
-def test_a_file_that_two_ranks_write_is_named_to_a_foreign_script_in_its_own_words():
+def test_the_warning_for_a_file_of_two_ranks_suits_programs_without_rankless():
     files = SharedFiles(foreign=True)
     first, second = (FileOpened(rank=rank, time_ns=0, path="/data/x", line="main.py:3") for rank in range(2))
     assert files.check(first) is None

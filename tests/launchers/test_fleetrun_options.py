@@ -118,7 +118,7 @@ def test_a_worker_computes_on_the_first_gpu_of_its_share(gpus):
     ("present", "words", "found"),
     [(0, ["--gpus=0"], "no GPU"), (2, ["--gpus=0,2"], "GPU 0, 1"), (0, ["--backend", "nccl"], "no GPU")],
 )
-def test_gpus_that_are_not_there_are_refused(present, words, found, gpus):
+def test_missing_gpus_are_rejected(present, words, found, gpus):
     gpus(present)
     with pytest.raises(ConfigError, match=found):
         config_of(*words)
@@ -150,7 +150,9 @@ def test_paddles_variables_stand_in_for_options_that_are_not_given(monkeypatch: 
         ("--logdir", "--log_dir"),
     ],
 )
-def test_a_misspelt_option_is_answered_with_the_right_one(given: str, meant: str, capsys: pytest.CaptureFixture[str]):
+def test_the_error_for_a_misspelt_option_names_the_right_one(
+    given: str, meant: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit) as leaving:
         main(["fleetrun", given, "2", "train.py"])
     assert leaving.value.code == 2
@@ -168,14 +170,14 @@ SERVER_LINES = [
 
 
 @pytest.mark.parametrize("line", [*SERVER_LINES, *(f"--{name}=2" for name in SERVER_FLAGS)])
-def test_parameter_servers_are_known_and_refused_with_what_works_today(line: str, capsys: pytest.CaptureFixture[str]):
+def test_options_for_parameter_servers_are_rejected_with_alternatives(line: str, capsys: pytest.CaptureFixture[str]):
     assert main(["fleetrun", *line.split(), __file__]) == 2
     said = capsys.readouterr().err
     assert "Rankless has no parameter servers" in said
     assert "--nproc_per_node=2" in said
 
 
-def test_the_hosts_of_ips_are_numbered_as_they_stand_there(monkeypatch: pytest.MonkeyPatch):
+def test_the_hosts_of_ips_are_numbered_in_their_order(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rankless.config.hosts.own_addresses", lambda: frozenset({"192.168.0.16", "127.0.0.1"}))
     cluster = make_cluster("--ips=192.168.0.1,192.168.0.16", "--nproc_per_node=2")
     assert (cluster.host_index, cluster.port, cluster.agent_start, cluster.is_listed) == (1, 9988, "script", True)
@@ -197,7 +199,7 @@ def test_the_hosts_of_ips_are_numbered_as_they_stand_there(monkeypatch: pytest.M
             config_of(*words)
 
 
-def test_numbered_hosts_meet_at_the_master(monkeypatch: pytest.MonkeyPatch):
+def test_numbered_hosts_use_the_master_for_their_rendezvous(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hosts, "own_addresses", lambda: frozenset({"192.0.2.1"}))
     for words, place in (([], 0), (["--rank", "1"], 1), (["--rank=-1"], 0)):
         cluster = make_cluster("--nnodes=2:2", "--master", "http://192.0.2.1:7000", *words)
@@ -223,12 +225,12 @@ def test_numbered_hosts_meet_at_the_master(monkeypatch: pytest.MonkeyPatch):
         ["--start_port=70000"],
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(words: list[str]):
+def test_invalid_values_are_rejected(words: list[str]):
     with pytest.raises(ConfigError):
         config_of(*words)
 
 
-def test_every_option_that_does_nothing_is_named_in_a_line_and_the_others_are_not():
+def test_a_note_names_every_ignored_option_and_no_other():
     assert (
         describe_ignored_options(
             parse("--gpus=0", "--log_dir=x", "--job_id=x", "--run_mode=collective", "--legacy=False", "x.py")
@@ -244,7 +246,7 @@ def test_every_option_that_does_nothing_is_named_in_a_line_and_the_others_are_no
         assert sum(word.partition("=")[0] in note for note in said) == 1, word
 
 
-def test_the_table_of_arguments_has_paddles_rows_and_what_else_was_given():
+def test_the_table_of_arguments_has_paddles_rows_and_other_given_options():
     table = format_arguments_table(list_arguments(parse("--gpus=0,1", "--rank=0", "train.py", "--epochs", "2")))
     lines = dict(line.split(": ", 1) for line in table.splitlines()[1:-1])
     wanted = "gpus ips log_dir rank server_num servers training_script training_script_args worker_num workers"
@@ -253,7 +255,7 @@ def test_the_table_of_arguments_has_paddles_rows_and_what_else_was_given():
     assert lines["training_script_args"] == "['--epochs', '2']"
 
 
-def test_the_box_shows_the_first_process_and_is_cut_where_there_are_many(gpus):
+def test_the_box_shows_the_first_process_and_truncates_long_lists(gpus):
     gpus(16)
     config = config_of()
     box = format_environment_table(environments(config)[0], local_count=16).splitlines()
@@ -266,7 +268,7 @@ def test_the_box_shows_the_first_process_and_is_cut_where_there_are_many(gpus):
     assert sum("127.0.0.1:60" in line for line in box) == 1 + 7
 
 
-def test_gpus_that_are_shared_are_said(gpus):
+def test_the_opening_line_names_shared_gpus(gpus):
     gpus(2)
     config = config_of("--nproc_per_node=3")
     lead = make_worker_configs(config, job_of(config), folder="log/run")[0].config
@@ -275,7 +277,7 @@ def test_gpus_that_are_shared_are_said(gpus):
     assert "log/workerlog.0 to workerlog.2" in line
 
 
-def test_a_log_that_paddle_itself_has_written_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus):
+def test_a_log_file_that_paddle_wrote_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus):
     monkeypatch.chdir(tmp_path)
     gpus(0)
     os.mkdir("log")
@@ -288,7 +290,7 @@ def test_a_log_that_paddle_itself_has_written_is_kept(tmp_path: Path, monkeypatc
     assert not os.path.lexists("log/workerlog.1")
 
 
-def test_what_is_no_python_script_is_run_as_a_command(tmp_path: Path):
+def test_a_program_other_than_a_python_script_runs_as_a_command(tmp_path: Path):
     script = tmp_path / "run.sh"
     script.write_text("")
     assert fleetrun_program(parse(str(script))).kind == "script"

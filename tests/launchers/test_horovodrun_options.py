@@ -66,7 +66,7 @@ def variables(*words: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("words", SPELLINGS)
-def test_every_option_is_known_in_every_spelling_and_what_follows_is_the_programs_own(words: str):
+def test_every_spelling_is_known_and_the_program_gets_the_rest(words: str):
     field, value = SPELLINGS[words]
     flags = parse(*words.split(), "python", "train.py", "-np", "9", "--verbose")
     assert getattr(flags, field) == value
@@ -81,7 +81,7 @@ def test_no_field_is_without_an_option():
     assert said | others == set(HorovodrunFlags.__struct_fields__)
 
 
-def test_an_unknown_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]):
+def test_the_error_for_an_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as leaving:
         main(["horovodrun", "-np", "2", "--fusion-treshold-mb", "3", "python", "train.py"])
     assert leaving.value.code == 2
@@ -92,7 +92,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(capsys: pytest.CaptureFi
         assert "not allowed with" in capsys.readouterr().err
 
 
-def test_what_the_options_set_in_the_workers_environment():
+def test_options_set_variables_in_the_workers_environment():
     assert variables() == {}
     assert variables("--fusion-threshold-mb", "32") == {"HOROVOD_FUSION_THRESHOLD": str(32 << 20)}
     found = variables(
@@ -121,7 +121,7 @@ def test_what_the_options_set_in_the_workers_environment():
     }
 
 
-def test_the_tutorials_launch_flag_sets_variables_and_nothing_else_is_guessed():
+def test_the_tutorials_launch_flag_sets_variables_and_rejects_the_rest():
     assert variables("--mpi-launch-flag", "env CUDA_VISIBLE_DEVICES=0") == {"CUDA_VISIBLE_DEVICES": "0"}
     found = variables("--mpi-launch-flag", "-x A='b c'", "--mpi-launch-flag", "env D=1 E=")
     assert found == {"A": "b c", "D": "1", "E": ""}
@@ -133,7 +133,7 @@ def test_the_tutorials_launch_flag_sets_variables_and_nothing_else_is_guessed():
 @pytest.mark.parametrize(
     "option", ["--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity", "--thread-affinity"]
 )
-def test_a_number_below_0_is_refused(option: str):
+def test_a_negative_number_is_rejected(option: str):
     with pytest.raises(ConfigError, match=f"{option} from 0 up"):
         request_of("-np", "1", f"{option}=-1")
     with pytest.raises(ConfigError, match="from 0 to 1"):
@@ -145,7 +145,7 @@ def test_a_number_below_0_is_refused(option: str):
         variables("--network-interfaces", "nothere0")
 
 
-def test_each_option_that_does_nothing_here_is_told_in_a_line():
+def test_a_note_names_each_ignored_option():
     words = (
         *("--disable-cache", "--mpi", "--mpi-args=x", "--binding-args=x", "--mpi-threads-disable"),
         *(
@@ -193,7 +193,7 @@ logging:
 """
 
 
-def test_a_config_file_says_what_the_command_line_does_not(tmp_path: Path):
+def test_a_config_file_completes_the_command_line(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
     flags, said = horovodrun.apply_config_file(
@@ -222,7 +222,7 @@ def test_a_config_file_says_what_the_command_line_does_not(tmp_path: Path):
         ("controller: smoke", "controller: gloo or mpi"),
     ],
 )
-def test_a_config_file_that_cannot_be_meant_is_refused(text: str, match: str, tmp_path: Path):
+def test_an_invalid_config_file_is_rejected(text: str, match: str, tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=match):
@@ -231,7 +231,7 @@ def test_a_config_file_that_cannot_be_meant_is_refused(text: str, match: str, tm
         parse("--config-file", str(tmp_path / "none.yaml"))
 
 
-def test_the_first_hosts_are_filled_first_and_too_few_slots_are_refused(tmp_path: Path):
+def test_the_first_hosts_are_filled_first_and_too_few_slots_are_rejected(tmp_path: Path):
     assert [(h.address, h.workers) for h in make_cluster("-np", "3", "-H", "mine:2,other:4").hosts] == [
         ("mine", 2),
         ("other", 1),
@@ -319,14 +319,14 @@ def test_elastic_options_make_an_elastic_job():
         ("--min-np 1 -H a:1", "than there are available slots"),
     ],
 )
-def test_elastic_options_that_cannot_be_meant_are_refused(words: str, said: str, tmp_path: Path):
+def test_invalid_elastic_options_are_rejected(words: str, said: str, tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("")
     with pytest.raises(ConfigError, match=said):
         make_run_config(Program(kind="script", target=str(script)), request_of("-np", "2", *words.split()))
 
 
-def test_ranks_draw_their_own_random_numbers_though_a_program_names_rankless(tmp_path: Path):
+def test_ranks_seed_themselves_although_a_program_names_rankless(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("import rankless\n")
     program = Program(kind="script", target=str(script))
@@ -335,7 +335,7 @@ def test_ranks_draw_their_own_random_numbers_though_a_program_names_rankless(tmp
     assert make_run_config(program, job).seed is None
 
 
-def test_other_hosts_get_the_whole_environment_but_what_is_a_hosts_own(monkeypatch: pytest.MonkeyPatch):
+def test_other_hosts_get_the_environment_except_variables_of_one_host(monkeypatch: pytest.MonkeyPatch):
     for name in ("WANDB_MODE", "HOROVOD_LOG_LEVEL", "SSH_AUTH_SOCK", "HOME", environment.TOKEN_FILE):
         monkeypatch.setenv(name, "x")
     found = environment.exported_variables()
@@ -359,7 +359,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("given", "apart"), LINES)
-def test_what_a_program_is_given_is_never_taken_for_an_option_of_ours_cut_short(given: list[str], apart: list[str]):
+def test_a_programs_arguments_are_never_abbreviated_options_of_ours(given: list[str], apart: list[str]):
     parser = CommandParser(prog="rankless horovodrun", allow_abbrev=horovodrun.ABBREVIATES)
     horovodrun.add_arguments(parser)
     assert parser.insert_program_separator(given) == apart

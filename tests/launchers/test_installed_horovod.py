@@ -122,7 +122,7 @@ def test_its_ranks_find_each_other_as_often_as_they_init(is_ours: bool, site: st
     }
 
 
-def test_nobody_else_is_told_of_a_server(site: str, tmp_path: Path):
+def test_jobs_without_an_installed_horovod_get_no_server(site: str, tmp_path: Path):
     code = "import os; print([name for name in os.environ if 'RENDEZVOUS' in name])"
     outer = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
     words = ("-np", "1", "python", "-c", code)
@@ -130,7 +130,7 @@ def test_nobody_else_is_told_of_a_server(site: str, tmp_path: Path):
     assert horovodrun(*words, folder=tmp_path, PYTHONPATH=site, RANKLESS_HOROVOD="1") == {0: ["[]"]}
 
 
-def test_another_python_may_have_one_and_the_user_may_say_so(tmp_path: Path):
+def test_another_python_or_the_users_choice_starts_the_server(tmp_path: Path):
     code = "import os; print('HOROVOD_GLOO_RENDEZVOUS_PORT' in os.environ)"
     other = tmp_path / "python3.99"
     other.symlink_to(sys.executable)
@@ -160,7 +160,7 @@ print(os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], file=sys.stderr)
 
 
 @pytest.mark.exhaustive
-def test_on_two_hosts_a_real_one_and_ours_meet_at_the_same_server(hosts: Hosts, site: str, tmp_path: Path):
+def test_on_two_hosts_an_installed_horovod_and_ours_use_the_same_server(hosts: Hosts, site: str, tmp_path: Path):
     """A command's Python is no worker of ours: it knows what Horovod's variables say, as one of horovodrun's does."""
     (tmp_path / "train.py").write_text(SHARED)
     words = (sys.executable, "-m", "rankless", "horovodrun", "-np", "2", "-H", "a:1,b:1")
@@ -172,7 +172,7 @@ def test_on_two_hosts_a_real_one_and_ours_meet_at_the_same_server(hosts: Hosts, 
     assert len(re.findall(r"^\[\d\]<stderr>:10\.77\.0\.1$", done.stderr, re.M)) == 2
 
 
-def test_an_elastic_job_tells_that_the_installed_one_cannot_take_part(site: str, tmp_path: Path):
+def test_an_elastic_job_warns_that_the_installed_one_cannot_take_part(site: str, tmp_path: Path):
     words = ("horovodrun", "-np", "1", "--min-np", "1", "python", "-c", "print('well')")
     done = rankless(*words, folder=tmp_path, PYTHONPATH=site)
     assert done.returncode == 0, done.stderr

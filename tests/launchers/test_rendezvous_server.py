@@ -23,7 +23,7 @@ def asked(port: int, method: str, path: str, body: bytes | None = None, **header
         return answer.status, answer.read()
 
 
-def test_what_is_put_is_got_by_scope_and_key(port: int):
+def test_get_returns_what_put_stores_by_scope_and_key(port: int):
     assert asked(port, "GET", "/global/0") == (404, b"")
     every_byte = bytes(range(256)) * 300
     assert asked(port, "PUT", "/global/0", every_byte) == (200, b"")
@@ -43,7 +43,7 @@ def test_a_scope_is_empty_once_the_last_rank_has_left_it(port: int):
     assert asked(port, "DELETE", "/never/0") == (200, b"")
 
 
-def test_a_key_that_is_no_ranks_takes_nothing_else_along():
+def test_deleting_a_key_other_than_a_ranks_deletes_nothing_else():
     values = KeyValues()
     values.put("mine", "a", b"1")
     values.put("mine", "b", b"2")
@@ -51,7 +51,7 @@ def test_a_key_that_is_no_ranks_takes_nothing_else_along():
     assert (values.get("mine", "a"), values.get("mine", "b")) == (None, b"2")
 
 
-def test_what_is_no_scope_and_key_is_refused(port: int):
+def test_a_path_other_than_scope_and_key_is_rejected(port: int):
     for method in ("GET", "PUT", "DELETE"):
         for path in ("/", "/global", "/global/", "//0", "/a/b/c"):
             assert asked(port, method, path)[0] == 400
@@ -60,7 +60,7 @@ def test_what_is_no_scope_and_key_is_refused(port: int):
     assert asked(port, "PUT", "/global/0", **{"Content-Length": "-1"})[0] == 411
 
 
-def test_half_a_value_is_none_and_nothing_is_said(port: int, capfd: pytest.CaptureFixture[str]):
+def test_an_incomplete_value_is_not_stored_and_nothing_is_logged(port: int, capfd: pytest.CaptureFixture[str]):
     with socket.create_connection(("127.0.0.1", port), timeout=20) as half:
         half.sendall(b"PUT /global/0 HTTP/1.1\r\nContent-Length: 10\r\n\r\nhalf")
         half.shutdown(socket.SHUT_WR)
@@ -69,7 +69,7 @@ def test_half_a_value_is_none_and_nothing_is_said(port: int, capfd: pytest.Captu
     assert capfd.readouterr() == ("", "")
 
 
-def test_it_listens_on_its_address_alone_and_ends():
+def test_it_listens_on_its_address_only_and_ends():
     with rendezvous_server("127.0.0.2") as found:
         with pytest.raises(ConnectionRefusedError):
             asked(found, "GET", "/global/0")

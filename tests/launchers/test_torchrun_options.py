@@ -74,7 +74,7 @@ def test_the_pet_variables_of_torch_stand_in_for_its_options(dest: str, monkeypa
     assert (getattr(parse("main.py"), dest) not in (None, False)) == stands_in
 
 
-def test_ours_has_no_option_that_torchs_has_not():
+def test_our_parser_has_no_option_that_torchs_lacks():
     assert {flag.dest for flag in FLAGS} == set(TORCHS)
 
 
@@ -88,7 +88,7 @@ def test_launch_has_use_env_besides(monkeypatch: pytest.MonkeyPatch):
     assert parse("--use_env", "main.py", command=launch).use_env
 
 
-def test_the_line_of_the_tutorials_is_read_as_torch_reads_it():
+def test_the_tutorials_command_line_is_parsed_as_torch_parses_it():
     words = "--nnodes=2 --node_rank=0 --nproc_per_node 8 --master_addr 10.0.0.1 --master_port 2950 main.py -m --tee x"
     ours, theirs = parse(*words.split(), command=launch), get_args_parser().parse_args(words.split())
     assert (ours.nnodes, ours.node_rank, ours.nproc_per_node) == ("2", 0, "8")
@@ -114,7 +114,7 @@ def test_options_may_be_cut_short_as_torchs_may_and_two_dashes_end_them():
         ("--stand_alone", "--standalone"),
     ],
 )
-def test_a_misspelt_option_is_answered_with_the_right_one(
+def test_the_error_for_a_misspelt_option_names_the_right_one(
     command: str, given: str, meant: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as leaving:
@@ -125,7 +125,7 @@ def test_a_misspelt_option_is_answered_with_the_right_one(
     assert len(said.splitlines()) <= 3
 
 
-def test_an_option_like_no_other_is_called_unknown_and_nothing_is_guessed(capsys: pytest.CaptureFixture[str]):
+def test_the_error_for_an_option_without_a_near_match_suggests_none(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["torchrun", "--use_env", "main.py"])
     assert capsys.readouterr().err.endswith("unknown option --use_env\n")
@@ -142,7 +142,7 @@ def test_the_number_of_workers_is_torchs(text: str, gpus: int, count: int, monke
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "gpu", "xpu", "two", "1.5"])
-def test_a_number_of_workers_that_cannot_be_is_refused(text: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_invalid_number_of_workers_is_rejected(text: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torchrun_run_config, "count_gpus", lambda: 0)
     with pytest.raises(ConfigError, match="--nproc-per-node"):
         worker_count(text)
@@ -160,12 +160,12 @@ def test_a_number_of_workers_that_cannot_be_is_refused(text: str, monkeypatch: p
         (["--standalone", "--master-port", "2950", "--rdzv-endpoint", "elsewhere:1"], "127.0.0.1", None),
     ],
 )
-def test_the_place_of_the_store_is_where_torchrun_would_have_it(words: list[str], address: str, port: int | None):
+def test_the_address_of_the_store_is_torchruns(words: list[str], address: str, port: int | None):
     request = torchrun_request(parse(*words, "main.py"), SCRIPT)
     assert (request.master_address, request.master_port) == (address, port)
 
 
-def test_several_hosts_meet_where_torchruns_would():
+def test_several_hosts_use_torchruns_rendezvous_address():
     words = ["--nnodes", "4", "--node-rank", "1", "--master-addr", "192.0.2.1", "--nproc-per-node", "2"]
     cluster = torchrun_request(parse(*words, "main.py"), SCRIPT).cluster
     assert cluster is not None
@@ -207,7 +207,7 @@ def test_several_hosts_meet_where_torchruns_would():
         ["--no-python", "--module"],
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(words: list[str]):
+def test_invalid_values_are_rejected(words: list[str]):
     flags = parse(*words, __file__)
     with pytest.raises(ConfigError):
         validation.make_run_config(SCRIPT, torchrun_request(flags, torchrun_program(flags)))
@@ -223,7 +223,7 @@ def test_threads_are_torchruns(monkeypatch: pytest.MonkeyPatch):
     assert many.threads_per_worker == 5
 
 
-def test_what_is_shown_follows_redirects_tee_and_filter():
+def test_the_shown_streams_follow_redirects_tee_and_filter():
     def shown(*words: str) -> list[tuple[int, str, str]]:
         request = torchrun_request(parse("--nproc-per-node", "2", *words, "main.py"), SCRIPT)
         assert request.launcher is not None
@@ -237,7 +237,7 @@ def test_what_is_shown_follows_redirects_tee_and_filter():
     assert shown("--local-ranks-filter", "1", "-t", "3") == [(1, "out", "[default1]:"), (1, "err", "[default1]:")]
 
 
-def test_every_option_that_does_nothing_is_named_and_the_others_are_not():
+def test_a_note_names_every_ignored_option_of_torchrun_and_no_other():
     silent = ["--standalone", "--role", "x", "--rdzv-backend", "c10d", "--rdzv-id", "x", "-r", "1"]
     assert describe_ignored_options(parse(*silent, "--max-restarts", "0", "main.py")) == []
     loud = {
@@ -262,7 +262,7 @@ def test_a_gpu_of_its_own_for_each_worker_needs_enough_of_them(monkeypatch: pyte
         torchrun_request(parse("--nproc-per-node", "3", *words), SCRIPT)
 
 
-def test_a_command_that_is_not_there_is_refused(tmp_path: Path):
+def test_a_missing_command_is_rejected(tmp_path: Path):
     flags = parse("--no-python", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="a command"):
         validation.check_program(torchrun_program(flags))

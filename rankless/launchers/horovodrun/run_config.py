@@ -157,15 +157,15 @@ def is_this_python(target: str) -> bool:
 
 def _python_program(arguments: list[str]) -> Program | None:
     """Return the program of the interpreter's arguments; None if they have other options of the interpreter."""
-    words = [*arguments]
-    while words[:1] == ["-u"]:  # Rankless never buffers output
-        words.pop(0)
-    if words[:1] in (["-c"], ["-m"]) and len(words) > 1:
-        kind = "code" if words[0] == "-c" else "module"
-        return Program(kind=kind, target=words[1], arguments=tuple(words[2:]))  # type: ignore[arg-type]
-    if not words or words[0].startswith("-") or os.path.isdir(words[0]):
+    parts = [*arguments]
+    while parts[:1] == ["-u"]:  # Rankless never buffers output
+        parts.pop(0)
+    if parts[:1] in (["-c"], ["-m"]) and len(parts) > 1:
+        kind = "code" if parts[0] == "-c" else "module"
+        return Program(kind=kind, target=parts[1], arguments=tuple(parts[2:]))  # type: ignore[arg-type]
+    if not parts or parts[0].startswith("-") or os.path.isdir(parts[0]):
         return None
-    return Program(kind="script", target=words[0], arguments=tuple(words[1:]))
+    return Program(kind="script", target=parts[0], arguments=tuple(parts[1:]))
 
 
 def _devices(visible: str | None) -> str | None:
@@ -179,9 +179,9 @@ def _devices(visible: str | None) -> str | None:
 
 def _launch_environment(text: str) -> Iterator[tuple[str, str]]:
     """Yield the variables of `env NAME=VALUE …`, or of mpirun's `-x NAME=VALUE`. Raises `ConfigError` otherwise."""
-    words = [word for word in shlex.split(text) if word not in ("env", "-x")]
-    for word in words:
-        name, found, value = word.partition("=")
+    parts = [part for part in shlex.split(text) if part not in ("env", "-x")]
+    for part in parts:
+        name, found, value = part.partition("=")
         if not found or not name.isidentifier():
             raise ConfigError(
                 expected='--mpi-launch-flag as "env NAME=VALUE …", which sets the workers\' environment',
