@@ -293,7 +293,7 @@ def test_a_different_token_is_rejected_and_reported_on_both_sides(hosts: Hosts, 
     assert f"{hosts.addresses[1]} tried to join, and was rejected: a different token" in err
     code, _, err = ended(other)
     assert code == 2
-    assert "token the same on both" in err
+    assert "do both have the same token" in err
 
 
 def test_a_waiting_host_names_the_missing_host_and_its_reachability(hosts: Hosts, folder: Path):
