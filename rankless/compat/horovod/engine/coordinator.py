@@ -70,7 +70,7 @@ class ReadyGroup:
 
 
 @dataclass
-class CacheEntry:
+class CachedOperation:
     """The operation that a cache id stands for, as each rank has described it."""
 
     set_id: int
@@ -149,7 +149,7 @@ class Coordinator:
         self._incomplete_groups: dict[tuple[int, str], list[SubmittedOperation]] = {}
         self._ready: list[ReadyGroup] = []
         self._joined: dict[int, None] = {}
-        self._cache: OrderedDict[int, CacheEntry] = OrderedDict()
+        self._cache: OrderedDict[int, CachedOperation] = OrderedDict()
         self._cache_ids: dict[tuple[int, str], int] = {}
         self._last_cache_id = -1
 
@@ -310,7 +310,7 @@ class Coordinator:
         cache_id = self._cache_ids.get(operation_id)
         if cache_id is None:
             cache_id = self._cache_ids[operation_id] = self._last_cache_id = self._last_cache_id + 1
-            self._cache[cache_id] = CacheEntry(*operation_id)
+            self._cache[cache_id] = CachedOperation(*operation_id)
             if len(self._cache) > self._capacity:
                 _, oldest = self._cache.popitem(last=False)
                 del self._cache_ids[oldest.set_id, oldest.key]
