@@ -102,7 +102,7 @@ FAULTS = [
         prepare=_token_files,
         options=("--no-ssh", "--join-timeout", "4"),
         expected="{b} tried to join, and was rejected: a different token",
-        expected_there="is the job's do both have the same token",
+        expected_there="do both have the same token",
         seconds=9,
     ),
     StartFault(
