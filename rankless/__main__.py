@@ -1,4 +1,4 @@
-"""`python -m rankless` is the command `rankless`."""
+"""Makes `python -m rankless` the command `rankless`."""
 
 import sys
 

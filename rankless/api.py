@@ -30,9 +30,9 @@ from rankless.launch.spawning import Spawned
 from rankless.launch.spawning import spawn as spawn_workers
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.runtime.current_process import current_context, join_line, join_rendezvous, leave
-from rankless.runtime.process_context import Observer, ProcessContext
-from rankless.runtime.rendezvous.address import parse_rendezvous_address
-from rankless.runtime.rendezvous.job_store import JOINING_SECONDS
+from rankless.runtime.process_context import ProcessContext, RecordObserver
+from rankless.runtime.rendezvous.job_store import JOIN_TIMEOUT_SECONDS
+from rankless.runtime.rendezvous.parameters import parse_rendezvous_address
 from rankless.terminal.progress_display import ProgressDisplay
 
 __all__ = [
@@ -67,7 +67,7 @@ def init(
     *,
     rank: int | None = None,
     world_size: int | None = None,
-    timeout_seconds: float = JOINING_SECONDS,
+    timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
 ) -> None:
     """Join the job, and return when all of its processes have joined.
 
@@ -98,7 +98,7 @@ def init(
         rendezvous = parse_rendezvous_address(
             address, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds
         )
-        join_rendezvous(rendezvous, observer=_make_display_observer)
+        join_rendezvous(rendezvous, make_observer=_make_display_observer)
         return
     if rank is not None or world_size is not None:
         raise ConfigError(
@@ -621,10 +621,10 @@ def _world() -> World:
 
 
 def _current() -> ProcessContext:
-    return current_context(observer=_make_display_observer)
+    return current_context(make_observer=_make_display_observer)
 
 
-def _make_display_observer() -> Observer:
+def _make_display_observer() -> RecordObserver:
     """Return an observer that shows progress and notices, for a script that runs without an agent."""
     display = ProgressDisplay()
     atexit.register(display.close)

@@ -1,6 +1,6 @@
-"""Which code is the user's, and the line of the user's script from which a call came.
+"""Tells user code from library code, and finds the line of the user's script that made a call.
 
-The one implementation, for errors, warnings, recordings and stack dumps. It imports no torch: the agent uses it too.
+Errors, warnings, recordings and stack dumps all use it. It imports no torch, because the agent uses it too.
 """
 
 import functools
@@ -20,8 +20,8 @@ _GENERATED = ("<frozen", "<rankless")
 
 
 @functools.cache
-def _engine_folders() -> tuple[str, ...]:
-    """The folders of PyTorch, and of the packages in which PyTorch computes with symbolic sizes."""
+def _framework_folders() -> tuple[str, ...]:
+    """Return the folders of PyTorch, and of the packages with which PyTorch computes symbolic sizes."""
     torch = importlib.util.find_spec("torch")
     folders = () if torch is None or torch.origin is None else (os.path.dirname(torch.origin) + os.sep,)
     symbolic = tuple(folder + name + os.sep for folder in INSTALLED_FOLDERS for name in ("sympy", "mpmath"))
@@ -29,28 +29,28 @@ def _engine_folders() -> tuple[str, ...]:
 
 
 def is_user_code(file: str | None) -> bool:
-    """Whether a file belongs to neither PyTorch, nor Rankless, nor Python itself. Installed packages are user code."""
-    if file is None or file.startswith(_engine_folders()):
+    """Return whether a file belongs to neither PyTorch, Rankless nor Python. Installed packages are user code."""
+    if file is None or file.startswith(_framework_folders()):
         return False
     return file.startswith(INSTALLED_FOLDERS) or not file.startswith(STANDARD_FOLDER)
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to Python, to an installed package, or to Rankless."""
+    """Return whether a file belongs to Python, to an installed package or to Rankless."""
     if file.startswith((PACKAGE_FOLDER, *_GENERATED, *_STANDARD_FOLDERS, *INSTALLED_FOLDERS)):
         return True
     return any(folder in file for folder in _PACKAGE_FOLDERS)
 
 
 def user_line(frame: FrameType | None) -> str:
-    """The innermost line of user code from `frame` outwards, as "file.py:12"; "" if there is none."""
+    """Return the innermost line of user code from `frame` outwards, like "file.py:12", or "" if there is none."""
     while frame is not None and not is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def script_line(frame: FrameType | None) -> str:
-    """The innermost line that belongs to no installed package either; "" if there is none."""
+    """Return the innermost line of the user's own files, outside installed packages, or "" if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith("<") and not is_library(file):
@@ -60,7 +60,7 @@ def script_line(frame: FrameType | None) -> str:
 
 
 def caller_line() -> str:
-    """The line of user code that called Rankless; the outermost line of this thread if no user code did."""
+    """Return the line of user code that called Rankless, or this thread's outermost line if no user code did."""
     frame = outermost = sys._getframe(1)
     while outermost.f_back is not None:
         outermost = outermost.f_back

@@ -1,3 +1,3 @@
-"""The version of this package, in a file that imports nothing."""
+"""The version of this package. This file imports nothing."""
 
 VERSION = "0.1.0"

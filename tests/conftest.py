@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 from support.processes import close_pools
-from support.warm_runs import close_fork_server
+from support.warm_runs import close_fork_server_pool
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _what_is_shared_ends_with_the_session() -> Iterator[None]:
     yield
     close_pools()
-    close_fork_server()
+    close_fork_server_pool()

@@ -1,4 +1,4 @@
-"""Which models were changed outside jobs, and so must be compared between ranks."""
+"""Finds models that the script has changed outside jobs, which ranks must compare."""
 
 import weakref
 from collections.abc import Iterable
@@ -8,32 +8,32 @@ from torch import Tensor
 
 
 class ModelChanges:
-    """Tells whether tensors were changed outside jobs, by PyTorch's own count of changes in place.
+    """Detects changes of tensors outside jobs, by the version counter that PyTorch keeps of each tensor.
 
-    Shared by all jobs of a process, for one job's step changes another's models. What goes past the count, as
-    `.data` does, is for `check_synchronized_every`.
+    All jobs of a process share it, because a step of one job changes the models of another. Changes that bypass the
+    counter, such as those through `.data`, are found by `check_every`.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def have_changed(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of them is new, or not as it was when it was noted."""
+        """Return whether one of the tensors is new, or has changed since its version was recorded."""
         for tensor in tensors:
-            known = self._seen.get(id(tensor))
+            known = self._versions.get(id(tensor))
             if known is None or known[0]() is not tensor or known[1] != tensor._version:
                 return True
         return False
 
     def record_versions(self, tensors: Iterable[Tensor]) -> None:
-        """Take them as they are now for unchanged."""
+        """Record the tensors as unchanged, with their versions of now."""
         for tensor in tensors:
             key = id(tensor)
-            known = self._seen.get(key)
+            known = self._versions.get(key)
             if known is None or known[0]() is not tensor:
-                self._seen[key] = (weakref.ref(tensor, partial(self._forget, key)), tensor._version)
+                self._versions[key] = (weakref.ref(tensor, partial(self._forget, key)), tensor._version)
             elif known[1] != tensor._version:
-                self._seen[key] = (known[0], tensor._version)
+                self._versions[key] = (known[0], tensor._version)
 
     def _forget(self, key: int, _reference: weakref.ref[Tensor]) -> None:
-        self._seen.pop(key, None)
+        self._versions.pop(key, None)

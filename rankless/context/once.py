@@ -1,4 +1,4 @@
-"""What rank 0 does for all: `rankless.once`, and the refusal of what would wait there for the others."""
+"""`rankless.once`: rank 0 calls a function for all ranks, and nothing in it may wait for other ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,67 +15,67 @@ from rankless.errors import CaptureError, RanklessError
 Result = TypeVar("Result")
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    """What rank 0 sends to the others."""
+class _Outcome(msgspec.Struct, frozen=True):
+    """What rank 0 broadcasts: the encoded result, or the text of an error."""
 
     value: bytes = b""
     error: str = ""
 
 
 def call_once(function: Callable[[], Result], *, name: str, world: World) -> Result:
-    """What `function` returns on rank 0, on every rank; see `rankless.once`."""
+    """Return on every rank what `function` returns on rank 0. See `rankless.once`."""
     if get_proxy_mode() is not None or detect_fake_mode() is not None:
         raise CaptureError(
             expected="a job that computes on tensors",
             found=f"rankless.once({name}) inside it, which would run at capture and never again",
             fix="call it before the job, and pass its result as an argument",
         )
-    if world.once.doing is not None:
+    if world.once.call is not None:
         return function()
     world.mesh.check_sync_point(f"rankless.once({name})")
     if world.mesh.rank != 0:
-        received: Result = _answer_of(broadcast_bytes(b"", mesh=world.mesh), name)
+        received: Result = _decode_outcome(broadcast_bytes(b"", mesh=world.mesh), name)
         return received
-    answer = _Answer(error="it was interrupted")
-    world.once.doing = f"rankless.once({name})"
+    outcome = _Outcome(error="it was interrupted")
+    world.once.call = f"rankless.once({name})"
     try:
         result = function()
-        answer = _Answer(value=_encoded(result, name))
-    except Exception as error:  # the script's own; the others hear of it before it goes on here
+        outcome = _Outcome(value=_encode_result(result, name))
+    except Exception as error:  # the script's own; the other ranks receive it before it propagates here
         text = error.found if isinstance(error, RanklessError) else error
-        answer = _Answer(error=f"{type(error).__name__}: {text}")
+        outcome = _Outcome(error=f"{type(error).__name__}: {text}")
         raise
     finally:
-        world.once.doing = None
-        data = msgspec.msgpack.encode(answer)
+        world.once.call = None
+        data = msgspec.msgpack.encode(outcome)
         broadcast_bytes(data, mesh=world.mesh)
-    # As the others have it, copied, also on one worker: a script that runs there runs on many.
-    own: Result = _answer_of(data, name)
+    # A copy, as on the other ranks, also with one worker: a script that runs there runs on many.
+    own: Result = _decode_outcome(data, name)
     return own
 
 
-def require_not_in_once(world: World, doing: str) -> None:
-    """Return unless rank 0 is alone inside `rankless.once`; then raise RanklessError."""
-    if world.once.doing is not None and world.mesh.size > 1:
+def require_not_in_once(world: World, operation: str) -> None:
+    """Raise RanklessError if rank 0 is alone inside `rankless.once`, where it must not wait for other ranks."""
+    if world.once.call is not None and world.mesh.size > 1:
         raise RanklessError(
-            expected=f"inside {world.once.doing} only what rank 0 can do alone",
-            found=f"{doing}, for which all ranks must come together",
+            expected=f"inside {world.once.call} only operations of rank 0 alone",
+            found=f"{operation}, in which all ranks must take part",
             fix="do it before, outside of once, and pass the result",
         )
 
 
-def _answer_of(data: bytes, name: str) -> Any:
-    received = msgspec.msgpack.decode(data, type=_Answer)
+def _decode_outcome(data: bytes, name: str) -> Any:
+    received = msgspec.msgpack.decode(data, type=_Outcome)
     if received.error:
         raise RanklessError(
             expected=f"rankless.once({name}) to succeed on rank 0",
             found=f"rank 0 failed: {received.error}",
-            fix="mend what rank 0 reports",
+            fix="fix the error that rank 0 reports",
         )
     return decode_value(received.value)
 
 
-def _encoded(value: object, name: str) -> bytes:
+def _encode_result(value: object, name: str) -> bytes:
     try:
         return encode_value(value)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""From batches handed out and steps trained to progress records, a few a second."""
+"""Makes progress records from the batches that loaders yield and the steps that train jobs make."""
 
 import time
 from collections import deque
@@ -11,24 +11,24 @@ RATE_WINDOW_SECONDS = 5.0
 
 
 class EpochMeter:
-    """How far one pass over one loader is."""
+    """The progress of one pass over one loader."""
 
     def __init__(self, *, steps: int | None, now: float) -> None:
         self.steps = steps
         self.step = 0
         self.rows = 0
-        """Rows handed out and not yet trained on."""
+        """Rows that the loader has yielded and no job has trained on yet."""
         self.trained_rows = 0
         self.marks: deque[tuple[float, int]] = deque([(now, 0)])
         self.unrecorded: Callable[[], Progress] | None = None
 
-    def batch(self, rows: int) -> None:
-        """A batch of so many rows (of all ranks) is handed out."""
+    def count_batch(self, rows: int) -> None:
+        """Count a batch of so many rows, of all ranks together."""
         self.step += 1
         self.rows = rows
 
-    def advance(self, now: float) -> None:
-        """The batch last handed out is trained on; a second job on the same batch counts nothing."""
+    def count_trained(self, now: float) -> None:
+        """Count the rows of the current batch as trained. A second job on the same batch counts nothing."""
         self.trained_rows += self.rows
         self.rows = 0
         self.marks.append((now, self.trained_rows))
@@ -37,13 +37,13 @@ class EpochMeter:
 
     @property
     def samples_per_second(self) -> float:
-        """Over the last few seconds of this pass."""
+        """The average over the last few seconds of this pass."""
         (start, rows_before), (end, rows) = self.marks[0], self.marks[-1]
         return (rows - rows_before) / (end - start) if end > start else 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the end of this pass at the present rate, or None when that is unknown."""
+        """The time until the end of this pass at the present rate, or None if that is unknown."""
         if self.steps is None:
             return None
         rate = self.samples_per_second
@@ -53,10 +53,10 @@ class EpochMeter:
 
 
 class ProgressMeter:
-    """Makes progress records of a script's train jobs: one per 0.2 s at most, and each epoch's last.
+    """Makes progress records of a script's train jobs: one per 0.2 s at most, and the last one of each epoch.
 
-    Loaders tell it of batches, train jobs of steps. Epochs are counted per job, from 1: a pass over a loader
-    in which the job trains is one, whether the script makes its loader once or anew for every epoch.
+    Loaders report batches, train jobs report steps. It counts epochs per job, from 1: each pass over a loader in which
+    the job trains is an epoch, whether the script makes its loader once or anew for every epoch.
     """
 
     def __init__(
@@ -71,30 +71,30 @@ class ProgressMeter:
         self._recorded_at: float | None = None
 
     def begin_epoch(self, *, steps: int | None) -> EpochMeter:
-        """A meter for one pass over a loader of so many batches (None: not known beforehand)."""
+        """Return the meter of a new pass over a loader of so many batches (None if unknown)."""
         return EpochMeter(steps=steps, now=self._seconds())
 
-    def batch(self, epoch: EpochMeter, *, rows: int) -> None:
-        """A loader hands out a batch of this pass."""
+    def record_batch(self, epoch: EpochMeter, *, rows: int) -> None:
+        """Count a batch that a loader yields in this pass."""
         self._current = epoch
-        epoch.batch(rows)
+        epoch.count_batch(rows)
 
     def record_step(self, *, job: str, loss: Callable[[], float]) -> None:
-        """A train job has made a step. `loss` is called when a record is made; it must not communicate."""
+        """Count a step of a train job. Calls `loss`, which must not communicate, if a record is due."""
         now = self._seconds()
         epoch = self._epoch_of(job, now)
-        epoch.advance(now)
+        epoch.count_trained(now)
         last = epoch.steps is not None and epoch.step >= epoch.steps
         due = self._recorded_at is None or now - self._recorded_at >= RECORD_INTERVAL_SECONDS
         if last or due:
             epoch.unrecorded = None
             self._recorded_at = now
-            self._record(self._progress(job, epoch, loss, last=last))
+            self._record(self._make_record(job, epoch, loss, last=last))
         elif epoch.steps is None:
-            epoch.unrecorded = lambda: self._progress(job, epoch, loss, last=True)
+            epoch.unrecorded = lambda: self._make_record(job, epoch, loss, last=True)
 
     def end_epoch(self, epoch: EpochMeter) -> None:
-        """A pass is over; where its length was not known, its last step is recorded now."""
+        """End a pass. If its length was unknown, record its last step now."""
         if epoch.unrecorded is not None:
             self._record(epoch.unrecorded())
             epoch.unrecorded = None
@@ -102,18 +102,18 @@ class ProgressMeter:
             self._current = None
 
     def _epoch_of(self, job: str, now: float) -> EpochMeter:
-        """The pass whose batch the job trains on; without a loader, one endless pass of its own."""
+        """Return the pass whose batch the job trains on, or without a loader one endless pass of the job's own."""
         epoch = self._current
         if epoch is None:
             known = self._pass_of_job.get(job)
             epoch = known if known is not None and known.steps is None else EpochMeter(steps=None, now=now)
-            epoch.batch(0)
+            epoch.count_batch(0)
         if self._pass_of_job.get(job) is not epoch:
             self._pass_of_job[job] = epoch
             self._epochs[job] = self._epochs.get(job, 0) + 1
         return epoch
 
-    def _progress(self, job: str, epoch: EpochMeter, loss: Callable[[], float], *, last: bool) -> Progress:
+    def _make_record(self, job: str, epoch: EpochMeter, loss: Callable[[], float], *, last: bool) -> Progress:
         return Progress(
             rank=self._rank,
             time_ns=self._clock(),

@@ -1,4 +1,4 @@
-"""The end of a run that was asked for so many training steps only."""
+"""Ends a run after a given number of training steps."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,15 @@ from rankless.errors import StepsDone
 
 
 class StepLimit:
-    """Counts training steps; all ranks make the same ones, so all stop at the same call."""
+    """Counts training steps. All ranks make the same steps, so all stop at the same call."""
 
     def __init__(self, steps: int, *, at_end: Callable[[], None]) -> None:
-        self._left = steps
+        self._remaining = steps
         self._at_end = at_end
 
     def count_step(self) -> None:
-        """One more step is done. After the last: call `at_end` and raise `StepsDone`, now and at each further one."""
-        self._left -= 1
-        if self._left <= 0:
+        """Count a step. At the last one and after it, call `at_end` and raise `StepsDone`."""
+        self._remaining -= 1
+        if self._remaining <= 0:
             self._at_end()
             raise StepsDone(0)

@@ -1,4 +1,4 @@
-"""What the runtime hands to the views, so that they never ask who they are."""
+"""The world that the runtime passes to jobs and loaders, so that they never look up rank or process group."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,43 +15,43 @@ from rankless.records.events import AnyRecord
 
 
 class OnceState:
-    """Whether rank 0 is alone, inside `rankless.once`: then nothing may wait for the others."""
+    """Whether rank 0 is alone inside `rankless.once`. Then nothing may wait for other ranks."""
 
     def __init__(self) -> None:
-        self.doing: str | None = None
-        """The name of what rank 0 does alone."""
+        self.call: str | None = None
+        """The call that rank 0 is in, such as "rankless.once(download)"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The mesh, and the ways up: a notice said once, a record sent to whoever observes.
-
-    `recorder` writes job results down for `rankless verify`; None but in its runs. The runtime makes it,
-    and calls its `finish` at leave. `perturbation_seed` is set in `verify`'s noise-floor run only.
-    """
+    """The mesh of a process, the channels to the user and to observers, and the state that jobs and loaders share."""
 
     mesh: Mesh
     notify: Callable[[str], None]
+    """Shows the user a notice, once."""
     send_record: Callable[[AnyRecord], None]
+    """Sends a record to whoever observes the run."""
     recorder: JobRecorder | None = None
+    """Records job results, in runs of `rankless verify`. The runtime closes it when the process leaves."""
     perturbation_seed: int | None = None
+    """The seed of the perturbation, in the run with which `rankless verify` measures rounding noise."""
     dtype: torch.dtype | None = None
-    """What jobs compute in, whatever the script says; None leaves it to the script."""
+    """The dtype in which jobs compute, whatever the script says. None leaves it to the script."""
     model_changes: ModelChanges = field(default_factory=ModelChanges)
-    """Knows which models were changed outside jobs."""
+    """Knows which models the script has changed outside jobs."""
     limit: StepLimit | None = None
-    """Told of training steps; ends the script after the last one wanted."""
+    """Counts training steps, and ends the script after the last one that the run needs."""
     programs: ProgramObserver | None = None
-    """Takes the programs of jobs, for `rankless plan` and `rankless verify`; rank 0 only."""
+    """Receives the programs of jobs, for `rankless plan` and `rankless verify`. Rank 0 only."""
     inspector: CallInspector | None = None
-    """Takes every value of one job call; None but where `verify` looks for the first that differs."""
+    """Records every value of one job call, in runs in which `rankless verify` finds the first difference."""
     meter: ProgressMeter | None = None
-    """Told of batches by loaders and of steps by train jobs; None where nobody watches."""
+    """Receives batches from loaders and steps from train jobs. None if nobody shows progress."""
     passes: LoaderPasses = field(default_factory=LoaderPasses)
-    """Told by loaders of batches and ends of passes, for jobs that gather several calls into a step."""
+    """Receives batches and ends of passes from loaders, for jobs that accumulate several calls into a step."""
     once: OnceState = field(default_factory=OnceState)
     """Whether rank 0 is inside `rankless.once`."""
 
 
 WorldSource = Callable[[], World]
-"""Called at the first use, so that a job may be defined before the world is joined."""
+"""Returns the world. A job calls it at its first use, so a script may define jobs before the process joins."""

@@ -187,7 +187,7 @@ class Loader(Generic[Batch]):
         try:
             for read, batch in self._iterate_batches(reads, world):
                 if meter is not None and epoch is not None:
-                    meter.batch(epoch, rows=read.request.rows or 0)
+                    meter.record_batch(epoch, rows=read.request.rows or 0)
                 current.count_batch(read.request.digest)
                 world.passes.start_batch(loader_pass)
                 yield batch

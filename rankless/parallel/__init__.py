@@ -1,1 +1,1 @@
-"""Where values lie on the workers: the mesh, and the placement of a value on it."""
+"""The mesh of workers, and the placement of a value on it."""

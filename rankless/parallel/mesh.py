@@ -1,4 +1,4 @@
-"""The mesh: which processes take part, and who this one is. Handed down by the runtime, never looked up."""
+"""The mesh: the processes of a job and the rank of this one. The runtime passes it down; nobody looks it up."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class SyncPointChecker(Protocol):
-    """What tells ranks that have parted: see `collectives.desync_detection`."""
+    """Detects ranks that have diverged. See `collectives.desync_detection`."""
 
     def check_sync_point(
         self,
@@ -19,19 +19,19 @@ class SyncPointChecker(Protocol):
         digests: Sequence[int] = (),
         remark: str = "",
     ) -> None:
-        """Note where this rank is; raise if another is known to be elsewhere."""
+        """Publish this rank's sync point, and raise `RanksDiverged` if another rank is at a different one."""
         ...
 
     def end(self) -> None:
-        """Note that this rank's script is over."""
+        """Check the last sync point, the end of the script."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The workers of a job along one axis called "data".
+    """The workers of a job along one axis named "data".
 
-    `group` is None when the mesh has one process: then no collective is ever called.
+    With one process `group` is None, and Rankless calls no collective.
     """
 
     rank: int
@@ -48,13 +48,21 @@ class Mesh:
         digests: Sequence[int] = (),
         remark: str = "",
     ) -> None:
-        """Say that this rank has come to a place where all ranks must meet; raises `RanksDiverged` if another is not
-        there. `digests` are of what must be equal, `names` gives their names, and `remark` says more of this rank.
+        """Check that all ranks reach the same sync point. A rank does not wait for slower ranks.
+
+        Args:
+            text: Names the sync point. It must be the same on all ranks.
+            names: Returns the names of the values that must be equal on all ranks.
+            digests: A digest of each of these values.
+            remark: Describes this rank, for the error.
+
+        Raises:
+            RanksDiverged: If another rank is at a different sync point, or its digests differ.
         """
         if self.desync_detector is not None:
             self.desync_detector.check_sync_point(text, names=names, digests=digests, remark=remark)
 
     @staticmethod
     def solo(device: torch.device | str = "cpu") -> "Mesh":
-        """The mesh of a script that runs alone."""
+        """Return the mesh of a script that runs as a single process."""
         return Mesh(rank=0, size=1, device=torch.device(device))

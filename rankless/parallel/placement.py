@@ -1,7 +1,7 @@
-"""How one logical value lies on the workers of one mesh axis: PyTorch's own words and classes, with shard lengths.
+"""The placement of a logical value on one mesh axis, by PyTorch's own classes, with shard lengths.
 
-`Shard` here carries the length of every rank's piece, because uneven pieces are normal: a batch of 7 x 10 tokens on
-two ranks flattens to 40 + 30 tokens, not 35 + 35 (facts: engine.md, "Lowering").
+`Shard` has the length of every rank's piece, because uneven pieces are normal: a batch of 7 x 10 tokens on two ranks
+flattens to 40 + 30 tokens, not 35 + 35.
 """
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
@@ -11,8 +11,8 @@ __all__ = ["Partial", "Placement", "Replicate", "Shard", "split_lengths"]
 
 
 def split_lengths(length: int, parts: int) -> tuple[int, ...]:
-    """The lengths of `length` rows dealt to `parts` ranks: the first `length % parts` get one row more."""
-    # One formula for every remainder, so that a varying length is not fixed to one (sizes, Note [sizes that vary]).
+    """Return the lengths of `length` rows split over `parts` ranks: the first `length % parts` get one row more."""
+    # One formula for every remainder, so that it does not fix a symbolic length (Note [sizes that vary]).
     return tuple((length + (parts - 1 - part)) // parts for part in range(parts))
 
 
@@ -22,7 +22,7 @@ class Shard(TorchShard):
     lengths: tuple[int, ...]
 
     def __new__(cls, dim: int, _lengths: tuple[int, ...]) -> "Shard":
-        """PyTorch's class takes the dim alone."""
+        """Construct PyTorch's part, which takes the dim alone."""
         return super().__new__(cls, dim)  # type: ignore[call-arg]  # a C++ class without stubs
 
     def __init__(self, dim: int, lengths: tuple[int, ...]) -> None:
@@ -33,12 +33,12 @@ class Shard(TorchShard):
         return isinstance(other, Shard) and (self.dim, self.lengths) == (other.dim, other.lengths)
 
     def __hash__(self) -> int:
-        # Varying lengths have no hash; placements that differ in nothing else are few.
+        # Symbolic lengths have no hash. Few placements differ in nothing else.
         return hash(self.dim)
 
     def __repr__(self) -> str:
         return f"Shard({self.dim}, {list(self.lengths)})"
 
     def start(self, rank: int) -> int:
-        """The index of the first row that `rank` holds."""
+        """Return the index of the first row that `rank` holds."""
         return sum(self.lengths[:rank])

@@ -1,5 +1,5 @@
-"""Facts that a run writes down: typed, the only thing that observers read.
+"""The typed records of a run, the only thing that observers read.
 
-Enters: what happens in a worker, the warm parent or the agent. Leaves: frozen structs, encoded with
-msgspec. Called by every layer above.
+Enters: events in a worker, a fork server or the agent. Leaves: frozen structs, encoded with msgspec. Every layer above
+uses it.
 """

@@ -1,7 +1,7 @@
-"""The way up: records as single messages on one socket that all processes of a host share.
+"""The channel from workers to their agent: records as single messages on one socket.
 
-One shared socket, because the order in which records arrive decides who is blamed for a failure: messages
-from several processes keep the order in which they were sent.
+All processes of a host share one socket, so that messages of several processes keep the order in which they were sent.
+That order decides which rank the agent finds to be the root cause of a failure.
 """
 
 import contextlib
@@ -11,22 +11,22 @@ import msgspec
 
 from rankless.records.events import AnyRecord
 
-# Sequenced packets also tell the reader when the last writer is gone; macOS has datagrams only.
+# With sequenced packets the reader also sees when the last writer is gone. macOS has datagrams only.
 _KIND = getattr(socket, "SOCK_SEQPACKET", None) if hasattr(socket, "SO_PASSCRED") else None
-_LONGEST = 128 * 1024
+_MAX_RECORD_BYTES = 128 * 1024
 
 
 def open_channel() -> tuple[socket.socket, socket.socket]:
-    """The reader's and the writers' end of a new channel."""
+    """Open a channel, and return the reader's and the writers' end."""
     reader, writer = socket.socketpair(socket.AF_UNIX, _KIND or socket.SOCK_DGRAM)
     for end in (reader, writer):
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            end.setsockopt(socket.SOL_SOCKET, option, 4 * _LONGEST)
+            end.setsockopt(socket.SOL_SOCKET, option, 4 * _MAX_RECORD_BYTES)
     return reader, writer
 
 
 def send_record(record: AnyRecord, *, descriptor: int, blocking: bool = True) -> None:
-    """Send one record up. An impatient one is dropped when the reader lags, any when it is gone."""
+    """Send one record. Drops it if the reader is gone, and without `blocking` also if the reader lags."""
     data = msgspec.msgpack.encode(record)
     flags = 0 if blocking else socket.MSG_DONTWAIT
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as writer:
@@ -37,16 +37,16 @@ def send_record(record: AnyRecord, *, descriptor: int, blocking: bool = True) ->
 
 
 def receive_records(reader: socket.socket) -> tuple[list[AnyRecord], bool]:
-    """All records that wait on a non-blocking `reader`, and whether the last writer is gone."""
+    """Return all records that wait on a non-blocking `reader`, and whether the last writer is gone."""
     records: list[AnyRecord] = []
     while True:
         try:
-            data = reader.recv(2 * _LONGEST)
+            data = reader.recv(2 * _MAX_RECORD_BYTES)
         except BlockingIOError:
             return records, False
         except ConnectionError:
             return records, True
         if not data:
             return records, True
-        with contextlib.suppress(msgspec.MsgspecError):  # a user's process may write rubbish to the descriptor
+        with contextlib.suppress(msgspec.MsgspecError):  # a process of the user may write anything to the descriptor
             records.append(msgspec.msgpack.decode(data, type=AnyRecord))

@@ -1,4 +1,4 @@
-"""The records, one struct each, as one tagged union.
+"""The records that workers, fork servers and agents send, as one tagged union.
 
 Times are `time.monotonic_ns()` of the host, which all processes of one host share.
 """
@@ -9,21 +9,21 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """What every record has: the rank it is about and when it happened."""
+    """The fields of every record: the rank that it is about, and the time of the event."""
 
     rank: int
     time_ns: int
 
 
 class Started(Record, frozen=True, tag="started"):
-    """A worker exists."""
+    """A worker process has started."""
 
     pid: int
     log_file: str
 
 
 class Raised(Record, frozen=True, tag="raised"):
-    """An exception reached the top of a worker's script. Sent before anything is cleaned up."""
+    """An exception has reached the top of a worker's script. The worker sends it before any clean-up."""
 
     error_type: str
     message: str
@@ -31,9 +31,9 @@ class Raised(Record, frozen=True, tag="raised"):
 
 
 class GroupTeardown(Record, frozen=True, tag="group_teardown"):
-    """A worker's script destroys its process groups and goes on: peers may now lose their connection.
+    """A worker's script destroys its process groups and continues, so its peers may lose their connections.
 
-    The texts are those of the exception that is on its way, as in a `finally`; empty without one.
+    The texts are those of the exception in flight, for example inside a `finally`, and empty without one.
     """
 
     error_type: str = ""
@@ -42,7 +42,7 @@ class GroupTeardown(Record, frozen=True, tag="group_teardown"):
 
 
 class ScriptFinished(Record, frozen=True, tag="script_finished"):
-    """A worker's script is over, to exit with `exit_code`. Sent before its groups are destroyed."""
+    """A worker's script has ended, with `exit_code`. The worker sends it before it destroys its process groups."""
 
     exit_code: int
 
@@ -54,78 +54,80 @@ class Exited(Record, frozen=True, tag="exited"):
 
 
 class Progress(Record, frozen=True, tag="progress"):
-    """Where a training loop is."""
+    """The progress of a training loop."""
 
     job: str
     epoch: int
     step: int
-    """Steps done in this epoch, from 1."""
+    """Number of steps made in this epoch."""
     steps_per_epoch: int | None
     loss: float | None
     samples_per_second: float
     seconds_left: float | None
-    """Until the end of the epoch."""
+    """The time until the end of the epoch."""
     last_of_epoch: bool = False
 
 
 class Notice(Record, frozen=True, tag="notice"):
-    """A notice for the user (an operator gathered for lack of a rule, say), meant to be shown once."""
+    """A text for the user, shown once. Example: an operator without a sharding rule runs replicated."""
 
     text: str
 
 
 class FileOpened(Record, frozen=True, tag="file_opened"):
-    """A worker's script writes a file: sent once for each file."""
+    """A worker's script opens a file to write it. The worker sends one record for each file."""
 
     path: str
-    """Absolute."""
+    """The absolute path."""
     line: str
-    """File and line of the script, as "train.py:40"; empty if it is not known."""
+    """File and line of the script, like "train.py:40", or empty if unknown."""
 
 
 class HostLost(Record, frozen=True, tag="host_lost"):
-    """A host of the job is gone, or silent; `rank` is its first."""
+    """A host of the job is gone or silent. `rank` is the first rank of that host."""
 
     host: str
     how: str
 
 
 class HostInterrupted(Record, frozen=True, tag="host_interrupted"):
-    """A signal has told another host's agent to end; `rank` is its first."""
+    """A signal has ended the agent of another host. `rank` is the first rank of that host."""
 
     host: str
     signal: int
 
 
 RankState = Literal["moves", "waits", "computes", "blocked", "stopped", "debugged", "ended"]
-"""`waits`: in a collective, for other ranks. `blocked`: elsewhere, and nothing of it runs. `debugged`: at a breakpoint,
-or held by a debugger. `moves`: what was told of it before is over.
+"""The state of a rank's main thread.
+
+"waits": in a collective, for other ranks. "blocked": elsewhere, and none of its threads runs. "debugged": at a
+breakpoint, or stopped by a debugger. "moves": its previous state has ended.
 """
 
 
 class RankStatus(Record, frozen=True, tag="rank_status"):
-    """Where a rank is, told by its host's agent when some rank there has stood still for long, or host 0 asks."""
+    """What a rank does and where. Its host's agent sends it if a rank there is idle for long, or if host 0 asks."""
 
     state: RankState
-    still_seconds: float = 0.0
-    """For how long its main thread has not run."""
-    quiet_seconds: float = 0.0
-    """For how long it has written no output."""
+    idle_seconds: float = 0.0
+    """How long its main thread has not run."""
+    silent_seconds: float = 0.0
+    """How long it has written no output."""
     cpu_percent: float = 0.0
     doing: str = ""
-    """What it waits in, as "all_reduce"; or how it stands still, as "sleeps"."""
+    """The collective in which it waits, like "all_reduce", or how it is idle, like "sleeps"."""
     line: str = ""
-    """The innermost line of the script, as "train.py:33"."""
+    """The innermost line of the script, like "train.py:33"."""
     text: str = ""
-    """Where that is, in words, as "load() at data.py:12, called from train.py:20"."""
+    """A description of that line, like "load() at data.py:12, called from train.py:20"."""
     stack: tuple[str, ...] = ()
     """The script's frames, outermost first."""
-    asked: bool = False
-    """Told because host 0 has asked: no news of its own."""
+    requested: bool = False
+    """Whether it only answers a request of host 0."""
 
 
 class HangDetected(Record, frozen=True, tag="hang_detected"):
-    """The job is to be ended, because this rank does not come to where others wait for it."""
+    """The agent must end the job: this rank does not reach the collective in which others wait for it."""
 
     headline: str
     traceback: str

@@ -1,6 +1,6 @@
-"""What `rankless verify` compares: one file per rank, a frame for every job call and every training step.
+"""The results that `rankless verify` compares: one file per rank, with a frame for every job call and training step.
 
-A frame is a length of 4 bytes, little-endian, then a struct below in MessagePack.
+A frame is a length of 4 bytes, little-endian, and then one of the structs below in MessagePack.
 """
 
 from collections.abc import Iterator
@@ -13,24 +13,24 @@ from rankless.records.job_programs import KnownJob
 
 FRAME_FORMAT = FrameFormat("<I")
 TEXT = "text"
-"""The dtype of a leaf that is no number; its data are the bytes of its text, one whole number each."""
+"""The dtype of a leaf that is not a number. Its data are the bytes of its text, one integer each."""
 
 
 def results_file(folder: str, rank: int) -> Path:
-    """Where a rank writes its frames."""
+    """Return the path of the file of a rank's frames."""
     return Path(folder) / f"rank{rank}.results"
 
 
 def tensors_file(folder: str, rank: int) -> Path:
-    """Where a rank writes its final parameters and buffers, as safetensors of float64 and int64."""
+    """Return the path of a rank's final parameters and buffers, as safetensors of float64 and int64."""
     return Path(folder) / f"rank{rank}.safetensors"
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor or number of a job's result; `data` is float64 or int64, whatever `dtype` was."""
+    """One tensor or number of a job's result. `data` is float64 or int64, whatever `dtype` was."""
 
     path: str
-    """As "['loss']"; empty where the result is the leaf."""
+    """The path to the leaf, like "['loss']", or empty if the result is the leaf."""
     dtype: str
     shape: tuple[int, ...]
     is_integer: bool
@@ -38,9 +38,9 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorSummary(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor in a few numbers, of which the differences tell how far two tensors are apart.
+    """A few numbers of a tensor, whose differences estimate the distance of two tensors.
 
-    `sketch` holds signed sums of its elements (`verify.recording.recorder` says which); `norm` is its Euclidean norm.
+    `sketch` holds signed sums of the elements (see `verify.recording.tensor_sketch`). `norm` is the Euclidean norm.
     """
 
     norm: float
@@ -48,7 +48,7 @@ class TensorSummary(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorState(msgspec.Struct, frozen=True, array_like=True):
-    """A parameter or buffer as it was at one time; `gradient` is None without one."""
+    """A parameter or buffer at one moment. `gradient` is None if it has none."""
 
     name: str
     dtype: str
@@ -58,14 +58,14 @@ class TensorState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelRegistered(msgspec.Struct, frozen=True, tag="registered"):
-    """A model became known, before its first step."""
+    """A model has been registered, before its first step."""
 
     model: str
     tensors: list[TensorState]
 
 
 class JobCalled(msgspec.Struct, frozen=True, tag="called"):
-    """A job was called: its `call`-th call, from 1, when `steps` training steps were done before it."""
+    """A job has been called: its call number `call`, from 1, after `steps` training steps."""
 
     job: str
     call: int
@@ -75,7 +75,7 @@ class JobCalled(msgspec.Struct, frozen=True, tag="called"):
 
 
 class StepRecorded(msgspec.Struct, frozen=True, tag="stepped"):
-    """The training step of the job call written just before; `step` counts all jobs' steps, from 1."""
+    """The training step of the job call recorded just before. `step` counts the steps of all jobs, from 1."""
 
     job: str
     step: int
@@ -83,7 +83,7 @@ class StepRecorded(msgspec.Struct, frozen=True, tag="stepped"):
 
 
 class FinalTensor(msgspec.Struct, frozen=True, array_like=True):
-    """What the tensor file cannot say of one of its tensors."""
+    """What the tensor file does not contain about one of its tensors."""
 
     name: str
     dtype: str
@@ -91,14 +91,14 @@ class FinalTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Survey(msgspec.Struct, frozen=True, array_like=True):
-    """What the script held at the end: its jobs, and modules with parameters that no job has been given."""
+    """The script's jobs at its end, and the modules with parameters that no job uses."""
 
     jobs: tuple[KnownJob, ...] = ()
     outside: tuple[str, ...] = ()
 
 
 class RecordingFinished(msgspec.Struct, frozen=True, tag="finished"):
-    """The run is over and the tensor file is whole. `stopped` if the script was ended before its own end."""
+    """The run has ended and the tensor file is complete. `stopped` says whether a step limit ended the script."""
 
     steps: int
     tensors: list[FinalTensor]

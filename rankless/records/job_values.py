@@ -1,4 +1,4 @@
-"""All values of one job call, as `rankless verify` compares them to find the first that differs: a file per rank."""
+"""All values of one job call, one file per rank, with which `rankless verify` finds the first that differs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +10,13 @@ from rankless.records.framing import read_messages
 from rankless.records.job_results import FRAME_FORMAT, TensorSummary
 
 Role = Literal["input", "value", "output", "plain"]
-"""What goes into the program, what it computes, what comes out of it, and (on one worker) what the function itself
-gave when it ran as plain PyTorch.
+"""An input of the program, a value that it computes, an output, or (on one worker) a plain result: what the function
+itself returns as plain PyTorch.
 """
 
 
 class ComputedValue(msgspec.Struct, frozen=True, array_like=True):
-    """One value, whole; `inputs` names the values that it was computed from."""
+    """One whole value. `inputs` names the values from which the program computes it."""
 
     role: Role
     name: str
@@ -29,12 +29,12 @@ class ComputedValue(msgspec.Struct, frozen=True, array_like=True):
 
 
 def values_file(folder: str, rank: int) -> Path:
-    """Where a rank writes its values, in the order in which they were computed."""
+    """Return the path of the file in which a rank writes its values, in the order of their computation."""
     return Path(folder) / f"rank{rank}.values"
 
 
 def read_values(folder: str, rank: int) -> Iterator[ComputedValue]:
-    """The values that a rank has written; none if the call was never made."""
+    """Yield the values that a rank has written, none if the script never made the call."""
     file = values_file(folder, rank)
     if file.exists():
         decoder = msgspec.msgpack.Decoder(ComputedValue)

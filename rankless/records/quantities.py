@@ -1,4 +1,4 @@
-"""How numbers with units are written: short, and never with an exponent."""
+"""Formats numbers with units: short, and never with an exponent."""
 
 from collections.abc import Sequence
 
@@ -7,31 +7,31 @@ _BITS_PER_SECOND = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
 
 
 def format_bytes(byte_count: float) -> str:
-    """As "3.5 GiB"."""
-    return _scaled(byte_count, _BYTES, 1024)
+    """Format a number of bytes, like "3.5 GiB"."""
+    return _format_scaled(byte_count, _BYTES, 1024)
 
 
 def format_bit_rate(bytes_per_second: float) -> str:
-    """As "9.41 Gbit/s"."""
-    return _scaled(bytes_per_second * 8, _BITS_PER_SECOND, 1000)
+    """Format a bandwidth, like "9.41 Gbit/s"."""
+    return _format_scaled(bytes_per_second * 8, _BITS_PER_SECOND, 1000)
 
 
 def format_seconds(seconds: float) -> str:
-    """As "340 µs", "3.5 ms", "2.5 s" and "3,600 s"."""
+    """Format a duration, like "340 µs", "3.5 ms", "2.5 s" or "3,600 s"."""
     if seconds >= 9.95:
         return f"{seconds:,.0f} s"
     if seconds >= 0.9995:
         return f"{seconds:.1f} s"
-    return f"{_short(seconds * 1e3)} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.0f} µs"
+    return f"{_format_number(seconds * 1e3)} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.0f} µs"
 
 
-def _scaled(number: float, units: Sequence[str], step: int) -> str:
+def _format_scaled(number: float, units: Sequence[str], step: int) -> str:
     # Rounding may carry to the next unit: 1023.9 MiB are 1 GiB, not 1,024 MiB.
     unit = 0
     while number >= step - 0.5 and unit < len(units) - 1:
         number, unit = number / step, unit + 1
-    return f"{_short(number)} {units[unit]}"
+    return f"{_format_number(number)} {units[unit]}"
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:.3g}" if number < 99.95 else f"{number:,.0f}"

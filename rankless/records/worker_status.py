@@ -1,6 +1,6 @@
-"""What a worker writes down while it runs, in memory that its agent shares: its main thread, its training steps.
+"""The status that a worker publishes in memory that it shares with its agent: its main thread, its training steps.
 
-Behind it, in the same memory, stands what it writes on request: the stacks of all its threads (`runtime.stack_dump`).
+The stacks of all its threads follow in the same memory. The worker dumps them on a signal (`runtime.stack_dump`).
 """
 
 import os
@@ -11,28 +11,28 @@ import tempfile
 import msgspec
 
 PAGE_BYTES = 4096
-"""Stacks follow from here on."""
+"""The size of the status. The stacks follow it."""
 MAIN_THREAD, STEPS, LAST_STEP, DESCRIPTOR = range(4)
-"""The page's words: the main thread's identity, training steps made, when the last one was (`monotonic_ns`), and under
-which descriptor the worker writes, which may be another than its agent's.
+"""The fields of the page: the main thread's identity, the number of training steps, the time of the last one
+(`monotonic_ns`), and the worker's descriptor of the page, whose number may differ from the agent's.
 """
-_WORDS = struct.Struct("=4Q")
-NAME = "rankless-whereabouts"
+_FIELDS = struct.Struct("=4Q")
+NAME = "rankless-worker-status"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """What a worker's page says."""
+    """The content of a worker's page."""
 
     main_thread: int
     count: int
     last: float | None
-    """When the last one was made, in seconds of `time.monotonic`; None before the first."""
+    """The time of the last step, in seconds of `time.monotonic`, or None before the first."""
     descriptor: int = 0
-    """The page's own, in the worker."""
+    """The worker's descriptor of the page."""
 
 
 def open_page() -> int:
-    """The descriptor of a new page."""
+    """Open a new page, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(NAME)
     else:
@@ -44,12 +44,12 @@ def open_page() -> int:
 
 
 def read_page(descriptor: int) -> WorkerStatus:
-    """What the worker has written so far."""
-    main_thread, count, last, own = _WORDS.unpack(os.pread(descriptor, _WORDS.size, 0))
+    """Read the present status of a worker."""
+    main_thread, count, last, own = _FIELDS.unpack(os.pread(descriptor, _FIELDS.size, 0))
     return WorkerStatus(main_thread, count, last / 1e9 if count else None, own)
 
 
 def stack_dump_signal() -> int | None:
-    """The signal on which a worker writes its stacks: one that hardly any program uses. None where there are none."""
-    # Not SIGUSR1 or SIGUSR2: cluster managers send them before they end a job, and scripts heed that.
+    """Return the signal on which a worker dumps its stacks, which hardly any program uses. None if there is none."""
+    # Not SIGUSR1 or SIGUSR2: cluster managers send them before they end a job, and scripts handle them.
     return signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else None

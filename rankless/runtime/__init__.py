@@ -1,5 +1,5 @@
-"""Inside the processes of a run: told, joined, run, left. The only maker of process groups.
+"""The code that runs inside the processes of a job. The only package that makes process groups.
 
-Enters: a `HostConfig` (the workers' parent) or a `WorkerConfig` (a worker). Leaves: records, and for the facade
-the one joined `Runtime` of the process. Called by `launch`, as new processes, and by `rankless.api`.
+Enters: a `HostConfig` (for the fork server) or a `WorkerConfig` (for a worker). Leaves: records, and for the API the
+one `ProcessContext` of the process. Called by `launch`, which starts the processes, and by `rankless.api`.
 """

@@ -1,4 +1,4 @@
-"""One host's process of the doctor's trial: all hosts sum tensors by Gloo, over the card that a job would use."""
+"""One host's process of the doctor's collective test: all hosts sum tensors with Gloo, as a job would."""
 
 import statistics
 import sys
@@ -27,11 +27,11 @@ from rankless.config.collective_test import (
 from rankless.runtime.fast_exit import FastExit
 
 SIZES_AND_TIMES = ((4 << 10, 20), (16 << 20, 3))
-"""Bytes, and how often."""
+"""The bytes of each tensor, and how often the hosts sum it."""
 
 
 def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # what every process of ours is started with
-    """Torch is imported: return what does as standard input says, until it ends."""
+    """Return the loop that carries out the tasks on standard input, until standard input ends."""
     return _serve
 
 
@@ -41,22 +41,22 @@ def _serve() -> None:
         task = msgspec.json.decode(line, type=CollectiveTestTask)
         try:
             if isinstance(task, CheckTorch):
-                _tell(TorchImported())
+                _send_result(TorchImported())
             elif isinstance(task, ServeStore):
-                store, port = _served(task.address)
-                _tell(StoreServed(port=port))
+                store, port = _open_store(task.address)
+                _send_result(StoreServed(port=port))
             else:
-                _tell(_reduced(task, store))
+                _send_result(_measure_all_reduce(task, store))
         except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
-            _tell(AllReduceFailed(text=str(error).strip().partition("\n")[0]))
+            _send_result(AllReduceFailed(text=str(error).strip().partition("\n")[0]))
 
 
-def _served(address: str) -> tuple[Any, int]:
+def _open_store(address: str) -> tuple[Any, int]:
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # as below
     return store, int(store.port)
 
 
-def _reduced(task: RunAllReduce, store: Any) -> AllReduceResult:
+def _measure_all_reduce(task: RunAllReduce, store: Any) -> AllReduceResult:
     environment.apply({"GLOO_SOCKET_IFNAME": task.interface})
     limit = timedelta(seconds=task.timeout_seconds)
     start = time.monotonic()
@@ -84,6 +84,6 @@ def _sum_once(tensor: torch.Tensor, size: int) -> float:
     return taken
 
 
-def _tell(result: CollectiveTestResult) -> None:
+def _send_result(result: CollectiveTestResult) -> None:
     sys.stdout.buffer.write(MARK + msgspec.json.encode(result) + b"\n")
     sys.stdout.buffer.flush()

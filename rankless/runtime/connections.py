@@ -1,10 +1,10 @@
-"""Shutting down the connections between ranks, from outside: a rank that waits in one raises then, where it waits.
+"""Shuts down the connections between ranks from another process, so that a rank that waits in a collective raises.
 
-Note [cutting]: a collective whose peer is silent, stopped or never comes waits in C++ for minutes, and meanwhile no
-Python of that rank runs: no signal's handler, no `except`, no `finally`. Its connections cannot be ended from inside
-without a thread in every worker. From outside, the parent of a process may take a copy of its descriptors
-(pidfd_getfd, Linux 5.6), and a shutdown holds for all copies: the collective finds its connection closed and raises.
-Where the kernel, or a container's filter, does not allow that, nothing happens, and the rank is killed like any other.
+Note [cutting]: a collective waits in C++ for minutes if its peer is silent, is stopped or never arrives. Meanwhile no
+Python of that rank runs: no signal handler, no `except`, no `finally`. To close its connections from inside would take
+a thread in every worker. From outside, the parent of a process may copy its descriptors (pidfd_getfd, Linux 5.6). A
+shutdown applies to all copies, so the collective finds its connection closed and raises. If the kernel or the filter of
+a container forbids this, nothing happens, and the agent kills the rank like any other.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ _PIDFD_GETFD = 438
 
 
 @dataclass(frozen=True)
-class _End:
-    """One end of a connection, and the rank's whose it is."""
+class _ConnectionEnd:
+    """One end of a connection, and the rank that holds it."""
 
     rank: int
     socket: socket.socket
@@ -33,10 +33,13 @@ class _End:
 
 
 def cut_connections(ranks: Mapping[int, int], *, hosts: Collection[str]) -> None:
-    """Shut down the TCP connections of these ranks' processes, and of what those have started, to one another and to
-    `hosts` (numeric addresses).
+    """Shut down the TCP connections of these ranks to one another and to `hosts`.
 
-    `ranks` are the ranks by process. All other connections stay: the clean-up of a script may need its database.
+    All other connections stay open: the clean-up of a script may need its database.
+
+    Args:
+        ranks: The rank of each process, by process id. Descendants of a process count as that process.
+        hosts: Numeric addresses of other hosts.
     """
     with ExitStack() as stack:
         ends = [end for process_id, rank in ranks.items() for end in _ends_of(process_id, rank, stack)]
@@ -47,16 +50,16 @@ def cut_connections(ranks: Mapping[int, int], *, hosts: Collection[str]) -> None
                     end.socket.shutdown(socket.SHUT_RDWR)
 
 
-def _ends_of(process_id: int, rank: int, stack: ExitStack) -> Iterator[_End]:
+def _ends_of(process_id: int, rank: int, stack: ExitStack) -> Iterator[_ConnectionEnd]:
     for each in (process_id, *descendants(process_id)):
         try:
             process = os.pidfd_open(each)
-        except (AttributeError, OSError):  # no such call here; or the process is gone
+        except (AttributeError, OSError):  # the system has no such call, or the process is gone
             continue
         stack.callback(os.close, process)
         for copy in _sockets_of(each, process, stack):
             with contextlib.suppress(OSError):  # it is not connected
-                yield _End(rank, copy, _address(copy.getsockname()), _address(copy.getpeername()))
+                yield _ConnectionEnd(rank, copy, _address(copy.getsockname()), _address(copy.getpeername()))
 
 
 def _sockets_of(process_id: int, process: int, stack: ExitStack) -> Iterator[socket.socket]:
@@ -64,13 +67,13 @@ def _sockets_of(process_id: int, process: int, stack: ExitStack) -> Iterator[soc
         for name in os.listdir(f"/proc/{process_id}/fd"):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{process_id}/fd/{name}").startswith("socket:"):
-                    copy = stack.enter_context(socket.socket(fileno=_copied(process, int(name))))
+                    copy = stack.enter_context(socket.socket(fileno=_copy_descriptor(process, int(name))))
                     if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
                         yield copy
 
 
-def _copied(process: int, descriptor: int) -> int:
-    """This process's copy of a descriptor of another. Raises OSError where that is not allowed."""
+def _copy_descriptor(process: int, descriptor: int) -> int:
+    """Copy a descriptor of another process into this one. Raises OSError if that is not allowed."""
     copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
     if copy < 0:
         raise OSError(ctypes.get_errno() or errno.ENOSYS, "pidfd_getfd")
@@ -78,5 +81,5 @@ def _copied(process: int, descriptor: int) -> int:
 
 
 def _address(name: tuple[str, int]) -> tuple[str, int]:
-    """Address and port; of an IPv4 connection of an IPv6 socket the IPv4 address."""
+    """Return address and port. An IPv4 connection of an IPv6 socket has its IPv4 address."""
     return name[0].removeprefix("::ffff:"), name[1]

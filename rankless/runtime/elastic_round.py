@@ -1,10 +1,10 @@
-"""A worker's part in an elastic job: it asks for the next round, meets the others there, and hears of changes.
+"""A worker's side of an elastic job: it asks the driver for the next round, joins it, and receives changes of hosts.
 
 See Note [rounds] in `records.elastic_messages`.
 
-Note [the store of a round]: rank 0 serves it on a port of its own, through an object that nobody uses but to close it.
-When the driver says that the round is over, it is closed, and whoever waits for something in it fails at once: also for
-a worker that was killed before it could write there what the others wait for.
+Note [the store of a round]: rank 0 serves the store of a round on a port of its own, through an object that it uses
+only to close the store. When the driver ends the round, rank 0 closes it. A rank that waits for a key in it then fails
+at once, even if the worker that was to write the key was killed.
 """
 
 import contextlib
@@ -34,42 +34,42 @@ from rankless.records.elastic_messages import (
 from rankless.runtime.rendezvous.job_store import RendezvousInfo
 
 STORE_TIMEOUT = timedelta(seconds=300)
-MOST_FAILED_MEETINGS = 20
-GIVING_UP_SECONDS = 2.0
-"""Once a round is over: for how long this process may still have to do with who is left, before it is told so."""
+MAX_FAILED_ROUNDS = 20
+GIVE_UP_SECONDS = 2.0
+"""How long after the end of a round its members may still communicate, before this process aborts its operations."""
 
-_Met = TypeVar("_Met")
+_Joined = TypeVar("_Joined")
 
 
-class Listener(Protocol):
-    """Who wants to know that workers are to go, or have come."""
+class HostsChangedListener(Protocol):
+    """Receives the news that workers are to leave or have been added."""
 
     def on_hosts_changed(self, round: int, *, removed: bool, added: bool) -> None:
-        """It is so, in this round. Called from another thread."""
+        """Handle a change in this round. Called from another thread."""
 
 
 class Round:
-    """One round, as one of its members sees it."""
+    """One round of an elastic job, in one of its members."""
 
-    def __init__(self, begin: RoundStarted) -> None:
-        self.number = begin.round
-        self.assignment = begin.assignment
-        self.address = begin.address
-        self.must_sync = begin.must_sync
+    def __init__(self, message: RoundStarted) -> None:
+        self.number = message.round
+        self.assignment = message.assignment
+        self.address = message.address
+        self.must_sync = message.must_sync
         self.store: Any = None
         self._server: Any = None
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self.give_up: Callable[[str], None] | None = None
-        """Called if this process is in the round still a while after it is over: its peers may have gone silently."""
+        """Called if this process is still in the round a while after its end: its peers may have ended silently."""
 
     @property
-    def is_over(self) -> bool:
-        """Whether a member has left it already."""
-        return self._over.is_set()
+    def has_ended(self) -> bool:
+        """Whether a member has left the round."""
+        return self._ended.is_set()
 
     @property
-    def place(self) -> RendezvousInfo:
-        """This process's place in it."""
+    def rendezvous_info(self) -> RendezvousInfo:
+        """Rank, size and store of this process in the round."""
         return RendezvousInfo(
             rank=self.assignment.rank,
             size=self.assignment.size,
@@ -79,95 +79,97 @@ class Round:
         )
 
     def serve(self, address: str) -> int:
-        """Serve the store; returns the port."""
+        """Serve the store, and return its port."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=1024) as listening:
             port = int(listening.getsockname()[1])
-            self._server = _store(address, port, listening=listening)
+            self._server = _connect_store(address, port, listening=listening)
         return port
 
     def connect(self, address: str, port: int) -> None:
-        """Connect to the store. Raises RuntimeError if it is gone."""
-        self.store = _store(address, port, listening=None)
+        """Connect to the store. Raises RuntimeError if nobody serves it."""
+        self.store = _connect_store(address, port, listening=None)
 
     def close(self) -> None:
-        """It is over: who waits for somebody in it waits in vain."""
-        self._over.set()
+        """End the round, and close the store if this process serves it."""
+        self._ended.set()
         self._server = None
 
 
-class Membership:
-    """What ties this process to the driver of its job."""
+class ElasticMember:
+    """The connection of this process to the driver of its elastic job."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._begins: queue.SimpleQueue[RoundStarted | WorkerDismissed | None] = queue.SimpleQueue()
+        self._rounds: queue.SimpleQueue[RoundStarted | WorkerDismissed | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._listeners: list[Listener] = []
+        self._listeners: list[HostsChangedListener] = []
         self._change: HostsChanged | None = None
-        self._last_over = 0
+        self._last_ended = 0
         self.round: Round | None = None
         self.keeps_state = False
-        """Whether this process leaves its round with the state that all members have, so that none need be sent."""
+        """Whether this process leaves its round with the state that all members have, so that nobody need send it."""
         threading.Thread(target=self._listen, name="rankless elastic rounds", daemon=True).start()
 
-    def meet(self, join: Callable[[Round], _Met]) -> _Met:
-        """What `join` returns for the next round of which this process is a member.
+    def join_next_round(self, join: Callable[[Round], _Joined]) -> _Joined:
+        """Return what `join` returns for the next round of which this process is a member.
 
-        `join` may fail, with RuntimeError or OSError, because others are gone by then: then the round after it is
-        awaited. Raises SystemExit if there is no place for this process any more, and what `join` raises if it fails
-        again and again.
+        If `join` raises RuntimeError or OSError, other members may be gone. Then wait for the round after that.
+
+        Raises:
+            SystemExit: If the job no longer needs this process.
+            RuntimeError: What `join` raises, as OSError too, if it fails MAX_FAILED_ROUNDS times and once more.
         """
         failed = 0
         while True:
-            met = self.next_round()
+            next_round = self.next_round()
             try:
-                return join(met)
+                return join(next_round)
             except (RuntimeError, OSError):
                 failed += 1
-                if failed > MOST_FAILED_MEETINGS:
+                if failed > MAX_FAILED_ROUNDS:
                     raise
 
     def next_round(self) -> Round:
-        """The next round of which this process is a member, with its store. Raises SystemExit if there will be none."""
+        """Wait for the next round of which this process is a member. Raises SystemExit if there will be none."""
         while True:
             self._leave()
-            begin = self._begins.get()
-            if not isinstance(begin, RoundStarted):
-                raise SystemExit(0 if begin is not None else 1)
-            if begin.interface is not None:
-                environment.apply({"GLOO_SOCKET_IFNAME": begin.interface})
-            found = Round(begin)
+            message = self._rounds.get()
+            if not isinstance(message, RoundStarted):
+                raise SystemExit(0 if message is not None else 1)
+            if message.interface is not None:
+                environment.apply({"GLOO_SOCKET_IFNAME": message.interface})
+            found = Round(message)
             with self._lock:
                 self.round = found
-                is_over = self._last_over >= found.number
-            if is_over:
+                has_ended = self._last_ended >= found.number
+            if has_ended:
                 continue
             with contextlib.suppress(RuntimeError, OSError):
-                port = begin.port
+                port = message.port
                 if port is None:
-                    port = found.serve(begin.address)
-                    self._tell(StoreReady(round=found.number, port=port))
-                found.connect(begin.address, port)
+                    port = found.serve(message.address)
+                    self._send(StoreReady(round=found.number, port=port))
+                found.connect(message.address, port)
                 return found
 
-    def when_over(self, give_up: Callable[[str], None]) -> None:
-        """Have this called if the round is over, and this process is in it still a while after that."""
+    def on_round_ended(self, give_up: Callable[[str], None]) -> None:
+        """Register what to call if this process is still in the round a while after the round's end."""
         with self._lock:
             current = self.round
             if current is None:
                 return
             current.give_up = give_up
-        if current.is_over:
+        if current.has_ended:
             self._give_up_soon(current)
 
-    def synced(self) -> None:
-        """This process has the state that all members of the round have."""
+    def report_synced(self) -> None:
+        """Report to the driver that this process has the state that all members of the round have."""
         if self.round is not None:
-            self._tell(StateSynced(round=self.round.number))
+            self._send(StateSynced(round=self.round.number))
 
-    def add(self, listener: Listener) -> None:
-        """Tell it of changes from now on, and of what this round's members have been told already."""
+    def add_listener(self, listener: HostsChangedListener) -> None:
+        """Call the listener on changes from now on, and on the one that this round already has."""
         with self._lock:
             if listener not in self._listeners:
                 self._listeners.append(listener)
@@ -175,8 +177,8 @@ class Membership:
         if change is not None and current is not None and change.round == current.number:
             listener.on_hosts_changed(change.round, removed=change.removed, added=change.added)
 
-    def remove(self, listener: Listener) -> None:
-        """Tell it nothing any more."""
+    def remove_listener(self, listener: HostsChangedListener) -> None:
+        """Call the listener no more."""
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
@@ -186,61 +188,61 @@ class Membership:
             left, self.round = self.round, None
         if left is not None:
             left.close()
-        word = WorkerReady(last_round=0 if left is None else left.number, has_state=self.keeps_state)
+        message = WorkerReady(last_round=0 if left is None else left.number, has_state=self.keeps_state)
         self.keeps_state = False
-        self._tell(word)
+        self._send(message)
 
-    def _tell(self, word: WorkerMessage) -> None:
-        with contextlib.suppress(OSError):  # without a driver this process is about to be ended
-            send_message(self._end, word)
+    def _send(self, message: WorkerMessage) -> None:
+        with contextlib.suppress(OSError):  # the driver is gone, and this process will be killed soon
+            send_message(self._end, message)
 
-    def _give_up_soon(self, over: Round) -> None:
-        timer = threading.Timer(GIVING_UP_SECONDS, self._give_up, (over,))
+    def _give_up_soon(self, ended: Round) -> None:
+        timer = threading.Timer(GIVE_UP_SECONDS, self._give_up, (ended,))
         timer.daemon = True
         timer.start()
 
-    def _give_up(self, over: Round) -> None:
+    def _give_up(self, ended: Round) -> None:
         with self._lock:
-            give_up = over.give_up if self.round is over else None
+            give_up = ended.give_up if self.round is ended else None
         if give_up is not None:
             give_up("A worker of this round is gone.")
 
     def _listen(self) -> None:
-        while (word := receive_driver_message(self._end)) is not None:
-            if isinstance(word, RoundStarted | WorkerDismissed):
-                self._begins.put(word)
-            elif isinstance(word, RoundEnded):
+        while (message := receive_driver_message(self._end)) is not None:
+            if isinstance(message, RoundStarted | WorkerDismissed):
+                self._rounds.put(message)
+            elif isinstance(message, RoundEnded):
                 with self._lock:
-                    self._last_over = word.round
-                    over = self.round if self.round is not None and self.round.number == word.round else None
-                if over is not None:
-                    over.close()
-                    self._give_up_soon(over)
+                    self._last_ended = message.round
+                    ended = self.round if self.round is not None and self.round.number == message.round else None
+                if ended is not None:
+                    ended.close()
+                    self._give_up_soon(ended)
             else:
                 with self._lock:
-                    self._change = word
+                    self._change = message
                     listeners = list(self._listeners)
                 for listener in listeners:
-                    listener.on_hosts_changed(word.round, removed=word.removed, added=word.added)
-        self._begins.put(None)
+                    listener.on_hosts_changed(message.round, removed=message.removed, added=message.added)
+        self._rounds.put(None)
 
 
-def membership() -> Membership | None:
-    """This process's membership in an elastic job; None if it is in none."""
-    global _membership  # one of the pieces of state that the design allows a module
-    if _membership is not None and _membership[0] == os.getpid():
-        return _membership[1]
+def current_member() -> ElasticMember | None:
+    """Return this process as a member of its elastic job, or None if its job is not elastic."""
+    global _member  # one of the pieces of state that the design allows a module
+    if _member is not None and _member[0] == os.getpid():
+        return _member[1]
     config = environment.read_worker_config()
     if config is None or config.rounds_descriptor is None:
         return None
-    _membership = os.getpid(), Membership(socket.socket(fileno=config.rounds_descriptor))
-    return _membership[1]
+    _member = os.getpid(), ElasticMember(socket.socket(fileno=config.rounds_descriptor))
+    return _member[1]
 
 
-_membership: tuple[int, Membership] | None = None
+_member: tuple[int, ElasticMember] | None = None
 
 
-def _store(address: str, port: int, *, listening: socket.socket | None) -> Any:
+def _connect_store(address: str, port: int, *, listening: socket.socket | None) -> Any:
     return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
         address,
         port,

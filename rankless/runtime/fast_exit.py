@@ -1,8 +1,8 @@
-"""The end of a forked worker: all that Python does for the script's own objects, nothing for the parent's.
+"""Ends a forked worker: does all that Python does for the script's own objects, and nothing for those of the parent.
 
-Note [ending]: a forked worker shares thousands of modules with its parent. Tearing them down, as the interpreter
-does last, copies nearly every page of them, a fifth of a second of CPU per worker. So the worker ends in the atexit
-callback that was registered first and therefore runs last, after the script's threads and all other callbacks.
+Note [ending]: a forked worker shares thousands of modules with its parent. At exit the interpreter tears them down
+last. That copies nearly every page of them, which costs a fifth of a second of CPU per worker. So the worker ends in
+the atexit callback that was registered first. That one runs last, after the script's threads and all other callbacks.
 """
 
 import atexit
@@ -17,37 +17,41 @@ from types import ModuleType
 
 
 class FastExit:
-    """Made before anything else is imported; does nothing until a forked worker arms it."""
+    """Ends the process early at exit, if it is armed.
+
+    It must be constructed before anything else is imported. It does nothing until a forked worker arms it.
+    """
 
     def __init__(self) -> None:
         self._process_id = 0
         self._exit_code = 0
-        self._parents_modules: frozenset[int] = frozenset()
+        self._inherited_modules: frozenset[int] = frozenset()
         atexit.register(self._end)
 
     def arm(self) -> None:
-        """Call in a forked worker, before its script, and in the parent at its end: the modules of now are the
-        parent's.
+        """Arm this process: all modules that are loaded now count as the parent's.
+
+        A forked worker calls it before its script, and the fork server calls it at its own end.
         """
         self._process_id = os.getpid()
-        self._parents_modules = frozenset(id(module) for module in sys.modules.values())
-        # Torch would take back every operator it has registered: 24 ms in each worker. And what the parent made,
-        # as a temporary folder, is not a worker's to take away.
+        self._inherited_modules = frozenset(id(module) for module in sys.modules.values())
+        # Torch would unregister each of its operators, which takes 24 ms in each worker. And a worker must not remove
+        # what the parent has created, such as a temporary folder.
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # no public way to them
             finalizer.atexit = False
 
-    def remember(self, exit_code: int) -> None:
-        """Note what the process is to exit with."""
+    def set_exit_code(self, exit_code: int) -> None:
+        """Set the code with which the process exits."""
         self._exit_code = exit_code
 
     def _end(self) -> None:
-        # Daemon threads would run on in modules that are being emptied; the interpreter knows how to hold them.
+        # Daemon threads would run on in modules that are being emptied. The interpreter can stop them, this cannot.
         if os.getpid() != self._process_id or threading.active_count() > 1:
             return
-        new = {name: module for name, module in sys.modules.items() if id(module) not in self._parents_modules}
-        users = [module for name, module in new.items() if _is_the_users(name, module)]
+        new = {name: module for name, module in sys.modules.items() if id(module) not in self._inherited_modules}
+        users = [module for name, module in new.items() if _is_users_module(name, module)]
         for module in reversed(users):
-            _clear(module)
+            _clear_globals(module)
         gc.collect()  # the parent has frozen its objects: these are the script's
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -56,8 +60,8 @@ class FastExit:
         os._exit(self._exit_code)
 
 
-def _is_the_users(name: str, module: ModuleType) -> bool:
-    # Libraries are left whole: their destructors, as torch's for storages, may still need their globals.
+def _is_users_module(name: str, module: ModuleType) -> bool:
+    # Libraries stay whole: their destructors, such as those of torch's storages, may still need their globals.
     if name == "__main__":
         return True
     file = getattr(module, "__file__", None)
@@ -66,8 +70,8 @@ def _is_the_users(name: str, module: ModuleType) -> bool:
     return "site-packages" not in file and not file.startswith((sys.prefix, sys.base_prefix))
 
 
-def _clear(module: ModuleType) -> None:
-    """Let go of a module's globals in the interpreter's order: those with one leading underscore first."""
+def _clear_globals(module: ModuleType) -> None:
+    """Set a module's globals to None in the interpreter's order: names with one leading underscore first."""
     names = module.__dict__
     for private in (True, False):
         for name in list(names):

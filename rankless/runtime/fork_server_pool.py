@@ -1,10 +1,10 @@
-"""The fork server: imports torch once and forks the warm parents of several runs, one after the other.
+"""The fork server pool: imports torch once, and forks the fork servers of several runs, one after the other.
 
-Note [fork server]: it never computes, runs nothing of the user's, and keeps nothing of a run: each has a warm parent
-of its own, forked from the same clean state, so a run cannot tell that another was before it. A warm parent is forked
-by a process in between that ends at once, so that the agent, which adopts orphans, becomes its parent as if it had
-started it itself: it waits for it and has its exit code, and Note [guard] holds word for word. The fork server dies
-with the agent.
+Note [fork server pool]: the pool never computes, runs no code of the user, and keeps nothing of a run. Each run gets a
+fork server of its own, forked from the same clean state, so a run cannot see that another came before it. A process in
+between forks the fork server and ends at once. The agent adopts orphans, so it becomes the parent of the fork server,
+as if it had started that itself: it waits for it and gets its exit code, and Note [guard] applies unchanged. The pool
+dies with the agent.
 """
 
 import fcntl
@@ -18,28 +18,28 @@ import msgspec
 
 from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.fork_server import import_torch, lead, withdraw
+from rankless.runtime.fork_server import preload_modules, prepare_process, serve_run
 from rankless.runtime.spawn_protocol import READY, receive_host_config, send_process_id
 
 
 def main(fast_exit: FastExit) -> Callable[[], None] | None:
-    """Fork warm parents for as long as the agent asks; in a worker of one, return with what it is to run."""
+    """Fork fork servers for as long as the agent asks. In a worker of one, return the function that it runs."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ForkServerPoolConfig)
-    cores = withdraw()
+    cores = prepare_process()
     agent = socket.socket(fileno=config.connection_descriptor)
-    if not import_torch(with_jobs=config.with_jobs):
+    if not preload_modules(with_jobs=config.with_jobs):
         return None
     gc.freeze()
-    host_plan = _serve(agent)
-    return None if host_plan is None else lead(host_plan, fast_exit=fast_exit, warm=True, cores=cores)
+    host_config = _serve(agent)
+    return None if host_config is None else serve_run(host_config, fast_exit=fast_exit, warm=True, cores=cores)
 
 
 def _serve(agent: socket.socket) -> HostConfig | None:
-    """Fork as asked; returns the plan of a run in the process that is to be its parent, and None at the end."""
+    """Fork as the agent asks. Return the config of a run in the run's fork server, and None in the pool at its end."""
     agent.sendall(READY)
-    while (order := receive_host_config(agent)) is not None:
-        config, descriptors = order
-        if _fork_for(agent):
+    while (request := receive_host_config(agent)) is not None:
+        config, descriptors = request
+        if _fork_for_agent(agent):
             _take_over(config, descriptors)
             return config
         for descriptor in descriptors:
@@ -47,10 +47,10 @@ def _serve(agent: socket.socket) -> HostConfig | None:
     return None
 
 
-def _fork_for(agent: socket.socket) -> bool:
-    """Fork a process whose parent is the agent, and tell the agent its id; returns True in it.
+def _fork_for_agent(agent: socket.socket) -> bool:
+    """Fork a process whose parent is the agent, and send the agent its id. Return True in the new process.
 
-    It goes on only once that is done: of a process that lives the agent knows, though this one be killed meanwhile.
+    The new process continues only after that: if the pool is killed meanwhile, the agent knows each living process.
     """
     numbers, numbers_end = os.pipe()
     gate, gate_end = os.pipe()
@@ -77,16 +77,16 @@ def _fork_for(agent: socket.socket) -> bool:
 
 
 def _take_over(config: HostConfig, received: list[int]) -> None:
-    """Be as if the agent had started this process: in its folder, a session of its own, its output in the log."""
+    """Set up this process as if the agent had started it: its folder, a session of its own, its output in the log."""
     os.setsid()
     folder, log, *others = received
     os.fchdir(folder)
     wanted = [1, 2, *config.descriptors()]
-    # Out of the way first: a descriptor that has come may have the number that another is to get.
+    # First duplicate all above the wanted numbers: a received descriptor may have the number that another one needs.
     free = max(*wanted, *received) + 1
-    apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in (log, log, *others)]
+    duplicates = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in (log, log, *others)]
     for descriptor in received:
         os.close(descriptor)
-    for descriptor, number in zip(apart, wanted, strict=True):
+    for descriptor, number in zip(duplicates, wanted, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A worker's output: a log file of its own. A full disk costs lines, never the training."""
+"""Sends a worker's output to a log file of its own. A full disk loses lines, but the training continues."""
 
 import errno
 import io
@@ -10,7 +10,7 @@ from typing import Any
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-class LogFile(io.FileIO):
+class LossyLogFile(io.FileIO):
     """A file that drops what does not fit, and calls `on_loss` the first time."""
 
     def __init__(self, descriptor: int, *, name: str, on_loss: Callable[[str], None]) -> None:
@@ -19,22 +19,22 @@ class LogFile(io.FileIO):
         self._on_loss: Callable[[str], None] | None = on_loss
 
     def write(self, data: Any, /) -> int:
-        """Write all of `data`, or claim to have."""
+        """Write `data`, or drop it if the disk is full. Returns the number of its bytes in both cases."""
         try:
             return super().write(data)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
             if self._on_loss is not None:
-                tell, self._on_loss = self._on_loss, None
-                tell(error.strerror or "the disk is full")
+                report, self._on_loss = self._on_loss, None
+                report(error.strerror or "the disk is full")
             return memoryview(data).nbytes
 
 
 def redirect_output(log_file: str, error_log_file: str | None, *, on_loss: Callable[[str], None]) -> None:
-    """Send all output of this process, its C code and its children to `log_file`, and give it no input.
+    """Send all output of this process, of its C code and its children to `log_file`, and close its standard input.
 
-    With an `error_log_file` standard error goes there, and nothing is buffered.
+    With an `error_log_file`, standard error goes there, and nothing is buffered.
     """
     log = _open(log_file, on_loss)
     error_log = log if error_log_file is None else _open(error_log_file, on_loss)
@@ -44,10 +44,10 @@ def redirect_output(log_file: str, error_log_file: str | None, *, on_loss: Calla
         os.set_inheritable(target, True)
     for descriptor in {log, error_log, nothing}:
         os.close(descriptor)
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]  # as the interpreter itself does at start
-    at_once = error_log_file is not None
-    sys.stdout = sys.__stdout__ = _text(1, name="<stdout>", at_once=at_once, on_loss=on_loss)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _text(2, name="<stderr>", at_once=at_once, on_loss=on_loss)  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]  # the interpreter itself does so at its start
+    unbuffered = error_log_file is not None
+    sys.stdout = sys.__stdout__ = _open_stream(1, name="<stdout>", unbuffered=unbuffered, on_loss=on_loss)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _open_stream(2, name="<stderr>", unbuffered=unbuffered, on_loss=on_loss)  # type: ignore[misc]
 
 
 def _open(path: str, on_loss: Callable[[str], None]) -> int:
@@ -58,13 +58,13 @@ def _open(path: str, on_loss: Callable[[str], None]) -> int:
         return os.open(os.devnull, os.O_WRONLY)
 
 
-def _text(descriptor: int, *, name: str, at_once: bool, on_loss: Callable[[str], None]) -> io.TextIOWrapper:
+def _open_stream(descriptor: int, *, name: str, unbuffered: bool, on_loss: Callable[[str], None]) -> io.TextIOWrapper:
     old = sys.__stdout__ if descriptor == 1 else sys.__stderr__
     encoding = old.encoding if old is not None else "utf-8"
     errors = "backslashreplace" if descriptor == 2 else (old.errors if old is not None else None)
-    file = LogFile(descriptor, name=name, on_loss=on_loss)
-    if at_once:  # as torchrun has it, by `python -u`
+    file = LossyLogFile(descriptor, name=name, on_loss=on_loss)
+    if unbuffered:  # like torchrun, which starts `python -u`
         return io.TextIOWrapper(file, encoding=encoding, errors=errors, write_through=True)
     binary = io.BufferedWriter(file)
-    # Line by line, as on a terminal: the agent shows it while it happens.
+    # Line by line, as on a terminal: the agent shows each line as soon as it is written.
     return io.TextIOWrapper(binary, encoding=encoding, errors=errors, line_buffering=True)

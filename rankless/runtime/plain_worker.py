@@ -1,4 +1,4 @@
-"""A worker that starts as a plain process (`--no-warm`): torch is imported by the script alone."""
+"""A worker that starts as a plain process (`--no-warm`): the script itself imports torch."""
 
 import os
 import sys
@@ -8,15 +8,15 @@ import msgspec
 
 from rankless.config.worker_config import HostConfig
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.worker import enter
+from rankless.runtime.worker import make_worker
 
 
 def main(fast_exit: FastExit) -> Callable[[], None]:
-    """Read the plan from standard input, and return what runs the user's program."""
+    """Read the config from standard input, and return the function that runs the user's program."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
     (launch,) = config.workers
     for descriptor in (config.records_descriptor, launch.config.store_descriptor, launch.config.rounds_descriptor):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
-    worker = enter(launch, config, fast_exit, hide_torch=False)
-    return worker.become if config.program.kind == "command" else worker.run
+    worker = make_worker(launch, config, fast_exit, hide_torch=False)
+    return worker.exec if config.program.kind == "command" else worker.run

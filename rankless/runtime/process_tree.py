@@ -1,7 +1,6 @@
-"""What Linux offers against processes left behind: the parent-death signal, the subreaper, and the tree in
-/proc.
+"""Linux's means against processes that outlive a job: the parent-death signal, the subreaper and the tree in /proc.
 
-On other systems the calls of the first two do nothing, and only the lifeline's end of file ends a job.
+On other systems the first two do nothing. There only the end of file on the control pipe ends a job.
 """
 
 import contextlib
@@ -18,34 +17,36 @@ _SET_CHILD_SUBREAPER = 36
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Have the kernel send this process signal `number` when the thread that made it ends."""
+    """Have the kernel send this process signal `number` when the thread that started it ends."""
     _process_control(_SET_PARENT_DEATH_SIGNAL, number)
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the parent of descendants whose own parent ends: daemons stay within reach."""
+    """Make this process the parent of descendants whose own parent ends, so that it can end daemons too."""
     _process_control(_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def send_signal(process_id: int, number: int) -> None:
-    """Signal a process that may be gone, and wake it if it is stopped."""
+    """Send a signal to a process, which may be gone, and continue the process if it is stopped."""
     for each in (number, signal.SIGCONT):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process_id, each)
 
 
 def descendants(process_id: int | None = None) -> frozenset[int]:
-    """The pids of this process's children, or another's, their children, and so on."""
+    """Return the ids of all descendants of a process, by default of this one."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return frozenset(child.pid for child in psutil.Process(process_id).children(recursive=True))
     return frozenset()
 
 
 def end_descendants(*, deadline_seconds: float, spare: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
-    """Kill every descendant of this process, and return the (pid, wait status) of the children among them.
+    """Kill all descendants of this process except `spare`.
 
-    They are stopped first: one that is being killed cannot fork another meanwhile. `spare` are pids to
-    leave alone.
+    Stops them first, so that none forks another while it is being killed.
+
+    Returns:
+        The process id and the wait status of each child that has ended.
     """
     ended: list[tuple[int, int]] = []
     deadline = time.monotonic() + deadline_seconds
@@ -67,7 +68,7 @@ def end_descendants(*, deadline_seconds: float, spare: frozenset[int] = frozense
 
 
 def thread_count() -> int:
-    """How many threads this process has, those of C libraries included."""
+    """Return how many threads this process has, including those of C libraries."""
     return int(psutil.Process().num_threads())
 
 

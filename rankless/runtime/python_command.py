@@ -1,11 +1,10 @@
-"""How another Python process of ours is started: with this one's flags, and nothing of ours in its way."""
+"""The commands that start further Python processes of Rankless, with the flags of this interpreter."""
 
 import os
 import subprocess
 import sys
 
-# Not `-m`: that puts the current folder first on the path, where a user's `queue.py` would break torch's
-# import.
+# Not `-m`: that puts the current folder first on the path, where a user's `queue.py` would break torch's import.
 _START = (
     "import sys; root = sys.argv[1]\n"
     "if not sys.flags.safe_path: del sys.path[0]\n"
@@ -27,19 +26,17 @@ _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pa
 
 
 def python_command(module: str) -> list[str]:
-    """The command that imports `module` in a new interpreter like this one, calls its `main`, then what
-    that returns.
-    """
+    """Return the command that imports `module` in a new interpreter, and calls its `main` and what that returns."""
     return [sys.executable, *interpreter_flags(), "-c", _START.format(module=module), _ROOT]
 
 
 def rankless_command(*arguments: str) -> list[str]:
-    """The command that is `rankless` with these arguments, in a new interpreter like this one."""
+    """Return the command that runs `rankless` with these arguments in a new interpreter."""
     return [sys.executable, *interpreter_flags(), "-c", _COMMAND_LINE, _ROOT, *arguments]
 
 
 def interpreter_flags() -> list[str]:
-    """The flags this interpreter was started with, as -O, -W and -X."""
-    # Private, but what multiprocessing itself uses for its children.
+    """Return the flags of this interpreter, such as -O, -W and -X."""
+    # Private, but multiprocessing itself uses it for its children.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # not in the stubs
     return [*flags, *(["-u"] if sys.flags.unbuffered else [])] if hasattr(sys.flags, "unbuffered") else flags

@@ -1,4 +1,4 @@
-"""A worker that runs the plain twin of a script: it is recorded from outside, for `rankless verify --against`."""
+"""Records a worker that runs the plain reference script, for `rankless verify --against`."""
 
 import atexit
 
@@ -10,8 +10,8 @@ from rankless.verify.recording.recorder import RunRecorder
 from rankless.verify.recording.reference_recorder import ReferenceRecorder
 
 
-def watch(config: WorkerConfig) -> None:
-    """Record this process's training from now to its end."""
+def record_reference_run(config: WorkerConfig) -> None:
+    """Record the training of this process from now on, until the process ends."""
     assert config.recording is not None
     recorder = RunRecorder(config.recording, config.rank)
     limit = config.observation.stop_after_steps

@@ -1,7 +1,7 @@
 """The messages that start processes, with the file descriptors that each process inherits.
 
-The agent asks the fork server pool for a fork server, asks a fork server for one more worker of an elastic job, and
-tells a fork server over its control pipe to signal or end its workers.
+The agent asks the fork server pool for a fork server, and asks a fork server for one more worker of an elastic job.
+Over the control pipe it has a fork server signal or end its workers.
 """
 
 import contextlib
@@ -14,32 +14,32 @@ from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.records.framing import FrameFormat
 
 READY = b"R"
-"""Said once by the fork server, when it has imported all."""
-MOST_DESCRIPTORS = 253
-"""What Linux passes with one message."""
+"""The pool sends this once, when it has imported everything."""
+MAX_DESCRIPTORS = 253
+"""How many descriptors Linux passes with one message."""
 _CONFIG_FRAME = FrameFormat(">Q")
 _PROCESS_ID_BYTES = 8
 KILL = b"K"
-"""End everything at once, as when the lifeline ends."""
+"""Command on the control pipe: end everything at once, as at its end of file."""
 
 CUT = b"C"
-"""Shut down the workers' connections to other ranks: who waits in one raises."""
+"""Command on the control pipe: shut down the workers' connections to other ranks, so that waiting collectives raise."""
 
 _SIGNAL = 0x80
 MAX_LAUNCH_BYTES = 1 << 18
 
 
-def send_host_config(server: socket.socket, config: HostConfig, descriptors: list[int]) -> None:
-    """Ask for a warm parent that has this plan and these descriptors."""
+def send_host_config(pool: socket.socket, config: HostConfig, descriptors: list[int]) -> None:
+    """Ask the pool for a fork server with this config and these descriptors."""
     text = msgspec.json.encode(config)
-    socket.send_fds(server, [_CONFIG_FRAME.pack_header(len(text))], descriptors)
-    server.sendall(text)
+    socket.send_fds(pool, [_CONFIG_FRAME.pack_header(len(text))], descriptors)
+    pool.sendall(text)
 
 
 def receive_host_config(agent: socket.socket) -> tuple[HostConfig, list[int]] | None:
-    """A plan, and descriptors as they are numbered here; None once there will be no other."""
+    """Receive a config, and descriptors under their numbers in this process. Returns None if the agent is gone."""
     header_bytes = _CONFIG_FRAME.header_bytes
-    header, descriptors, _flags, _address = socket.recv_fds(agent, header_bytes, MOST_DESCRIPTORS, socket.MSG_WAITALL)
+    header, descriptors, _flags, _address = socket.recv_fds(agent, header_bytes, MAX_DESCRIPTORS, socket.MSG_WAITALL)
     if len(header) < header_bytes:
         return None
     (length,) = _CONFIG_FRAME.unpack_header(header)
@@ -48,45 +48,52 @@ def receive_host_config(agent: socket.socket) -> tuple[HostConfig, list[int]] | 
 
 
 def send_process_id(agent: socket.socket, process_id: int) -> None:
-    """Tell the id of the process that was asked for."""
+    """Send the agent the process id of the fork server that it asked for."""
     agent.sendall(process_id.to_bytes(_PROCESS_ID_BYTES))
 
 
-def receive_process_id(server: socket.socket) -> int | None:
-    """The new process's id; None if the fork server has gone."""
+def receive_process_id(pool: socket.socket) -> int | None:
+    """Receive the process id of the new fork server. Returns None if the pool is gone."""
     with contextlib.suppress(OSError):
-        number = server.recv(_PROCESS_ID_BYTES, socket.MSG_WAITALL)
+        number = pool.recv(_PROCESS_ID_BYTES, socket.MSG_WAITALL)
         return int.from_bytes(number) if len(number) == _PROCESS_ID_BYTES else None
     return None
 
 
 def encode_signal(number: int) -> bytes:
-    """Send the workers signal `number`."""
+    """Return the command on the control pipe that sends the workers signal `number`."""
     return bytes([_SIGNAL | number])
 
 
-def decode_signals(words: bytes) -> Iterator[int]:
-    """The numbers of the signals that the workers are to be sent."""
-    return (word & ~_SIGNAL for word in words if word & _SIGNAL)
+def decode_signals(commands: bytes) -> Iterator[int]:
+    """Return the signal numbers among some commands."""
+    return (command & ~_SIGNAL for command in commands if command & _SIGNAL)
 
 
 def send_worker_launch(
-    orders: socket.socket, launch: WorkerLaunch, words: socket.socket, *, page: int | None = None
+    launches: socket.socket, launch: WorkerLaunch, rounds: socket.socket, *, page: int | None = None
 ) -> None:
-    """Order a worker, which gets `words`, and writes on `page` where it is. Raises OSError if the parent is gone."""
-    descriptors = [words.fileno()] if page is None else [words.fileno(), page]
-    socket.send_fds(orders, [msgspec.json.encode(launch)], descriptors)
+    """Ask a fork server for one more worker. Raises OSError if the fork server is gone.
+
+    Args:
+        launches: The socket to the fork server.
+        launch: What to start.
+        rounds: The worker's end of its channel to the elastic driver.
+        page: The descriptor of the page in which the worker publishes its status.
+    """
+    descriptors = [rounds.fileno()] if page is None else [rounds.fileno(), page]
+    socket.send_fds(launches, [msgspec.json.encode(launch)], descriptors)
 
 
-def receive_worker_launch(orders: socket.socket) -> WorkerLaunch | None:
-    """The next worker that is ordered; None once there will be none. Raises BlockingIOError if there is none yet."""
+def receive_worker_launch(launches: socket.socket) -> WorkerLaunch | None:
+    """Receive the next worker to start. Returns None at the end; raises BlockingIOError if there is none yet."""
     try:
-        data, descriptors, _flags, _address = socket.recv_fds(orders, MAX_LAUNCH_BYTES, 2)
+        data, descriptors, _flags, _address = socket.recv_fds(launches, MAX_LAUNCH_BYTES, 2)
     except ConnectionError:
         return None
     if not data:
         return None
     launch = msgspec.json.decode(data, type=WorkerLaunch)
-    words, page = (*descriptors, None)[:2]
-    told = msgspec.structs.replace(launch.config, rounds_descriptor=words, status_descriptor=page)
-    return msgspec.structs.replace(launch, config=told)
+    rounds, page = (*descriptors, None)[:2]
+    config = msgspec.structs.replace(launch.config, rounds_descriptor=rounds, status_descriptor=page)
+    return msgspec.structs.replace(launch, config=config)

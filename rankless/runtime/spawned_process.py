@@ -1,4 +1,4 @@
-"""A process that `rankless.spawn` has started: takes its function, calls it with its rank, gives back the outcome."""
+"""A process that `rankless.spawn` starts: receives a function, calls it with its rank, and sends the outcome back."""
 
 import os
 import signal
@@ -17,12 +17,12 @@ from rankless.runtime.process_tree import set_parent_death_signal
 _FRAME_FORMAT = FrameFormat("<Q")
 
 
-def main(_ending: FastExit) -> Callable[[], None]:
-    """What runs the function that comes in through the inherited socket."""
+def main(_fast_exit: FastExit) -> Callable[[], None]:
+    """Return what runs the function that arrives on the inherited socket."""
     descriptor, rank, parent = map(int, sys.argv[2:5])
     set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before the line above
+        os._exit(1)  # the parent ended before the line above
     channel = socket.socket(fileno=descriptor)
     sys.argv = ["-c"]
     import_aliases.install()
@@ -39,8 +39,8 @@ def _serve(channel: socket.socket, rank: int) -> None:
         function, args = cloudpickle.loads(call)
         answer = ("result", function(rank, *args), "")
         data = cloudpickle.dumps(answer)
-    except Exception as error:  # the function is the script's own; its error goes to whoever called spawn
-        data = _described(error)
+    except Exception as error:  # the function is the script's own; its error goes to the caller of spawn
+        data = _encode_error(error)
         send(channel, data)
         channel.close()
         sys.exit(1)
@@ -48,13 +48,13 @@ def _serve(channel: socket.socket, rank: int) -> None:
     channel.close()
 
 
-def _described(error: Exception) -> bytes:
+def _encode_error(error: Exception) -> bytes:
     trace = "".join(traceback.format_exception(error))
-    bare = error.with_traceback(None)
+    without_trace = error.with_traceback(None)
     try:
-        data: bytes = cloudpickle.dumps(("error", bare, trace))
+        data: bytes = cloudpickle.dumps(("error", without_trace, trace))
         cloudpickle.loads(data)
-    except Exception:  # an error that does not travel is told in words
+    except Exception:  # the error does not survive pickling
         data = cloudpickle.dumps(("error", RuntimeError(f"{type(error).__name__}: {error}"), trace))
     return data
 
@@ -65,5 +65,5 @@ def send(channel: socket.socket, data: bytes) -> None:
 
 
 def receive(channel: socket.socket) -> bytes | None:
-    """Read one message; None if the other end is gone."""
+    """Read one message. Returns None if the other end is gone."""
     return receive_message(channel, _FRAME_FORMAT)

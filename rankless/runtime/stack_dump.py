@@ -1,9 +1,9 @@
-"""A worker that can be found: it counts its training steps, and on a signal writes the stacks of all its threads.
+"""A worker's status for the watchdog: it counts its training steps, and dumps the stacks of all threads on a signal.
 
-# Note [stacks by signal]: the interpreter's own fault handler writes them, in C and without the interpreter's lock:
-# also while the main thread waits in a collective, or holds the lock in a library that never returns. Nothing of
-# PyTorch's is replaced, and nothing is paid until an agent asks. A sleep in C that does not heed EINTR is cut short by
-# the question: so it is asked only when a rank has stood still for long.
+Note [stacks by signal]: the interpreter's own fault handler writes the stacks, in C and without the interpreter's lock.
+So it works while the main thread waits in a collective, or holds the lock in a library that never returns. It replaces
+nothing in PyTorch, and costs nothing until an agent sends the signal. The signal cuts short a sleep in C that ignores
+EINTR, so the agent sends it only if a rank has been idle for long.
 """
 
 import faulthandler
@@ -17,19 +17,22 @@ from rankless.records.worker_status import DESCRIPTOR, LAST_STEP, MAIN_THREAD, P
 
 
 def publish_status(descriptor: int, *, main_thread: int) -> Callable[..., None]:
-    """Write into the page at `descriptor` from now on; returns what is to be called after each training step.
+    """Publish this worker's status in the page at `descriptor` from now on.
 
-    A DataLoader's workers, forked from this process, can be asked for their stacks as it can.
+    A DataLoader's workers, which this process forks, dump their stacks on the signal as well.
+
+    Returns:
+        The function to call after each training step.
     """
     os.set_inheritable(descriptor, False)
-    words = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
-    words[MAIN_THREAD], words[DESCRIPTOR] = main_thread, descriptor
+    fields = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
+    fields[MAIN_THREAD], fields[DESCRIPTOR] = main_thread, descriptor
     number, clock = stack_dump_signal(), time.monotonic_ns
     if number is not None:
         faulthandler.register(number, file=descriptor, all_threads=True)
 
-    def step_made(*_arguments: Any) -> None:
-        words[LAST_STEP] = clock()
-        words[STEPS] += 1
+    def count_step(*_arguments: Any) -> None:
+        fields[LAST_STEP] = clock()
+        fields[STEPS] += 1
 
-    return step_made
+    return count_step

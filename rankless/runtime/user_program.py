@@ -1,4 +1,4 @@
-"""The user's program, run as plain Python would: `__main__`, `sys.argv`, `sys.path[0]`, tracebacks."""
+"""Runs the user's program as plain Python does: `__main__`, `sys.argv`, `sys.path[0]` and tracebacks are the same."""
 
 import builtins
 import importlib.machinery
@@ -23,11 +23,11 @@ LOADED_AT_START = frozenset(
         *("linecache", "os", "posixpath", "site", "sitecustomize", "stat", "usercustomize"),
     )
 )
-"""What Python itself imports before any script; no script can shadow these."""
+"""The modules that Python itself imports before any script. No script can shadow them."""
 
 
-def for_local_rank(program: Program, local_rank: int) -> Program:
-    """The program as one worker runs it."""
+def expand_local_rank(program: Program, local_rank: int) -> Program:
+    """Replace `${local_rank}` in the program's arguments by the worker's own."""
     if not program.has_macros:
         return program
     arguments = (string.Template(text).safe_substitute(local_rank=local_rank) for text in program.arguments)
@@ -35,7 +35,7 @@ def for_local_rank(program: Program, local_rank: int) -> Program:
 
 
 def exec_command(program: Program) -> NoReturn:
-    """Replace this process by the command. Raises OSError if it cannot be."""
+    """Replace this process by the command. Raises OSError if the command cannot be executed."""
     for name in _IGNORED_BY_PYTHON:
         number = getattr(signal, name, None)
         if number is not None:
@@ -44,11 +44,11 @@ def exec_command(program: Program) -> NoReturn:
 
 
 def prepare_main(program: Program) -> Callable[[], None]:
-    """Set up `__main__`, arguments and path for `program`, and return what runs it."""
+    """Set up `__main__`, arguments and path for `program`, and return the function that runs it."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
-    if "__mp_main__" in sys.modules:  # multiprocessing's own name for it, set when it is imported
+    if "__mp_main__" in sys.modules:  # multiprocessing sets this name for `__main__` when it is imported
         sys.modules["__mp_main__"] = main
     if program.kind == "script":
         compiled = _prepare_script(main, program)
@@ -105,11 +105,11 @@ def _prepare_module(main: ModuleType, program: Program) -> Callable[[], CodeType
 def _put_first_on_path(folder: str) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)
-        forget_shadowed(folder or os.getcwd())
+        unload_shadowed(folder or os.getcwd())
 
 
-def forget_shadowed(folder: str) -> None:
-    """Let the script import its own `queue.py` where the parent has imported another module of that name."""
+def unload_shadowed(folder: str) -> None:
+    """Unload modules that files in `folder` shadow, so that a script imports its own `queue.py`, for example."""
     try:
         entries = os.listdir(folder)
     except OSError:
@@ -121,7 +121,7 @@ def forget_shadowed(folder: str) -> None:
         if not is_module or name not in sys.modules or name in LOADED_AT_START | {"rankless"}:
             continue
         origin = getattr(sys.modules[name], "__file__", None)
-        # Modules without a file are the interpreter's own; these no script can shadow in plain Python either.
+        # Modules without a file are the interpreter's own. In plain Python no script can shadow them either.
         if origin is None or _same_file(origin, path if extension else os.path.join(path, "__init__.py")):
             continue
         for key in [key for key in sys.modules if key.partition(".")[0] == name]:

@@ -1,4 +1,4 @@
-"""Inside a new worker: from its start to the user's first line, and what it reports at the end."""
+"""A worker from its start to the user's first line, and the records that it sends at its end."""
 
 import contextlib
 import importlib
@@ -23,41 +23,41 @@ from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.file_writes import FileWriteMonitor
 from rankless.runtime.hooks.import_hook import FirstImportHook
-from rankless.runtime.hooks.nested_spawns import watch_spawning
+from rankless.runtime.hooks.nested_spawns import warn_on_nested_spawn
 from rankless.runtime.log_output import redirect_output
 from rankless.runtime.process_tree import set_parent_death_signal
 from rankless.runtime.stack_dump import publish_status
-from rankless.runtime.user_program import exec_command, for_local_rank, prepare_main
+from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
 
-_LONGEST_TEXT = 16_000
+_MAX_TEXT_CHARACTERS = 16_000
 
 
-def enter_forked(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit) -> "WorkerProcess":
-    """Turn a fresh fork of the warm parent into a worker."""
+def start_forked_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit) -> "WorkerProcess":
+    """Turn a fresh fork of the fork server into a worker."""
     if host.store_descriptor is not None and launch.config.store_descriptor is None:
         os.close(host.store_descriptor)
     for other in host.workers:
         if other is not launch and other.config.status_descriptor is not None:
             os.close(other.config.status_descriptor)
-    worker = enter(launch, host, fast_exit, hide_torch=True)
+    worker = make_worker(launch, host, fast_exit, hide_torch=True)
     fast_exit.arm()
     return worker
 
 
-def enter(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit, *, hide_torch: bool) -> "WorkerProcess":
-    """Make this process the worker that `launch` describes: descriptors, environment, output, seeds."""
+def make_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit, *, hide_torch: bool) -> "WorkerProcess":
+    """Turn this process into the worker that `launch` describes: descriptors, environment, output and seeds."""
     set_parent_death_signal(signal.SIGKILL)
-    # The parent ignores most of these, and a plain process inherits that.
+    # The fork server ignores most of these, and a plain process inherits that.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environment.apply(launch.environment)
     config = msgspec.structs.replace(launch.config, process_id=os.getpid(), records_descriptor=host.records_descriptor)
     environment.write_worker_config(config)
-    worker = WorkerProcess(config, for_local_rank(host.program, config.local_rank), fast_exit)
-    redirect_output(config.log_file, config.error_log_file, on_loss=worker.tell_loss)
+    worker = WorkerProcess(config, expand_local_rank(host.program, config.local_rank), fast_exit)
+    redirect_output(config.log_file, config.error_log_file, on_loss=worker.warn_of_lost_output)
     random.seed(config.seed)
-    worker.hook_first_imports(hide_torch=hide_torch)
+    worker.install_import_hooks(hide_torch=hide_torch)
     return worker
 
 
@@ -65,18 +65,18 @@ class WorkerProcess:
     """A worker that is ready to run its program."""
 
     def __init__(self, config: WorkerConfig, program: Program, fast_exit: FastExit) -> None:
-        self._ending = fast_exit
+        self._fast_exit = fast_exit
         self._config = config
         self._program = program
         self._environment_at_start = environment.snapshot()
-        self._files = FileWriteMonitor(config, send=self._send) if config.world_size > 1 else None
-        self._step_made: Callable[..., None] | None = None
+        self._file_writes = FileWriteMonitor(config, send=self._send) if config.world_size > 1 else None
+        self._count_step: Callable[..., None] | None = None
         if config.status_descriptor is not None:
-            self._step_made = publish_status(config.status_descriptor, main_thread=threading.get_ident())
+            self._count_step = publish_status(config.status_descriptor, main_thread=threading.get_ident())
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
 
-    def hook_first_imports(self, *, hide_torch: bool) -> None:
-        """Seed torch and numpy as soon as the script has them, or now."""
+    def install_import_hooks(self, *, hide_torch: bool) -> None:
+        """Install the import aliases, and the hook that sets up torch and numpy when the script imports them."""
         hook = FirstImportHook({"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy})
         if hide_torch:
             hook.hide("torch")
@@ -86,12 +86,12 @@ class WorkerProcess:
         import_aliases.install(self._warn_of_installed)
 
     def run(self) -> None:
-        """Run the user's program; returns, or raises SystemExit, so that threads and atexit have their turn."""
-        program = prepare_main(self._program)
-        if self._files is not None:
-            self._files.begin()
-        exit_code = self._run_program(program)
-        self._ending.remember(exit_code)
+        """Run the user's program. Return, or raise SystemExit, so that threads and atexit callbacks still run."""
+        run_main = prepare_main(self._program)
+        if self._file_writes is not None:
+            self._file_writes.start()
+        exit_code = self._run_main(run_main)
+        self._fast_exit.set_exit_code(exit_code)
         self._send(ScriptFinished(rank=self._config.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -99,57 +99,57 @@ class WorkerProcess:
         if exit_code:
             raise SystemExit(exit_code)
 
-    def become(self) -> NoReturn:
-        """Go on as the command that is to be run; its end is told by who has started this process."""
+    def exec(self) -> NoReturn:
+        """Replace this process by the user's command. The fork server reports how the command ends."""
         environment.forget_worker_config()
         try:
             exec_command(self._program)
         except OSError as error:
-            self._report(_without_our_frames(error))
+            self._report_error(_remove_own_frames(error))
             raise SystemExit(f"{self._program.target}: {error.strerror}") from None
 
-    def tell_loss(self, reason: str) -> None:
-        """Tell the user that a log file has lost lines."""
+    def warn_of_lost_output(self, reason: str) -> None:
+        """Warn the user that the log file has lost lines."""
         rank, log_file = self._config.rank, self._config.log_file
         self._notify(f"rank {rank}'s output is lost from here on, training goes on ({reason}: {log_file})")
 
-    def _run_program(self, program: Callable[[], None]) -> int:
+    def _run_main(self, run_main: Callable[[], None]) -> int:
         try:
-            exit_code = _exit_code_of(program)
+            exit_code = _run_to_exit_code(run_main)
             if exit_code == 0:
-                _finish()
+                _finish_context()
         except BaseException as error:
-            self._report(_without_our_frames(error))
+            self._report_error(_remove_own_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
             return 130 if isinstance(error, KeyboardInterrupt) else 1
         return exit_code
 
-    def _report(self, error: BaseException) -> None:
+    def _report_error(self, error: BaseException) -> None:
         rank, now = self._config.rank, time.monotonic_ns()
-        self._send(Raised(rank=rank, time_ns=now, **_texts(error)))
+        self._send(Raised(rank=rank, time_ns=now, **_error_fields(error)))
 
-    def _before_leaving(self, error: BaseException | None) -> None:
+    def _report_teardown(self, error: BaseException | None) -> None:
         rank, now = self._config.rank, time.monotonic_ns()
-        texts = {} if error is None or isinstance(error, SystemExit) else _texts(error)
-        self._send(GroupTeardown(rank=rank, time_ns=now, **texts))
+        fields = {} if error is None or isinstance(error, SystemExit) else _error_fields(error)
+        self._send(GroupTeardown(rank=rank, time_ns=now, **fields))
 
     def _set_up_torch(self, *, late: bool) -> None:
-        # Torch has imported numpy, so numpy must be seeded too, though the script has not named it.
+        # Torch has imported numpy, so numpy needs its seed too, even if the script never names it.
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy")
         importlib.import_module("rankless.runtime.hooks.torch_settings").apply(
             seed=self._config.seed,
             threads=environment.user_threads(),
             dtype=self._config.dtype,
-            before_leaving=self._before_leaving,
-            step_made=self._step_made,
+            before_teardown=self._report_teardown,
+            on_step=self._count_step,
         )
         if self._config.observation.is_reference:
-            importlib.import_module("rankless.runtime.reference_worker").watch(self._config)
-        if self._files is not None:
-            self._files.watch_saving(importlib.import_module("torch.serialization"))
+            importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
+        if self._file_writes is not None:
+            self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))
         if self._config.rank == 0:
-            self._watch_for_slips()
+            self._warn_of_mistakes()
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._config.rank == 0:
             self._notify(
@@ -157,12 +157,12 @@ class WorkerProcess:
                 "to have it honoured use `rankless run --no-warm`, or `rankless torchrun --start-method spawn`"
             )
 
-    def _watch_for_slips(self) -> None:
-        """Notice what scripts of torch.distributed forget; all ranks run one script, so rank 0's eyes are enough."""
-        importlib.import_module("rankless.runtime.hooks.sampler_epochs").watch_samplers(self._notify)
+    def _warn_of_mistakes(self) -> None:
+        """Install the hooks that warn about mistakes. All ranks run the same script, so rank 0 is enough."""
+        importlib.import_module("rankless.runtime.hooks.sampler_epochs").warn_on_missing_set_epoch(self._notify)
         if self._config.world_size > 1:
             multiprocessing = importlib.import_module("torch.multiprocessing")
-            watch_spawning(multiprocessing, self._notify, world_size=self._config.world_size)
+            warn_on_nested_spawn(multiprocessing, self._notify, world_size=self._config.world_size)
 
     def _warn_of_installed(self, alias: import_aliases.ImportAlias, file: str) -> None:
         # Its own launcher's variables bring it together with the other ranks, or that launcher warns itself.
@@ -178,43 +178,43 @@ class WorkerProcess:
         self._send(Notice(rank=self._config.rank, time_ns=time.monotonic_ns(), text=text))
 
     def _send(self, record: AnyRecord) -> None:
-        # A fork that the script made has inherited all this, but its end is not the worker's.
+        # A process that the script forks inherits all this, but its end is not the worker's.
         if self._config.records_descriptor is not None and os.getpid() == self._config.process_id:
             send_record(record, descriptor=self._config.records_descriptor)
 
 
-def _texts(error: BaseException) -> dict[str, str]:
+def _error_fields(error: BaseException) -> dict[str, str]:
     return {
         "error_type": type(error).__name__,
-        "message": str(error)[:_LONGEST_TEXT],
-        "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TEXT:],
+        "message": str(error)[:_MAX_TEXT_CHARACTERS],
+        "traceback": "".join(traceback.format_exception(error))[-_MAX_TEXT_CHARACTERS:],
     }
 
 
-def _exit_code_of(program: Callable[[], None]) -> int:
+def _run_to_exit_code(run_main: Callable[[], None]) -> int:
     try:
-        program()
-    except SystemExit as leaving:
-        return _exit_code(leaving)
+        run_main()
+    except SystemExit as exit_request:
+        return _exit_code_of(exit_request)
     return 0
 
 
-def _finish() -> None:
-    # Who has not imported this module has joined nothing.
-    current = sys.modules.get("rankless.runtime.current_process")
-    if current is not None:
-        current.finish()
+def _finish_context() -> None:
+    # A script that has not imported this module has joined nothing.
+    current_process = sys.modules.get("rankless.runtime.current_process")
+    if current_process is not None:
+        current_process.finish()
 
 
-def _exit_code(leaving: SystemExit) -> int:
-    code = leaving.code
+def _exit_code_of(exit_request: SystemExit) -> int:
+    code = exit_request.code
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
     return 1
 
 
-def _without_our_frames(error: BaseException) -> BaseException:
+def _remove_own_frames(error: BaseException) -> BaseException:
     shown = error.__traceback__
     while shown is not None and shown.tb_frame.f_globals.get("__name__", "").startswith("rankless.runtime."):
         shown = shown.tb_next

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import end, run_script, start_script, wait_until
+from support.jobs import kill_job, run_script, start_script, wait_until
 from support.warm_runs import rankless
 from support.warm_runs import run_script as run_script_here
 
@@ -73,7 +73,7 @@ def test_output_is_shown_while_the_job_runs(tmp_path: Path) -> None:
         assert job.stdout.readline() == "now\n"
         assert job.poll() is None
     finally:
-        end(job)
+        kill_job(job)
 
 
 def test_long_output_is_complete_before_the_agent_ends(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_the_fork_server_imports_torch_once_and_has_one_thread(tmp_path: Path) -
         assert any("libtorch" in entry.path for entry in parent.memory_maps())
         assert not any("libtorch" in entry.path for entry in psutil.Process(job.pid).memory_maps())
     finally:
-        end(job)
+        kill_job(job)
 
 
 def test_workers_compute_in_parallel_after_the_fork(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.jobs import end, start_rankless, wait_until
+from support.jobs import kill_job, start_rankless, wait_until
 from support.jobs import rankless as started_rankless
 from support.warm_runs import rankless
 
@@ -303,7 +303,7 @@ def test_signals_are_forwarded_and_workers_have_time_to_save(number: signal.Sign
         job.send_signal(number)
         assert job.wait(timeout=20) == 128 + number
     finally:
-        end(job)
+        kill_job(job)
     assert [(tmp_path / f"saved{rank}").read_text() for rank in range(2)] == [number.name] * 2
 
 
@@ -316,5 +316,5 @@ def test_workers_that_do_not_end_in_time_are_killed(tmp_path: Path):
         job.send_signal(signal.SIGTERM)
         assert job.wait(timeout=10) == 128 + signal.SIGTERM
     finally:
-        end(job)
+        kill_job(job)
     assert not (tmp_path / "saved0").exists()

@@ -15,7 +15,7 @@ from compat.test_hvd_elastic_jobs import (
     steps_by_process,
     wait_for_size,
 )
-from support.jobs import end, is_alive, start_rankless, wait_until
+from support.jobs import is_alive, kill_job, start_rankless, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
@@ -70,7 +70,7 @@ def test_a_worker_that_is_stopped_is_ended_after_the_stall_time_and_replaced(fol
         wait_until(lambda: {number for number, words in lines(folder, "began") if words[1] == "3"} > first)
         out, err = job.communicate(timeout=120)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 0, out + err
     assert_every_sample_was_seen(folder, epochs=20)
     assert re.search(
@@ -85,7 +85,7 @@ def test_a_worker_that_hangs_in_its_own_code_is_ended_and_replaced(rank: str, ho
     try:
         out, err = job.communicate(timeout=120)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 0, out + err
     assert len(results(out)) == 1
     assert_every_sample_was_seen(folder, epochs=40)
@@ -107,7 +107,7 @@ def test_a_worker_that_ends_too_late_is_named_and_the_job_fails_after_the_stall_
     try:
         _, err = job.communicate(timeout=120)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 1, err
     assert re.search(
         r"round 1 has made no progress for 1\d s: ranks 0, 2 ended\n +rank 1, worker \d on localhost: ", err

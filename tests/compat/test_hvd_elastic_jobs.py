@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import end, is_alive, rankless, start_rankless, wait_until
+from support.jobs import is_alive, kill_job, rankless, start_rankless, wait_until
 
 SCRIPT = Path(__file__).with_name("elastic_digits.py")
 EXAMPLE = SCRIPT.parents[2] / "examples" / "horovod" / "elastic.py"
@@ -110,7 +110,7 @@ def test_a_job_with_repeatedly_killed_workers_ends_as_one_without_failures(folde
             killed.append(killed_worker)
         out, err = job.communicate(timeout=SECONDS)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 0, out + err
     assert results(out) == results(expected)
     (steps, accuracy, _) = results(out).pop()
@@ -150,7 +150,7 @@ def test_hosts_are_added_and_removed_while_the_job_runs(folder: Path):
         wait_until(lambda: max(done(folder), key=lambda each: each.steps).size == 2, seconds=SECONDS)
         out, err = job.communicate(timeout=SECONDS)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 0, out + err
     assert "failed" not in err
     assert len(results(out)) == 1
@@ -172,7 +172,7 @@ def test_too_few_workers_for_too_long_end_the_job_and_leave_nothing(folder: Path
         (folder / "hosts").write_text("localhost:1\n")
         out, err = job.communicate(timeout=SECONDS)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 1, out + err
     assert "there are 1 workers, and 2 are needed (--min-np); none joined in 2 s (--elastic-timeout)" in err
     assert not any(map(is_alive, processes))
@@ -188,7 +188,7 @@ def test_the_reset_limit_ends_the_job_with_the_worker_that_failed_last(folder: P
         os.kill(max(processes), signal.SIGKILL)
         out, err = job.communicate(timeout=SECONDS)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 128 + signal.SIGKILL, out + err
     assert "the reset limit of 0 has been reached" in err
     assert "was killed by signal 9 (SIGKILL)" in err
@@ -225,7 +225,7 @@ def test_an_elastic_job_ends_at_ctrl_c_and_leaves_nothing(folder: Path):
         os.kill(job.pid, signal.SIGINT)
         _, err = job.communicate(timeout=SECONDS)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 128 + signal.SIGINT
     assert "ended by SIGINT" in err
     assert not any(map(is_alive, processes))
@@ -250,7 +250,7 @@ def test_a_host_that_the_others_wait_for_gets_the_state_from_them(folder: Path):
         (folder / "hosts").write_text("localhost:1\n127.0.0.2:1\n")
         out, err = job.communicate(timeout=SECONDS)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 0, out + err
     assert len(results(out)) == 1
     assert {words[2] for process_id, words in lines(folder, "began") if process_id not in first} == {str(steps)}
@@ -270,7 +270,7 @@ def test_the_example_continues_when_a_worker_is_killed(tmp_path: Path):
         os.kill(max(process.pid for process in tree if process.pid not in parents), signal.SIGKILL)
         out, err = job.communicate(timeout=SECONDS)
     finally:
-        end(job)
+        kill_job(job)
     assert job.returncode == 0, "".join(seen) + out + err
     assert "was killed by signal 9" in err
     assert "training with 2 workers from epoch" in out

@@ -1,4 +1,4 @@
-"""Progress records come from batches and steps at a bounded rate, and say where the loop is."""
+"""The progress meter makes records from batches and steps, at a bounded rate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from rankless.records.events import Progress
 
 
 class Script:
-    """A training script with a clock that it moves itself."""
+    """A training script that sets its own clock."""
 
     def __init__(self, rows: int = 100) -> None:
         self.nanoseconds = 0
@@ -36,7 +36,7 @@ class Script:
         self.losses_read += 1
         return 0.5
 
-    def places(self) -> list[tuple[int, int]]:
+    def positions(self) -> list[tuple[int, int]]:
         return [(record.epoch, record.step) for record in self.records]
 
 
@@ -63,15 +63,15 @@ def epochs_with_evaluation_between(script: Script) -> None:
 
 
 @pytest.mark.parametrize("run", [epochs_of_one_loader, epochs_of_new_loaders, epochs_with_evaluation_between])
-def test_records_come_five_times_a_second_and_at_each_epochs_end(run: Callable[[Script], None]):
+def test_the_meter_records_five_times_a_second_and_at_the_end_of_each_epoch(run: Callable[[Script], None]):
     script = Script()
     run(script)
-    assert script.places() == [(1, 1), (1, 5), (1, 9), (1, 10), (2, 4), (2, 8), (2, 10)]
-    assert [record.last_of_epoch for record in script.records] == [place[1] == 10 for place in script.places()]
+    assert script.positions() == [(1, 1), (1, 5), (1, 9), (1, 10), (2, 4), (2, 8), (2, 10)]
+    assert [record.last_of_epoch for record in script.records] == [step == 10 for _, step in script.positions()]
     assert script.losses_read == len(script.records)
 
 
-def test_speed_and_time_left_are_those_of_the_last_seconds():
+def test_rate_and_time_left_are_averages_over_the_last_seconds():
     script = Script()
     batches = iter(script.loader())
     for seconds in [100, 1, 1, 1, 1, 1]:
@@ -85,26 +85,26 @@ def test_speed_and_time_left_are_those_of_the_last_seconds():
 def test_two_jobs_on_one_batch_count_its_rows_once():
     script = Script()
     for _ in script.loader():
-        script.train(0.5, job="judge")
-        script.train(0.5, job="forger")
+        script.train(0.5, job="discriminator")
+        script.train(0.5, job="generator")
     last = script.records[-1]
-    assert (last.job, last.epoch, last.step, last.steps_per_epoch) == ("forger", 1, 10, 10)
+    assert (last.job, last.epoch, last.step, last.steps_per_epoch) == ("generator", 1, 10, 10)
     assert last.samples_per_second == pytest.approx(10.0)
     assert last.seconds_left == 0.0
 
 
-class Endless:
-    """A sampler that does not say how long it is."""
+class WithoutLength:
+    """A sampler without a length."""
 
     def __iter__(self):
         return iter(range(30))
 
 
-def test_where_the_length_is_unknown_the_last_step_is_recorded_when_the_pass_is_over():
+def test_without_a_known_length_the_last_step_is_recorded_at_the_end_of_the_pass():
     script = Script()
-    for _ in script.loader(sampler=Endless()):
+    for _ in script.loader(sampler=WithoutLength()):
         script.train(0.0625)
-    assert script.places() == [(1, 1), (1, 3)]
+    assert script.positions() == [(1, 1), (1, 3)]
     assert [record.steps_per_epoch for record in script.records] == [None, None]
     assert [record.last_of_epoch for record in script.records] == [False, True]
 
@@ -113,5 +113,5 @@ def test_a_job_without_a_loader_counts_its_steps():
     script = Script()
     for _ in range(3):
         script.train(1.0)
-    assert script.places() == [(1, 1), (1, 2), (1, 3)]
+    assert script.positions() == [(1, 1), (1, 2), (1, 3)]
     assert script.records[-1].seconds_left is None

@@ -393,6 +393,6 @@ def test_the_run_ends_with_the_error(tmp_path: Path):
     done = run_script(SCRIPT, "-n2", folder=tmp_path)
     assert done.returncode == 1
     assert "divided" in done.stdout
-    assert "rankless.check_shards, for which all ranks must come together" in done.stdout
+    assert "rankless.check_shards, in which all ranks must take part" in done.stdout
     assert "RanksDiverged" in done.stderr
     assert "12 of 12 come to several ranks: 0 (ranks 0, 1)" in done.stderr

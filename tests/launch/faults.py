@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 from support.hosts import Hosts
-from support.jobs import end, is_alive, marked, start_rankless, wait_until
+from support.jobs import is_alive, kill_job, read_process_ids, start_rankless, wait_until
 
 SCRIPT = """
 import ctypes, os, resource, signal, subprocess, sys, threading, time
@@ -98,7 +98,7 @@ class Job:
 
     def pids(self) -> dict[str, int]:
         """The workers' processes."""
-        return {name: number for name, number in marked(self.folder).items() if name.startswith("rank")}
+        return {name: number for name, number in read_process_ids(self.folder).items() if name.startswith("rank")}
 
     def find_agent_and_fork_server(self, name: str) -> tuple[psutil.Process, psutil.Process]:
         """The agent and the workers' parent on a host."""
@@ -112,7 +112,7 @@ class Job:
 
     def all_process_ids(self) -> list[int]:
         """All processes that must not outlive the job, those that its scripts have marked included."""
-        found = set(marked(self.folder).values())
+        found = set(read_process_ids(self.folder).values())
         for name in self.processes:
             agent, _ = self.find_agent_and_fork_server(name)
             found |= {agent.pid, *(child.pid for child in agent.children(recursive=True))}
@@ -163,7 +163,7 @@ def measure_fault(fault: Fault, *, workers: int, folder: Path, hosts: Hosts | No
         )
     finally:
         for process in job.processes.values():
-            end(process)
+            kill_job(process)
 
 
 def _ended(job: Job) -> tuple[list[int], str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts import Hosts, two_hosts
-from support.jobs import end, is_alive, marked, start_rankless, wait_until
+from support.jobs import is_alive, kill_job, read_process_ids, start_rankless, wait_until
 
 from rankless.launch.watchdog.process_stats import read_process_stats
 from rankless.runtime.process_tree import descendants
@@ -99,10 +99,10 @@ def waiting_job(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     (folder / "script.py").write_text(SCRIPT)
     job = start_rankless("run", "-n", "3", "script.py", *arguments, folder=folder, command=PATIENT_RANKLESS)
     try:
-        wait_until(lambda: len(marked(folder)) == 3)
-        wait_until(all_wait([marked(folder)[f"rank{rank}"] for rank in (0, 1)]))
+        wait_until(lambda: len(read_process_ids(folder)) == 3)
+        wait_until(all_wait([read_process_ids(folder)[f"rank{rank}"] for rank in (0, 1)]))
     except BaseException:
-        end(job)
+        kill_job(job)
         raise
     return job
 
@@ -121,10 +121,10 @@ def ended_by(number: int, peer: str, folder: Path, *, launcher_stands: float = 0
             time.sleep(launcher_stands)
             os.kill(job.pid, signal.SIGCONT)
         job.communicate(timeout=30)
-        assert not any(is_alive(process_id) for process_id in marked(folder).values())
+        assert not any(is_alive(process_id) for process_id in read_process_ids(folder).values())
         return job.returncode
     finally:
-        end(job)
+        kill_job(job)
 
 
 @pytest.mark.parametrize("peer", ["deaf", pytest.param("stopped", marks=pytest.mark.exhaustive)])
@@ -159,7 +159,7 @@ def test_the_grace_period_pauses_while_the_whole_host_is_frozen(tmp_path: Path):
         assert job.returncode == 130
         assert notes(tmp_path) >= {"cleaned0", "cleaned1"}
     finally:
-        end(job)
+        kill_job(job)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_after_the_loss_of_a_host_ranks_on_both_sides_raise_and_clean_up(way: st
     listed = ",".join(f"{address}:2" for address in hosts.addresses)
     line = [*PATIENT_RANKLESS, "run", "--hosts", listed, "--no-ssh", "--insecure", "script.py", way]
     jobs = [hosts.start(name, line, cwd=tmp_path) for name in ("a", "b")]
-    wait_until(lambda: len(marked(tmp_path)) == 4)
+    wait_until(lambda: len(read_process_ids(tmp_path)) == 4)
     hosts.link("b", up=False)
     try:
         reports = [job.communicate(timeout=30)[1] for job in jobs]
@@ -183,4 +183,4 @@ def test_after_the_loss_of_a_host_ranks_on_both_sides_raise_and_clean_up(way: st
     assert f"host {hosts.addresses[1]} was lost: no heartbeat" in reports[0]
     wanted = {f"{name}{rank}" for name in ("raised", "cleaned") for rank in range(4)}
     assert notes(tmp_path) >= wanted, "\n".join(reports)
-    assert not any(is_alive(process_id) for process_id in marked(tmp_path).values())
+    assert not any(is_alive(process_id) for process_id in read_process_ids(tmp_path).values())

@@ -14,7 +14,7 @@ ASSIGNMENTS = {
 def status(number: int, state: RankState, still: float = 10.0) -> RankStatus:
     doing = "all_reduce" if state == "waits" else "sleeps"
     return RankStatus(
-        rank=number, time_ns=0, state=state, still_seconds=still, doing=doing, line="train.py:9", text="f() at x.py:1"
+        rank=number, time_ns=0, state=state, idle_seconds=still, doing=doing, line="train.py:9", text="f() at x.py:1"
     )
 
 

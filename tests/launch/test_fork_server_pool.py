@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import end, is_alive, marked, start_rankless, wait_until
+from support.jobs import is_alive, kill_job, read_process_ids, start_rankless, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -144,12 +144,12 @@ def start_verify(script: str, folder: Path) -> subprocess.Popen[str]:
 def test_no_process_survives_a_kill_in_a_later_run_by_two_seconds(killed: str, tmp_path: Path) -> None:
     job = start_verify(VERIFIED + DAEMON, tmp_path)
     try:
-        wait_until(lambda: len(marked(tmp_path)) == 4)
+        wait_until(lambda: len(read_process_ids(tmp_path)) == 4)
         agent = psutil.Process(job.pid)
-        parent = psutil.Process(marked(tmp_path)["worker0"]).parent()
+        parent = psutil.Process(read_process_ids(tmp_path)["worker0"]).parent()
         assert parent is not None
         (server,) = [child for child in agent.children() if child.pid != parent.pid]
-        everyone = [parent.pid, server.pid, *marked(tmp_path).values()]
+        everyone = [parent.pid, server.pid, *read_process_ids(tmp_path).values()]
         if "stopped" in killed:
             parent.suspend()
         if "server" in killed:
@@ -162,7 +162,7 @@ def test_no_process_survives_a_kill_in_a_later_run_by_two_seconds(killed: str, t
             assert "ended with -9" in err
         wait_until(lambda: not any(is_alive(pid) for pid in everyone), seconds=2.0)
     finally:
-        end(job)
+        kill_job(job)
 
 
 @pytest.mark.parametrize("action", ["kill", pytest.param("suspend", marks=pytest.mark.exhaustive)])
@@ -171,10 +171,10 @@ def test_without_the_pool_a_run_imports_torch_itself(action: str, tmp_path: Path
     try:
         out, err = job.communicate(timeout=240)  # three runs after each other
         assert job.returncode == 0, out + err
-        assert "server" in marked(tmp_path)
+        assert "server" in read_process_ids(tmp_path)
         assert "same training" in out
     finally:
-        end(job)
+        kill_job(job)
 
 
 def test_ctrl_c_during_the_import_of_torch_ends_everything(tmp_path: Path) -> None:
@@ -188,4 +188,4 @@ def test_ctrl_c_during_the_import_of_torch_ends_everything(tmp_path: Path) -> No
         assert job.returncode == 130
         assert not is_alive(server.pid)
     finally:
-        end(job)
+        kill_job(job)

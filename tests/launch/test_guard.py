@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import end, is_alive, marked, start_script, wait_until
+from support.jobs import is_alive, kill_job, read_process_ids, start_script, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,44 +57,46 @@ def test_no_process_survives_a_killed_agent_by_two_seconds(kind: str, tmp_path: 
     job = start_script(MARK + WORKERS[kind], "-n", "2", folder=tmp_path)
     try:
         expected = 2 * len({name for name in ("worker", "child", "daemon") if f"mark('{name}'" in WORKERS[kind]})
-        wait_until(lambda: len(marked(tmp_path)) == expected)
+        wait_until(lambda: len(read_process_ids(tmp_path)) == expected)
         if kind == "stopped":
             stopped = psutil.STATUS_STOPPED
-            wait_until(lambda: all(psutil.Process(pid).status() == stopped for pid in marked(tmp_path).values()))
+            wait_until(
+                lambda: all(psutil.Process(pid).status() == stopped for pid in read_process_ids(tmp_path).values())
+            )
         everyone = [child.pid for child in psutil.Process(job.pid).children(recursive=True)]
-        everyone += marked(tmp_path).values()
+        everyone += read_process_ids(tmp_path).values()
         job.kill()
         wait_until(lambda: not any(is_alive(pid) for pid in everyone), seconds=2.0)
     finally:
-        end(job)
+        kill_job(job)
 
 
 def test_no_process_survives_a_killed_agent_with_a_stopped_fork_server(tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS["idle"], "-n", "2", folder=tmp_path)
     try:
-        wait_until(lambda: len(marked(tmp_path)) == 2)
+        wait_until(lambda: len(read_process_ids(tmp_path)) == 2)
         (guard,) = psutil.Process(job.pid).children()
-        everyone = [guard.pid, *marked(tmp_path).values()]
+        everyone = [guard.pid, *read_process_ids(tmp_path).values()]
         guard.suspend()
         job.kill()
         wait_until(lambda: not any(is_alive(pid) for pid in everyone), seconds=2.0)
     finally:
-        end(job)
+        kill_job(job)
 
 
 def test_a_killed_fork_server_fails_the_job_and_leaves_no_process(tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS["with a daemon in a session of its own"], "-n", "2", folder=tmp_path)
     try:
-        wait_until(lambda: len(marked(tmp_path)) == 4)
+        wait_until(lambda: len(read_process_ids(tmp_path)) == 4)
         (guard,) = psutil.Process(job.pid).children()
-        everyone = marked(tmp_path).values()
+        everyone = read_process_ids(tmp_path).values()
         guard.kill()
         wait_until(lambda: not any(is_alive(pid) for pid in everyone), seconds=2.0)
         _, err = job.communicate(timeout=10)
         assert job.returncode != 0
         assert "ended with -9" in err
     finally:
-        end(job)
+        kill_job(job)
 
 
 def test_a_daemon_does_not_outlive_a_job_that_ends_well(tmp_path: Path) -> None:
@@ -104,24 +106,24 @@ def test_a_daemon_does_not_outlive_a_job_that_ends_well(tmp_path: Path) -> None:
     try:
         job.communicate(timeout=30)
         assert job.returncode == 0
-        assert "daemon0" in marked(tmp_path)
-        assert not is_alive(marked(tmp_path)["daemon0"])
+        assert "daemon0" in read_process_ids(tmp_path)
+        assert not is_alive(read_process_ids(tmp_path)["daemon0"])
     finally:
-        end(job)
+        kill_job(job)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_agent_ends_all_with_its_exit_code(number: int, code: int, tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS["idle"], "-n", "2", folder=tmp_path)
     try:
-        wait_until(lambda: len(marked(tmp_path)) == 2)
+        wait_until(lambda: len(read_process_ids(tmp_path)) == 2)
         os.kill(job.pid, number)
         took = wait_until(lambda: job.poll() is not None, seconds=5)
         assert took < 2.5
         assert job.returncode == code
-        assert not any(is_alive(pid) for pid in marked(tmp_path).values())
+        assert not any(is_alive(pid) for pid in read_process_ids(tmp_path).values())
     finally:
-        end(job)
+        kill_job(job)
 
 
 def test_ctrl_c_reaches_the_script_as_keyboard_interrupt(tmp_path: Path) -> None:
@@ -131,20 +133,20 @@ def test_ctrl_c_reaches_the_script_as_keyboard_interrupt(tmp_path: Path) -> None
     )
     job = start_script(script, "-n", "2", folder=tmp_path)
     try:
-        wait_until(lambda: len(marked(tmp_path)) == 2)
+        wait_until(lambda: len(read_process_ids(tmp_path)) == 2)
         os.kill(job.pid, signal.SIGINT)
         out, _ = job.communicate(timeout=10)
         assert job.returncode == 130
         assert "saved by rank 0" in out
     finally:
-        end(job)
+        kill_job(job)
 
 
 def test_a_second_ctrl_c_kills_at_once_what_ignores_the_first(tmp_path: Path) -> None:
     job = start_script(MARK + WORKERS["ignoring signals"], "-n", "2", folder=tmp_path)
     try:
-        wait_until(lambda: len(marked(tmp_path)) == 2)
-        worker = marked(tmp_path)["worker0"]
+        wait_until(lambda: len(read_process_ids(tmp_path)) == 2)
+        worker = read_process_ids(tmp_path)["worker0"]
         assert is_alive(worker)
 
         def killed_after_another() -> bool:
@@ -157,4 +159,4 @@ def test_a_second_ctrl_c_kills_at_once_what_ignores_the_first(tmp_path: Path) ->
         job.communicate(timeout=10)
         assert job.returncode == 130
     finally:
-        end(job)
+        kill_job(job)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.hosts import Hosts, two_hosts
-from support.jobs import is_alive, marked, wait_until
+from support.jobs import is_alive, read_process_ids, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -195,7 +195,7 @@ def test_a_host_that_ssh_has_started_keeps_its_report_in_its_log_folder(tmp_path
 
 
 def nobody_is_left(folder: Path, seconds: float = 2.0) -> bool:
-    pids = marked(folder)
+    pids = read_process_ids(folder)
     assert len(pids) == 4
     wait_until(lambda: not any(is_alive(pid) for pid in pids.values()), seconds=seconds)
     return True
@@ -203,7 +203,7 @@ def nobody_is_left(folder: Path, seconds: float = 2.0) -> bool:
 
 def agent_of(folder: Path, name: str) -> psutil.Process:
     """The agent on a host: the parent of the parent of its workers."""
-    worker = psutil.Process(marked(folder)["rank0" if name == "a" else "rank2"])
+    worker = psutil.Process(read_process_ids(folder)["rank0" if name == "a" else "rank2"])
     return worker.parents()[1]
 
 
@@ -211,7 +211,7 @@ def agent_of(folder: Path, name: str) -> psutil.Process:
 def test_when_an_agent_is_killed_both_hosts_end(name: str, hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--insecure", "faulty.py", "9", "")
     jobs = {each: hosts.start(each, words, cwd=folder) for each in ("a", "b")}
-    wait_until(lambda: len(marked(folder)) == 4)
+    wait_until(lambda: len(read_process_ids(folder)) == 4)
     agent_of(folder, name).kill()
     start = time.monotonic()
     assert nobody_is_left(folder, seconds=5)
@@ -226,7 +226,7 @@ def test_when_an_agent_is_killed_both_hosts_end(name: str, hosts: Hosts, folder:
 def test_both_sides_detect_a_host_that_is_cut_off(hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--insecure", "faulty.py", "9", "")
     jobs = {each: hosts.start(each, words, cwd=folder) for each in ("a", "b")}
-    wait_until(lambda: len(marked(folder)) == 4)
+    wait_until(lambda: len(read_process_ids(folder)) == 4)
     hosts.link("b", up=False)
     try:
         assert nobody_is_left(folder, seconds=8)
@@ -242,7 +242,7 @@ def test_both_sides_detect_a_host_that_is_cut_off(hosts: Hosts, folder: Path):
 def test_ctrl_c_on_one_host_ends_both(name: str, hosts: Hosts, folder: Path):
     words = command("run", "--hosts", listed(hosts), "--no-ssh", "--insecure", "faulty.py", "9", "")
     jobs = {each: hosts.start(each, words, cwd=folder) for each in ("a", "b")}
-    wait_until(lambda: len(marked(folder)) == 4)
+    wait_until(lambda: len(read_process_ids(folder)) == 4)
     os.kill(agent_of(folder, name).pid, signal.SIGINT)
     told = {each: ended(job) for each, job in jobs.items()}
     assert [code for code, _, _ in told.values()] == [130, 130], told
@@ -279,7 +279,7 @@ def test_hosts_that_differ_do_not_start(hosts: Hosts, folder: Path):
     code, _, err = ended(other)
     assert code == 2
     assert "the script's arguments" in err
-    assert marked(folder) == {}
+    assert read_process_ids(folder) == {}
     assert not (folder / "log").exists()
 
 

@@ -91,7 +91,7 @@ def collect_records(watchdog, seconds, start=None):
 
 
 def waiting_status(still):
-    return RankStatus(rank=1, time_ns=0, state="waits", doing="all_reduce", line="train.py:33", still_seconds=still)
+    return RankStatus(rank=1, time_ns=0, state="waits", doing="all_reduce", line="train.py:33", idle_seconds=still)
 
 
 def test_a_report_names_the_missing_rank_and_its_host(sleeper, tmp_path):
@@ -160,7 +160,7 @@ def test_a_follower_host_responds_at_once_and_then_reports_recovery(sleeper, tmp
         assert collect_records(watchdog, 3, start) == []
         leader.asks = True
         (answer, later) = collect_records(watchdog, 4, start + 3)
-    assert (answer.rank, answer.asked) == (0, True)
+    assert (answer.rank, answer.requested) == (0, True)
     assert answer.state != "moves"
     assert later.state == "moves"
 
@@ -173,7 +173,7 @@ def test_host_0_requests_the_statuses_and_waits_for_the_responses(sleeper, tmp_p
         watchdog.tick(start)
         assert peers.count == 1
         assert watchdog.tick(start + 1) == []
-        watchdog.receive(msgspec.structs.replace(waiting_status(still=41.0), doing="barrier", asked=True))
+        watchdog.receive(msgspec.structs.replace(waiting_status(still=41.0), doing="barrier", requested=True))
         messages = [record.text for record in collect_records(watchdog, 1, start + 1) if isinstance(record, Notice)]
         assert collect_records(watchdog, 20, start + 2) == []  # a response starts no new check
     assert "rank 1 waits in barrier" in messages[0]

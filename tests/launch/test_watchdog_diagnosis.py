@@ -22,7 +22,7 @@ STANDARD = sysconfig.get_paths()["stdlib"]
 
 def where(rank, state, line="train.py:33", doing="all_reduce", still=100.0, **more):
     text = f"load() at {line}" if state != "waits" else ""
-    return RankStatus(rank=rank, time_ns=0, state=state, line=line, doing=doing, still_seconds=still, text=text, **more)
+    return RankStatus(rank=rank, time_ns=0, state=state, line=line, doing=doing, idle_seconds=still, text=text, **more)
 
 
 def diagnose_ranks(*ranks, seconds=100.0, steps=9, stall_limit=10.0):

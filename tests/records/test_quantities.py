@@ -1,4 +1,4 @@
-"""How bytes, speeds and seconds are written: three digits of use, the next unit where rounding carries, no exponent."""
+"""Bytes, bandwidths and durations have three significant digits, and the next unit if rounding carries."""
 
 import random
 
@@ -22,7 +22,7 @@ KIB, MIB, GIB, TIB = (1024**power for power in range(1, 5))
         (5000 * TIB, "5,000 TiB"),
     ],
 )
-def test_sizes_are_written_in_the_unit_that_keeps_them_short(byte_count: float, text: str):
+def test_byte_counts_use_the_unit_that_keeps_them_short(byte_count: float, text: str):
     assert format_bytes(byte_count) == text
 
 
@@ -37,7 +37,7 @@ def test_sizes_are_written_in_the_unit_that_keeps_them_short(byte_count: float, 
         (2e15, "16,000 Tbit/s"),
     ],
 )
-def test_speeds_are_written_in_bits(bytes_per_second: float, text: str):
+def test_bandwidths_are_in_bits_per_second(bytes_per_second: float, text: str):
     assert format_bit_rate(bytes_per_second) == text
 
 
@@ -55,26 +55,28 @@ def test_speeds_are_written_in_bits(bytes_per_second: float, text: str):
         (3600, "3,600 s"),
     ],
 )
-def test_seconds_are_written_with_the_digits_that_are_of_use(seconds: float, text: str):
+def test_durations_have_at_most_three_significant_digits(seconds: float, text: str):
     assert format_seconds(seconds) == text
 
 
-@pytest.mark.parametrize("write", [format_bytes, format_bit_rate, format_seconds])
-def test_no_number_has_an_exponent_and_none_is_further_off_than_its_last_digit_says(write):
-    """A thousand of each order of magnitude; what is shown, read back with its unit, is the number."""
+@pytest.mark.parametrize("format_value", [format_bytes, format_bit_rate, format_seconds])
+def test_numbers_have_no_exponent_and_are_exact_to_their_last_digit(format_value):
+    """For a thousand numbers of each order of magnitude, the text read back with its unit is the number."""
     chance = random.Random(6)
-    scale = {format_bytes: 1, format_bit_rate: 1 / 8, format_seconds: 1}[write]
+    scale = {format_bytes: 1, format_bit_rate: 1 / 8, format_seconds: 1}[format_value]
     units = {
         "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB,
         "bit/s": 1, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "Tbit/s": 1e12,
         "µs": 1e-6, "ms": 1e-3, "s": 1,
     }  # fmt: skip
-    for power in range(-3, 6) if write is format_seconds else range(2, 16):
+    for power in range(-3, 6) if format_value is format_seconds else range(2, 16):
         for _ in range(1000):
             value = 10 ** (power + chance.random())
-            number, unit = write(value).split(" ")
-            assert set(number) <= set("0123456789.,"), write(value)
+            number, unit = format_value(value).split(" ")
+            assert set(number) <= set("0123456789.,"), format_value(value)
             shown = float(number.replace(",", "")) * units[unit] * scale
             decimals = len(number.partition(".")[2])
-            assert abs(shown - value) <= max(0.501 * 10**-decimals * units[unit] * scale, 0.005 * value), write(value)
-            assert abs(shown - value) <= 0.053 * value, write(value)
+            assert abs(shown - value) <= max(0.501 * 10**-decimals * units[unit] * scale, 0.005 * value), format_value(
+                value
+            )
+            assert abs(shown - value) <= 0.053 * value, format_value(value)

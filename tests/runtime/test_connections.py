@@ -1,4 +1,4 @@
-"""Cutting the connections between processes, and no others."""
+"""`cut_connections` closes the connections between ranks, and no others."""
 
 import os
 import socket
@@ -11,15 +11,15 @@ import pytest
 
 from rankless.runtime.connections import cut_connections
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="connections are cut by Linux's pidfd_getfd")
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="cut_connections needs Linux's pidfd_getfd")
 
-TALKER = """
+CLIENT = """
 import socket, sys
 connections = [socket.create_connection(("127.0.0.1", int(port)), timeout=20) for port in sys.argv[1:]]
 print("connected", flush=True)
 print([connection.recv(1) for connection in connections], flush=True)
 """
-LISTENER = """
+SERVER = """
 import socket
 server = socket.create_server(("127.0.0.1", 0))
 print(server.getsockname()[1], flush=True)
@@ -50,7 +50,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def started(stack: ExitStack, code: str, *words: str) -> subprocess.Popen[str]:
+def start(stack: ExitStack, code: str, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *words]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     stack.callback(process.communicate)
@@ -58,46 +58,46 @@ def started(stack: ExitStack, code: str, *words: str) -> subprocess.Popen[str]:
     return process
 
 
-def line_of(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
-def test_ranks_lose_each_other_and_keep_their_connections_to_others(stack: ExitStack) -> None:
+def test_connections_between_ranks_close_and_others_stay_open(stack: ExitStack) -> None:
     database = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    listener = started(stack, LISTENER)
-    port = line_of(listener)
-    talker = started(stack, TALKER, port, str(database.getsockname()[1]))
+    server = start(stack, SERVER)
+    port = read_line(server)
+    client = start(stack, CLIENT, port, str(database.getsockname()[1]))
     accepted = stack.enter_context(database.accept()[0])
-    assert (line_of(talker), line_of(listener)) == ("connected", "accepted")
-    cut_connections({talker.pid: 0, listener.pid: 1}, hosts=())
-    assert line_of(listener) == "[b'']"
+    assert (read_line(client), read_line(server)) == ("connected", "accepted")
+    cut_connections({client.pid: 0, server.pid: 1}, hosts=())
+    assert read_line(server) == "[b'']"
     accepted.sendall(b"x")
-    assert line_of(talker) == "[b'', b'x']"
+    assert read_line(client) == "[b'', b'x']"
 
 
-def test_connections_to_another_host_of_the_job_are_cut(stack: ExitStack) -> None:
+def test_connections_to_another_host_of_the_job_close(stack: ExitStack) -> None:
     other = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    talker = started(stack, TALKER, str(other.getsockname()[1]))
+    client = start(stack, CLIENT, str(other.getsockname()[1]))
     accepted = stack.enter_context(other.accept()[0])
-    assert line_of(talker) == "connected"
-    cut_connections({talker.pid: 0}, hosts=["127.0.0.1"])
-    assert line_of(talker) == "[b'']"
+    assert read_line(client) == "connected"
+    cut_connections({client.pid: 0}, hosts=["127.0.0.1"])
+    assert read_line(client) == "[b'']"
     accepted.settimeout(20)
     assert accepted.recv(1) == b""
 
 
-def test_a_rank_keeps_the_connection_to_a_process_of_its_own(stack: ExitStack) -> None:
-    parent = started(stack, PARENT)
-    assert line_of(parent) == "connected"
+def test_a_connection_to_a_child_of_the_same_rank_stays_open(stack: ExitStack) -> None:
+    parent = start(stack, PARENT)
+    assert read_line(parent) == "connected"
     cut_connections({parent.pid: 0}, hosts=())
     assert parent.stdin is not None
     parent.stdin.write("go on\n")
     parent.stdin.flush()
-    assert line_of(parent) == "b'x'"
+    assert read_line(parent) == "b'x'"
 
 
-def test_processes_that_are_gone_are_passed_over(stack: ExitStack) -> None:
-    gone = started(stack, "pass")
-    gone.wait()
-    cut_connections({gone.pid: 0}, hosts=["127.0.0.1"])
+def test_processes_that_have_ended_are_ignored(stack: ExitStack) -> None:
+    ended = start(stack, "pass")
+    ended.wait()
+    cut_connections({ended.pid: 0}, hosts=["127.0.0.1"])

@@ -1,4 +1,4 @@
-"""Several ranks that write one file are noticed and named, with the line; what is right is left alone."""
+"""The agent warns, with the line, if several ranks write the same file; it never warns about correct scripts."""
 
 import os
 from pathlib import Path
@@ -24,22 +24,22 @@ open("plain.txt").close()
 """
 
 
-def notices(stderr: str) -> list[str]:
+def warnings_in(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if " both write " in line]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["2", "3"])
-def test_files_that_several_ranks_write_are_named_once_with_the_line(size: str, tmp_path: Path) -> None:
+def test_files_that_several_ranks_write_are_warned_about_once_with_the_line(size: str, tmp_path: Path) -> None:
     job = run_script(WRITES, "-n", size, folder=tmp_path)
     assert job.returncode == 0, job.stderr
-    said = notices(job.stderr)
-    assert sorted(line.partition(" both write ")[2].partition(":")[0] for line in said) == [
+    warnings = warnings_in(job.stderr)
+    assert sorted(line.partition(" both write ")[2].partition(":")[0] for line in warnings) == [
         "model.pt (script.py",
         "plain.txt (script.py",
         "text.txt (script.py",
     ]
-    assert any("model.pt (script.py:6): let one do it with rankless.once" in line for line in said)
+    assert any("model.pt (script.py:6): let one do it with rankless.once" in line for line in warnings)
 
 
 OTHERS = """
@@ -56,11 +56,11 @@ os.replace(f"new{rank}", "moved.txt")
 
 
 @pytest.mark.slow
-def test_appending_saving_arrays_and_replacing_count_too(tmp_path: Path) -> None:
-    said = notices(run_script(OTHERS, "-n", "2", folder=tmp_path).stderr)
-    assert len(said) == 3
+def test_appending_saving_arrays_and_replacing_count_as_writes(tmp_path: Path) -> None:
+    warnings = warnings_in(run_script(OTHERS, "-n", "2", folder=tmp_path).stderr)
+    assert len(warnings) == 3
     for name in ("append.log (script.py:5)", "array.npy (script.py:7)", "moved.txt (script.py:10)"):
-        assert any(name in line for line in said), name
+        assert any(name in line for line in warnings), name
 
 
 RIGHT = """
@@ -81,25 +81,25 @@ open(__file__).close()
 
 
 @pytest.mark.slow
-def test_what_one_rank_writes_or_rankless_itself_is_not_named(tmp_path: Path) -> None:
+def test_files_that_one_rank_or_rankless_writes_are_not_warned_about(tmp_path: Path) -> None:
     job = run_script(RIGHT, "-n", "2", folder=tmp_path)
     assert job.returncode == 0, job.stderr
-    assert notices(job.stderr) == []
+    assert warnings_in(job.stderr) == []
 
 
 def opened(rank: int, path: str) -> FileOpened:
     return FileOpened(rank=rank, time_ns=0, path=os.path.abspath(path), line="")
 
 
-def test_at_most_three_files_are_named() -> None:
+def test_at_most_three_files_are_warned_about() -> None:
     files = SharedFiles()
-    said = [files.check(opened(rank, f"file{number}")) for number in range(9) for rank in (1, 0, 2)]
-    told = [text for text in said if text is not None]
-    assert [text[:28] for text in told] == ["ranks 0 and 1 both write fil"] * 3
-    assert "further files are not named" in told[2]
+    warnings = [files.check(opened(rank, f"file{number}")) for number in range(9) for rank in (1, 0, 2)]
+    texts = [text for text in warnings if text is not None]
+    assert [text[:28] for text in texts] == ["ranks 0 and 1 both write fil"] * 3
+    assert "further files are not named" in texts[2]
 
 
-def watch(folder: Path) -> tuple[FileWriteMonitor, list[FileOpened]]:
+def make_monitor(folder: Path) -> tuple[FileWriteMonitor, list[FileOpened]]:
     sent: list[FileOpened] = []
     config = WorkerConfig(
         rank=1, world_size=2, local_rank=1, local_world_size=2, device="cpu", threads=1, backend="gloo",
@@ -109,9 +109,9 @@ def watch(folder: Path) -> tuple[FileWriteMonitor, list[FileOpened]]:
     return FileWriteMonitor(config, send=sent.append), sent
 
 
-def test_a_file_is_sent_once_and_odd_paths_are_let_be(tmp_path: Path) -> None:
-    files, sent = watch(tmp_path)
+def test_a_file_is_reported_once_and_odd_paths_are_not(tmp_path: Path) -> None:
+    files, sent = make_monitor(tmp_path)
     for path in ("a", b"a", Path("a"), 3, None, "/dev/null", tmp_path / "log/x", "x/__pycache__/y", "a\0b", "b.pyc"):
-        files.written(path)
+        files.report_write(path)
     assert [record.path for record in sent] == [os.path.abspath("a"), os.path.abspath("a\0b")]
     assert sent[0].line.startswith(f"{__file__}:")

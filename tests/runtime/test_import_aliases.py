@@ -1,4 +1,4 @@
-"""`import horovod…` in workers, and in everything that workers start, is the package of ours, as the same objects."""
+"""`import horovod…` in workers, and in everything that workers start, imports Rankless's package, not a copy."""
 
 import json
 import os
@@ -55,13 +55,13 @@ if __name__ == "__main__":
 REAL = "where = 'the real one'\n"
 
 
-def printed(done: subprocess.CompletedProcess[str]) -> str:
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def plain(code: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python as a worker's child is: it finds the folder of ours on its path."""
+def run_python(code: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python like a worker's child: with the folder of `sitecustomize` on its path."""
     path = {"PYTHONPATH": python_path_from(AT_START)}
     return subprocess.run(
         [sys.executable, *options, "-c", code],
@@ -73,8 +73,8 @@ def plain(code: str, *options: str, folder: Path, **environment: str) -> subproc
     )
 
 
-def real_horovod(folder: Path) -> Path:
-    """A folder for PYTHONPATH, in which somebody has installed a Horovod."""
+def install_real_horovod(folder: Path) -> Path:
+    """Return a folder for PYTHONPATH in which a real Horovod is installed."""
     (folder / "horovod/torch").mkdir(parents=True)
     (folder / "horovod/__init__.py").write_text(REAL)
     (folder / "horovod/torch/__init__.py").write_text("")
@@ -87,30 +87,30 @@ def real_horovod(folder: Path) -> Path:
 )
 def test_a_script_gets_the_same_objects_under_every_command(command: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(SAME + "print('same')")
-    assert "same" in printed(rankless(command, "script.py", folder=tmp_path))
+    assert "same" in output_of(rankless(command, "script.py", folder=tmp_path))
 
 
 @pytest.mark.parametrize("how", [(), pytest.param(("--no-warm",), marks=pytest.mark.exhaustive)])
-def test_so_do_code_modules_and_what_a_script_spawns(how: tuple[str, ...], tmp_path: Path):
-    assert printed(rankless_here("run", *how, "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
+def test_code_modules_and_spawned_processes_get_the_same_objects(how: tuple[str, ...], tmp_path: Path):
+    assert output_of(rankless_here("run", *how, "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
     (tmp_path / "mine.py").write_text(SAME + "print('same')")
-    assert printed(rankless_here("run", *how, "-m", "mine", folder=tmp_path)) == "same\n"
-    assert printed(run_script(SPAWNING, *how, folder=tmp_path)) == "all the same\n"
+    assert output_of(rankless_here("run", *how, "-m", "mine", folder=tmp_path)) == "same\n"
+    assert output_of(run_script(SPAWNING, *how, folder=tmp_path)) == "all the same\n"
 
 
-def test_a_command_and_the_python_below_a_shell_of_it_have_them_too(tmp_path: Path):
+def test_a_command_and_python_below_its_shell_get_the_same_objects(tmp_path: Path):
     (tmp_path / "same.py").write_text(SAME + "print('same')")
     words = ("-np", "1", "sh", "-c", f"cd / && exec {sys.executable} {tmp_path}/same.py")
-    assert "same" in printed(rankless("horovodrun", *words, folder=tmp_path))
+    assert "same" in output_of(rankless("horovodrun", *words, folder=tmp_path))
 
 
 @pytest.mark.parametrize(("choice", "wins"), [("", "the real one"), ("0", "the real one"), ("1", "ours")])
-def test_a_real_horovod_wins_unless_it_is_asked_not_to(choice: str, wins: str, tmp_path: Path):
-    path = os.pathsep.join([str(real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
+def test_a_real_horovod_is_imported_unless_the_user_chooses_ours(choice: str, wins: str, tmp_path: Path):
+    path = os.pathsep.join([str(install_real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
     code = "import horovod.torch; print(getattr(horovod, 'where', 'ours'), flush=True)"
     environment = {"PYTHONPATH": path, "RANKLESS_HOROVOD": choice}
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
-    assert printed(rankless("run", "-c", f"{code}\n{child}", folder=tmp_path, **environment)) == f"{wins}\n" * 2
+    assert output_of(rankless("run", "-c", f"{code}\n{child}", folder=tmp_path, **environment)) == f"{wins}\n" * 2
 
 
 @pytest.mark.parametrize(
@@ -120,34 +120,36 @@ def test_a_real_horovod_wins_unless_it_is_asked_not_to(choice: str, wins: str, t
         pytest.param(("torchrun", "--nproc-per-node", "2"), id="torchrun", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_real_horovod_that_nobody_brings_together_is_told_once(command: tuple[str, ...], tmp_path: Path):
-    site = real_horovod(tmp_path / "site")
+def test_a_real_horovod_that_is_alone_in_each_worker_is_warned_about_once(command: tuple[str, ...], tmp_path: Path):
+    site = install_real_horovod(tmp_path / "site")
     path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
-    told = f"`import horovod.torch` is the one installed, {site}/horovod/__init__.py: here it is alone in each of the 2"
+    warning = (
+        f"`import horovod.torch` is the one installed, {site}/horovod/__init__.py: here it is alone in each of the 2"
+    )
 
-    def said(words: tuple[str, ...], code: str, **environment: str) -> int:
+    def count_warnings(words: tuple[str, ...], code: str, **environment: str) -> int:
         (tmp_path / "train.py").write_text(code)
         done = rankless(*words, "train.py", folder=tmp_path, PYTHONPATH=path, **environment)
         assert done.returncode == 0, done.stderr
-        return done.stderr.count(told)
+        return done.stderr.count(warning)
 
-    assert said(command, "import horovod.torch, horovod.torch as hvd") == 1
-    assert said(command, "import horovod.torch", RANKLESS_HOROVOD="1") == 0
-    assert said(command, "import horovod") == 0
+    assert count_warnings(command, "import horovod.torch, horovod.torch as hvd") == 1
+    assert count_warnings(command, "import horovod.torch", RANKLESS_HOROVOD="1") == 0
+    assert count_warnings(command, "import horovod") == 0
 
 
-def test_one_that_horovodrun_brings_together_or_that_is_alone_anyway_is_not(tmp_path: Path):
-    path = os.pathsep.join([str(real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
+def test_a_real_horovod_that_horovodrun_serves_is_not_warned_about(tmp_path: Path):
+    path = os.pathsep.join([str(install_real_horovod(tmp_path / "site")), os.environ.get("PYTHONPATH", "")])
     (tmp_path / "train.py").write_text("import horovod.torch")
-    elastic = ("horovodrun", "-np", "2", "--min-np", "1", "python")  # which says so itself, in other words
+    elastic = ("horovodrun", "-np", "2", "--min-np", "1", "python")  # which warns itself, in other words
     for words in (("horovodrun", "-np", "2", "python"), elastic, ("run", "-n", "1")):
         done = rankless(*words, "train.py", folder=tmp_path, PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
         assert "alone in each" not in done.stderr
 
 
-def test_workers_find_the_same_where_the_distribution_for_other_launchers_is_installed(tmp_path: Path):
-    """Its `.pth` file comes before all that a worker does; so does a `sitecustomize`, which needs no environment."""
+def test_workers_get_the_same_objects_with_rankless_horovod_installed(tmp_path: Path):
+    """Its `.pth` file runs before all of a worker. So does a `sitecustomize`, which needs no installation."""
     pth = Path(__file__).parents[2] / "packages/rankless-horovod/source/rankless_horovod.pth"
     (tmp_path / "sitecustomize.py").write_text(pth.read_text())
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -156,24 +158,24 @@ def test_workers_find_the_same_where_the_distribution_for_other_launchers_is_ins
         "import sys\nprint('rankless.compat.horovod.torch' in sys.modules)\n" + SAME
     )
     done = rankless("run", "-n", "2", "none/train.py", folder=tmp_path, PYTHONPATH=path)
-    assert printed(done) == "True\n", "imported once, for all workers"
+    assert output_of(done) == "True\n", "imported once, for all workers"
 
-    beside = real_horovod(tmp_path / "beside")
+    beside = install_real_horovod(tmp_path / "beside")
     (beside / "train.py").write_text("import horovod.torch; print(horovod.where)")
     done = rankless("run", "-n", "2", "beside/train.py", folder=tmp_path, PYTHONPATH=path)
-    assert printed(done) == "the real one\n"
+    assert output_of(done) == "the real one\n"
     assert done.stderr.count("here it is alone in each of the 2 processes") == 1
 
 
-def test_where_there_is_none_0_leaves_the_name_alone_and_a_users_folder_of_that_name_is_no_horovod(tmp_path: Path):
+def test_choice_0_disables_the_alias_and_a_users_folder_is_no_real_horovod(tmp_path: Path):
     (tmp_path / "horovod").mkdir()
     done = rankless("run", "-c", "import horovod.torch", folder=tmp_path, RANKLESS_HOROVOD="0")
     assert "ModuleNotFoundError: No module named 'horovod.torch'" in done.stderr
     assert "Rankless has" not in done.stderr
-    assert printed(rankless_here("run", "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
+    assert output_of(rankless_here("run", "-c", SAME + "print('same')", folder=tmp_path)) == "same\n"
 
 
-def test_a_part_that_is_not_there_is_named_with_what_is(tmp_path: Path):
+def test_a_missing_part_raises_with_the_parts_that_exist(tmp_path: Path):
     for name in ("horovod.tensorflow", "horovod.spark.common", "horovod.torch.nonsense"):
         done = rankless_here("run", "-c", f"import {name}", folder=tmp_path)
         assert done.returncode == 1
@@ -182,10 +184,10 @@ def test_a_part_that_is_not_there_is_named_with_what_is(tmp_path: Path):
             f"ModuleNotFoundError: No module named '{missing}': Rankless has Horovod's API for PyTorch" in done.stderr
         )
     asked = "import importlib.util as u; print(u.find_spec('horovod.torch') is not None, end='')"
-    assert printed(rankless_here("run", "-c", asked, folder=tmp_path)) == "True"
+    assert output_of(rankless_here("run", "-c", asked, folder=tmp_path)) == "True"
 
 
-def test_python_m_runs_a_module_by_the_foreign_name(tmp_path: Path):
+def test_python_m_runs_a_module_by_its_alias(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "horovod.runner.launch", "--version"],
         cwd=tmp_path,
@@ -194,32 +196,32 @@ def test_python_m_runs_a_module_by_the_foreign_name(tmp_path: Path):
         text=True,
         timeout=60,
     )
-    assert printed(done).startswith("0.28")
+    assert output_of(done).startswith("0.28")
 
 
-def test_a_child_is_as_without_us_and_another_sitecustomize_has_its_turn(tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.was_here = __file__\n")
-    code = "import json, sys, builtins; print(json.dumps([sys.path, sorted(sys.modules), builtins.was_here]))"
+def test_a_child_is_otherwise_unchanged_and_runs_the_next_sitecustomize(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.next_file = __file__\n")
+    code = "import json, sys, builtins; print(json.dumps([sys.path, sorted(sys.modules), builtins.next_file]))"
     before = os.pathsep.join([AT_START, str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    path, modules, there = json.loads(printed(plain(code, folder=tmp_path, PYTHONPATH=before)))
+    path, modules, there = json.loads(output_of(run_python(code, folder=tmp_path, PYTHONPATH=before)))
     assert there == str(tmp_path / "sitecustomize.py")
     assert AT_START not in path
     assert not [name for name in modules if name.startswith("rankless")]
-    alone = json.loads(printed(plain("import json, sys; print(json.dumps(sys.path))", folder=tmp_path)))
+    alone = json.loads(output_of(run_python("import json, sys; print(json.dumps(sys.path))", folder=tmp_path)))
     assert AT_START not in alone
 
 
-def test_a_worker_imports_nothing_of_it_for_a_script_that_does_not_name_it(tmp_path: Path):
+def test_a_worker_imports_no_aliased_package_that_its_script_does_not_name(tmp_path: Path):
     code = "import sys; print([name for name in sys.modules if 'horo' + 'vod' in name and 'compat' in name], end='')"
-    assert printed(rankless("run", "-c", code, folder=tmp_path)) == "[]"
+    assert output_of(rankless("run", "-c", code, folder=tmp_path)) == "[]"
 
 
-def test_the_finder_answers_no_other_name():
+def test_the_finder_answers_no_other_names():
     finder = AliasFinder()
     for name in ("horovodx", "torch", "rankless.compat.horovod", "mine.horovod"):
         assert finder.find_spec(name) is None
 
 
-def test_an_interpreter_without_our_path_finds_the_same_names_and_this_package():
+def test_sitecustomize_has_the_same_aliases_and_the_folder_of_this_package():
     assert tuple(ALIASES) == sitecustomize.ALIASES
     assert Path(sitecustomize.ROOT) == Path(package.__file__).parents[1]

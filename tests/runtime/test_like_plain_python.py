@@ -1,4 +1,4 @@
-"""A script in a worker sees what it sees under plain Python."""
+"""A script in a worker runs as it does under plain Python."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ print(os.getcwd(), __debug__, sys.executable)
 """
 
 
-def plain(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_plain(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONHASHSEED": "5"}
     return subprocess.run(
         [sys.executable, *arguments],
@@ -34,7 +34,7 @@ def plain(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def ours(*arguments: str, folder: Path, warm: bool = True) -> subprocess.CompletedProcess[str]:
+def run_in_worker(*arguments: str, folder: Path, warm: bool = True) -> subprocess.CompletedProcess[str]:
     options = [] if warm else ["--no-warm"]
     return rankless("run", "-n", "1", *options, *arguments, folder=folder, PYTHONHASHSEED="5")
 
@@ -61,9 +61,11 @@ def project(tmp_path: Path) -> Path:
     ],
     ids=["script", "package", "module", "code"],
 )
-def test_main_arguments_path_and_streams_are_plain_pythons(program: tuple[str, ...], warm: bool, project: Path) -> None:
-    expected = plain(*program, folder=project)
-    found = ours(*program, folder=project, warm=warm)
+def test_main_arguments_path_and_streams_are_those_of_plain_python(
+    program: tuple[str, ...], warm: bool, project: Path
+) -> None:
+    expected = run_plain(*program, folder=project)
+    found = run_in_worker(*program, folder=project, warm=warm)
     assert found.stdout == expected.stdout
     assert found.returncode == 0
 
@@ -117,10 +119,10 @@ def test_interpreter_flags_reach_the_workers(project: Path) -> None:
         "raw",
     ],
 )
-def test_what_is_printed_and_the_exit_code_are_plain_pythons(program: str, tmp_path: Path) -> None:
+def test_output_and_exit_code_are_those_of_plain_python(program: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(program)
-    expected = plain("script.py", folder=tmp_path)
-    found = ours("script.py", folder=tmp_path)
+    expected = run_plain("script.py", folder=tmp_path)
+    found = run_in_worker("script.py", folder=tmp_path)
     assert found.stdout == expected.stdout
     assert found.returncode == expected.returncode
     if (tmp_path / "kept").exists():
@@ -153,7 +155,7 @@ if __name__ == "__main__":
     assert (job.stdout, job.returncode) == (expected, 0)
 
 
-def test_a_module_beside_the_script_wins_over_what_the_parent_has_imported(tmp_path: Path) -> None:
+def test_a_module_beside_the_script_shadows_one_that_the_fork_server_imported(tmp_path: Path) -> None:
     (tmp_path / "statistics.py").write_text("whose = 'mine'\n")
     (tmp_path / "filelock").mkdir()
     (tmp_path / "filelock" / "__init__.py").write_text("whose = 'mine too'\n")
@@ -168,8 +170,8 @@ print(torch.ones(2).sum())
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "plain"])
-def test_a_script_may_look_for_torch_before_it_imports_it(warm: bool, tmp_path: Path) -> None:
-    """Libraries do so, to see whether torch is installed; the second import of one torch ends in a SystemError."""
+def test_find_spec_of_torch_before_its_import_works_as_in_plain_python(warm: bool, tmp_path: Path) -> None:
+    """Libraries call it to see whether torch is installed. A second import of torch would raise a SystemError."""
     (tmp_path / "script.py").write_text(
         "import importlib.util\n"
         "found = [importlib.util.find_spec(name) for name in ('torch', 'torch', 'numpy')]\n"
@@ -177,7 +179,7 @@ def test_a_script_may_look_for_torch_before_it_imports_it(warm: bool, tmp_path: 
         "import sys\nprint('torch' in sys.modules)\n"
         "import torch, torch.nn\nprint(torch.__spec__.origin, torch.ones(2).sum().item(), torch.initial_seed())\n"
     )
-    expected = plain("script.py", folder=tmp_path).stdout.splitlines()
+    expected = run_plain("script.py", folder=tmp_path).stdout.splitlines()
     found = rankless(
         "run", "-n", "1", "--seed", "5", *([] if warm else ["--no-warm"]), "script.py", folder=tmp_path
     ).stdout.splitlines()

@@ -1,4 +1,4 @@
-"""What scripts of torch.distributed forget is noticed and said once; what is right is left alone."""
+"""Rankless warns once about common mistakes in scripts of torch.distributed, and never about correct scripts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from support.warm_runs import run_script
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from rankless.runtime.hooks.sampler_epochs import SamplerEpochMonitor, watch_samplers
+from rankless.runtime.hooks.sampler_epochs import SamplerEpochMonitor, warn_on_missing_set_epoch
 
 FORGOTTEN = """
 import torch.distributed as dist, torch
@@ -37,12 +37,12 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is said of this process's samplers."""
+def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The warnings about this process's samplers."""
     monkeypatch.setattr(DistributedSampler, "__iter__", DistributedSampler.__iter__)
     monkeypatch.setattr(DistributedSampler, "set_epoch", DistributedSampler.set_epoch)
     texts: list[str] = []
-    watch_samplers(texts.append)
+    warn_on_missing_set_epoch(texts.append)
     return texts
 
 
@@ -52,46 +52,52 @@ def sampler(**options: bool) -> DistributedSampler[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--no-warm",)], ids=["warm", "plain"])
-def test_a_forgotten_set_epoch_is_said_once_with_the_line(options: tuple[str, ...], tmp_path: Path):
+def test_a_missing_set_epoch_is_warned_about_once_with_its_line(options: tuple[str, ...], tmp_path: Path):
     job = run_script(FORGOTTEN, "-n", "2", *options, folder=tmp_path)
     assert job.returncode == 0, job.stderr
-    said = [line for line in job.stderr.splitlines() if "set_epoch" in line]
-    assert len(said) == 1, job.stderr
-    assert "script.py:8: every epoch has the same order, because sampler.set_epoch(epoch) is missing" in said[0]
+    warned = [line for line in job.stderr.splitlines() if "set_epoch" in line]
+    assert len(warned) == 1, job.stderr
+    assert "script.py:8: every epoch has the same order, because sampler.set_epoch(epoch) is missing" in warned[0]
 
 
 @pytest.mark.slow
-def test_a_script_that_spawns_under_several_workers_is_named_with_its_line(tmp_path: Path):
+def test_a_script_that_spawns_under_several_workers_is_warned_about_with_its_line(tmp_path: Path):
     job = run_script(SPAWNING, "-n", "2", folder=tmp_path)
     assert (job.returncode, job.stdout.count("work")) == (0, 1), job.stderr  # rank 0's is shown
-    said = "the script starts processes itself, and each of the 2 workers does so; start such a script with `python`"
-    assert job.stderr.count(f"script.py:8: {said}") == 1
+    warning = "the script starts processes itself, and each of the 2 workers does so; start such a script with `python`"
+    assert job.stderr.count(f"script.py:8: {warning}") == 1
 
 
-def test_it_is_said_at_the_second_pass_and_never_again(said: list[str]):
+def test_the_second_pass_warns_and_no_later_one_does(warnings: list[str]):
     for loader in (DataLoader(range(10), sampler=sampler(), batch_size=2, drop_last=True), sampler()):
         assert len(list(loader)) > 0
-    assert said == []
+    assert warnings == []
     again = sampler()
     for number in range(3):
         assert len(list(again)) == 5
-        assert len(said) == min(number, 1)
+        assert len(warnings) == min(number, 1)
 
 
-def test_nothing_is_said_where_set_epoch_is_called_or_order_does_not_matter(said: list[str]):
-    told, fixed, evaluated, first_rows, assigned = sampler(), sampler(shuffle=False), sampler(), sampler(), sampler()
+def test_nothing_warns_if_set_epoch_is_called_or_order_does_not_matter(warnings: list[str]):
+    with_epoch, fixed, evaluated, first_rows, assigned = (
+        sampler(),
+        sampler(shuffle=False),
+        sampler(),
+        sampler(),
+        sampler(),
+    )
     for epoch in range(3):
-        told.set_epoch(epoch)
+        with_epoch.set_epoch(epoch)
         assigned.epoch = epoch
-        for samples in (told, told, fixed, assigned):  # training on them, then measuring on the same
+        for samples in (with_epoch, with_epoch, fixed, assigned):  # training on them, then measuring on the same
             list(samples)
         next(iter(first_rows))
         with torch.no_grad():
             list(evaluated)
-    assert said == []
+    assert warnings == []
 
 
-def test_a_watched_sampler_gives_the_same_iterator_and_a_subclass_may_be_anything():
+def test_an_observed_sampler_returns_the_same_iterator_also_in_an_unhashable_subclass():
     @dataclass(init=False)
     class Unhashable(DistributedSampler[int]):
         pass
@@ -101,15 +107,15 @@ def test_a_watched_sampler_gives_the_same_iterator_and_a_subclass_may_be_anythin
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DistributedSampler, "__iter__", DistributedSampler.__iter__)
         patch.setattr(DistributedSampler, "set_epoch", DistributedSampler.set_epoch)
-        watch_samplers(texts.append)
-        watched, odd = sampler(), Unhashable(range(10), num_replicas=2, rank=0)
-        assert isinstance(iter(watched), type(iter([])))
-        assert list(watched) == plain == list(odd) == list(odd)
+        warn_on_missing_set_epoch(texts.append)
+        observed, odd = sampler(), Unhashable(range(10), num_replicas=2, rank=0)
+        assert isinstance(iter(observed), type(iter([])))
+        assert list(observed) == plain == list(odd) == list(odd)
         odd.set_epoch(4)
         assert (odd.epoch, texts) == (4, [])
 
 
-def test_a_sampler_that_is_gone_is_forgotten():
-    watch = SamplerEpochMonitor(lambda _text: None)
-    watch.begins(sampler(), iter([1]))
-    assert len(watch._last) == 0
+def test_a_deleted_sampler_is_forgotten():
+    monitor = SamplerEpochMonitor(lambda _text: None)
+    monitor.on_pass_start(sampler(), iter([1]))
+    assert len(monitor._last) == 0

@@ -1,4 +1,4 @@
-"""Processes that no launcher has started meet at an address or at a file, and say whom they wait for."""
+"""Processes without a launcher rendezvous at an address or a file, and name the ranks that they wait for."""
 
 import json
 import socket
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.jobs import wait_until
-from support.warm_process import Preloaded
+from support.warm_process import WarmProcess
 from support.warm_runs import run_script
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ import rankless.collectives as collectives
 
 address, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 rounds = int(sys.argv[4]) if len(sys.argv) > 4 else 1
-open(f"came{rank}", "w").close()
+open(f"arrived{rank}", "w").close()
 for number in range(rounds):
     rankless.init(address, rank=rank, world_size=size, timeout_seconds=float(sys.argv[5]) if len(sys.argv) > 5 else 60)
     total = torch.tensor([float(rank + number)])
@@ -32,14 +32,14 @@ for number in range(rounds):
 """
 
 
-def start(folder: Path, *arguments: object) -> Preloaded:
+def start(folder: Path, *arguments: object) -> WarmProcess:
     (folder / "join.py").write_text(JOIN)
-    return Preloaded(folder / "join.py", *arguments)
+    return WarmProcess(folder / "join.py", *arguments)
 
 
-def ended(processes: list[Preloaded]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each."""
-    return [(done.returncode, done.stdout, done.stderr) for done in [process.ended() for process in processes]]
+def wait_for(processes: list[WarmProcess]) -> list[tuple[int, str, str]]:
+    """Return exit code, output and errors of each."""
+    return [(done.returncode, done.stdout, done.stderr) for done in [process.wait() for process in processes]]
 
 
 def free_port() -> int:
@@ -53,16 +53,16 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
-def test_processes_meet_join_leave_and_meet_again(size: int, address: str, tmp_path: Path):
-    found = ended([start(tmp_path, address, rank, size, 3) for rank in range(size)])
+def test_processes_join_leave_and_join_again(size: int, address: str, tmp_path: Path):
+    found = wait_for([start(tmp_path, address, rank, size, 3) for rank in range(size)])
     for rank, (code, out, err) in enumerate(found):
         assert code == 0, err
         sums = [float(sum(other + number for other in range(size))) for number in range(3)]
         assert out.splitlines() == [f"{rank} {size} {rank} {total}" for total in sums]
 
 
-def test_who_waits_says_for_whom_and_gives_up_in_time(address: str, tmp_path: Path):
-    (code, out, err), *_ = ended([start(tmp_path, address, 0, 3, 1, 6), start(tmp_path, address, 2, 3, 1, 6)])
+def test_a_waiting_rank_names_the_missing_one_and_times_out(address: str, tmp_path: Path):
+    (code, out, err), *_ = wait_for([start(tmp_path, address, 0, 3, 1, 6), start(tmp_path, address, 2, 3, 1, 6)])
     assert (code, out) == (1, "")
     assert f"rankless: {address}: waiting for rank 1 of 3, 5 s" in err
     assert "JoinError" in err
@@ -70,32 +70,32 @@ def test_who_waits_says_for_whom_and_gives_up_in_time(address: str, tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_comes_late_is_waited_for(address: str, tmp_path: Path):
+def test_ranks_wait_for_one_that_starts_late(address: str, tmp_path: Path):
     early = [start(tmp_path, address, rank, 2 + 1) for rank in (1, 2)]
-    wait_until(lambda: all((tmp_path / f"came{rank}").exists() for rank in (1, 2)))
-    found = ended([start(tmp_path, address, 0, 3), *early])
+    wait_until(lambda: all((tmp_path / f"arrived{rank}").exists() for rank in (1, 2)))
+    found = wait_for([start(tmp_path, address, 0, 3), *early])
     assert [code for code, _, _ in found] == [0, 0, 0], found
 
 
-def test_ranks_that_expect_other_numbers_hear_of_it(address: str, tmp_path: Path):
-    found = ended([start(tmp_path, address, 0, 2, 1, 5), start(tmp_path, address, 1, 3, 1, 5)])
+def test_ranks_with_different_world_sizes_raise(address: str, tmp_path: Path):
+    found = wait_for([start(tmp_path, address, 0, 2, 1, 5), start(tmp_path, address, 1, 3, 1, 5)])
     assert any("all ranks with world_size=" in err and "found:    world_size=" in err for _, _, err in found), found
     assert all(code == 1 for code, _, _ in found)
 
 
-def test_one_rank_given_twice_is_refused(tmp_path: Path):
+def test_a_second_process_of_the_same_rank_raises(tmp_path: Path):
     address = f"file://{tmp_path}/meet"
     first = start(tmp_path, address, 0, 2)
     wait_until((tmp_path / "meet").exists)
     wait_until(lambda: (tmp_path / "meet").read_text() != "")
-    (code, _, err), *_ = ended([start(tmp_path, address, 0, 2)])
+    (code, _, err), *_ = wait_for([start(tmp_path, address, 0, 2)])
     assert code == 1
     assert "one process as rank 0" in err
     assert str(first.pid) in err
-    assert [code for code, _, _ in ended([first, start(tmp_path, address, 1, 2)])] == [0, 0]
+    assert [code for code, _, _ in wait_for([first, start(tmp_path, address, 1, 2)])] == [0, 0]
 
 
-def test_what_a_dead_run_has_left_in_the_file_is_recognised(tmp_path: Path):
+def test_registrations_of_a_dead_run_are_ignored(tmp_path: Path):
     address = f"file://{tmp_path}/meet"
     dead = start(tmp_path, address, 0, 2)
     wait_until((tmp_path / "meet").exists)
@@ -105,20 +105,20 @@ def test_what_a_dead_run_has_left_in_the_file_is_recognised(tmp_path: Path):
     # As if it had been left some time ago.
     confirmed = text.rpartition('"confirmed":')[2].rstrip("}")
     (tmp_path / "meet").write_text(text.replace(confirmed, str(time.time() - 11)))
-    found = ended([start(tmp_path, address, rank, 2) for rank in range(2)])
+    found = wait_for([start(tmp_path, address, rank, 2) for rank in range(2)])
     assert [code for code, _, _ in found] == [0, 0], found
 
 
 @pytest.mark.exhaustive
-def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path):
+def test_a_file_with_other_content_raises_and_is_not_changed(tmp_path: Path):
     (tmp_path / "meet").write_bytes(b"\0my thesis")
-    (code, _, err), *_ = ended([start(tmp_path, f"file://{tmp_path}/meet", 0, 2)])
+    (code, _, err), *_ = wait_for([start(tmp_path, f"file://{tmp_path}/meet", 0, 2)])
     assert code == 1
     assert "10 bytes of something else" in err
     assert (tmp_path / "meet").read_bytes() == b"\0my thesis"
 
 
-def test_the_store_listens_on_the_address_it_was_given_and_on_no_other(tmp_path: Path):
+def test_the_store_listens_on_the_given_address_only(tmp_path: Path):
     port = free_port()
     process = start(tmp_path, f"tcp://127.0.0.1:{port}", 0, 2)
 
@@ -128,17 +128,17 @@ def test_the_store_listens_on_the_address_it_was_given_and_on_no_other(tmp_path:
 
     wait_until(lambda: bool(listening()))
     assert listening() == ["127.0.0.1"]
-    assert [code for code, _, _ in ended([process, start(tmp_path, f"tcp://127.0.0.1:{port}", 1, 2)])] == [0, 0]
+    assert [code for code, _, _ in wait_for([process, start(tmp_path, f"tcp://127.0.0.1:{port}", 1, 2)])] == [0, 0]
 
 
-def test_a_port_that_is_taken_and_an_address_of_another_host_are_named(tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        (code, _, err), *_ = ended([start(tmp_path, f"tcp://127.0.0.1:{port}", 0, 2)])
+def test_a_port_in_use_and_an_address_of_another_host_raise(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        (code, _, err), *_ = wait_for([start(tmp_path, f"tcp://127.0.0.1:{port}", 0, 2)])
     assert code == 1
     assert "rank 0 to listen on 127.0.0.1" in err
     assert "in use" in err
-    (code, _, err), *_ = ended([start(tmp_path, "tcp://192.0.2.7:29500", 0, 2)])
+    (code, _, err), *_ = wait_for([start(tmp_path, "tcp://192.0.2.7:29500", 0, 2)])
     assert code == 1
     assert "Cannot assign requested address" in err
 
@@ -157,9 +157,9 @@ for _ in range(2):
 """
 
 
-def test_without_an_address_the_launcher_says_and_alone_it_is_a_job_of_one(tmp_path: Path):
+def test_without_an_address_the_launcher_decides_and_a_lone_process_is_a_job_of_one(tmp_path: Path):
     (tmp_path / "script.py").write_text(ALONE)
-    alone = Preloaded(tmp_path / "script.py").ended()
+    alone = WarmProcess(tmp_path / "script.py").wait()
     assert (alone.stdout, alone.returncode) == ("0 1 [1.0, 1.0]\n" * 2, 0), alone.stderr
     job = run_script(ALONE, "-n", "2", folder=tmp_path)
     assert (job.stdout, job.returncode) == ("0 2 [2.0, 2.0]\n" * 2, 0), job.stderr
@@ -168,16 +168,16 @@ def test_without_an_address_the_launcher_says_and_alone_it_is_a_job_of_one(tmp_p
     assert sorted(done.stdout.splitlines()) == ["0 2 [2.0, 2.0]"] * 2 + ["1 2 [2.0, 2.0]"] * 2, done.stderr
 
 
-BAD = [
-    ("tcp://127.0.0.1", 0, 2, "an address as tcp://HOST:PORT"),
-    ("tcp://127.0.0.1:99999", 0, 2, "an address as tcp://HOST:PORT"),
-    ("file://relative/path", 0, 2, "a file has three slashes"),
-    ("10.0.0.1:29500", 0, 2, "an address as tcp://HOST:PORT"),
+INVALID_ADDRESSES = [
+    ("tcp://127.0.0.1", 0, 2, "an address of the form tcp://HOST:PORT"),
+    ("tcp://127.0.0.1:99999", 0, 2, "an address of the form tcp://HOST:PORT"),
+    ("file://relative/path", 0, 2, "write a file with three slashes"),
+    ("10.0.0.1:29500", 0, 2, "an address of the form tcp://HOST:PORT"),
     ("tcp://127.0.0.1:29500", 2, 2, "a rank from 0 to world_size - 1"),
 ]
 
 
-TRYING = """
+INIT_ALL = """
 import json, sys
 import rankless
 from rankless.errors import RanklessError
@@ -190,9 +190,9 @@ for address, rank, size, _words in json.loads(sys.argv[1]):
 """
 
 
-def test_addresses_that_cannot_be_meant_are_refused(tmp_path: Path):
-    (tmp_path / "trying.py").write_text(TRYING)
-    tried = Preloaded(tmp_path / "trying.py", json.dumps(BAD)).ended()
-    assert tried.returncode == 0, tried.stderr
-    for said, (*_, words) in zip(tried.stdout.splitlines(), BAD, strict=True):
-        assert words in said
+def test_invalid_addresses_raise(tmp_path: Path):
+    (tmp_path / "init_all.py").write_text(INIT_ALL)
+    done = WarmProcess(tmp_path / "init_all.py", json.dumps(INVALID_ADDRESSES)).wait()
+    assert done.returncode == 0, done.stderr
+    for error, (*_, words) in zip(done.stdout.splitlines(), INVALID_ADDRESSES, strict=True):
+        assert words in error

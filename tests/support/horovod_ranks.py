@@ -1,4 +1,4 @@
-"""Functions of Horovod scripts on the reused worker processes of `processes`."""
+"""Runs functions of Horovod scripts on the reused worker processes of `processes`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from rankless.parallel.mesh import Mesh
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The results of `function(hvd, *arguments)` on `size` processes between `hvd.init()` and `hvd.shutdown()`."""
-    return on_mesh(size, _joined, function, *arguments)
+    """Return the results of `function(hvd, *arguments)` on `size` processes, between init and shutdown."""
+    return on_mesh(size, _call_initialized, function, *arguments)
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, str] | None:
-    """Type and text of what a call raises, as they are compared between ranks."""
+    """Return type and text of the error that a call raises, for a comparison between ranks. None without one."""
     try:
         call()
     except Exception as error:
@@ -22,7 +22,7 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str] | None:
     return None
 
 
-def _joined(_: Mesh, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_initialized(_: Mesh, function: Callable[..., Any], *arguments: Any) -> Any:
     import rankless.compat.horovod.torch as hvd  # noqa: PLC0415  # most tests' workers never need it
 
     hvd.init()

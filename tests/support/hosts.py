@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import heed_interrupts
+from support.jobs import restore_interrupts
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("a", "b")
@@ -77,7 +77,7 @@ class Hosts:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=heed_interrupts,
+            preexec_fn=restore_interrupts,
         )
         self.started.append(process)
         return process

@@ -1,8 +1,8 @@
-"""Real processes for tests: pools of workers joined by Gloo over loopback (or by NCCL, one on each GPU), started once
-and used by every test.
+"""Pools of real worker processes, which start once and serve all tests.
 
-`on_mesh(3, function, 7)` calls `function(mesh, 7)` in each of three workers and returns their three results
-in the order of ranks. The function is found by name, so it must stand at the top level of its test file.
+The workers form a process group with Gloo over loopback, or with NCCL with one worker on each GPU.
+`on_mesh(3, function, 7)` calls `function(mesh, 7)` in each of three workers and returns their three results by rank.
+The workers find the function by its name, so it must be at the top level of its test file.
 """
 
 import contextlib
@@ -29,77 +29,77 @@ from rankless.parallel.mesh import Mesh
 
 DEADLINE_SECONDS = 60.0
 GRACE_SECONDS = 8.0
-"""How long the others may take once one worker has failed: they may be waiting for it in a collective."""
+"""How long the other workers may take after one has failed: they may wait for it in a collective."""
 
 _pools: dict[tuple[int, str], "Pool"] = {}
 
 
 def on_mesh(size: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
-    """The results of `function(mesh, *arguments)` on `size` workers, by rank; a worker's error is raised.
+    """Return the results of `function(mesh, *arguments)` on `size` workers, by rank. Raises a worker's error.
 
-    With `backend="nccl"` worker i is on GPU i, and so is `mesh.device`.
+    With `backend="nccl"` worker i uses GPU i, and so does its `mesh.device`.
     """
-    kind = (size, backend)
-    if kind not in _pools:
-        _pools[kind] = Pool(size, backend)
-    pool = _pools[kind]
+    key = (size, backend)
+    if key not in _pools:
+        _pools[key] = Pool(size, backend)
+    pool = _pools[key]
     try:
         answers = pool.call(function, arguments)
     except BaseException:
-        _discard(kind)
+        _discard(key)
         raise
     errors = [answer for answer in answers if isinstance(answer, Exception)]
     if not errors:
         return answers
-    # Workers that failed differently may have stopped at different collectives: the next test gets new ones.
-    alike = len(errors) == size and len({type(error) for error in errors}) == 1
-    if not alike or not pool.lives:
-        _discard(kind)
+    # Workers with different errors may have stopped at different collectives: the next test gets new ones.
+    same_error = len(errors) == size and len({type(error) for error in errors}) == 1
+    if not same_error or not pool.is_alive:
+        _discard(key)
     raise errors[0]
 
 
 def close_pools() -> None:
-    """End every worker of every pool."""
-    for kind in list(_pools):
-        _discard(kind)
+    """End all workers of all pools."""
+    for key in list(_pools):
+        _discard(key)
 
 
-def _discard(kind: tuple[int, str]) -> None:
-    _pools.pop(kind).close()
+def _discard(key: tuple[int, str]) -> None:
+    _pools.pop(key).close()
 
 
-def importing_once() -> ForkServerContext:
-    """Starts processes from a fork server, which imports torch once for all, and forks before any thread exists."""
+def fork_server_context() -> ForkServerContext:
+    """Return a context whose fork server imports torch once for all processes, and has no threads when it forks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "numpy"])
     return context
 
 
 class Pool:
-    """`size` living workers in one process group, each at the end of a pipe."""
+    """`size` workers in one process group, each with a pipe to this process."""
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="rankless-mesh-")
         self.pipes: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
-        context = importing_once()
+        context = fork_server_context()
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            # Not daemons: daemons may have no children, and loaders with `num_workers` do.
-            place = (rank, size, backend)
-            process = context.Process(target=_serve, args=(theirs, place, f"{self.folder.name}/store"))
+            own_end, worker_end = context.Pipe()
+            # Not daemons: they may not have children, and loaders with `num_workers` start some.
+            rank_info = (rank, size, backend)
+            process = context.Process(target=_serve, args=(worker_end, rank_info, f"{self.folder.name}/store"))
             process.start()
-            theirs.close()
-            self.pipes.append(ours)
+            worker_end.close()
+            self.pipes.append(own_end)
             self.processes.append(process)
 
     @property
-    def lives(self) -> bool:
-        """Whether no worker has ended."""
+    def is_alive(self) -> bool:
+        """Whether all workers are alive."""
         return all(process.is_alive() for process in self.processes)
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-        """Each worker's result, or the exception that it raised."""
+        """Return each worker's result, or the exception that it raised."""
         task = pickle.dumps((function, arguments))
         for pipe in self.pipes:
             pipe.send((list(sys.path), task))
@@ -110,25 +110,25 @@ class Pool:
             if not wait([self.pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic())):
                 for error in filter(lambda answer: isinstance(answer, Exception), answers.values()):
                     raise error
-                self._show_where()
+                self._dump_stacks()
                 raise TimeoutError(f"{function.__qualname__}: no answer from ranks {waiting} in time")
             for rank in waiting:
                 if self.pipes[rank].poll():
-                    answers[rank] = self._answer(rank)
+                    answers[rank] = self._receive(rank)
                     if isinstance(answers[rank], Exception):
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return [answers[rank] for rank in range(len(self.pipes))]
 
-    def _show_where(self) -> None:
-        """Let every worker and its children write to stderr where they are."""
+    def _dump_stacks(self) -> None:
+        """Have every worker and its children dump their stacks to stderr."""
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker = psutil.Process(process.pid)
-                for part in (worker, *worker.children(recursive=True)):
-                    part.send_signal(signal.SIGUSR1)
+                for each in (worker, *worker.children(recursive=True)):
+                    each.send_signal(signal.SIGUSR1)
                     time.sleep(0.2)
 
-    def _answer(self, rank: int) -> Any:
+    def _receive(self, rank: int) -> Any:
         try:
             answer, trace = pickle.loads(self.pipes[rank].recv())
         except EOFError:
@@ -139,7 +139,7 @@ class Pool:
         return answer
 
     def close(self) -> None:
-        """End the workers, and wait until they are gone."""
+        """Kill the workers, and wait until they have ended."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -148,11 +148,11 @@ class Pool:
         self.folder.cleanup()
 
 
-def _serve(pipe: Connection, place: tuple[int, int, str], store_file: str) -> None:
-    """A worker's life: join the group, answer tasks until the pipe closes."""
-    rank, size, backend = place
+def _serve(pipe: Connection, rank_info: tuple[int, int, str], store_file: str) -> None:
+    """Run a worker: join the process group, and execute tasks until the pipe closes."""
+    rank, size, backend = rank_info
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # A process of a fork server would start its own children by one too: in a run's workers readers are forked.
+    # Otherwise children of this process would come from a fork server too, but the workers of a run fork their readers.
     multiprocessing.set_start_method("fork", force=True)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
@@ -169,11 +169,11 @@ def _serve(pipe: Connection, place: tuple[int, int, str], store_file: str) -> No
         while True:
             path, task = pipe.recv()
             sys.path[:] = path
-            pipe.send(_perform(task, mesh))
+            pipe.send(_execute(task, mesh))
 
 
-def _perform(task: bytes, mesh: Mesh) -> bytes:
-    """The pickled result and "", or the pickled exception and its traceback."""
+def _execute(task: bytes, mesh: Mesh) -> bytes:
+    """Return the pickled result and "", or the pickled exception and its traceback."""
     try:
         function, arguments = pickle.loads(task)
         return pickle.dumps((function(mesh, *arguments), ""))

@@ -1,4 +1,4 @@
-"""A soak counts what pytest reports, and its page has the raw counts."""
+"""A soak counts the results that pytest reports, and its page shows them."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def test_failures_and_errors_are_counted_as_failed(tmp_path: Path):
     assert counted(report) == {"tests": 7, "failed": 3, "skipped": 1}
 
 
-def test_the_page_adds_up_folders_and_names_the_commit():
+def test_the_page_has_the_sums_of_folders_and_the_commit():
     one = {"tests": 3, "failed": 1, "skipped": 0, "seconds": 1.5}
     text = page("abc1234", {"tests/a/test_x.py": one, "tests/a/test_y.py": one, "tests/b/test_z.py": one})
     assert "at commit abc1234" in text
@@ -24,7 +24,7 @@ def test_the_page_adds_up_folders_and_names_the_commit():
     assert "- tests/b/test_z.py: 1 of 3 failed\n" in text
 
 
-def test_a_file_that_comes_to_no_end_is_ended_and_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_hangs_is_killed_and_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(soak, "FILE_SECONDS", 3.0)
     file = tmp_path / "test_hangs.py"
     file.write_text("import time\n\n\ndef test_it():\n    time.sleep(600)\n")

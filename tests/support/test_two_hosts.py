@@ -1,4 +1,4 @@
-"""The two hosts that tests are given are two: apart in network, names and limits, and gone afterwards."""
+"""The two simulated hosts are separate in network, names and limits, and leave nothing behind."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_two_hosts_reach_each_other_by_ssh_until_the_link_is_down(tmp_path: Path
     assert not any((Path("/etc/netns") / name).exists() for name in namespaces)
 
 
-def test_a_firewall_drops_all_but_the_ports_that_it_leaves_open(tmp_path: Path):
+def test_a_firewall_drops_all_but_its_open_ports(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
         hosts.firewall("b")
         assert hosts.run("a", ["ssh", "-o", "BatchMode=yes", "b", "echo", "in"]).stdout == "in\n"

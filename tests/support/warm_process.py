@@ -1,5 +1,6 @@
-"""Plain `python script.py ARGUMENTS`, as no launcher starts it, in a process that has torch imported: for tests of what
-such processes say to one another, not of how Python starts.
+"""Runs `python script.py ARGUMENTS` without a launcher, in a process that has torch imported already.
+
+For tests of how such processes communicate, not of how Python starts.
 """
 
 import multiprocessing
@@ -10,31 +11,36 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.processes import DEADLINE_SECONDS, importing_once
+from support.processes import DEADLINE_SECONDS, fork_server_context
 
 
-class Preloaded:
-    """A script that has been started."""
+class WarmProcess:
+    """A running script."""
 
     def __init__(self, script: Path, *arguments: object) -> None:
         self._command = [script.name, *map(str, arguments)]
         self._texts = [script.with_name(f"{script.stem}-{id(self)}.{name}") for name in ("out", "err")]
-        self._process = importing_once().Process(target=_become, args=(script.parent, self._command, self._texts))
+        self._process = fork_server_context().Process(
+            target=_run_script, args=(script.parent, self._command, self._texts)
+        )
         self._process.start()
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
 
-    def ended(self) -> subprocess.CompletedProcess[str]:
-        """Its exit code and what it has printed. One that does not end is killed, and TimeoutExpired raised."""
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        """Wait for the end, and return exit code and output.
+
+        Kills the process and raises TimeoutExpired if it hangs.
+        """
         self._process.join(DEADLINE_SECONDS)
         if self._process.is_alive():
             self.kill()
@@ -44,7 +50,7 @@ class Preloaded:
         return subprocess.CompletedProcess(self._command, code, *(text.read_text() for text in self._texts))
 
 
-def _become(folder: Path, command: list[str], texts: Sequence[Path]) -> None:
+def _run_script(folder: Path, command: list[str], texts: Sequence[Path]) -> None:
     multiprocessing.set_start_method("fork", force=True)  # Linux's default in Python 3.11
     os.chdir(folder)
     for descriptor, text in enumerate(texts, start=1):

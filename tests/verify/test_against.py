@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from support.warm_runs import fork_server, rankless
+from support.warm_runs import fork_server_pool, rankless
 
 from rankless.config.run_config import Program
 from rankless.launch.agent import make_job_runner
@@ -103,7 +103,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
         log_folder=str(folder / "log"),
         against=str(folder / "plain.py"),
         dtype="float64",
-        run_job=make_job_runner(fork_server()),
+        run_job=make_job_runner(fork_server_pool()),
     )
     many = [*runs.run_many(2), *runs.run_many(3)]
     return Baseline(runs=runs, one=runs.run_one(), many=many, noise=runs.run_perturbed(1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.warm_runs import fork_server, rankless
+from support.warm_runs import fork_server_pool, rankless
 
 from rankless.config.run_config import InspectedCall, Program
 from rankless.launch.agent import make_job_runner
@@ -112,7 +112,7 @@ def runs(folder: Path, fault: str) -> VerifyRuns:
         devices="cpu",
         log_folder=logs,
         inspected=THIRD_CALL,
-        run_job=make_job_runner(fork_server()),
+        run_job=make_job_runner(fork_server_pool()),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.warm_runs import fork_server, rankless
+from support.warm_runs import fork_server_pool, rankless
 from verify.test_injected_faults import FOUND, STEP
 from verify.test_injected_faults import STOPPED as DIVERGING
 
@@ -99,7 +99,7 @@ def runs(fault: str) -> VerifyRuns:
         seed=1,
         devices="cpu",
         log_folder="log",
-        run_job=make_job_runner(fork_server()),
+        run_job=make_job_runner(fork_server_pool()),
     )
 
 

@@ -17,7 +17,7 @@ from rankless.config.horovod_variables import read_rank_assignment
 from rankless.config.rank_layout import assign_ranks
 from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime.current_process import current_rendezvous
-from rankless.runtime.elastic_round import membership
+from rankless.runtime.elastic_round import current_member
 from rankless.runtime.rendezvous.job_store import RendezvousInfo
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
@@ -58,11 +58,11 @@ def init(comm: Any = None) -> None:
     if is_initialized():
         return
     settings = read_settings(environment.horovod_variables())
-    member = membership()
+    member = current_member()
     if member is not None:
         # Each round has its own store, and a new worker does not know the number of earlier rounds.
-        _context = member.meet(lambda round: _make_context(round.place, comm, "once", settings))
-        member.when_over(_context.scheduler.abort)
+        _context = member.join_next_round(lambda round: _make_context(round.rendezvous_info, comm, "once", settings))
+        member.on_round_ended(_context.scheduler.abort)
     else:
         _init_count += 1
         _context = _make_context(current_rendezvous(), comm, str(_init_count), settings)

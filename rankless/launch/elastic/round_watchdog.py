@@ -70,7 +70,7 @@ class RoundWatchdog:
         live = [status for status in statuses.values() if status.state != "ended"]
         if not live:
             return None
-        stalled = min(status.still_seconds for status in live)
+        stalled = min(status.idle_seconds for status in live)
         diagnosis = self._diagnose(statuses, stalled)
         if diagnosis is None:
             return None
@@ -118,8 +118,8 @@ class RoundWatchdog:
         for number, assignment in assignments.items():
             status, received_at = self._statuses.get(number, (None, 0.0))
             if status is not None and received_at >= self._round_start:
-                still = min(status.still_seconds + now - received_at, now - self._round_start)
-                statuses[assignment.rank] = msgspec.structs.replace(status, rank=assignment.rank, still_seconds=still)
+                still = min(status.idle_seconds + now - received_at, now - self._round_start)
+                statuses[assignment.rank] = msgspec.structs.replace(status, rank=assignment.rank, idle_seconds=still)
         return statuses
 
 

@@ -83,7 +83,7 @@ class WorkerWatchdog:
     def _report(self, number: int, now: float) -> Iterator[RankStatus | HangDetected]:
         worker = self._workers[number]
         status = worker.status(now, stall_limit=MIN_IDLE_SECONDS, gpu_waits=False)
-        self._reported_seconds[number] = status.still_seconds
+        self._reported_seconds[number] = status.idle_seconds
         yield status
         if number in self._kill_reasons and status.state in ("blocked", "stopped", "waits"):
             headline = f"{self._kill_reasons.pop(number)}: {describe_status(status)}; it was killed"

@@ -245,7 +245,7 @@ def _find_timeout(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> 
         root_cause_rank=first.rank,
         cause="timeout",
         exit_code=1,
-        headline=f"waited in {first.doing} at {first.line} until its timeout of {first.still_seconds:g} s{others}",
+        headline=f"waited in {first.doing} at {first.line} until its timeout of {first.idle_seconds:g} s{others}",
         traceback=next(record.traceback for record in secondary if record.rank == first.rank),
         settling_seconds=TIMEOUT_SETTLING_SECONDS,
     )

@@ -16,7 +16,7 @@ from rankless.config.run_config import RunConfig
 from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
 from rankless.runtime.python_command import python_command
-from rankless.runtime.spawn_protocol import MOST_DESCRIPTORS, READY, receive_process_id, send_host_config
+from rankless.runtime.spawn_protocol import MAX_DESCRIPTORS, READY, receive_process_id, send_host_config
 
 IMPORT_TIMEOUT_SECONDS = 120.0
 """A pool that has not imported by then is ended, and the run imports torch itself."""
@@ -119,7 +119,7 @@ class ForkServerPoolClient:
         The new process is a child of this one, because this process adopts orphans.
         """
         inherited = config.descriptors()
-        if self._connection is None or len(inherited) > MOST_DESCRIPTORS - 2:
+        if self._connection is None or len(inherited) > MAX_DESCRIPTORS - 2:
             return None
         process_id = None
         with contextlib.suppress(OSError), _open_current_folder() as folder:

@@ -32,7 +32,7 @@ def parse_timeout(record: Raised) -> RankStatus | None:
         rank=record.rank,
         time_ns=record.time_ns,
         state="waits",
-        still_seconds=int(found[1]) / 1000,
+        idle_seconds=int(found[1]) / 1000,
         doing=location.collective,
         line=location.line,
         text=location.text,
@@ -54,4 +54,4 @@ def find_missing(ranks: Mapping[int, RankStatus], timed_out: Mapping[int, RankSt
     if not missing:
         return None
     waiting = [where for where in statuses.values() if where.state == "waits" and where not in missing]
-    return HangDiagnosis(waiting=tuple(waiting), missing=tuple(missing), seconds=first.still_seconds)
+    return HangDiagnosis(waiting=tuple(waiting), missing=tuple(missing), seconds=first.idle_seconds)

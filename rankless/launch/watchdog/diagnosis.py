@@ -43,7 +43,7 @@ class HangDiagnosis:
         statuses = (*self.waiting, *self.missing)
         if not self.waiting or not self.missing or any(where.state == "computes" for where in statuses):
             return float("inf")
-        if any(where.state == "waits" and where.still_seconds < stall_limit for where in statuses):
+        if any(where.state == "waits" and where.idle_seconds < stall_limit for where in statuses):
             return float("inf")  # data may still be in transit
         if all(where.state in ("waits", "ended") for where in self.missing):
             return max(DEADLOCK_SECONDS, DEADLOCK_MULTIPLE * stall_limit)
@@ -75,7 +75,7 @@ def diagnose(
         # Some ranks may end earlier than others: a rank that has ended is missing only if no other rank is.
         missing = [where for where in others if where.state != "ended"] or ended
         return HangDiagnosis(waiting=tuple(waiting), missing=tuple(missing), seconds=seconds)
-    if min(where.still_seconds for where in waiting) < min(seconds, stall_limit) / 2:
+    if min(where.idle_seconds for where in waiting) < min(seconds, stall_limit) / 2:
         return None  # a rank arrived only a moment ago
     minority = _find_minority(waiting)
     return HangDiagnosis(

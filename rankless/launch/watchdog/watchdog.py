@@ -83,7 +83,7 @@ class Watchdog:
             self._is_requested = True
         elif isinstance(record, RankStatus) and record.rank not in self._worker_configs:
             self._remote_ranks.receive(record)
-            if not record.asked and record.state != "moves":
+            if not record.requested and record.state != "moves":
                 self._next_check_at = 0.0
 
     def tick(self, now: float) -> list[AnyRecord]:
@@ -140,7 +140,7 @@ class Watchdog:
         busy_waiting = [
             self._step_rate.seconds_since_step(now) for worker in self._live_workers() if self._is_busy_waiting(worker)
         ]
-        remote = [where.still_seconds for where in self._remote_ranks.statuses.values() if where.state == "waits"]
+        remote = [where.idle_seconds for where in self._remote_ranks.statuses.values() if where.state == "waits"]
         return min(self._step_rate.seconds_since_step(now), max([*stalled, *busy_waiting, *remote], default=0.0))
 
     def _is_busy_waiting(self, worker: WorkerMonitor) -> bool:
@@ -169,7 +169,7 @@ class Watchdog:
         # A waiting GPU looks like a computing one. Assume that it waits if another rank surely holds up the job.
         if any(where.state in ("blocked", "stopped", "debugged") for where in local.values()):
             local = self._local_statuses(now, gpu_waits=True)
-        yield from (msgspec.structs.replace(where, asked=self._is_requested) for where in local.values())
+        yield from (msgspec.structs.replace(where, requested=self._is_requested) for where in local.values())
         self._is_requested = False
         if not self._config.peers.attributes_failures:
             self._reported_seconds = stalled
@@ -207,7 +207,7 @@ class Watchdog:
     def _report_diagnosis(self, diagnosis: HangDiagnosis, stall_limit: float) -> AnyRecord:
         abort_after = diagnosis.abort_after(timeout=self._config.timeout_seconds, stall_limit=stall_limit)
         # A rank that computes and writes output is alive.
-        computing = [each.quiet_seconds for each in diagnosis.missing if each.state == "computes"]
+        computing = [each.silent_seconds for each in diagnosis.missing if each.state == "computes"]
         delay = max((abort_after - quiet for quiet in computing), default=0.0)
         stacks = write_stacks(self._config.stacks_file, self._live_workers(), self._remote_ranks.statuses.values())
         if diagnosis.seconds >= abort_after and delay <= 0:

@@ -1,1 +1,1 @@
-"""Hooks on imports and library calls, by which a worker observes the script that it runs."""
+"""Hooks on imports and library calls, with which a worker sets up and observes the script that it runs."""

@@ -1,7 +1,7 @@
-"""Noticing which files a worker's script writes, so that the agent can see where several ranks write one.
+"""Reports which files a worker's script writes, so that the agent can warn if several ranks write the same file.
 
-Python tells an audit hook of every file it opens. `torch.save` opens its file in C++, unseen, so it is watched itself.
-Not seen: what other C libraries write (safetensors, HDF5, SQLite), and what the script's own child processes write.
+Python calls an audit hook for every file that it opens. `torch.save` opens its file in C++, so it is patched. The hook
+does not see what other C libraries write (safetensors, HDF5, SQLite), nor what child processes of the script write.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from rankless.user_code import is_library
 _EVENTS = frozenset({"open", "os.rename"})
 _WRITING = os.O_WRONLY | os.O_RDWR
 _OWN = os.O_EXCL | os.O_DIRECTORY
-"""What nobody else may have made, or is never given a name, as temporary files are."""
-_MOST_FILES = 1000
+"""The flags of files that no other process can have made, or that have no name, like temporary files."""
+_MAX_FILES = 1000
 _DEVICES = ("/dev/", "/proc/", "/sys/")
 
 
 class FileWriteMonitor:
-    """Sends a record for each file that this worker's script opens for writing, appending or replacing: once each."""
+    """Sends one record for each file that this worker's script opens to write, append or replace."""
 
     def __init__(self, config: WorkerConfig, *, send: Callable[[FileOpened], None]) -> None:
         self._rank = config.rank
         self._process_id = config.process_id
         self._send = send
-        self._known: set[str] = set()
+        self._reported: set[str] = set()
         home, temporary = os.path.expanduser("~"), tempfile.gettempdir()
-        # Caches of libraries, made for several processes at once; logs, which are the run's own.
+        # Caches of libraries, which several processes may use at once, and the run's own logs.
         self._ignored = (
             *_DEVICES,
             os.path.join(home, "."),
@@ -43,53 +43,53 @@ class FileWriteMonitor:
             os.path.dirname(os.path.abspath(config.log_file)) + os.sep,
         )
 
-    def begin(self) -> None:
-        """Watch from now on, to the process's end."""
+    def start(self) -> None:
+        """Observe from now on, until the process ends."""
 
-        # Local names: the hook is called to the very end, when the module's own may be gone.
-        events, writing, own, written = _EVENTS, _WRITING, _OWN, self.written
+        # Local names: Python calls the hook to the very end, when the globals of this module may be gone.
+        events, writing, own, report_write = _EVENTS, _WRITING, _OWN, self.report_write
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
             if event not in events:  # nearly always
                 return
             if event == "os.rename":
-                written(arguments[1])
+                report_write(arguments[1])
             elif arguments[2] & writing and not arguments[2] & own:
-                written(arguments[0])
+                report_write(arguments[0])
 
         sys.addaudithook(hook)
 
-    def watch_saving(self, serialization: Any) -> None:
-        """Watch `torch.save`, given `torch.serialization`."""
+    def patch_torch_save(self, serialization: Any) -> None:
+        """Patch `torch.save`, given `torch.serialization`."""
         save = serialization.save
 
         @functools.wraps(save)
-        def watched(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-            self.written(f)
+        def observed_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+            self.report_write(f)
             save(obj, f, *args, **kwargs)
 
-        serialization.save = sys.modules["torch"].save = watched  # type: ignore[attr-defined]  # torch's own name
+        serialization.save = sys.modules["torch"].save = observed_save  # type: ignore[attr-defined]  # torch's own name
 
-    def written(self, path: Any) -> None:
-        """Note that a file is written, if it is a file by name, and none of ours."""
-        if not isinstance(path, str | bytes | os.PathLike) or len(self._known) >= _MOST_FILES:
+    def report_write(self, path: Any) -> None:
+        """Send a record of a written file, if it has a name and is not one of Rankless."""
+        if not isinstance(path, str | bytes | os.PathLike) or len(self._reported) >= _MAX_FILES:
             return
-        with contextlib.suppress(Exception):  # whatever is odd about a path, opening it is the script's business
+        with contextlib.suppress(Exception):  # an odd path is for the script's own `open` to refuse
             name = os.path.abspath(os.fsdecode(path))
-            if name in self._known or os.getpid() != self._process_id or self._is_ignored(name):
+            if name in self._reported or os.getpid() != self._process_id or self._is_ignored(name):
                 return
-            line = self._line(sys._getframe(1))
+            line = self._find_line(sys._getframe(1))
             if line is not None:
-                self._known.add(name)
+                self._reported.add(name)
                 self._send(FileOpened(rank=self._rank, time_ns=time.monotonic_ns(), path=name, line=line))
 
     def _is_ignored(self, name: str) -> bool:
         if name.startswith(self._ignored) or name.endswith((".lock", ".pyc")) or f"{os.sep}__pycache__{os.sep}" in name:
             return True
-        return os.path.isdir(name)  # as tempfile names its folder before it opens a file of its own there
+        return os.path.isdir(name)  # tempfile names its folder before it opens a file in it
 
-    def _line(self, frame: FrameType | None) -> str | None:
-        """The line of the script that writes; None where it is Rankless that does, "" where no script is to be seen."""
+    def _find_line(self, frame: FrameType | None) -> str | None:
+        """Return the line of the script that writes, None if Rankless writes, or "" if no script is on the stack."""
         while frame is not None:
             module = frame.f_globals.get("__name__", "")
             if module.partition(".")[0] == "rankless" and module != __name__:

@@ -1,4 +1,4 @@
-"""Noticing that each of several workers starts a whole training of its own, by `torch.multiprocessing.spawn`."""
+"""Warns if each of several workers starts a whole training of its own with `torch.multiprocessing.spawn`."""
 
 import functools
 import sys
@@ -8,12 +8,12 @@ from typing import Any
 from rankless.user_code import script_line
 
 
-def watch_spawning(multiprocessing: Any, notify: Callable[[str], None], *, world_size: int) -> None:
-    """Say once that a worker, one of `world_size`, calls `spawn` of `torch.multiprocessing`; what that does stays."""
+def warn_on_nested_spawn(multiprocessing: Any, notify: Callable[[str], None], *, world_size: int) -> None:
+    """Patch `spawn` of `torch.multiprocessing`: the first call in one of `world_size` workers warns, then spawns."""
     spawn = multiprocessing.spawn
 
     @functools.wraps(spawn)
-    def watched(*arguments: Any, **keywords: Any) -> Any:
+    def observed_spawn(*arguments: Any, **keywords: Any) -> Any:
         multiprocessing.spawn = spawn
         line = script_line(sys._getframe(1))
         notify(
@@ -22,4 +22,4 @@ def watch_spawning(multiprocessing: Any, notify: Callable[[str], None], *, world
         )
         return spawn(*arguments, **keywords)
 
-    multiprocessing.spawn = watched
+    multiprocessing.spawn = observed_spawn

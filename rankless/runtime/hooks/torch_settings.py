@@ -1,4 +1,4 @@
-"""What a worker sets in torch when its script first imports it."""
+"""Applies a worker's settings to torch when its script first imports torch."""
 
 import sys
 from collections.abc import Callable
@@ -15,37 +15,42 @@ def apply(
     seed: int | None,
     threads: int | None,
     dtype: str | None,
-    before_leaving: Callable[[BaseException | None], None],
-    step_made: Callable[..., None] | None = None,
+    before_teardown: Callable[[BaseException | None], None],
+    on_step: Callable[..., None] | None = None,
 ) -> None:
-    """Set threads, seed, dtype and debug level, and have `before_leaving` called before groups are destroyed, and
-    `step_made` after each step of an optimizer.
+    """Set threads, seed, dtype and debug level, and register two callbacks.
+
+    Args:
+        seed: The seed of torch's generators, or None to draw one.
+        threads: How many threads torch's operators use, or None to leave that to torch.
+        dtype: The name of the default dtype, or None for float32.
+        before_teardown: Called before the script destroys process groups, with the exception in flight.
+        on_step: Called after each step of an optimizer.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     if dtype is not None:
-        # Jobs cast their own models and arguments. What a script does besides, as an average of parameters
-        # made before the first call or a model called on noise outside jobs, must be of one dtype with them.
+        # Jobs cast their own models and arguments. Other tensors of the script need the same dtype: an average of
+        # parameters made before the first call, or the noise on which a script calls a model outside jobs.
         torch.set_default_dtype(getattr(torch, dtype))
     if seed is not None:
         torch.manual_seed(seed)
     else:
-        torch.seed()  # as in a process of its own: what torch drew at its import, all forks of the parent share
-    if step_made is not None:
-        register_optimizer_step_post_hook(step_made)
+        torch.seed()  # all forks of the fork server share the seed that torch drew when it was imported
+    if on_step is not None:
+        register_optimizer_step_post_hook(on_step)
     if dist.is_available():
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # public, missing in the stubs
-        _announce_destruction(before_leaving)
+        _patch_destroy_process_group(before_teardown)
 
 
-def _announce_destruction(before_leaving: Callable[[BaseException | None], None]) -> None:
-    # A script that fails, destroys its group, then cleans up for a while, is known as the culprit only if
-    # it says so first: its peers lose their connection at once, and its own exception reaches the top much
-    # later.
+def _patch_destroy_process_group(before_teardown: Callable[[BaseException | None], None]) -> None:
+    # A script may fail, destroy its group and clean up for a while. Its peers lose their connection at once, and its
+    # own exception arrives much later. The agent finds the root cause only if this rank reports before it destroys.
     destroy = groups.destroy_process_group
 
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        before_leaving(sys.exc_info()[1])
+        before_teardown(sys.exc_info()[1])
         destroy(group)
 
     destroy_process_group.__doc__ = destroy.__doc__

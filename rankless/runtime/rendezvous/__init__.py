@@ -1,1 +1,1 @@
-"""How the ranks of a job find each other: by a launcher's variables, at a TCP address, or through a shared file."""
+"""The rendezvous of a job's ranks: by a launcher's variables, at a TCP address, or through a shared file."""

@@ -1,11 +1,11 @@
-"""Meeting as the processes of Horovod's own launcher do: at its HTTP key-value server rank 0 tells where it serves.
+"""Rendezvous of processes that Horovod's own launcher has started, through its HTTP key-value server.
 
-That server takes PUT and GET of /scope/key, and answers 404 for what is not there. One key of ours is used, for a
-moment: the store at which ranks meet is rank 0's, as everywhere.
+That server answers PUT and GET of /scope/key, and 404 for a key that has no value. Rank 0 publishes the address of its
+store under one key, for a moment. The ranks then join at that store, as everywhere.
 
-Note [the key is blank before anybody goes on]: a process may join again, or a shell may run a second program in the
-same job. So rank 0 takes its address back before the meeting is over. It does so by an empty value: older servers of
-Horovod fail at DELETE in a scope that they do not know.
+Note [rank 0 clears the key first]: a process may join again, and a shell may run a second program in the same job. So
+rank 0 clears its address before any rank continues. It writes an empty value: older servers of Horovod fail on DELETE
+in a scope that they do not know.
 """
 
 import contextlib
@@ -20,100 +20,101 @@ import msgspec
 from rankless.config.horovod_variables import HorovodWorker
 from rankless.config.hosts import interface_towards
 from rankless.errors import JoinError
-from rankless.runtime.rendezvous.address import RendezvousParameters
+from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import JoinDeadline, Notify, Rendezvous, join_tcp_rendezvous
 
-PATH = "/rankless/meeting"
-TAKEN_BACK = "rankless/taken-back"
-ANSWER_SECONDS = 5.0
-SILENT_SECONDS = 30.0
-"""How long the server may be without an answer: it is there before any worker is."""
-LONGEST_NAP_SECONDS = 0.25
+PATH = "/rankless/rendezvous"
+CLEARED_KEY = "rankless/cleared"
+REQUEST_TIMEOUT_SECONDS = 5.0
+SERVER_TIMEOUT_SECONDS = 30.0
+"""How long the server may fail to answer. The launcher starts it before any worker."""
+MAX_POLL_SECONDS = 0.25
 
 
-class Served(msgspec.Struct, frozen=True):
-    """Where rank 0 serves the store of the job."""
+class StoreAddress(msgspec.Struct, frozen=True):
+    """The address at which rank 0 serves the store of the job."""
 
     host: str
     port: int
 
 
-def join_horovod_rendezvous(told: HorovodWorker, notify: Notify) -> tuple[Rendezvous, Served]:
-    """Meet, told by Horovod's launcher: the meeting, and where. Raises JoinError."""
-    server = KeyValueServer(told, notify)
-    if told.rank != 0:
-        served = _told_by_rank_0(server)
-        rendezvous = join_tcp_rendezvous(_invitation(told, served), notify)
-        rendezvous.store.wait([TAKEN_BACK], timedelta(seconds=told.timeout_seconds))
-        return rendezvous, served
-    with _reserved(server.own_address()) as served:
-        server.put(msgspec.json.encode(served))
-        rendezvous = join_tcp_rendezvous(_invitation(told, served), notify)
+def join_horovod_rendezvous(worker: HorovodWorker, notify: Notify) -> tuple[Rendezvous, StoreAddress]:
+    """Join the other ranks. Return the rendezvous and the address of its store. Raises JoinError."""
+    server = KeyValueServer(worker, notify)
+    if worker.rank != 0:
+        address = _receive_store_address(server)
+        rendezvous = join_tcp_rendezvous(_make_parameters(worker, address), notify)
+        rendezvous.store.wait([CLEARED_KEY], timedelta(seconds=worker.timeout_seconds))
+        return rendezvous, address
+    with _reserve_port(server.own_address()) as address:
+        server.put(msgspec.json.encode(address))
+        rendezvous = join_tcp_rendezvous(_make_parameters(worker, address), notify)
     server.put(b"")
-    rendezvous.store.set(TAKEN_BACK, "")
-    return rendezvous, served
+    rendezvous.store.set(CLEARED_KEY, "")
+    return rendezvous, address
 
 
 class KeyValueServer:
-    """The launcher's server, as one of its workers sees it: a place for one value."""
+    """A worker's client of the launcher's server, for one value."""
 
-    def __init__(self, told: HorovodWorker, notify: Notify) -> None:
-        self._told = told
-        host = f"[{told.address}]" if ":" in told.address else told.address
-        self._name = f"http://{host}:{told.port}"
-        self._patience = JoinDeadline(_invitation(told, Served(told.address, told.port)), notify)
-        self._nap = 0.0
+    def __init__(self, worker: HorovodWorker, notify: Notify) -> None:
+        self._worker = worker
+        host = f"[{worker.address}]" if ":" in worker.address else worker.address
+        self._name = f"http://{host}:{worker.port}"
+        self._deadline = JoinDeadline(_make_parameters(worker, StoreAddress(worker.address, worker.port)), notify)
+        self._poll_seconds = 0.0
 
     def own_address(self) -> str:
-        """This host's, on the way to the server: whoever reaches the server reaches it, too. Raises JoinError."""
+        """Return this host's address on the route to the server, which all ranks can reach. Raises JoinError."""
         try:
-            return interface_towards(self._told.address)[1]
+            return interface_towards(self._worker.address)[1]
         except (OSError, UnicodeError) as error:
-            raise self._unreachable(str(error)) from None
+            raise self._make_unreachable_error(str(error)) from None
 
     def put(self, value: bytes) -> None:
-        """Make `value` what others get. Raises JoinError."""
-        self._asked("PUT", value)
+        """Set the value that the other ranks get. Raises JoinError."""
+        self._request("PUT", value)
 
     def get(self) -> bytes:
-        """The value; empty where there is none. Raises JoinError."""
-        return self._asked("GET", None)
+        """Return the value, empty if there is none. Raises JoinError."""
+        return self._request("GET", None)
 
     def wait_for_rank_0(self) -> None:
-        """Nap between two looks. Raises JoinError when the time is over."""
-        self._patience.wait(
-            lambda: f"{self._name}: waiting for rank 0, which is to say there where it serves",
-            "look at rank 0: does it call hvd.init, and of the same Rankless? HOROVOD_START_TIMEOUT waits longer",
+        """Sleep between two polls. Raises JoinError after the timeout."""
+        self._deadline.wait(
+            lambda: f"{self._name}: waiting for rank 0, which publishes its address there",
+            "check that rank 0 calls hvd.init, with the same version of Rankless; HOROVOD_START_TIMEOUT waits longer",
         )
-        time.sleep(self._nap)  # on top of the nap of patience: one server may have a thousand ranks at its door
-        self._nap = min(self._nap + 0.01, LONGEST_NAP_SECONDS)
+        time.sleep(self._poll_seconds)  # in addition to the deadline's own: a thousand ranks may poll one server
+        self._poll_seconds = min(self._poll_seconds + 0.01, MAX_POLL_SECONDS)
 
-    def _asked(self, method: str, body: bytes | None) -> bytes:
+    def _request(self, method: str, body: bytes | None) -> bytes:
         start = time.monotonic()
         while True:
             try:
-                return self._answer(method, body)
+                return self._request_once(method, body)
             except (socket.gaierror, UnicodeError) as error:
-                raise self._unreachable(str(error)) from None
+                raise self._make_unreachable_error(str(error)) from None
             except (OSError, HTTPException) as error:
                 why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-            if time.monotonic() - start > min(SILENT_SECONDS, self._told.timeout_seconds):
-                raise self._unreachable(why)
-            self._patience.wait(self._no_answer(why), self._fix())
+            if time.monotonic() - start > min(SERVER_TIMEOUT_SECONDS, self._worker.timeout_seconds):
+                raise self._make_unreachable_error(why)
+            self._deadline.wait(self._describe_no_answer(why), self._fix())
 
-    def _answer(self, method: str, body: bytes | None) -> bytes:
-        with contextlib.closing(HTTPConnection(self._told.address, self._told.port, timeout=ANSWER_SECONDS)) as asking:
-            asking.request(method, PATH, body)
-            answer = asking.getresponse()
+    def _request_once(self, method: str, body: bytes | None) -> bytes:
+        connection = HTTPConnection(self._worker.address, self._worker.port, timeout=REQUEST_TIMEOUT_SECONDS)
+        with contextlib.closing(connection):
+            connection.request(method, PATH, body)
+            answer = connection.getresponse()
             value = answer.read()
         if answer.status not in (200, 404):
             raise HTTPException(f"it says {answer.status} {answer.reason}")
         return value if answer.status == 200 else b""
 
-    def _no_answer(self, why: str) -> Callable[[], str]:
+    def _describe_no_answer(self, why: str) -> Callable[[], str]:
         return lambda: f"{self._name}: no answer ({why})"
 
-    def _unreachable(self, why: str) -> JoinError:
+    def _make_unreachable_error(self, why: str) -> JoinError:
         return JoinError(
             expected=f"Horovod's launcher to answer at {self._name}, as HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT say",
             found=why,
@@ -122,39 +123,39 @@ class KeyValueServer:
 
     def _fix(self) -> str:
         return (
-            "look whether the launcher lives and its port is open to this host; or start the job by "
+            "check that the launcher is alive and its port open to this host; or start the job by "
             "`rankless horovodrun`, with the same options"
         )
 
 
-def _told_by_rank_0(server: KeyValueServer) -> Served:
+def _receive_store_address(server: KeyValueServer) -> StoreAddress:
     while not (value := server.get()):
         server.wait_for_rank_0()
     try:
-        return msgspec.json.decode(value, type=Served)
+        return msgspec.json.decode(value, type=StoreAddress)
     except msgspec.DecodeError:
         raise JoinError(
-            expected=f"at {PATH} of Horovod's server what rank 0 has said: a host and a port",
+            expected=f"rank 0's host and port at {PATH} of Horovod's server",
             found=repr(value[:80]),
-            fix="end what else writes there; use the same version of Rankless on all ranks",
+            fix="stop what else writes there; use the same version of Rankless on all ranks",
         ) from None
 
 
 @contextlib.contextmanager
-def _reserved(host: str) -> Iterator[Served]:
-    """A port for the store, which nobody else gets while it is told: bound, and not listening yet."""
+def _reserve_port(host: str) -> Iterator[StoreAddress]:
+    """Reserve a port for the store: the socket is bound, so that no other process gets it, and does not listen yet."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((host, 0))
-        yield Served(host, reserved.getsockname()[1])
+        yield StoreAddress(host, reserved.getsockname()[1])
 
 
-def _invitation(told: HorovodWorker, served: Served) -> RendezvousParameters:
+def _make_parameters(worker: HorovodWorker, address: StoreAddress) -> RendezvousParameters:
     return RendezvousParameters(
         kind="tcp",
-        host=served.host,
-        port=served.port,
-        rank=told.rank,
-        world_size=told.world_size,
-        timeout_seconds=told.timeout_seconds,
+        host=address.host,
+        port=address.port,
+        rank=worker.rank,
+        world_size=worker.world_size,
+        timeout_seconds=worker.timeout_seconds,
     )

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet, whoever has started them: this process's place among them, and a store they share."""
+"""The rendezvous of this process with the ranks of its job, whichever launcher has started them."""
 
 import contextlib
 import importlib
@@ -16,46 +16,48 @@ from rankless.config.rank_layout import assign_ranks
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
-from rankless.runtime.rendezvous.address import RendezvousParameters
+from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 
 if TYPE_CHECKING:
     from rankless.config.horovod_variables import HorovodWorker
 
 STORE_TIMEOUT = timedelta(minutes=5)
-JOINING_SECONDS = 1800.0
+JOIN_TIMEOUT_SECONDS = 1800.0
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousInfo:
-    """One process's place in its job."""
+    """What one process needs to communicate with the other ranks of its job."""
 
     rank: int
     size: int
     store: Any
-    """A `torch.distributed.Store` of all ranks."""
+    """The `torch.distributed.Store` of all ranks."""
     address: str = LOOPBACK
-    """At which rank 0's host is reached by all."""
+    """The address at which all ranks reach rank 0's host."""
     assignment: RankAssignment | None = None
-    """Also on its host, and its host among the others; None where the launcher has not told."""
+    """The ranks within the host and across hosts too; None if the launcher does not say them."""
 
 
 def find_rendezvous_info() -> RendezvousInfo:
-    """The place that a launcher has told: Rankless, Horovod's own, torchrun or mpirun; or that torch.distributed's
-    default group has; a place alone if there is none. Raises JoinError if the ranks do not come together.
+    """Find rank, size and store of this process, and wait for the other ranks if that takes a rendezvous.
+
+    Reads what the launcher says: Rankless, Horovod's own, torchrun or mpirun. Without a launcher, uses the default
+    group of torch.distributed; without that, returns a job of one. Raises JoinError if some ranks do not join.
     """
     config = environment.read_worker_config()
     if config is not None:
-        return _place_of_worker(config)
+        return _from_worker_config(config)
     horovod = environment.read_horovod_worker()
     if horovod is not None:
-        # Before torchrun's: what sets those for a pod as a whole, horovodrun hands on to all of its workers.
-        return _place_by_horovod(horovod)
+        # Before torchrun's variables: a pod may set those as a whole, and horovodrun passes them to all its workers.
+        return _join_by_horovod(horovod)
     torchrun = environment.read_torchrun()
     has_group = dist.is_available() and dist.is_initialized() and not environment.is_child_of_worker()
     if torchrun is not None and torchrun.world_size > 1 and (torchrun.master_address is not None or not has_group):
-        return _place_by_torchrun(torchrun)
+        return _join_by_torchrun(torchrun)
     if has_group:
         store = dist.distributed_c10d._get_default_store()
         return RendezvousInfo(rank=dist.get_rank(), size=dist.get_world_size(), store=store)
@@ -63,15 +65,18 @@ def find_rendezvous_info() -> RendezvousInfo:
 
 
 def parameters_from_torchrun(torchrun: environment.TorchrunWorker) -> RendezvousParameters:
-    """Where torchrun, or a launcher like it, has its processes meet. Raises JoinError where it has not said."""
+    """Return where torchrun, or a similar launcher, has its processes rendezvous.
+
+    Raises JoinError if it does not say.
+    """
     if torchrun.master_address is None or torchrun.master_port == 0:
         missing = "MASTER_ADDR" if torchrun.master_address is None else "MASTER_PORT"
         raise JoinError(
-            expected="a launcher that tells where the ranks meet",
+            expected="a launcher that sets the address at which the ranks rendezvous",
             found=f"rank {torchrun.rank} of {torchrun.world_size}, and no {missing}",
-            fix=f"start the job by `rankless horovodrun -np {torchrun.world_size} …`, also in the place of mpirun; or "
+            fix=f"start the job by `rankless horovodrun -np {torchrun.world_size} …`, also instead of mpirun; or "
             "set MASTER_ADDR to an address of rank 0's host, and MASTER_PORT to a free port there; "
-            "RANK=0 WORLD_SIZE=1 let a process train alone",
+            "with RANK=0 WORLD_SIZE=1 a process trains alone",
         )
     return RendezvousParameters(
         kind="tcp",
@@ -79,16 +84,16 @@ def parameters_from_torchrun(torchrun: environment.TorchrunWorker) -> Rendezvous
         port=torchrun.master_port,
         rank=torchrun.rank,
         world_size=torchrun.world_size,
-        timeout_seconds=JOINING_SECONDS,
-        served=torchrun.has_store,
+        timeout_seconds=JOIN_TIMEOUT_SECONDS,
+        served_by_launcher=torchrun.has_store,
     )
 
 
-def _place_of_worker(config: WorkerConfig) -> RendezvousInfo:
+def _from_worker_config(config: WorkerConfig) -> RendezvousInfo:
     return RendezvousInfo(
         rank=config.rank,
         size=config.world_size,
-        store=_store_of(config) if config.world_size > 1 else dist.HashStore(),  # type: ignore[attr-defined]  # as above
+        store=_open_workers_store(config) if config.world_size > 1 else dist.HashStore(),  # type: ignore[attr-defined]  # as above
         address=config.store_address,
         assignment=RankAssignment(
             rank=config.rank,
@@ -101,7 +106,7 @@ def _place_of_worker(config: WorkerConfig) -> RendezvousInfo:
     )
 
 
-def _place_by_torchrun(torchrun: environment.TorchrunWorker) -> RendezvousInfo:
+def _join_by_torchrun(torchrun: environment.TorchrunWorker) -> RendezvousInfo:
     parameters = parameters_from_torchrun(torchrun)
     rendezvous = join_tcp_rendezvous(parameters, print_notice)
     if rendezvous.is_on_one_host:
@@ -114,26 +119,27 @@ def _place_by_torchrun(torchrun: environment.TorchrunWorker) -> RendezvousInfo:
     )
 
 
-def _place_by_horovod(told: "HorovodWorker") -> RendezvousInfo:
-    if told.world_size == 1:
-        return RendezvousInfo(rank=0, size=1, store=dist.HashStore(), assignment=told.assignment)  # type: ignore[attr-defined]  # as above
+def _join_by_horovod(worker: "HorovodWorker") -> RendezvousInfo:
+    if worker.world_size == 1:
+        return RendezvousInfo(rank=0, size=1, store=dist.HashStore(), assignment=worker.assignment)  # type: ignore[attr-defined]  # as above
     # Imported here: only processes of Horovod's own launcher need it.
     horovod = importlib.import_module("rankless.runtime.rendezvous.horovod")
-    rendezvous, served = horovod.join_horovod_rendezvous(told, print_notice)
-    environment.prefer_interface(told.interface or interface_towards(told.address)[0])
+    rendezvous, address = horovod.join_horovod_rendezvous(worker, print_notice)
+    environment.prefer_interface(worker.interface or interface_towards(worker.address)[0])
+    hosts = [one.host for one in rendezvous.participants]
     return RendezvousInfo(
-        rank=told.rank,
-        size=told.world_size,
+        rank=worker.rank,
+        size=worker.world_size,
         store=rendezvous.store,
-        address=served.host,
-        assignment=told.assignment or assign_ranks([one.host for one in rendezvous.arrived])[told.rank],
+        address=address.host,
+        assignment=worker.assignment or assign_ranks(hosts)[worker.rank],
     )
 
 
-def _store_of(config: WorkerConfig) -> Any:
-    """The store at which ranks meet; rank 0 serves it on the local socket that the agent has opened."""
+def _open_workers_store(config: WorkerConfig) -> Any:
+    """Return the store of all workers. Rank 0 serves it on the local socket that the agent has opened."""
     if config.store_port is None:
-        raise RuntimeError("a worker plan without a store")
+        raise RuntimeError("a worker config without a store")
     listening = None
     if config.store_descriptor is not None:
         with contextlib.suppress(OSError):
@@ -150,5 +156,5 @@ def _store_of(config: WorkerConfig) -> Any:
 
 
 def print_notice(text: str) -> None:
-    """Tell the user something in a process that has nobody to tell it for it."""
+    """Print a notice to standard error, in a process without an agent that would show it."""
     print(f"rankless: {text}", file=sys.stderr, flush=True)

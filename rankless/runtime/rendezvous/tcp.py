@@ -1,7 +1,7 @@
-"""Meeting at an address: rank 0 serves a store there, every rank leaves its name, and all wait until all are there.
+"""Rendezvous at a TCP address: rank 0 serves a store there, every rank registers, and all wait for all.
 
-Note [the store listens where it is told]: torch's store listens on all interfaces, whatever its address says, and lets
-anybody in. So rank 0 opens the socket itself, on the address given, and hands it over.
+Note [the store listens on one address]: torch's store listens on all interfaces, whatever its address says, and accepts
+any connection. So rank 0 opens the socket itself, on the given address, and passes it to the store.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ import torch.distributed as dist
 from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.shared_memory import host_identity
 from rankless.errors import JoinError
-from rankless.runtime.rendezvous.address import RendezvousParameters
+from rankless.runtime.rendezvous.parameters import RendezvousParameters
 
-TELL_AFTER_SECONDS = 5.0
-NAP_SECONDS = 0.02
-TRIES_TO_LISTEN = 50
-CONNECT_SECONDS = 5.0
+NOTICE_AFTER_SECONDS = 5.0
+POLL_SECONDS = 0.02
+MAX_LISTEN_ATTEMPTS = 50
+CONNECT_TIMEOUT_SECONDS = 5.0
 
 Notify = Callable[[str], None]
 
 
 class Participant(msgspec.Struct, frozen=True):
-    """What a rank leaves at the meeting."""
+    """What a rank registers at the rendezvous."""
 
     host: str
     process_id: int
@@ -37,93 +37,92 @@ class Participant(msgspec.Struct, frozen=True):
 
 
 class Rendezvous:
-    """The store at which all ranks have met, and what each has told of itself."""
+    """A complete rendezvous: the store that all ranks share, and the participants by rank."""
 
-    def __init__(self, store: Any, arrived: Sequence[Participant]) -> None:
+    def __init__(self, store: Any, participants: Sequence[Participant]) -> None:
         self.store = store
-        self.arrived = tuple(arrived)
+        self.participants = tuple(participants)
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all ranks are."""
-        return len({one.host for one in self.arrived}) == 1
+        """Whether all ranks run on the same host."""
+        return len({one.host for one in self.participants}) == 1
 
     def local_rank(self, rank: int) -> int:
-        """A rank's number among those of its host."""
-        return sum(one.host == self.arrived[rank].host for one in self.arrived[:rank])
+        """Return a rank's number among the ranks of its host."""
+        return sum(one.host == self.participants[rank].host for one in self.participants[:rank])
 
 
 class JoinDeadline:
-    """Waiting with a limit that tells, every few seconds, what for."""
+    """Polls until a timeout, and notifies the user every few seconds what this rank waits for."""
 
     def __init__(self, parameters: RendezvousParameters, notify: Notify) -> None:
-        self._limit = parameters.timeout_seconds
+        self._timeout_seconds = parameters.timeout_seconds
         self._notify = notify
-        self._start = self._told = time.monotonic()
+        self._start = self._notified = time.monotonic()
 
-    def wait(self, waiting_for: Callable[[], str], fix: str) -> None:
-        """Nap. Raises JoinError when the time is over."""
+    def wait(self, describe: Callable[[], str], fix: str) -> None:
+        """Sleep for one poll interval. Raises JoinError, with `describe()` and `fix`, after the timeout."""
         now = time.monotonic()
-        if now - self._start > self._limit:
-            raise JoinError(
-                expected="all ranks to come", found=f"{waiting_for()}, for {now - self._start:.1f} s", fix=fix
-            )
-        if now - self._told > TELL_AFTER_SECONDS:
-            self._told = now
-            self._notify(f"{waiting_for()}, {now - self._start:.0f} s")
-        time.sleep(NAP_SECONDS)
+        if now - self._start > self._timeout_seconds:
+            raise JoinError(expected="all ranks to join", found=f"{describe()}, for {now - self._start:.1f} s", fix=fix)
+        if now - self._notified > NOTICE_AFTER_SECONDS:
+            self._notified = now
+            self._notify(f"{describe()}, {now - self._start:.0f} s")
+        time.sleep(POLL_SECONDS)
 
 
 def join_tcp_rendezvous(parameters: RendezvousParameters, notify: Notify) -> Rendezvous:
-    """Meet at a tcp:// address. Raises JoinError."""
+    """Join the other ranks at a tcp:// address. Raises JoinError."""
     deadline = JoinDeadline(parameters, notify)
     while True:
-        # A process may join, shut down, and join again: at a launcher's store under another number each time, and
-        # at rank 0's it may come upon the store of the time before, which is about to go.
+        # A process may join, shut down and join again. A launcher's store counts the times. At rank 0's own store the
+        # process may still reach the store of the previous time, which is about to close.
         with contextlib.suppress(dist.DistError):
-            store = _store_at(parameters, deadline)
-            time_joined = store.add(f"rankless/times/{parameters.rank}", 1)
-            if parameters.served or time_joined == 1:
+            store = _open_store(parameters, deadline)
+            join_count = store.add(f"rankless/times/{parameters.rank}", 1)
+            if parameters.served_by_launcher or join_count == 1:
                 store.set_timeout(timedelta(seconds=parameters.timeout_seconds))
-                return _all_arrived(store, f"rankless/meeting/{time_joined}", parameters, deadline)
+                return _wait_for_all(store, f"rankless/rendezvous/{join_count}", parameters, deadline)
             if not store.check(["rankless/complete"]):
                 raise JoinError(
                     expected=f"one process as rank {parameters.rank} at {parameters}",
-                    found="another that came before",
-                    fix="give every process a rank of its own, or end what is left of an earlier run",
+                    found="a second one: another process has joined as this rank before",
+                    fix="give every process a rank of its own, or end the remaining processes of an earlier run",
                 )
         store = None
         deadline.wait(lambda: f"{parameters}: waiting for an earlier store to close", "call shutdown on every rank")
 
 
-def _all_arrived(store: Any, prefix: str, parameters: RendezvousParameters, deadline: JoinDeadline) -> Rendezvous:
+def _wait_for_all(store: Any, prefix: str, parameters: RendezvousParameters, deadline: JoinDeadline) -> Rendezvous:
     rank, size = parameters.rank, parameters.world_size
     own = Participant(host_identity(), os.getpid(), size)
     store.set(f"{prefix}/{rank}", msgspec.json.encode(own))
-    arrived: dict[int, Participant] = {}
+    found: dict[int, Participant] = {}
 
-    while len(arrived) < size:
+    while len(found) < size:
         for other in range(size):
-            if other not in arrived and store.check([f"{prefix}/{other}"]):
-                arrived[other] = msgspec.json.decode(store.get(f"{prefix}/{other}"), type=Participant)
-                _require_one_size(arrived[other], other, parameters)
-        if len(arrived) < size:
+            if other not in found and store.check([f"{prefix}/{other}"]):
+                found[other] = msgspec.json.decode(store.get(f"{prefix}/{other}"), type=Participant)
+                _require_same_size(found[other], other, parameters)
+        if len(found) < size:
             deadline.wait(
-                lambda: waiting_text(parameters, arrived), "start the others, with the same address and world_size"
+                lambda: describe_missing_ranks(parameters, found),
+                "start the others, with the same address and world_size",
             )
     store.set("rankless/complete", "")
-    # At a launcher's store the keys of an earlier group are still there.
+    # A launcher's store still has the keys of an earlier group.
     own_store = dist.PrefixStore(f"{prefix}/group", store)  # type: ignore[attr-defined]  # missing in the stubs
-    return Rendezvous(own_store, [arrived[other] for other in range(size)])
+    return Rendezvous(own_store, [found[other] for other in range(size)])
 
 
-def waiting_text(parameters: RendezvousParameters, arrived: Collection[int]) -> str:
-    """For which ranks a meeting waits, in words."""
-    missing = [rank for rank in range(parameters.world_size) if rank not in arrived]
+def describe_missing_ranks(parameters: RendezvousParameters, found: Collection[int]) -> str:
+    """Return a text that names the ranks for which a rendezvous waits."""
+    missing = [rank for rank in range(parameters.world_size) if rank not in found]
     return f"{parameters}: waiting for {format_ranks(missing)} of {parameters.world_size}"
 
 
-def _require_one_size(other: Participant, rank: int, parameters: RendezvousParameters) -> None:
+def _require_same_size(other: Participant, rank: int, parameters: RendezvousParameters) -> None:
     if other.world_size != parameters.world_size:
         raise JoinError(
             expected=f"all ranks with world_size={parameters.world_size}, as here on rank {parameters.rank}",
@@ -132,44 +131,44 @@ def _require_one_size(other: Participant, rank: int, parameters: RendezvousParam
         )
 
 
-def _store_at(parameters: RendezvousParameters, deadline: JoinDeadline) -> Any:
-    """The store at the address: served by rank 0, of which the others wait until it is there."""
-    serves = parameters.rank == 0 and not parameters.served
-    listening = _listening(parameters) if serves else None
+def _open_store(parameters: RendezvousParameters, deadline: JoinDeadline) -> Any:
+    """Return the store at the address. Rank 0 serves it; the other ranks wait until they can reach it."""
+    serves = parameters.rank == 0 and not parameters.served_by_launcher
+    listening = _listen(parameters) if serves else None
     if not serves:
-        _until_reachable(parameters, deadline)
+        _wait_until_reachable(parameters, deadline)
     return dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
         parameters.host,
         parameters.port,
         parameters.world_size,
         serves,
-        timeout=timedelta(seconds=CONNECT_SECONDS),
+        timeout=timedelta(seconds=CONNECT_TIMEOUT_SECONDS),
         wait_for_workers=False,
         master_listen_fd=listening,
     )
 
 
-def _listening(parameters: RendezvousParameters) -> int:
+def _listen(parameters: RendezvousParameters) -> int:
     family = socket.AF_INET6 if ":" in parameters.host else socket.AF_INET
-    for attempt in range(TRIES_TO_LISTEN):
+    for attempt in range(MAX_LISTEN_ATTEMPTS):
         try:
             return socket.create_server((parameters.host, parameters.port), family=family, backlog=1024).detach()
         except OSError as error:
-            # The store of an earlier meeting of this process may need a moment to close.
-            if attempt + 1 == TRIES_TO_LISTEN or "in use" not in str(error):
+            # The store of an earlier rendezvous of this process may take a moment to close.
+            if attempt + 1 == MAX_LISTEN_ATTEMPTS or "in use" not in str(error):
                 raise JoinError(
                     expected=f"rank 0 to listen on {parameters.host}, port {parameters.port}",
                     found=str(error),
-                    fix="name an address of rank 0's own host, and a port that is free: `ss -ltnp` shows who has it",
+                    fix="use an address of rank 0's own host and a free port: `ss -ltnp` shows which process has it",
                 ) from None
-            time.sleep(NAP_SECONDS)
+            time.sleep(POLL_SECONDS)
     raise AssertionError("the loop returns or raises")
 
 
-def _until_reachable(parameters: RendezvousParameters, deadline: JoinDeadline) -> None:
+def _wait_until_reachable(parameters: RendezvousParameters, deadline: JoinDeadline) -> None:
     why = ""
 
-    def waiting_for() -> str:
+    def describe() -> str:
         return f"{parameters}: waiting for rank 0, which serves there ({why})"
 
     while True:
@@ -178,12 +177,12 @@ def _until_reachable(parameters: RendezvousParameters, deadline: JoinDeadline) -
             return
         except socket.gaierror as error:
             raise JoinError(
-                expected=f"a host name that can be looked up: {parameters.host}",
+                expected=f"a host name that can be resolved: {parameters.host}",
                 found=str(error),
-                fix="name an IP address, or add the name to /etc/hosts",
+                fix="use an IP address, or add the name to /etc/hosts",
             ) from None
         except TimeoutError:
             why = "no answer: a firewall, or another network?"
         except OSError as error:
             why = error.strerror or str(error)
-        deadline.wait(waiting_for, "start rank 0 on that host first; is the port open, and the address rank 0's?")
+        deadline.wait(describe, "start rank 0 on that host first; check that the port is open and the address rank 0's")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from rankless.compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from rankless.runtime.elastic_round import membership
+from rankless.runtime.elastic_round import current_member
 
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2
 """How the hosts changed, in Horovod's numbers. 3 means both."""
@@ -147,10 +147,10 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        member = membership()
+        member = current_member()
         listener = _HostUpdateListener(state)
         if member is not None:
-            member.add(listener)
+            member.add_listener(listener)
         skip_sync = is_reset_due = False
         try:
             while True:
@@ -160,7 +160,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                     if not skip_sync:
                         state.sync()
                     if member is not None:
-                        member.synced()
+                        member.report_synced()
                     return func(state, *args, **kwargs)
                 except HorovodInternalError:
                     state.restore()
@@ -170,20 +170,20 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                 is_reset_due = True
         finally:
             if member is not None:
-                member.remove(listener)
+                member.remove_listener(listener)
 
     return wrapper
 
 
 def _reset_and_rejoin(state: State, reset: Callable[[], None], listener: _HostUpdateListener, skip_sync: bool) -> bool:
     """Join the next round, and return whether synchronizing the state can be skipped."""
-    member = membership()
+    member = current_member()
     if member is not None:
-        member.remove(listener)
+        member.remove_listener(listener)
         member.keeps_state = skip_sync
     reset()
     state.on_reset()
     if member is None:
         return skip_sync
-    member.add(listener)  # it receives the changes of this round again, which came before the state was reset
+    member.add_listener(listener)  # it receives the changes of this round again, which came before the state was reset
     return member.round is not None and not member.round.must_sync

@@ -1,4 +1,4 @@
-"""Where processes that no launcher has told of each other are to meet: what `rankless.init` is given."""
+"""The rendezvous of processes that no launcher has started: the arguments of `rankless.init`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,12 +6,12 @@ from urllib.parse import urlsplit
 
 from rankless.errors import ConfigError
 
-FORMS = "tcp://HOST:PORT or file:///SHARED/PATH"
+ADDRESS_FORMS = "tcp://HOST:PORT or file:///SHARED/PATH"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousParameters:
-    """A place to meet, this process's rank, and how many ranks there are to be."""
+    """The address at which all ranks of a job rendezvous, the rank of this process, and the number of ranks."""
 
     kind: Literal["tcp", "file"]
     host: str = ""
@@ -20,8 +20,8 @@ class RendezvousParameters:
     rank: int
     world_size: int
     timeout_seconds: float
-    served: bool = False
-    """Whether a launcher serves a store at the address; else rank 0 does."""
+    served_by_launcher: bool = False
+    """Whether a launcher serves a store at the address. Otherwise rank 0 does."""
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -31,12 +31,12 @@ class RendezvousParameters:
 def parse_rendezvous_address(
     address: str, *, rank: int | None, world_size: int | None, timeout_seconds: float
 ) -> RendezvousParameters:
-    """What the arguments of `rankless.init` mean. Raises ConfigError for what cannot be meant."""
+    """Parse the arguments of `rankless.init`. Raises ConfigError if they are incomplete or invalid."""
     if rank is None or world_size is None:
         raise ConfigError(
             expected=f"rank= and world_size= beside the address {address!r}",
             found=f"rank={rank}, world_size={world_size}",
-            fix="pass both; without a launcher only the script knows them",
+            fix="pass both: without a launcher only the script knows them",
         )
     if not (isinstance(world_size, int) and isinstance(rank, int) and 0 <= rank < world_size):
         raise ConfigError(
@@ -45,11 +45,11 @@ def parse_rendezvous_address(
             fix="number the processes from 0",
         )
     parts = urlsplit(address)
-    if parts.scheme == "tcp" and parts.hostname and _port_of(address):
+    if parts.scheme == "tcp" and parts.hostname and _parse_port(address):
         return RendezvousParameters(
             kind="tcp",
             host=parts.hostname,
-            port=_port_of(address),
+            port=_parse_port(address),
             rank=rank,
             world_size=world_size,
             timeout_seconds=timeout_seconds,
@@ -59,13 +59,13 @@ def parse_rendezvous_address(
             kind="file", path=parts.path, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds
         )
     raise ConfigError(
-        expected=f"an address as {FORMS}",
+        expected=f"an address of the form {ADDRESS_FORMS}",
         found=address,
-        fix="a file has three slashes, and its path is one that all hosts share; a port is a number from 1 to 65535",
+        fix="write a file with three slashes and a path that all hosts share, a port as a number from 1 to 65535",
     )
 
 
-def _port_of(address: str) -> int:
+def _parse_port(address: str) -> int:
     try:
         return urlsplit(address).port or 0
     except ValueError:
