@@ -1,1 +1,1 @@
-"""Benchmarks: ours beside a peer's, by turns. `python -m bench [NAME] [--json FILE]`."""
+"""Benchmarks of Rankless and a peer, measured alternately. `python -m bench [NAME] [--json FILE]`."""

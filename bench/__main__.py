@@ -1,4 +1,4 @@
-"""Run one benchmark or all, print a table, and write a list of rows on request."""
+"""Run one benchmark or all, print a table, and write the rows to a file on request."""
 
 import argparse
 import importlib

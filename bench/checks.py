@@ -1,6 +1,6 @@
-"""What every call's checks cost: the digest by which ranks compare their calls, and the guards of captured Python.
+"""The cost of each call's checks: the digest with which ranks compare their calls, and the guards of captured Python.
 
-`ours` is the time in them per step, the peer is the whole step they are part of: the ratio is their share.
+`ours` is the time of the checks per step. The peer is the whole step, so the ratio is the share of the checks.
 """
 
 import json
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.commands import rankless_run, run
-from bench.pairs import Row, row
+from bench.pairs import Row, make_row
 
 
 def rows() -> Iterator[Row]:
-    """A row per check and model."""
+    """Yield one row per check and model."""
     for check in ("digest", "guards"):
         for model in ("mlp", "lenet", "gpt"):
             with tempfile.TemporaryDirectory() as folder:
                 run(rankless_run(2, "checks.py", model, check), threads=1, folder=folder)
                 times = json.loads((Path(folder) / "times.json").read_text())
-            yield row(f"{check}_{model}", peer="the whole step", times=times, aim=0.01)
+            yield make_row(f"{check}_{model}", peer="the whole step", times=times, aim=0.01)

@@ -1,4 +1,4 @@
-"""Timing of commands: the seconds from their start to their end, or to what one of their processes reports."""
+"""Measures commands: the seconds from their start to their end, or to a report of one of their processes."""
 
 import os
 import subprocess
@@ -14,19 +14,19 @@ LIMIT_SECONDS = 300.0
 
 
 def rankless_run(workers: int, script: str, *arguments: str) -> list[str]:
-    """The command line of a job of ours, run from a script of this benchmark."""
+    """Return the command line that runs a script of the benchmarks under `rankless run`."""
     command = [str(BIN / "rankless"), "run", "-n", str(workers), "--no-progress", "--devices", "cpu"]
     return [*command, str(SCRIPTS / script), *arguments]
 
 
 def torchrun(workers: int, script: str, *arguments: str) -> list[str]:
-    """The same for torchrun, with a free port of its own."""
+    """Return the same for torchrun, with a free port."""
     command = [str(BIN / "torchrun"), "--nproc-per-node", str(workers), "--rdzv-backend", "c10d"]
     return [*command, "--rdzv-endpoint", "localhost:0", str(SCRIPTS / script), *arguments]
 
 
 def run(command: Sequence[str], *, threads: int, folder: str) -> None:
-    """Run `command` in `folder`; raise with its output if it fails."""
+    """Run `command` in `folder`. Raises with its output if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(SCRIPTS.parents[1])}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     if done.returncode != 0:
@@ -34,7 +34,7 @@ def run(command: Sequence[str], *, threads: int, folder: str) -> None:
 
 
 def seconds_to_end(command: Sequence[str]) -> float:
-    """Seconds from the start of `command` to its end."""
+    """Return the seconds from the start of `command` to its end."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         run(command, threads=1, folder=folder)
@@ -42,7 +42,7 @@ def seconds_to_end(command: Sequence[str]) -> float:
 
 
 def seconds_to_report(command: Sequence[str]) -> float:
-    """Seconds from the start of `command` to the time that rank 0 writes into the file `reached`."""
+    """Return the seconds from the start of `command` to the time that rank 0 writes to the file `reached`."""
     threads = max(1, (os.cpu_count() or 1) // 2)
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()

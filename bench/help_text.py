@@ -1,15 +1,15 @@
-"""`rankless --help` against a Python that does nothing; `extra_seconds` is to be 0.15 at most."""
+"""`rankless --help` against a Python that does nothing. The target is at most 0.15 extra seconds."""
 
 import sys
 from collections.abc import Iterator
 
 from bench.commands import BIN, seconds_to_end
-from bench.pairs import Row, measure, row
+from bench.pairs import Row, make_row, measure
 
 
 def rows() -> Iterator[Row]:
-    """One row, whose ratio has no aim: the extra seconds have."""
+    """Yield one row. Its ratio has no target, only its extra seconds have."""
     ours = [str(BIN / "rankless"), "--help"]
     peer = [sys.executable, "-c", "pass"]
     times = measure(lambda: seconds_to_end(ours), lambda: seconds_to_end(peer), pairs=11)
-    yield row("help", peer="python -c pass", times=times)
+    yield make_row("help", peer="python -c pass", times=times)

@@ -1,4 +1,4 @@
-"""Horovod's API here against torch.distributed on 2 workers: the optimizer's step, and single allreduces."""
+"""Rankless's Horovod API against torch.distributed on 2 workers: the optimizer's step, and single allreduces."""
 
 import json
 import tempfile
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.commands import rankless_run, run
-from bench.pairs import Row, row
+from bench.pairs import Row, make_row
 
 CALLS = {
     "4_kib": (("4096",), 0.3),
@@ -18,16 +18,16 @@ STEPS = ("mlp", "lenet")
 
 
 def rows() -> Iterator[Row]:
-    """One row per model and size."""
+    """Yield one row per model and size."""
     for model in STEPS:
-        times = _times("horovod_steps.py", model)
-        yield row(f"horovod_step_{model}", peer="DistributedDataParallel", times=times, aim=1.1)
+        times = _measure_times("horovod_steps.py", model)
+        yield make_row(f"horovod_step_{model}", peer="DistributedDataParallel", times=times, aim=1.1)
     for name, (arguments, aim) in CALLS.items():
-        times = _times("horovod_calls.py", *arguments)
-        yield row(f"horovod_allreduce_{name}", peer="Gloo", times=times, aim=aim)
+        times = _measure_times("horovod_calls.py", *arguments)
+        yield make_row(f"horovod_allreduce_{name}", peer="Gloo", times=times, aim=aim)
 
 
-def _times(script: str, *arguments: str) -> list[tuple[float, float]]:
+def _measure_times(script: str, *arguments: str) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         run(rankless_run(2, script, *arguments), threads=1, folder=folder)
         times: list[tuple[float, float]] = json.loads((Path(folder) / "times.json").read_text())

@@ -9,14 +9,14 @@ from pathlib import Path
 from tests.hosts import NAMES, two_hosts
 
 from bench.commands import LIMIT_SECONDS, SCRIPTS
-from bench.pairs import Row, row
+from bench.pairs import Row, make_row
 
 RATE = "1gbit"
 CALLS = {"256_kib": (str(256 << 10), "--calls", "10"), "16_mib": (str(16 << 20), "--calls", "1")}
 
 
 def rows() -> Iterator[Row]:
-    """One row per size."""
+    """Yield one row per size."""
     own_memory = dict.fromkeys(NAMES, "mount -t tmpfs none /dev/shm")
     with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder) / "net", before=own_memory) as hosts:
         for name in NAMES:
@@ -45,4 +45,4 @@ def rows() -> Iterator[Row]:
             if done.returncode:
                 raise RuntimeError(done.stdout + done.stderr)
             times: list[tuple[float, float]] = json.loads((Path(folder) / "times.json").read_text())
-            yield row(f"horovod_2_hosts_allreduce_{name}", peer="Gloo", times=times)
+            yield make_row(f"horovod_2_hosts_allreduce_{name}", peer="Gloo", times=times)

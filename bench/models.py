@@ -1,4 +1,4 @@
-"""The models that are measured, each with its dropout and norm to be chosen, and batches for them."""
+"""The models of the benchmarks, with optional dropout and norm, and batches for them."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ CHARACTERS = 128
 
 
 class MLP(nn.Sequential):
-    """Eight layers of 512, and ten classes."""
+    """Eight layers of width 512, and ten classes."""
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         hidden = [part for _ in range(8) for part in (nn.Linear(512, 512), nn.ReLU(), nn.Dropout(dropout))]
@@ -17,7 +17,7 @@ class MLP(nn.Sequential):
 
 
 class LeNet(nn.Sequential):
-    """Convolutions of 32 and 64 filters, 512 hidden, on 28 x 28 points."""
+    """Convolutions of 32 and 64 filters and a hidden layer of width 512, on 28 x 28 pixels."""
 
     def __init__(self, *, dropout: float = 0.0, norm: bool = False) -> None:
         norms = [nn.BatchNorm2d(32), nn.BatchNorm2d(64)] if norm else [nn.Identity(), nn.Identity()]
@@ -68,24 +68,24 @@ class GPT(nn.Module):
 
 
 def random_text(rows: int) -> tuple[Tensor, Tensor]:
-    """A batch of characters and of those that follow."""
+    """Return a batch of random characters, and the characters that follow."""
     text = torch.randint(CHARACTERS, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def random_classes(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A batch of noise, and classes for it."""
+    """Return a batch of noise, and random classes."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator), torch.randint(10, shape[:1], generator=generator)
 
 
 def random_batch(name: str) -> tuple[Tensor, Tensor]:
-    """A whole batch for a model that is known by its name, as "gpt_dropout"."""
+    """Return a batch for a model, given its name, like "gpt_dropout"."""
     if name.startswith("gpt"):
         return random_text(rows=32)
     return random_classes((256, 512) if name.startswith("mlp") else (100, 1, 28, 28))
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy of a batch's classes, or of all its characters."""
+    """Return the cross entropy of a batch's classes, or of all its characters."""
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())

@@ -1,7 +1,8 @@
-"""Interleaved pairs of measurements, and what they say together.
+"""Interleaved pairs of measurements, and their statistics.
 
-Note [pairs]: ours and the peer's are measured by turns, each ratio comes from two neighbours in time, and the median
-of ratios is told. Noise of the machine then meets both sides, and one bad moment cannot decide.
+Note [pairs]: the benchmarks measure Rankless and the peer alternately. Each ratio comes from two measurements in
+succession, and the result is the median ratio. So noise of the machine affects both sides, and one outlier does not
+matter.
 """
 
 import statistics
@@ -11,24 +12,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table. Times are medians in seconds; `ratio` is ours / the peer's, median over pairs."""
+    """One row of the table. Times are medians in seconds. `ratio` is the median of ours / peer over pairs."""
 
     name: str
     peer: str
     ratio: float
     spread: float
-    """Between the first and the third quartile of the ratios."""
+    """The difference between the third and the first quartile of the ratios."""
     runs: int
     ours_seconds: float
     peer_seconds: float
     aim: float | None
-    """The largest ratio that is good enough, where there is one."""
+    """The largest acceptable ratio, or None without a target."""
     extra_seconds: float
-    """Ours less the peer's."""
+    """The median of ours minus peer."""
 
 
 def measure(ours: Callable[[], float], peer: Callable[[], float], *, pairs: int) -> list[tuple[float, float]]:
-    """Seconds of both, `pairs` times, after one of each that does not count; who goes first alternates."""
+    """Measure both `pairs` times, after one warm-up of each, and return the seconds. The first of a pair alternates."""
     ours(), peer()
     times = []
     for number in range(pairs):
@@ -41,8 +42,8 @@ def measure(ours: Callable[[], float], peer: Callable[[], float], *, pairs: int)
     return times
 
 
-def row(name: str, *, peer: str, times: Sequence[tuple[float, float]], aim: float | None = None) -> Row:
-    """The row of a table from pairs of seconds (ours, the peer's)."""
+def make_row(name: str, *, peer: str, times: Sequence[tuple[float, float]], aim: float | None = None) -> Row:
+    """Return the row of the table for pairs of seconds (ours, peer)."""
     ratios = [ours / theirs for ours, theirs in times]
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return Row(

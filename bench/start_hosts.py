@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.hosts import Hosts, two_hosts
 
 from bench.commands import BIN, LIMIT_SECONDS, SCRIPTS
-from bench.pairs import Row, measure, row
+from bench.pairs import Row, make_row, measure
 
 AIM = 0.5
 WORKERS = 2
@@ -17,7 +17,7 @@ SCRIPT = str(SCRIPTS / "first_collective.py")
 
 
 def rows() -> Iterator[Row]:
-    """One row for hosts started by hand, as torchrun's are, and one for those that ours starts by ssh."""
+    """Yield one row for hosts started by hand, as torchrun needs it, and one for hosts that Rankless starts by ssh."""
     with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
         listed = ",".join(f"{address}:{WORKERS}" for address in hosts.addresses)
         ours = [str(BIN / "rankless"), "run", "--hosts", listed, "--no-progress", "--devices", "cpu"]
@@ -36,11 +36,11 @@ def rows() -> Iterator[Row]:
                 lambda: seconds_to_report(hosts, theirs),
                 pairs=5,
             )
-            yield row(f"start_2_hosts_{name}", peer="torchrun", times=times, aim=AIM)
+            yield make_row(f"start_2_hosts_{name}", peer="torchrun", times=times, aim=AIM)
 
 
 def seconds_to_report(hosts: Hosts, commands: Sequence[Sequence[str]]) -> float:
-    """Seconds from the start of a command on each host, or on the first alone, until rank 0 has reported."""
+    """Return the seconds from the start of a command on each host, or on the first alone, until rank 0 reports."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         jobs = [

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.commands import rankless_run, run
-from bench.pairs import Row, row
+from bench.pairs import Row, make_row
 
-# With dropout or batch norm ours does more: whole-batch numbers, which DistributedDataParallel does not give.
+# With dropout or batch norm Rankless does more: it computes whole-batch numbers, DistributedDataParallel does not.
 AIMS = {"mlp": 1.05, "lenet": 1.05, "gpt": 1.05, "mlp_dropout": None, "gpt_dropout": None, "lenet_norm": None}
 
 
 def rows() -> Iterator[Row]:
-    """One row per model."""
+    """Yield one row per model."""
     for model, aim in AIMS.items():
         with tempfile.TemporaryDirectory() as folder:
             run(rankless_run(2, "steps.py", model), threads=1, folder=folder)
             times = json.loads((Path(folder) / "times.json").read_text())
-        yield row(f"step_{model}", peer="DistributedDataParallel", times=times, aim=aim)
+        yield make_row(f"step_{model}", peer="DistributedDataParallel", times=times, aim=aim)

@@ -1,4 +1,4 @@
-"""What the checks of every call cost: seconds in them per step beside seconds of the whole step, by turns of steps."""
+"""Measures the seconds per step of each call's checks, and of the whole step, in blocks of steps."""
 
 import argparse
 import json
@@ -19,20 +19,20 @@ from rankless.jobs.consistent import ConsistentView
 
 MODELS = {"mlp": MLP, "lenet": LeNet, "gpt": GPT}
 CHECKS: dict[str, list[tuple[type, str]]] = {
-    "digest": [(ConsistentView, "_sync_call"), (ModelChanges, "note")],
+    "digest": [(ConsistentView, "_sync_call"), (ModelChanges, "record_versions")],
     "guards": [(GuardSet, "all_hold")],
 }
 
 
 class Stopwatch:
-    """Adds up the seconds that calls of some methods take."""
+    """Adds up the seconds of all calls of some methods."""
 
     def __init__(self, methods: list[tuple[type, str]]) -> None:
         self.seconds = 0.0
         for owner, name in methods:
-            setattr(owner, name, self.timed(getattr(owner, name)))
+            setattr(owner, name, self.wrap(getattr(owner, name)))
 
-    def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -52,7 +52,7 @@ arguments = parser.parse_args()
 
 stopwatch = Stopwatch(CHECKS[arguments.check])
 torch.manual_seed(0)
-rankless.rank()  # joins the others
+rankless.rank()  # joins the other ranks
 model = MODELS[arguments.model]()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 inputs, targets = random_batch(arguments.model)
@@ -63,7 +63,7 @@ def train(inputs: Tensor, targets: Tensor) -> Tensor:
     return loss_of(model, inputs, targets)
 
 
-def block() -> tuple[float, float]:
+def measure_block() -> tuple[float, float]:
     dist.barrier()
     before, start = stopwatch.seconds, time.perf_counter()
     for _ in range(arguments.steps):
@@ -72,7 +72,7 @@ def block() -> tuple[float, float]:
     return (stopwatch.seconds - before) / arguments.steps, whole
 
 
-block()
-times = [block() for _ in range(arguments.blocks)]
+measure_block()
+times = [measure_block() for _ in range(arguments.blocks)]
 if rankless.rank() == 0:
     Path("times.json").write_text(json.dumps(times))

@@ -1,4 +1,4 @@
-"""Blocks of checked collectives and of torch.distributed's by turns, in the same workers."""
+"""Measures blocks of checked collectives and of torch.distributed's alternately, in the same workers."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Join, sum one number over all ranks, and say when that was done."""
+"""Joins, sums one number over all ranks, and reports the time."""
 
 import time
 from pathlib import Path

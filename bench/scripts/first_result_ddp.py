@@ -1,4 +1,4 @@
-"""The first loss under DistributedDataParallel and torch.compile, and when it was there."""
+"""Computes the first loss under DistributedDataParallel and torch.compile, and reports the time."""
 
 import time
 from pathlib import Path

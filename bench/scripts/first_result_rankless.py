@@ -1,4 +1,4 @@
-"""The first loss of a job, and when it was there."""
+"""Computes the first loss of a job, and reports the time."""
 
 import time
 from pathlib import Path

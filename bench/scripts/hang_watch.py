@@ -1,4 +1,4 @@
-"""What the hang watch costs a worker: its hook after every optimizer's step, beside the whole step of a small model."""
+"""Measures the watchdog's hook after every optimizer step, and the whole step of a small model."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Blocks of `hvd.allreduce` and of Gloo's own by turns, in the same workers."""
+"""Measures blocks of `hvd.allreduce` and of Gloo's own alternately, in the same workers."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ tensor = torch.ones(arguments.bytes // 4)
 
 
 def count(turns: int) -> int:
-    """Pure Python for some microseconds."""
+    """Run pure Python for some microseconds."""
     total = 0
     for number in range(turns):
         total += number

@@ -1,4 +1,4 @@
-"""Blocks of `hvd.DistributedOptimizer` steps and of DistributedDataParallel steps by turns, on twin models."""
+"""Measures blocks of `hvd.DistributedOptimizer` and of DistributedDataParallel steps alternately, on equal models."""
 
 import argparse
 import copy

@@ -1,4 +1,4 @@
-"""Saves in the background and saves that are waited for by turns, or loads of ours and of PyTorch by turns."""
+"""Measures background and synchronous saves alternately, or loads of Rankless and of PyTorch."""
 
 import argparse
 import json
@@ -36,13 +36,13 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def save_behind() -> float:
+def save_in_background() -> float:
     seconds = seconds_of(lambda: rankless.save("behind", background=True, **parts))
     behind.wait()
     return seconds
 
 
-def save_now() -> float:
+def save_synchronously() -> float:
     return seconds_of(lambda: rankless.save("now", **parts))
 
 
@@ -64,8 +64,8 @@ train(inputs, targets)
 rankless.save("now", **parts)
 if rankless.rank() == 0:
     torch.save({name: part.state_dict() for name, part in parts.items()}, "torch.pt")
-ours, peer = (save_behind, save_now) if arguments.what == "stall" else (load_ours, load_torch)
-rankless.once(lambda: None)  # the file is there for every rank
+ours, peer = (save_in_background, save_synchronously) if arguments.what == "stall" else (load_ours, load_torch)
+rankless.once(lambda: None)  # every rank waits until the file is there
 ours(), peer()
 times = []
 for number in range(arguments.pairs):

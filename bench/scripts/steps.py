@@ -1,4 +1,4 @@
-"""Blocks of job steps and of DistributedDataParallel steps by turns, in the same workers, on twin models."""
+"""Measures blocks of job steps and of DistributedDataParallel steps alternately, on equal models."""
 
 import argparse
 import copy

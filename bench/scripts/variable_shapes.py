@@ -1,4 +1,4 @@
-"""A language model trained on lengths that all differ, or on one of the same mean: seconds from first call to last."""
+"""Trains a language model on many lengths or on their mean, and measures the seconds from first to last call."""
 
 import argparse
 import json

@@ -9,7 +9,7 @@ import pytest
 from support.warm_runs import rankless
 
 from bench.commands import rankless_run, seconds_to_report, torchrun
-from bench.pairs import measure, row
+from bench.pairs import make_row, measure
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def run(command: list[str], *, folder: Path) -> None:
 
 
 def test_a_row_tells_the_median_of_ratios_not_the_ratio_of_medians():
-    found = row("x", peer="y", times=[(1.0, 2.0), (4.0, 4.0), (30.0, 10.0)], aim=1.05)
+    found = make_row("x", peer="y", times=[(1.0, 2.0), (4.0, 4.0), (30.0, 10.0)], aim=1.05)
     assert (found.ratio, found.runs, found.ours_seconds, found.peer_seconds) == (1.0, 3, 4.0, 4.0)
     assert found.spread == 2.5
 
