@@ -48,7 +48,7 @@ def seconds_to_report(hosts: Hosts, commands: Sequence[Sequence[str]]) -> float:
             for name, command in zip(("a", "b"), commands, strict=False)
         ]
         for job in jobs:
-            _, told = job.communicate(timeout=LIMIT_SECONDS)
+            _, errors = job.communicate(timeout=LIMIT_SECONDS)
             if job.returncode != 0:
-                raise RuntimeError(told)
+                raise RuntimeError(errors)
         return float((Path(folder) / "reached").read_text()) - start

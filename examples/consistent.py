@@ -1,4 +1,4 @@
-"""LeNet or an MLP in the consistent view: a job takes the whole batch, as NumPy arrays, and gives a loss per sample."""
+"""LeNet or an MLP in the consistent view: a job takes the whole batch as NumPy arrays and returns a loss per sample."""
 
 import argparse
 from typing import Annotated
@@ -36,7 +36,7 @@ class MLP(nn.Sequential):
 
 
 def read_digits():
-    """Scikit-learn's 1,797 digits at 28 x 28 points, as NumPy arrays: 1,500 to train on, 297 to test."""
+    """Return scikit-learn's 1,797 digits at 28 x 28 pixels, as NumPy arrays: 1,500 to train on, 297 to test."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     images = F.interpolate(images, size=(28, 28), mode="bilinear").numpy()
@@ -49,7 +49,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", choices=["lenet", "mlp"], default="lenet")
 parser.add_argument("--dropout", type=float, default=0.5)
 parser.add_argument("--epochs", type=int, default=6)
-parser.add_argument("--devices", type=int, default=1, help="of this host; rankless run -n decides where it is used")
+parser.add_argument("--devices", type=int, default=1, help="devices of this host; under rankless run, -n decides")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""GPT on Python's own source, by character: `plain_gpt.py` for one device, `gpt.py` under Rankless."""
+"""A character-level GPT on Python's own source: `plain_gpt.py` for one device, `gpt.py` the same with Rankless."""
 
 import argparse
 import math
@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 
 class Windows(torch.utils.data.Dataset):
-    """Pieces of a text, each with the same piece shifted by one character: what is to be guessed."""
+    """Windows of a text, each with the window shifted by one character as its target."""
 
     def __init__(self, text):
         self.text = text
@@ -69,7 +69,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def read_library():
-    """The source of the standard library's modules, as ASCII codes: a tenth is for validation."""
+    """Return the source of the standard library as ASCII codes: nine tenths to train on, a tenth to validate."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     codes = torch.frombuffer(bytearray(text.encode("ascii", errors="replace")), dtype=torch.uint8).long()

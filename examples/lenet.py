@@ -1,4 +1,4 @@
-"""LeNet on images of ten classes: `plain_lenet.py` for one device, `lenet.py` the same under Rankless."""
+"""LeNet on images of ten classes: `plain_lenet.py` for one device, `lenet.py` the same with Rankless."""
 
 import argparse
 import gzip
@@ -33,7 +33,7 @@ class LeNet(nn.Module):
 
 
 def read_digits():
-    """Scikit-learn's 1,797 handwritten digits at 16 x 16 points: 1,500 to train on, 297 to test."""
+    """Return scikit-learn's 1,797 handwritten digits at 16 x 16 pixels: 1,500 to train on, 297 to test."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     images = F.interpolate(images, scale_factor=2, mode="bilinear")
@@ -43,7 +43,7 @@ def read_digits():
 
 
 def read_fashion():
-    """Fashion-MNIST, 28 x 28 points, from Debian's package: 60,000 to train on, 10,000 to test."""
+    """Return Fashion-MNIST at 28 x 28 pixels, from Debian's package: 60,000 to train on, 10,000 to test."""
     if not FASHION_MNIST.is_dir():
         sys.exit(f"no folder {FASHION_MNIST}: run `apt install dataset-fashion-mnist`, or use --data digits")
     sets = []
@@ -58,7 +58,7 @@ def read_fashion():
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--data", choices=["digits", "fashion-mnist"], default="digits")
 parser.add_argument("--epochs", type=int, default=8)
-parser.add_argument("--at-least", type=float, default=0.0, help="fail if the test accuracy ends below this")
+parser.add_argument("--at-least", type=float, default=0.0, help="fail if the final test accuracy is below this")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)

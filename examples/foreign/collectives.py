@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed once: on the world and on a group, waited for or asynchronous, of objects."""
+"""Each collective of torch.distributed once: on the world and on a group, synchronous, asynchronous, of objects."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ mine = torch.randn(3, dtype=torch.float64)
 
 
 def show(name, value):
-    """What every rank has, in the order of ranks, printed by rank 0."""
+    """Print every rank's value on rank 0, in the order of ranks."""
     all_ranks = [None] * size
     dist.all_gather_object(all_ranks, value)
     if rank == 0:
@@ -23,7 +23,7 @@ def rows(count=size):
 
 
 def on(group, name):
-    """The collectives of tensors, each rank's place in `group` taken into account."""
+    """Run the collectives of tensors on `group`, by each rank's number in it."""
     members, place = dist.get_process_group_ranks(group), dist.get_rank(group)
     count, root = len(members), members[-1]
     for async_op in (False, True):

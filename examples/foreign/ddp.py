@@ -1,4 +1,4 @@
-"""Handwritten digits with DistributedDataParallel, as started by torchrun or torch.distributed.launch."""
+"""Handwritten digits with DistributedDataParallel, for torchrun or torch.distributed.launch."""
 
 import argparse
 import os
@@ -41,7 +41,7 @@ def main():
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.1), nn.Linear(128, 10)
     )
-    if args.pretrained and rank == 0:  # the others get it from rank 0, when DDP wraps the model
+    if args.pretrained and rank == 0:  # DDP broadcasts it to the other ranks when it wraps the model
         model.load_state_dict(torch.load(args.pretrained))
     model.to(device)
     if cuda:

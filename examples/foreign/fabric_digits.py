@@ -1,4 +1,4 @@
-"""Handwritten digits with Lightning Fabric, under any launcher that it knows, or started by itself."""
+"""Handwritten digits with Lightning Fabric, under any launcher that Fabric knows, or without one."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Handwritten digits, ported from Paddle: started by fleetrun on many devices, or by python on one."""
+"""Handwritten digits, ported from Paddle: run it with fleetrun on many devices, or with python on one."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ def reader(images, labels, batch_size, **options):
 
 
 def evaluate(model, loader, device):
-    """Loss and accuracy over all processes' parts of the test images."""
+    """Return loss and accuracy over the test images of all processes."""
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     model.eval()
     with torch.no_grad():

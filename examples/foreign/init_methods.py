@@ -1,4 +1,4 @@
-"""Handwritten digits; the processes meet by the environment, at a TCP address, or by a file that all of them see."""
+"""Handwritten digits. The processes rendezvous by the environment, at a TCP address, or through a shared file."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ parser.add_argument("--rank", type=int, default=int(os.environ["RANK"]))
 parser.add_argument("--world_size", type=int, default=int(os.environ["WORLD_SIZE"]))
 args = parser.parse_args()
 
-# Returns once all `world_size` processes have come.
+# Returns once all `world_size` processes have joined.
 dist.init_process_group("gloo", init_method=args.init_method, world_size=args.world_size, rank=args.rank)
 torch.manual_seed(3)
 

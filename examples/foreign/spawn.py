@@ -1,4 +1,4 @@
-"""Handwritten digits in two processes that this script starts itself: `python spawn.py` is all."""
+"""Handwritten digits in two processes that this script starts itself: run `python spawn.py`."""
 
 import socket
 

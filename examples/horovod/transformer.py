@@ -67,7 +67,7 @@ for step in range(args.steps):
         loss = loss / args.batches_per_allreduce
         loss.backward()
         total += loss.detach()
-    # Clipping needs the gradients of all processes first.
+    # Clipping needs the reduced gradients of all processes.
     optimizer.synchronize()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with optimizer.skip_synchronize():

@@ -111,7 +111,7 @@ class WorkerProcess:
     def warn_of_lost_output(self, reason: str) -> None:
         """Warn the user that the log file has lost lines."""
         rank, log_file = self._config.rank, self._config.log_file
-        self._notify(f"rank {rank}'s output is lost from here on, training goes on ({reason}: {log_file})")
+        self._notify(f"rank {rank}'s output is lost from here on, training continues ({reason}: {log_file})")
 
     def _run_main(self, run_main: Callable[[], None]) -> int:
         try:
@@ -153,8 +153,8 @@ class WorkerProcess:
         names = environment.changes_too_late(self._environment_at_start) if late else []
         if names and self._config.rank == 0:
             self._notify(
-                f"{', '.join(names)} came too late: torch was imported before the script set it; "
-                "to have it honoured use `rankless run --no-warm`, or `rankless torchrun --start-method spawn`"
+                f"{', '.join(names)} set too late: torch was imported before the script set it; "
+                "to make it effective use `rankless run --no-warm`, or `rankless torchrun --start-method spawn`"
             )
 
     def _warn_of_mistakes(self) -> None:

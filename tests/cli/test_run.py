@@ -155,7 +155,7 @@ print(torch.get_num_threads(), dist.get_debug_level())
 """
     warm = run_script(script, "-n", "2", folder=tmp_path)
     assert warm.stdout == "5 DebugLevel.DETAIL\n"
-    assert warm.stderr.count("GOMP_SPINCOUNT, TORCH_LOGS came too late") == 1
+    assert warm.stderr.count("GOMP_SPINCOUNT, TORCH_LOGS set too late") == 1
     assert "--no-warm" in warm.stderr
     plain = run_script(script, "-n", "2", "--no-warm", folder=tmp_path)
     assert plain.stdout.endswith("5 DebugLevel.DETAIL\n")

@@ -26,8 +26,8 @@ RUN_ELSEWHERE = {
 
 # Commands that only `make soak` runs: in CI other tests run the same script, or another of the same kind.
 IN_SOAK = {
-    "python examples/plain_lenet.py --epochs 1": "tests/examples/test_twins.py",
-    "rankless run -n 2 examples/lenet.py --epochs 1": "tests/examples/test_twins.py, and the demo",
+    "python examples/plain_lenet.py --epochs 1": "tests/examples/test_plain_scripts.py",
+    "rankless run -n 2 examples/lenet.py --epochs 1": "tests/examples/test_plain_scripts.py, and the demo",
     "rankless plan -n 2 examples/lenet.py --epochs 1": "the same command with train.py is run here",
     "rankless verify -n 2 examples/gpt.py --steps 5": "the same command with train.py is run here",
     "rankless run -n 2 examples/foreign/ddp.py": "tests/examples/test_foreign.py",

@@ -57,7 +57,9 @@ def torchrun(script: str, *arguments: str, folder: Path) -> list[str]:
     return printed
 
 
-def ours(script: str | Path, *arguments: str, folder: Path, workers: int = 2) -> subprocess.CompletedProcess[str]:
+def run_rankless(
+    script: str | Path, *arguments: str, folder: Path, workers: int = 2
+) -> subprocess.CompletedProcess[str]:
     path = str(FOREIGN / f"{script}.py") if isinstance(script, str) else str(script)
     folder.mkdir(exist_ok=True)
     return rankless("run", "-n", str(workers), path, *arguments, folder=folder, OMP_NUM_THREADS="1")
@@ -82,25 +84,25 @@ def free_port() -> int:
 def test_a_script_prints_and_saves_what_it_does_under_torchrun(script: str, tmp_path: Path):
     wanted = torchrun(script, folder=tmp_path / "torchrun")
     assert len(wanted) == LINES[script]
-    assert results(ours(script, folder=tmp_path / "ours")) == wanted
+    assert results(run_rankless(script, folder=tmp_path / "ours")) == wanted
     for name in SAVED.get(script, []):
         assert filecmp.cmp(tmp_path / "torchrun" / name, tmp_path / "ours" / name, shallow=False), name
 
 
 @pytest.mark.exhaustive
-def test_a_checkpoint_that_rank_0_alone_loads_before_wrapping_is_everybodys(tmp_path: Path):
+def test_ddp_broadcasts_a_checkpoint_that_only_rank_0_loads(tmp_path: Path):
     layers = (nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(), nn.Linear(128, 10))
     torch.save(nn.Sequential(*layers).state_dict(), tmp_path / "pretrained.pt")
     options = ("--pretrained", str(tmp_path / "pretrained.pt"), "--epochs", "1", "--lr", "0")
     wanted = torchrun("ddp", *options, folder=tmp_path / "torchrun")
-    assert results(ours("ddp", *options, folder=tmp_path / "ours")) == wanted
+    assert results(run_rankless("ddp", *options, folder=tmp_path / "ours")) == wanted
     saved, loaded = torch.load(tmp_path / "ours" / "0.ckpt"), torch.load(tmp_path / "pretrained.pt")
     assert all(torch.equal(saved[name], loaded[name]) for name in loaded)
 
 
 @pytest.fixture(scope="module")
-def met_at_an_address(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What two processes print that are started by hand; torchrun refuses addresses of the script's own."""
+def joined_at_an_address(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return what two processes without a launcher print: torchrun accepts no address of the script."""
     folder = tmp_path_factory.mktemp("by_hand")
     place = ("--init_method", f"tcp://127.0.0.1:{free_port()}")
     command = [sys.executable, str(FOREIGN / "init_methods.py"), *place]
@@ -120,26 +122,26 @@ def met_at_an_address(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(
     "place", ["tcp", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("env", "file"))]
 )
-def test_processes_meet_by_the_environment_at_an_address_and_by_a_file(
-    place: str, met_at_an_address: list[str], tmp_path: Path
+def test_processes_join_by_the_environment_at_an_address_and_through_a_file(
+    place: str, joined_at_an_address: list[str], tmp_path: Path
 ):
     where = {"env": "env://", "tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/meet"}
-    assert len(met_at_an_address) == 2
-    assert results(ours("init_methods", "--init_method", where[place], folder=tmp_path)) == met_at_an_address
+    assert len(joined_at_an_address) == 2
+    assert results(run_rankless("init_methods", "--init_method", where[place], folder=tmp_path)) == joined_at_an_address
 
 
 @pytest.mark.exhaustive
-def test_a_script_that_spawns_is_the_same_under_one_worker(tmp_path: Path):
+def test_a_script_that_spawns_prints_the_same_under_one_worker(tmp_path: Path):
     plain = python(str(FOREIGN / "spawn.py"), folder=tmp_path / "plain")
     assert len(RESULT.findall(plain.stdout)) == 2, plain.stderr
-    one = ours("spawn", folder=tmp_path / "ours", workers=1)
+    one = run_rankless("spawn", folder=tmp_path / "ours", workers=1)
     assert one.stdout == plain.stdout
     assert "starts processes itself" not in one.stderr
 
 
 @pytest.mark.exhaustive  # tests/runtime/test_script_mistakes.py has a smaller script
-def test_a_script_that_spawns_under_several_workers_is_named_with_its_line(tmp_path: Path):
-    two = ours("spawn", folder=tmp_path)
+def test_a_script_that_spawns_under_several_workers_is_warned_about(tmp_path: Path):
+    two = run_rankless("spawn", folder=tmp_path)
     assert len(results(two)) == 2  # each worker's processes have found a port of their own
-    said = "the script starts processes itself, and each of the 2 workers does so; start such a script with `python`"
-    assert two.stderr.count(f"spawn.py:49: {said}") == 1
+    warning = "the script starts processes itself, and each of the 2 workers does so; start such a script with `python`"
+    assert two.stderr.count(f"spawn.py:49: {warning}") == 1

@@ -1,4 +1,4 @@
-"""The two views side by side: the same losses, on one worker and on two."""
+"""The consistent and the mirrored view print the same losses, on one worker and on two."""
 
 import re
 import subprocess
@@ -35,7 +35,7 @@ def test_both_views_print_the_same_losses_without_dropout(model: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive  # tests/docs/test_from_oneflow.py has smaller scripts
-def test_started_as_oneflows_users_do_by_plain_python_they_print_the_same_losses(tmp_path: Path):
+def test_both_views_started_by_plain_python_print_the_same_losses(tmp_path: Path):
     wanted = losses("consistent", tmp_path, "mlp")
     for view in ("consistent", "mirrored"):
         assert losses(view, tmp_path, "mlp", devices=2) == pytest.approx(wanted, rel=1e-4)

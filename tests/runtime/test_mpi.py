@@ -35,10 +35,10 @@ JOB = """
 import rankless, torch.distributed
 for _ in range(2):
     rankless.init()
-    told = torch.tensor([rankless.rank() + 1.0])
+    total = torch.tensor([rankless.rank() + 1.0])
     if rankless.world_size() > 1:
-        torch.distributed.all_reduce(told)
-    sys.stdout.write(f"{rankless.rank()} {rankless.world_size()} {rankless.local_rank()} {told.item()}\\n")
+        torch.distributed.all_reduce(total)
+    sys.stdout.write(f"{rankless.rank()} {rankless.world_size()} {rankless.local_rank()} {total.item()}\\n")
     rankless.shutdown()
 """
 OWN_GROUP = """

@@ -1,4 +1,4 @@
-"""Runs scripts one after the other and writes down a digest of all parameters after every optimizer step.
+"""Runs scripts one after the other, and records a digest of all parameters after every optimizer step.
 
 `python stepwise.py NAME.json SCRIPT ARGUMENTS… -- SCRIPT ARGUMENTS… -- …`: each script runs as `__main__` in a process
 of its own, forked here so that torch is imported once, in a folder of its own under this one. The file gets, for each,
@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def digest_of(optimizer: torch.optim.Optimizer) -> str:
-    """Of every parameter and every tensor of the optimizer's state, bit for bit."""
+    """Return a digest of the bits of every parameter and every tensor of the optimizer's state."""
     digest = hashlib.blake2b(digest_size=16)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

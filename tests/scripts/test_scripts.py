@@ -1,4 +1,4 @@
-"""Scripts as their authors would write them: the same training as their plain twins, on one device and on several."""
+"""Realistic scripts train exactly like their plain versions, on one device and on several."""
 
 import difflib
 import json
@@ -36,16 +36,16 @@ ADDED_LINES = {"image_classifier": 22, "language_model": 15, "gan": 8, "two_towe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
-    """What one script did: digests of its parameters after each step, and its words."""
+class Outcome:
+    """The outcome of one script: digests of its parameters after each step, and its output."""
 
     digests: list[str]
     printed: str
     failure: str
 
 
-def placed(name: str, folder: Path, *, split: bool = False) -> Path:
-    """The script in a folder of its own; with `split`, each rank reads and augments its own samples only."""
+def copy_script(name: str, folder: Path, *, split: bool = False) -> Path:
+    """Copy the script to a folder. With `split`, each rank reads and augments only its own samples."""
     lines = (SCRIPTS / f"{name}.py").read_text().splitlines(keepends=True)
     (folder / f"{name}.py").write_text("".join(line for line in lines if not split or "reading=" not in line))
     return folder / f"{name}.py"
@@ -60,13 +60,13 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """Every script and every plain twin, run once on one device."""
-    folder = tmp_path_factory.mktemp("twins")
-    names = [twin for name in SHORT for twin in (f"plain_{name}", name)]
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Run every script and its plain version once on one device."""
+    folder = tmp_path_factory.mktemp("scripts")
+    names = [version for name in SHORT for version in (f"plain_{name}", name)]
     words: list[str] = []
     for name in names:
-        words += [*(["--"] if words else []), *command(placed(name, folder), SHORT[name.removeprefix("plain_")])]
+        words += [*(["--"] if words else []), *command(copy_script(name, folder), SHORT[name.removeprefix("plain_")])]
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("stepwise.py"), "ran.json", *words],
         cwd=folder,
@@ -77,11 +77,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((folder / "ran.json").read_text())
-    return {name: Ran(**result) for name, result in zip(names, results, strict=True)}
+    return {name: Outcome(**result) for name, result in zip(names, results, strict=True)}
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_a_script_adds_few_lines_to_its_plain_twin(name: str) -> None:
+def test_a_script_adds_few_lines_to_its_plain_version(name: str) -> None:
     plain, ours = (SCRIPTS / f"plain_{name}.py").read_text(), (SCRIPTS / f"{name}.py").read_text()
     assert "rankless" not in plain
     difference = list(difflib.ndiff(plain.splitlines(), ours.splitlines()))
@@ -90,7 +90,7 @@ def test_a_script_adds_few_lines_to_its_plain_twin(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_on_one_device_every_step_is_its_plain_twins_bit_for_bit(name: str, ran: dict[str, Ran]) -> None:
+def test_on_one_device_every_step_equals_the_plain_versions_bit_for_bit(name: str, ran: dict[str, Outcome]) -> None:
     plain, ours = ran[f"plain_{name}"], ran[name]
     assert plain.failure == "" == ours.failure
     assert len(plain.digests) >= 4
@@ -102,13 +102,13 @@ def without_times(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line and "steps/s" not in line]
 
 
-def verified(
+def verify(
     name: str, folder: Path, *options: str, workers: int, arguments: str = "", split: bool = False
 ) -> dict[str, Any]:
-    """The report of `rankless verify`; what a failed verdict said is shown."""
-    words = command(placed(name, folder, split=split), arguments or SHORT[name])
+    """Return the report of `rankless verify`, and print the output of a failed one."""
+    words = command(copy_script(name, folder, split=split), arguments or SHORT[name])
     if name == "fine_tuning":
-        # It keeps what it has pretrained in a file, and a later run of it would go on from there.
+        # It saves the pretrained model to a file, and a later run would continue from there.
         first = rankless("run", "-n", "1", *words, folder=folder)
         assert first.returncode == 0, first.stderr
     options = ("-n", str(workers), "--seed", "3", "--devices", "cpu", "--json", "report.json", *options)
@@ -124,11 +124,11 @@ def require_same(report: dict[str, Any]) -> None:
     assert report["largest_loss_difference"] < 1e-11
 
 
-# In float32 a ReLU may turn over by rounding, and all would run again in float64: most tests begin there.
+# In float32 rounding may flip a ReLU, and verify would run everything again in float64: most tests start there.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "workers"), [("language_model", 2), ("gan", 3)])
-def test_verify_finds_the_same_training(name: str, workers: int, tmp_path: Path, ran: dict[str, Ran]) -> None:
-    report = verified(name, tmp_path, "--dtype", "float64", workers=workers)
+def test_verify_finds_the_same_training(name: str, workers: int, tmp_path: Path, ran: dict[str, Outcome]) -> None:
+    report = verify(name, tmp_path, "--dtype", "float64", workers=workers)
     require_same(report)
     assert report["steps"] == len(ran[name].digests)
 
@@ -136,29 +136,29 @@ def test_verify_finds_the_same_training(name: str, workers: int, tmp_path: Path,
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("name", SHORT)
-def test_verify_finds_the_same_training_as_users_call_it(name: str, workers: int, tmp_path: Path) -> None:
-    assert verified(name, tmp_path, workers=workers)["same"]
+def test_verify_with_default_arguments_finds_the_same_training(name: str, workers: int, tmp_path: Path) -> None:
+    assert verify(name, tmp_path, workers=workers)["same"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ODD)
 def test_last_batches_of_fewer_rows_than_workers_are_the_same_training(name: str, tmp_path: Path) -> None:
-    require_same(verified(name, tmp_path, "--dtype", "float64", arguments=ODD[name], workers=3))
+    require_same(verify(name, tmp_path, "--dtype", "float64", arguments=ODD[name], workers=3))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_accumulated_steps_are_those_of_the_plain_twin(workers: int, tmp_path: Path) -> None:
+def test_accumulated_steps_equal_those_of_the_plain_version(workers: int, tmp_path: Path) -> None:
     arguments = "--limit 55 --accumulate 3 --d-model 32 --epochs 2 --batch-size 7 --max-length 80"
     plain = subprocess.run(
-        [sys.executable, *command(placed("plain_language_model", tmp_path), arguments)],
+        [sys.executable, *command(copy_script("plain_language_model", tmp_path), arguments)],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
         text=True,
         timeout=240,
     )
-    words = command(placed("language_model", tmp_path), arguments)
+    words = command(copy_script("language_model", tmp_path), arguments)
     ours = rankless("run", "-n", str(workers), "--devices", "cpu", *words, folder=tmp_path)
     assert plain.returncode == 0 == ours.returncode, plain.stderr + ours.stderr
     expected, found = (re.findall(r"(?:loss|perplexity) ([\d.]+)", done.stdout) for done in (plain, ours))
@@ -168,6 +168,6 @@ def test_accumulated_steps_are_those_of_the_plain_twin(workers: int, tmp_path: P
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
-def test_augmentation_in_split_reading_is_the_same_on_any_number_of_workers(workers: int, tmp_path: Path) -> None:
-    report = verified("image_classifier", tmp_path, "--dtype", "float64", split=True, workers=workers)
+def test_augmentation_with_split_reading_is_the_same_for_any_worker_count(workers: int, tmp_path: Path) -> None:
+    report = verify("image_classifier", tmp_path, "--dtype", "float64", split=True, workers=workers)
     require_same(report)

@@ -1,4 +1,4 @@
-"""What scripts do wrong, and what they are told."""
+"""Mistakes in scripts raise errors that name the mistake."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ for zeros, ones in rankless.loader(pairs, batch_size=10):
 """
 
 
-def test_ranks_that_look_at_other_parts_of_a_batch_are_stopped(tmp_path: Path) -> None:
+def test_ranks_that_use_other_parts_of_a_batch_raise(tmp_path: Path) -> None:
     job = run_script(OTHER_PARTS, "-n", "2", "--devices", "cpu", folder=tmp_path)
     assert job.returncode == 1
     assert "expected: the same batch, and the same part of it, on every rank" in job.stderr

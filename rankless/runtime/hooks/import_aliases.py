@@ -50,15 +50,15 @@ ALIASES = {
         choice="horovod_choice",
         preload=("rankless.compat.horovod.torch",),
         missing_text=(
-            "Rankless has Horovod's API for PyTorch alone (horovod.torch, horovod.common, horovod.runner); an "
-            "installed Horovod would be taken instead, as docs/from-horovod.md says"
+            "Rankless has Horovod's API for PyTorch only (horovod.torch, horovod.common, horovod.runner); an "
+            "installed Horovod would take precedence, see docs/guides/from-horovod.md"
         ),
         reported_part="horovod.torch",
         launcher_variables=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_ELASTIC"),
         warning=(
             "`import horovod.torch` is the one installed, {file}: here it is alone in each of the {world_size} "
-            "processes, and they train apart; RANKLESS_HOROVOD=1 takes Rankless's, and under `rankless horovodrun` "
-            "with RANKLESS_HOROVOD=0 the ranks of the installed one meet"
+            "processes, which train separately; RANKLESS_HOROVOD=1 selects Rankless's, and `rankless horovodrun` with "
+            "RANKLESS_HOROVOD=0 connects the ranks of the installed one"
         ),
     )
 }

@@ -63,6 +63,6 @@ class SamplerEpochMonitor:
                 line = script_line(sys._getframe(1))
                 notify(
                     f"{line}: every epoch has the same order, because sampler.set_epoch(epoch) is missing before this "
-                    "loop (where order does not matter, say shuffle=False)"
+                    "loop (if order does not matter, pass shuffle=False)"
                 )
             self._last[sampler] = (sampler.epoch, samples)

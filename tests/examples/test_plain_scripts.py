@@ -1,4 +1,4 @@
-"""The examples: few lines from their plain twins, and the same numbers on one device."""
+"""Each example differs from its plain script by a few lines, and prints the same numbers on one device."""
 
 import difflib
 import os
@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = {"lenet": ("--epochs", "2"), "gpt": ("--steps", "20", "--layers", "1")}
 
 
-def printed(script: str, folder: Path) -> list[str]:
+def run_example(script: str, folder: Path) -> list[str]:
     name = script.removeprefix("plain_")
     command = [sys.executable, EXAMPLES / f"{script}.py", *SHORT[name]]
     done = subprocess.run(
@@ -24,7 +24,7 @@ def printed(script: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_an_example_adds_at_most_five_lines_to_its_plain_twin(name: str):
+def test_an_example_adds_at_most_five_lines_to_its_plain_script(name: str):
     plain = (EXAMPLES / f"plain_{name}.py").read_text()
     ours = (EXAMPLES / f"{name}.py").read_text()
     assert "rankless." not in plain
@@ -38,7 +38,7 @@ def test_an_example_adds_at_most_five_lines_to_its_plain_twin(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
-def test_an_example_prints_what_its_plain_twin_prints(name: str, tmp_path: Path):
-    plain = printed(f"plain_{name}", tmp_path)
+def test_an_example_prints_what_its_plain_script_prints(name: str, tmp_path: Path):
+    plain = run_example(f"plain_{name}", tmp_path)
     assert plain
-    assert printed(name, tmp_path) == plain
+    assert run_example(name, tmp_path) == plain
