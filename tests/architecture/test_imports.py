@@ -83,7 +83,9 @@ UNREACHABLE_ERRORS = {
     "rankless.launch.rendezvous.connect.HostUnreachableError": "the launcher turns it into a JoinError",
     "rankless.launch.rendezvous.control_client.LeaderUnreachableError": "the launcher turns it into a JoinError",
     "rankless.launch.rendezvous.control_connection.ConnectionBrokenError": "the launcher turns it into a JoinError",
+    "rankless.launch.rendezvous.control_client.TokenRejectedError": "the launcher turns it into a JoinError",
     "rankless.launch.rendezvous.leader.RendezvousInterrupted": "the launcher turns it into exit code 130",
+    "rankless.records.framing.FrameTooLongError": "the receiver of a message closes the connection",
     "rankless.verify.runs.RunFailed": "`rankless verify` prints it and ends with its exit code",
 }
 """Exceptions of the package that no user's script can catch, with what becomes of them."""

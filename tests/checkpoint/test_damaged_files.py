@@ -292,7 +292,7 @@ def test_files_and_tensors_listed_twice_are_refused(folder, watch):
     entry = read_manifest(folder).files[0]
     doubled = msgspec.structs.replace(entry, tensors=[*entry.tensors, entry.tensors[0]])
     fewer = msgspec.structs.replace(entry, tensors=[name for name in entry.tensors if name != "thing.n"])
-    wrong = [([entry, entry], "twice"), ([doubled], "twice"), ([fewer], "other tensors than the manifest says")]
+    wrong = [([entry, entry], "twice"), ([doubled], "twice"), ([fewer], "other tensors than the manifest lists")]
     for files, what in wrong:
         rewrite(folder, files=files)
         assert what in refuse(folder, watch)
