@@ -105,10 +105,7 @@ class Comparison:
 def compare(
     one: Recording, many: Sequence[Recording], noise: Sequence[Recording], *, tolerance: float | None = None
 ) -> Comparison:
-    """Compare `many`, all ranks of a run, with `one`, the run on one worker.
-
-    `noise` holds perturbed repetitions of `one`. `tolerance` is the user's bound, relative to each tensor.
-    """
+    """Compare `many`, all ranks of a run, with `one` on one worker; `noise` repeats `one` with perturbations."""
     findings: list[Divergence] = []
     noise_differences = []
     for repetition in noise:

@@ -55,8 +55,8 @@ def test_a_model_on_another_kind_of_device_raises_with_the_fix():
 
 def test_a_train_job_steps_as_the_plain_script_and_detaches_results():
     torch.manual_seed(0)
-    model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
-    twin.load_state_dict(model.state_dict())
+    model, plain_model = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain_model.load_state_dict(model.state_dict())
     features, labels = torch.randn(5, 3), torch.randint(0, 2, (5,))
 
     def train(features, labels):
@@ -66,16 +66,16 @@ def test_a_train_job_steps_as_the_plain_script_and_detaches_results():
     job = make_test_job(train, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     result = job(features, labels=labels)
 
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    loss = F.cross_entropy(twin(features), labels)
+    plain = torch.optim.SGD(plain_model.parameters(), lr=0.1)
+    loss = F.cross_entropy(plain_model(features), labels)
     loss.backward()
     plain.step()
     assert torch.equal(result["loss"], loss.detach())
     assert result["name"] == "run"
     assert not result["loss"].requires_grad
     assert not result["scores"].requires_grad
-    assert torch.equal(model.weight, twin.weight)
-    assert torch.equal(model.weight.grad, twin.weight.grad)
+    assert torch.equal(model.weight, plain_model.weight)
+    assert torch.equal(model.weight.grad, plain_model.weight.grad)
 
 
 def test_a_predict_job_computes_no_gradients_and_takes_numpy_arrays():
