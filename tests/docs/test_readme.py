@@ -68,3 +68,20 @@ def test_the_readme_example_prints_the_same_numbers_on_every_run_and_with_every_
     assert losses(tmp_path, sys.executable, "train.py") == plain
     for workers in ("1", "2", "3"):
         assert losses(tmp_path, "rankless", "run", "--no-progress", "-n", workers, "train.py") == plain
+
+
+def test_the_architecture_page_names_files_that_exist():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    assert len(paths) > 10
+    assert not [path for path in paths if not (ROOT / "rankless" / path).is_file()]
+    packages = re.findall(
+        r"`((?:cli|launch|runtime|verify|jobs|data|context|compiler|checkpoint|collectives)(?:\.\w+)+)`", text
+    )
+    assert not [name for name in packages if not module_exists(name)]
+
+
+def module_exists(name: str) -> bool:
+    """Whether `a.b.c` is a module, or a name in the module `a.b`."""
+    path = ROOT / "rankless" / name.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
