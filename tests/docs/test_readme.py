@@ -66,7 +66,7 @@ def test_the_readme_example_prints_the_same_numbers_on_every_run_and_with_every_
     plain = losses(tmp_path, sys.executable, "plain.py")
     assert len(plain) == 3
     assert losses(tmp_path, sys.executable, "train.py") == plain
-    for workers in ("1", "2", "3"):
+    for workers in ("2", "3"):
         assert losses(tmp_path, "rankless", "run", "--no-progress", "-n", workers, "train.py") == plain
 
 
