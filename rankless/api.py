@@ -21,13 +21,13 @@ from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions, Reading
 from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.errors import ConfigError
+from rankless.jobs.argument_specs import PerDevice, Whole
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import Job, Models, Optimizers, make_job
 from rankless.jobs.mirrored import LocalElement
-from rankless.jobs.placeholders import PerDevice, Whole
 from rankless.launch.self_launch import ScriptHosts, relaunch
-from rankless.launch.spawning import Spawned
-from rankless.launch.spawning import spawn as spawn_workers
+from rankless.launch.spawn_function import Spawned
+from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.runtime.current_process import current_context, join_line, join_rendezvous, leave
 from rankless.runtime.process_context import ProcessContext, RecordObserver

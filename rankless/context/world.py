@@ -8,7 +8,7 @@ import torch
 from rankless.context.loader_passes import LoaderPasses
 from rankless.context.model_changes import ModelChanges
 from rankless.context.observers import CallInspector, JobRecorder, ProgramObserver
-from rankless.context.progress_meter import ProgressMeter
+from rankless.context.progress_records import ProgressMeter
 from rankless.context.step_limit import StepLimit
 from rankless.parallel.mesh import Mesh
 from rankless.records.events import AnyRecord

@@ -19,14 +19,14 @@ from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError
+from rankless.jobs.argument_specs import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.batch_dims import BatchDims
 from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.definition import JobDefinition, StepOptions, View
 from rankless.jobs.mirrored import MirroredView
+from rankless.jobs.one_device import PlainView
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
-from rankless.jobs.placeholders import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
-from rankless.jobs.plain import PlainView
 from rankless.jobs.precision import cast_arguments, cast_job
 
 Parameters = ParamSpec("Parameters")

@@ -239,8 +239,8 @@ class ProgramCache:
             failure = (
                 f"{find_fixing_line(sizes) or self._job.line}: it needs the number itself, as len() and range() do"
             )
-        told = SizeGuards([] if failure else sizes.guard_expressions(), failure)
-        everyone = all_gather_bytes(msgspec.msgpack.encode(told), mesh=self._world.mesh)
+        own_guards = SizeGuards([] if failure else sizes.guard_expressions(), failure)
+        everyone = all_gather_bytes(msgspec.msgpack.encode(own_guards), mesh=self._world.mesh)
         answers = [msgspec.msgpack.decode(data, type=SizeGuards) for data in everyone]
         failed = next((answer.failure for answer in answers if answer.failure), None)
         if failed is None:

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.elastic.driver import DriverContext, run_elastic
-from rankless.launch.job_setup import AssembledJob, assemble_job
+from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.log_files import make_run_folder
 from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile
@@ -96,7 +96,7 @@ def run(
             )
             return run_elastic(config, config.elastic, driver_context)
         try:
-            with assemble_job(config, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
+            with set_up_job(config, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()
                 run = HostRun(config, job, interrupts=interrupts, streams=streams)
                 outcome = run.run_to_end(on_record, fork_server=context.fork_server)
@@ -120,9 +120,7 @@ def make_job_runner(fork_server: ForkServerPoolClient | None = None) -> Callable
 class HostRun:
     """This host's part of a run whose hosts are all there."""
 
-    def __init__(
-        self, config: RunConfig, job: AssembledJob, *, interrupts: Interrupts, streams: _TerminalStreams
-    ) -> None:
+    def __init__(self, config: RunConfig, job: ReadyJob, *, interrupts: Interrupts, streams: _TerminalStreams) -> None:
         self._config = config
         self._profile = load_profile(config.launcher)
         self._job = job

@@ -34,7 +34,7 @@ from rankless.launch.signals import Interrupts
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssembledJob:
+class ReadyJob:
     """A job whose hosts are all there, as one of them sees it."""
 
     peers: NoPeers | FollowerPeers | LeaderPeer
@@ -51,7 +51,7 @@ class AssembledJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Assembly:
+class _SetupRequest:
     """What assembling a job on several hosts needs besides the `RunConfig`."""
 
     cluster: Cluster
@@ -61,9 +61,9 @@ class _Assembly:
 
 
 @contextlib.contextmanager
-def assemble_job(
+def set_up_job(
     config: RunConfig, *, interrupts: Interrupts, notify: Callable[[str], None], token: bytes | None
-) -> Iterator[AssembledJob]:
+) -> Iterator[ReadyJob]:
     """Yield the job once all its hosts are there.
 
     Raises `JoinError` if a host does not join in time, and `RendezvousInterrupted` on a signal.
@@ -75,21 +75,21 @@ def assemble_job(
             start = _make_start(config, [config.devices], store=store, reserved=reserved)
             variables = stack.enter_context(_open_services(config, start, [config.master_address]))
             start = msgspec.structs.replace(start, launcher_variables=variables)
-            yield AssembledJob(peers=NoPeers(), start=start, devices=(config.devices,), store=store)
+            yield ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,), store=store)
         return
     run_preflight(config, notify)
-    assembly = _Assembly(cluster=config.cluster, interrupts=interrupts, notify=notify, token=token)
-    assemble = _assemble_as_leader if config.cluster.host_index == 0 else _assemble_as_follower
-    with assemble(config, assembly) as job:
+    request = _SetupRequest(cluster=config.cluster, interrupts=interrupts, notify=notify, token=token)
+    set_up = _set_up_as_leader if config.cluster.host_index == 0 else _set_up_as_follower
+    with set_up(config, request) as job:
         yield job
 
 
 @contextlib.contextmanager
-def _assemble_as_leader(config: RunConfig, assembly: _Assembly) -> Iterator[AssembledJob]:
-    cluster, notify = assembly.cluster, assembly.notify
+def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[ReadyJob]:
+    cluster, notify = request.cluster, request.notify
     require_own_name(cluster)
     environment.apply(cluster.variables)
-    token = make_leader_token(cluster) if assembly.token is None else assembly.token
+    token = make_leader_token(cluster) if request.token is None else request.token
     interface, address = own_address(cluster)
     own = _collect_facts(config, cluster, address)
     followers = range(1, len(cluster.hosts))
@@ -106,7 +106,7 @@ def _assemble_as_leader(config: RunConfig, assembly: _Assembly) -> Iterator[Asse
         store = stack.enter_context(open_store_socket(address))
         reserved = stack.enter_context(reserve_master_port())
         facts = wait_for_hosts(
-            server, cluster, own=own, starters=starters, interrupts=assembly.interrupts, notify=notify
+            server, cluster, own=own, starters=starters, interrupts=request.interrupts, notify=notify
         )
         devices = [config.devices, *(facts[host].devices for host in sorted(facts))]
         addresses = [_address(cluster, host, facts, own=address) for host in range(len(cluster.hosts))]
@@ -119,26 +119,24 @@ def _assemble_as_leader(config: RunConfig, assembly: _Assembly) -> Iterator[Asse
         start_hosts(server, start)
         names = [cluster.hosts[0].address, *(_name(cluster, host, facts) for host in sorted(facts))]
         peers = FollowerPeers(server, start, names)
-        yield AssembledJob(peers=peers, start=start, names=names, devices=devices, interface=interface, store=store)
+        yield ReadyJob(peers=peers, start=start, names=names, devices=devices, interface=interface, store=store)
 
 
 @contextlib.contextmanager
-def _assemble_as_follower(config: RunConfig, assembly: _Assembly) -> Iterator[AssembledJob]:
-    cluster, token = assembly.cluster, assembly.token
+def _set_up_as_follower(config: RunConfig, request: _SetupRequest) -> Iterator[ReadyJob]:
+    cluster, token = request.cluster, request.token
     tokens = make_follower_token_source(cluster) if token is None else FixedToken(token)
 
     def collect_facts() -> HostFacts:
         _, address = interface_towards(cluster.hosts[0].address)
         return _collect_facts(config, cluster, address)
 
-    connection, job = join_leader(
-        cluster, collect_facts, tokens, interrupts=assembly.interrupts, notify=assembly.notify
-    )
+    connection, job = join_leader(cluster, collect_facts, tokens, interrupts=request.interrupts, notify=request.notify)
     try:
         interface, _ = interface_towards(cluster.hosts[0].address)
         name = cluster.hosts[job.host_index].address
         names = [host.address for host in cluster.hosts]
-        yield AssembledJob(
+        yield ReadyJob(
             peers=LeaderPeer(connection, job.start, job.host_index, name),
             start=job.start,
             host_index=job.host_index,

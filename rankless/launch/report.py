@@ -7,7 +7,7 @@ from contextlib import suppress
 from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import LaunchError
-from rankless.launch.job_setup import AssembledJob
+from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
 from rankless.launch.profile import LogFiles, load_profile
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
@@ -24,7 +24,7 @@ from rankless.launch.supervisor.terminal_text import (
 class RunReport:
     """The texts about one run on this host."""
 
-    def __init__(self, config: RunConfig, job: AssembledJob, folder: str) -> None:
+    def __init__(self, config: RunConfig, job: ReadyJob, folder: str) -> None:
         self.job = job
         self._config = config
         self._profile = load_profile(config.launcher)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rankless.config.environment import worker_environment
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
-from rankless.launch.job_setup import AssembledJob
+from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import make_log_files
 from rankless.launch.profile import load_profile
 
@@ -38,7 +38,7 @@ class _Position:
 
 
 def make_worker_configs(
-    config: RunConfig, job: AssembledJob, *, folder: str, pages: Sequence[int] = ()
+    config: RunConfig, job: ReadyJob, *, folder: str, pages: Sequence[int] = ()
 ) -> list[WorkerLaunch]:
     """Return the configuration and environment of every worker of this host, in the order of their ranks.
 

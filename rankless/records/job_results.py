@@ -90,7 +90,7 @@ class FinalTensor(msgspec.Struct, frozen=True, array_like=True):
     is_parameter: bool
 
 
-class Survey(msgspec.Struct, frozen=True, array_like=True):
+class ScriptSurvey(msgspec.Struct, frozen=True, array_like=True):
     """The script's jobs at its end, and the modules with parameters that no job uses."""
 
     jobs: tuple[KnownJob, ...] = ()
@@ -103,7 +103,7 @@ class RecordingFinished(msgspec.Struct, frozen=True, tag="finished"):
     steps: int
     tensors: list[FinalTensor]
     stopped: bool = False
-    survey: Survey = Survey()
+    survey: ScriptSurvey = ScriptSurvey()
 
 
 ResultRecord = ModelRegistered | JobCalled | StepRecorded | RecordingFinished

@@ -21,7 +21,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
 from rankless.config.worker_config import WorkerConfig
-from rankless.context.progress_meter import ProgressMeter
+from rankless.context.progress_records import ProgressMeter
 from rankless.context.step_limit import StepLimit
 from rankless.context.world import World
 from rankless.errors import ConfigError, JoinError, RanklessError

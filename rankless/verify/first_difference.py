@@ -28,7 +28,7 @@ the cause follows the job. "program": the programs themselves.
 """
 
 
-class FirstValue(msgspec.Struct, frozen=True, kw_only=True):
+class FirstDifferingValue(msgspec.Struct, frozen=True, kw_only=True):
     """The first value of a job call that differs between the runs."""
 
     fault: Fault
@@ -56,7 +56,7 @@ def find_first_value(
     *,
     call: InspectedCall,
     tolerance: float | None = None,
-) -> FirstValue | None:
+) -> FirstDifferingValue | None:
     """Return the first value that differs, or None if the call was not made or nothing was recorded.
 
     `tolerance` is the user's bound, relative to each value. It replaces the noise and the rounding bound.
@@ -121,8 +121,8 @@ class ValueLimits:
 
 def _make_first_value(
     fault: Fault, value: ComputedValue, other: ComputedValue, limits: ValueLimits, *, rank: int, call: InspectedCall
-) -> FirstValue:
-    return FirstValue(
+) -> FirstDifferingValue:
+    return FirstDifferingValue(
         fault=fault,
         job=call.job,
         call=call.call,
@@ -137,7 +137,7 @@ def _make_first_value(
     )
 
 
-def render_first_value(first: FirstValue) -> str:
+def render_first_value(first: FirstDifferingValue) -> str:
     """Describe the first value that differs in one line."""
     where = f"{os.path.basename(first.line)}, " if first.line else ""
     what = f"{first.dtype}{list(first.shape)}: {first.size:.3g} apart, at most {first.allowed:.3g} by rounding"

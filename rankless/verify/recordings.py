@@ -12,7 +12,7 @@ from rankless.records.job_results import (
     Leaf,
     RecordingFinished,
     ResultRecord,
-    Survey,
+    ScriptSurvey,
     read_results,
     results_file,
     tensors_file,
@@ -33,7 +33,7 @@ class Recording:
     tensors: dict[str, Array]
     stopped: bool = False
     """Whether the run was stopped before the script ended."""
-    survey: Survey = field(default_factory=Survey)
+    survey: ScriptSurvey = field(default_factory=ScriptSurvey)
 
 
 def read_recordings(folder: str, worker_count: int) -> list[Recording | None]:
@@ -61,5 +61,5 @@ def _read_recording(folder: str, rank: int) -> Recording | None:
         described=tuple(ended.tensors) if ended else (),
         tensors=safetensors.numpy.load_file(tensors_file(folder, rank)) if ended else {},
         stopped=ended.stopped if ended else False,
-        survey=ended.survey if ended else Survey(),
+        survey=ended.survey if ended else ScriptSurvey(),
     )

@@ -14,7 +14,7 @@ from rankless.config.run_config import Cluster, InspectedCall, Precision, Progra
 from rankless.config.validation import make_run_config
 from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.records.job_values import ComputedValue, read_values
-from rankless.verify.first_difference import FirstValue, find_first_value
+from rankless.verify.first_difference import FirstDifferingValue, find_first_value
 from rankless.verify.recordings import Recording, read_recordings
 from rankless.verify.reference_run import ReferenceRun
 
@@ -85,7 +85,7 @@ class VerifyRuns:
 
     def find_first_value(
         self, call: InspectedCall, *, workers: int, step: int, tolerance: float | None = None
-    ) -> FirstValue | None:
+    ) -> FirstDifferingValue | None:
         """Return the first value of a job call that differs on `workers` workers.
 
         The runs stop after training step `step`. Returns None if the call was not made again, or could not be

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rankless.verify.comparison import Comparison, Divergence, TableRow, ToleranceUse
-from rankless.verify.first_difference import FirstValue
+from rankless.verify.first_difference import FirstDifferingValue
 
 HEADERS = ("compared", "number", "largest difference", "noise floor", "nearest to its limit")
 
@@ -60,7 +60,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """The user's bound, which then replaces the measured one."""
     against: str | None = None
     """The plain reference script that the runs were compared with, too."""
-    first_value: FirstValue | None = None
+    first_value: FirstDifferingValue | None = None
     """The first value that differs, in the job call where the runs diverge; None if not searched or not found."""
     not_covered: tuple[str, ...] = ()
     """What the comparison did not cover."""

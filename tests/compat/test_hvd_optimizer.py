@@ -270,7 +270,7 @@ def with_dynamic_sets(hvd):
     return in_a_process_set(hvd)
 
 
-def by_deltas(hvd):
+def by_adasum(hvd):
     torch.manual_seed(0)
     own = nn.Linear(3, 2).double()
     twins = [copy.deepcopy(own) for _ in range(2)]
@@ -296,4 +296,4 @@ def by_deltas(hvd):
 
 
 def test_adasum_combines_what_each_ranks_step_changes():
-    on_ranks(2, by_deltas)
+    on_ranks(2, by_adasum)

@@ -33,7 +33,7 @@ class Outcome:
     local: LocalGraph
 
 
-def run_in_lockstep(
+def run_on_simulated_ranks(
     function: Callable[..., Any],
     modules: Mapping[str, nn.Module],
     arguments: Sequence[Tensor],
@@ -193,7 +193,7 @@ def assert_same_as_plain(
     """
     before = {name: tensor.detach().clone() for name, tensor in named_tensors(modules).items()}
     state = torch.get_rng_state()
-    found = run_in_lockstep(function, modules, arguments, ranks, captured_at=captured_at)
+    found = run_on_simulated_ranks(function, modules, arguments, ranks, captured_at=captured_at)
     state_after = torch.get_rng_state()
     for name, tensor in named_tensors(modules).items():
         assert torch.equal(tensor.detach(), before[name]), f"capture or run changed {name}"

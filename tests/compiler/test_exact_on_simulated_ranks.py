@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_ranks import assert_same_as_plain, run_in_lockstep
+from simulated_ranks import assert_same_as_plain, run_on_simulated_ranks
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -214,7 +214,7 @@ def test_tensors_that_are_not_a_batch_and_a_scalar_can_be_arguments():
 
 def test_a_parameter_that_is_not_used_has_no_gradient():
     model = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2)])
-    outcome = run_in_lockstep(lambda x: model[0](x).square().mean(), {"model": model}, [features()], 3)
+    outcome = run_on_simulated_ranks(lambda x: model[0](x).square().mean(), {"model": model}, [features()], 3)
     assert set(outcome.gradients) == {"model.0.weight", "model.0.bias"}
 
 
@@ -249,7 +249,7 @@ class Whole(nn.Module):
 def test_a_model_that_cannot_be_one_program_is_refused(name):
     model = REFUSED[name]()
     with pytest.raises(CaptureError):
-        run_in_lockstep(lambda x: model(x).square().mean(), {"model": model}, [features()], 3)
+        run_on_simulated_ranks(lambda x: model(x).square().mean(), {"model": model}, [features()], 3)
 
 
 def freeze(model):
@@ -274,5 +274,5 @@ def test_a_job_that_sets_requires_grad_of_a_parameter_is_refused(change):
         return model.frozen(model.inner(x)).square().mean()
 
     with pytest.raises(CaptureError, match="requires_grad") as raised:
-        run_in_lockstep(loss, {"model": model}, [features()], 2)
+        run_on_simulated_ranks(loss, {"model": model}, [features()], 2)
     assert raised.value.where.startswith(__file__)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simulated_ranks import run_in_lockstep
+from simulated_ranks import run_on_simulated_ranks
 from torch import nn
 
 VIEWS_OF_A_PARAMETER = {
@@ -19,7 +19,7 @@ VIEWS_OF_A_PARAMETER = {
 def test_a_result_that_is_a_view_of_a_parameter_does_not_change_with_it(view):
     model = nn.Linear(4, 4)
     before = view(model.weight).detach().clone()
-    found = run_in_lockstep(
+    found = run_on_simulated_ranks(
         lambda x: (model(x), view(model.weight)), {"model": model}, [torch.randn(6, 4)], 2, trains=False
     )
     with torch.no_grad():
@@ -29,6 +29,6 @@ def test_a_result_that_is_a_view_of_a_parameter_does_not_change_with_it(view):
 
 def test_a_fresh_result_is_not_copied_once_more():
     model = nn.Linear(4, 4)
-    found = run_in_lockstep(lambda x: model(x).relu(), {"model": model}, [torch.randn(6, 4)], 2, trains=False)
+    found = run_on_simulated_ranks(lambda x: model(x).relu(), {"model": model}, [torch.randn(6, 4)], 2, trains=False)
     operators = [str(node.target) for node in found.sharded.logical.graph.nodes if node.op == "call_function"]
     assert "aten.clone.default" not in operators

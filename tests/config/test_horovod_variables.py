@@ -6,7 +6,7 @@ from rankless.config.horovod_variables import HorovodWorker, horovod_worker
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
 
-TOLD = {
+VARIABLES = {
     "GLOO_RENDEZVOUS_ADDR": "10.1.2.3",
     "GLOO_RENDEZVOUS_PORT": "4001",
     "RANK": "3",
@@ -22,7 +22,7 @@ TOLD = {
 
 
 def test_a_worker_of_horovodrun():
-    assert horovod_worker(TOLD) == HorovodWorker(
+    assert horovod_worker(VARIABLES) == HorovodWorker(
         rank=3,
         world_size=4,
         address="10.1.2.3",
@@ -31,11 +31,11 @@ def test_a_worker_of_horovodrun():
         interface="eth0",
         timeout_seconds=600.0,
     )
-    assert horovod_worker({**TOLD, "ELASTIC": "0", "START_TIMEOUT": "7"}).timeout_seconds == 7
+    assert horovod_worker({**VARIABLES, "ELASTIC": "0", "START_TIMEOUT": "7"}).timeout_seconds == 7
 
 
 def test_a_launcher_that_sets_fewer_variables():
-    least = {name: TOLD[name] for name in ("GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "RANK", "SIZE")}
+    least = {name: VARIABLES[name] for name in ("GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "RANK", "SIZE")}
     found = horovod_worker(least)
     assert (found.assignment, found.interface) == (None, None)
 
@@ -43,7 +43,7 @@ def test_a_launcher_that_sets_fewer_variables():
 @pytest.mark.parametrize("address", [None, ""])
 def test_without_a_server_there_is_no_horovod_worker(address: str | None):
     assert horovod_worker({}) is None
-    others = {name: value for name, value in TOLD.items() if name != "GLOO_RENDEZVOUS_ADDR"}
+    others = {name: value for name, value in VARIABLES.items() if name != "GLOO_RENDEZVOUS_ADDR"}
     assert horovod_worker(others if address is None else {**others, "GLOO_RENDEZVOUS_ADDR": address}) is None
 
 
@@ -63,7 +63,7 @@ def test_without_a_server_there_is_no_horovod_worker(address: str | None):
 )
 def test_the_error_names_an_invalid_variable(name: str, value: str, expected: str):
     with pytest.raises(JoinError) as caught:
-        horovod_worker({**TOLD, name: value})
+        horovod_worker({**VARIABLES, name: value})
     assert caught.value.expected.startswith(f"in HOROVOD_{name} {expected}")
     assert caught.value.found == repr(value)
     assert "unset HOROVOD_GLOO_RENDEZVOUS_ADDR" in caught.value.fix
@@ -71,7 +71,7 @@ def test_the_error_names_an_invalid_variable(name: str, value: str, expected: st
 
 def test_the_error_for_a_missing_variable_says_so():
     with pytest.raises(JoinError) as caught:
-        horovod_worker({name: value for name, value in TOLD.items() if name != "RANK"})
+        horovod_worker({name: value for name, value in VARIABLES.items() if name != "RANK"})
     assert (caught.value.expected, caught.value.found) == (
         "in HOROVOD_RANK a number, as horovodrun sets it",
         "nothing",
@@ -80,6 +80,6 @@ def test_the_error_for_a_missing_variable_says_so():
 
 def test_an_elastic_job_of_another_launcher_is_rejected():
     with pytest.raises(JoinError) as caught:
-        horovod_worker({**TOLD, "ELASTIC": "1"})
+        horovod_worker({**VARIABLES, "ELASTIC": "1"})
     assert "HOROVOD_ELASTIC=1" in caught.value.found
     assert "rankless horovodrun --min-np" in caught.value.fix

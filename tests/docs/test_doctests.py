@@ -18,7 +18,7 @@ from rankless import collectives, errors
 from rankless.checkpoint import Checkpoints, Restored
 from rankless.collectives import differentiable
 from rankless.data.logical_tensor import LogicalTensor
-from rankless.launch.spawning import Spawned
+from rankless.launch.spawn_function import Spawned
 
 HANDED_OUT = (rankless.Job, rankless.Loader, Checkpoints, Restored, Spawned, LogicalTensor)
 """Classes whose objects public functions return. Users do not construct them."""

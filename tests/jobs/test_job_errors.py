@@ -37,10 +37,10 @@ for largest in (10, 10, 11):
 def test_a_shape_error_shows_only_lines_of_the_script(workers: str, tmp_path: Path):
     job = run_script(SCRIPT.format(features=12), "-n", workers, folder=tmp_path)
     assert job.returncode == 1
-    told = job.stderr[job.stderr.index("raised RuntimeError") :]
-    assert "return F.cross_entropy(net(x), y)" in told
-    assert "return self.last(hidden)" in told
-    assert "torch/" not in told
+    text = job.stderr[job.stderr.index("raised RuntimeError") :]
+    assert "return F.cross_entropy(net(x), y)" in text
+    assert "return self.last(hidden)" in text
+    assert "torch/" not in text
     assert "fake" not in job.stdout + job.stderr
 
 

@@ -288,22 +288,6 @@ def test_the_reset_limit_fails_the_job():
     assert "reset limit of 1" in membership.failure.headline
 
 
-def test_after_a_worker_finished_none_starts_and_survivors_may_finish_alone():
-    membership = start_job({"a": 3}, min_workers=2)
-    membership.remove_failed(1, 5.0, is_own=False)
-    assert started_workers(membership.decide(5.0)) == [3]
-    membership.remove_finished(0)
-    mark_ready(membership, 2, 3, now=5.0)
-    actions = membership.decide(5.0)
-    assert started_workers(actions) == []
-    assert set(sent_messages(actions, WorkerDismissed)) == {3}
-    assert set(sent_messages(actions, RoundStarted)) == {2}
-    membership.remove_finished(2)
-    membership.remove_finished(3)
-    assert membership.is_finishing
-    assert membership.workers == {}
-
-
 class SimulatedJob:
     """Workers that react to messages in a random order, and die at random moments."""
 

@@ -6,7 +6,7 @@ from launch.test_elastic_membership import mark_ready, sent_messages, start_job,
 
 from rankless.launch.elastic.member import Action, KillAction
 from rankless.launch.elastic.membership import FIRST_JOIN_TIMEOUT_SECONDS, JOIN_TIMEOUT_SECONDS
-from rankless.records.elastic_messages import WorkerDismissed
+from rankless.records.elastic_messages import RoundStarted, WorkerDismissed
 
 
 def killed_workers(actions: Iterable[Action]) -> dict[int, str]:
@@ -70,3 +70,19 @@ def test_a_lost_host_counts_as_one_failure_and_gets_no_workers_for_a_while():
     assert membership.remove_failed(5, 37.0, is_own=False, is_lost=True) is None
     assert membership.remove_failed(6, 37.0, is_own=False, is_lost=True) == float("inf")
     assert started_workers(membership.decide(900.0)) == []
+
+
+def test_after_a_worker_finished_none_starts_and_survivors_may_finish_alone():
+    membership = start_job({"a": 3}, min_workers=2)
+    membership.remove_failed(1, 5.0, is_own=False)
+    assert started_workers(membership.decide(5.0)) == [3]
+    membership.remove_finished(0)
+    mark_ready(membership, 2, 3, now=5.0)
+    actions = membership.decide(5.0)
+    assert started_workers(actions) == []
+    assert set(sent_messages(actions, WorkerDismissed)) == {3}
+    assert set(sent_messages(actions, RoundStarted)) == {2}
+    membership.remove_finished(2)
+    membership.remove_finished(3)
+    assert membership.is_finishing
+    assert membership.workers == {}

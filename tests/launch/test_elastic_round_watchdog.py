@@ -1,6 +1,6 @@
 """A round of an elastic job without progress: when it is reported, and which worker is killed."""
 
-from rankless.launch.elastic.round_watchdog import RoundWatchdog, StallReport
+from rankless.launch.elastic.stalled_rounds import RoundWatchdog, StallReport
 from rankless.records.elastic_messages import RankAssignment
 from rankless.records.events import RankState, RankStatus
 

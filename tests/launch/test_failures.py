@@ -77,10 +77,10 @@ def deep(n):
 deep(30)
 """
     job = run_script(script, "-n", "2", folder=tmp_path)
-    said = job.stderr[job.stderr.index("rankless: rank") :]
-    assert len(said.splitlines()) <= 15
-    assert "KeyError: 'bottom'" in said
-    assert 'script.py", line 4, in deep' in said
+    text = job.stderr[job.stderr.index("rankless: rank") :]
+    assert len(text.splitlines()) <= 15
+    assert "KeyError: 'bottom'" in text
+    assert 'script.py", line 4, in deep' in text
     assert "rankless/runtime" not in job.stderr + job.stdout
     assert job.returncode == 1
 

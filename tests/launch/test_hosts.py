@@ -230,12 +230,12 @@ def test_both_sides_detect_a_host_that_is_cut_off(hosts: Hosts, folder: Path):
     hosts.link("b", up=False)
     try:
         assert nobody_is_left(folder, seconds=8)
-        told = {each: ended(job) for each, job in jobs.items()}
+        outcomes = {each: ended(job) for each, job in jobs.items()}
     finally:
         hosts.link("b", up=True)
-    assert [code for code, _, _ in told.values()] == [1, 1]
-    assert f"host {hosts.addresses[1]} was lost: no heartbeat for" in told["a"][2]
-    assert f"host 0, {hosts.addresses[0]}, was lost: no heartbeat for" in told["b"][2]
+    assert [code for code, _, _ in outcomes.values()] == [1, 1]
+    assert f"host {hosts.addresses[1]} was lost: no heartbeat for" in outcomes["a"][2]
+    assert f"host 0, {hosts.addresses[0]}, was lost: no heartbeat for" in outcomes["b"][2]
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -244,8 +244,8 @@ def test_ctrl_c_on_one_host_ends_both(name: str, hosts: Hosts, folder: Path):
     jobs = {each: hosts.start(each, words, cwd=folder) for each in ("a", "b")}
     wait_until(lambda: len(read_process_ids(folder)) == 4)
     os.kill(agent_of(folder, name).pid, signal.SIGINT)
-    told = {each: ended(job) for each, job in jobs.items()}
-    assert [code for code, _, _ in told.values()] == [130, 130], told
+    outcomes = {each: ended(job) for each, job in jobs.items()}
+    assert [code for code, _, _ in outcomes.values()] == [130, 130], outcomes
     assert nobody_is_left(folder)
 
 

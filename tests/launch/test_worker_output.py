@@ -35,8 +35,8 @@ def test_the_warning_for_a_file_of_two_ranks_suits_programs_without_rankless():
     files = SharedFiles(foreign=True)
     first, second = (FileOpened(rank=rank, time_ns=0, path="/data/x", line="main.py:3") for rank in range(2))
     assert files.check(first) is None
-    said = files.check(second)
-    assert said is not None
-    assert "ranks 0 and 1 both write" in said
-    assert "RANK is 0" in said
-    assert "rankless" not in said
+    text = files.check(second)
+    assert text is not None
+    assert "ranks 0 and 1 both write" in text
+    assert "RANK is 0" in text
+    assert "rankless" not in text

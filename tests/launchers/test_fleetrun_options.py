@@ -11,7 +11,7 @@ from rankless.config import validation
 from rankless.config.run_config import UNKNOWN_HOST, Cluster, JobStart, Program, RunConfig
 from rankless.errors import ConfigError
 from rankless.launch import log_files
-from rankless.launch.job_setup import AssembledJob
+from rankless.launch.job_setup import ReadyJob
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launchers.fleetrun import hosts
@@ -42,7 +42,7 @@ def make_cluster(*words: str) -> Cluster:
     return cluster
 
 
-def job_of(config: RunConfig) -> AssembledJob:
+def job_of(config: RunConfig) -> ReadyJob:
     count = config.worker_count
     start = JobStart(
         run_id="run",
@@ -55,7 +55,7 @@ def job_of(config: RunConfig) -> AssembledJob:
         store_port=1,
         launcher_variables={ENDPOINTS: ",".join(f"127.0.0.1:{6070 + rank}" for rank in range(count))},
     )
-    return AssembledJob(peers=NoPeers(), start=start, devices=(config.devices,))
+    return ReadyJob(peers=NoPeers(), start=start, devices=(config.devices,))
 
 
 def environments(config: RunConfig) -> list[dict[str, str | None]]:
@@ -172,9 +172,9 @@ SERVER_LINES = [
 @pytest.mark.parametrize("line", [*SERVER_LINES, *(f"--{name}=2" for name in SERVER_FLAGS)])
 def test_options_for_parameter_servers_are_rejected_with_alternatives(line: str, capsys: pytest.CaptureFixture[str]):
     assert main(["fleetrun", *line.split(), __file__]) == 2
-    said = capsys.readouterr().err
-    assert "Rankless has no parameter servers" in said
-    assert "--nproc_per_node=2" in said
+    notes = capsys.readouterr().err
+    assert "Rankless has no parameter servers" in notes
+    assert "--nproc_per_node=2" in notes
 
 
 def test_the_hosts_of_ips_are_numbered_in_their_order(monkeypatch: pytest.MonkeyPatch):
@@ -241,9 +241,9 @@ def test_a_note_names_every_ignored_option_and_no_other():
         "--host=a --log_level=DEBUG --log_overwrite=True --with_gloo=1 --max_restart=3 --elastic_level=1 --force=True"
     )
     loud += " --elastic_pre_hook=x --sort_ip=1 --legacy=True --enable_gpu_log=1 --ranks=0,1 --auto_tuner_json=x"
-    said = describe_ignored_options(parse(*loud.split(), "x.py"))
+    notes = describe_ignored_options(parse(*loud.split(), "x.py"))
     for word in loud.split():
-        assert sum(word.partition("=")[0] in note for note in said) == 1, word
+        assert sum(word.partition("=")[0] in note for note in notes) == 1, word
 
 
 def test_the_table_of_arguments_has_paddles_rows_and_other_given_options():

@@ -76,9 +76,9 @@ def test_every_spelling_is_known_and_the_program_gets_the_rest(words: str):
 
 
 def test_no_field_is_without_an_option():
-    said = {field for field, _ in SPELLINGS.values()}
+    notes = {field for field, _ in SPELLINGS.values()}
     others = {"config_file", "mpi_launch_flag", "command"}
-    assert said | others == set(HorovodrunFlags.__struct_fields__)
+    assert notes | others == set(HorovodrunFlags.__struct_fields__)
 
 
 def test_the_error_for_an_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]):
@@ -159,8 +159,8 @@ def test_a_note_names_each_ignored_option():
             "3",
         ),
     )
-    said = describe_ignored_options(parse(*words, "-np", "1"))
-    assert [line.split(": ")[0] for line in said] == [
+    notes = describe_ignored_options(parse(*words, "-np", "1"))
+    assert [line.split(": ")[0] for line in notes] == [
         *("--disable-cache", "--mpi, --jsrun", "--mpi-args", "--binding-args", "--mpi-threads-disable"),
         *("--num-nccl-streams", "--thread-affinity", "--hierarchical-allgather", "--autotune"),
         "--max-np and other elastic options",
@@ -196,7 +196,7 @@ logging:
 def test_a_config_file_completes_the_command_line(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
-    flags, said = horovodrun.apply_config_file(
+    flags, notes = horovodrun.apply_config_file(
         HorovodrunFlags(config_file=str(path), cycle_time_ms=1.0, timeline_mark_cycles=False)
     )
     assert (flags.gloo, flags.fusion_threshold_mb, flags.cycle_time_ms, flags.torus_allreduce) == (True, 32, 1.0, False)
@@ -204,7 +204,7 @@ def test_a_config_file_completes_the_command_line(tmp_path: Path):
     assert (flags.timeline_filename, flags.timeline_mark_cycles) == ("timeline.json", False)
     assert (flags.no_stall_check, flags.stall_check_warning_time_seconds) == (True, 120)
     assert (flags.gloo_timeout_seconds, flags.log_level, flags.log_with_timestamp) == (90, "DEBUG", False)
-    assert [line.removeprefix(f"{path}: ") for line in said] == [
+    assert [line.removeprefix(f"{path}: ") for line in notes] == [
         "verbose: unknown key, ignored",
         "params.hierarchical_alreduce (did you mean hierarchical_allreduce?): unknown key, ignored",
     ]
@@ -319,10 +319,10 @@ def test_elastic_options_make_an_elastic_job():
         ("--min-np 1 -H a:1", "than there are available slots"),
     ],
 )
-def test_invalid_elastic_options_are_rejected(words: str, said: str, tmp_path: Path):
+def test_invalid_elastic_options_are_rejected(words: str, notes: str, tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=notes):
         make_run_config(Program(kind="script", target=str(script)), request_of("-np", "2", *words.split()))
 
 

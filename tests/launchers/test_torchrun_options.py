@@ -120,9 +120,9 @@ def test_the_error_for_a_misspelt_option_names_the_right_one(
     with pytest.raises(SystemExit) as leaving:
         main([command, given, "10.0.0.1", "main.py"])
     assert leaving.value.code == 2
-    said = capsys.readouterr().err
-    assert f"unknown option {given.partition('=')[0]}; did you mean {meant}?" in said
-    assert len(said.splitlines()) <= 3
+    notes = capsys.readouterr().err
+    assert f"unknown option {given.partition('=')[0]}; did you mean {meant}?" in notes
+    assert len(notes.splitlines()) <= 3
 
 
 def test_the_error_for_an_option_without_a_near_match_suggests_none(capsys: pytest.CaptureFixture[str]):
@@ -250,8 +250,8 @@ def test_a_note_names_every_ignored_option_of_torchrun_and_no_other():
         "--rdzv-conf": "a=1",
         "--local-addr": "h",
     }
-    said = "; ".join(describe_ignored_options(parse(*(word for pair in loud.items() for word in pair), "main.py")))
-    assert all(option in said for option in loud)
+    notes = "; ".join(describe_ignored_options(parse(*(word for pair in loud.items() for word in pair), "main.py")))
+    assert all(option in notes for option in loud)
 
 
 def test_a_gpu_of_its_own_for_each_worker_needs_enough_of_them(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ import pytest
 from rankless.config.run_config import InspectedCall
 from rankless.records.job_results import TensorSummary
 from rankless.records.job_values import ComputedValue, Role
-from rankless.verify.first_difference import FirstValue, find_first_value, render_first_value
+from rankless.verify.first_difference import FirstDifferingValue, find_first_value, render_first_value
 
 CALL = InspectedCall(job="train", call=3)
 
@@ -42,7 +42,9 @@ def with_number(values: list[ComputedValue], name: str, number: float, role: Rol
     ]
 
 
-def found(one: list[ComputedValue], *many: list[ComputedValue], noise: list[ComputedValue] | None = None) -> FirstValue:
+def found(
+    one: list[ComputedValue], *many: list[ComputedValue], noise: list[ComputedValue] | None = None
+) -> FirstDifferingValue:
     first = find_first_value(one, many, one if noise is None else noise, call=CALL)
     assert first is not None
     return first

@@ -13,7 +13,7 @@ from rankless.context.world import World
 from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
 from rankless.records.job_values import read_values
-from rankless.verify.first_difference import FirstValue, find_first_value, render_first_value
+from rankless.verify.first_difference import FirstDifferingValue, find_first_value, render_first_value
 from rankless.verify.recording.value_inspection import ValueInspector
 from rankless.verify.recording.value_recorder import ValueRecorder
 
@@ -76,7 +76,7 @@ def trained(mesh: Mesh, folder: str, fault: str, noise: int | None) -> list[floa
     return losses
 
 
-def found(tmp_path: Path, workers: int, fault: str) -> FirstValue | None:
+def found(tmp_path: Path, workers: int, fault: str) -> FirstDifferingValue | None:
     one, noise, many = str(tmp_path / "one"), str(tmp_path / "noise"), str(tmp_path / "many")
     solo = Mesh.solo()
     assert trained(solo, one, fault, None) == trained(solo, "", fault, None)

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rankless.config.collective_test import (
+from rankless.launch.doctor.probe_protocol import ProbeFailed, ProbeResponse, RelayTask, StartCollectiveProcess
+from rankless.launch.doctor.remote_probes import HostProbes
+from rankless.records.check_results import CheckResult, make_failure, make_pass, with_place
+from rankless.records.collective_test_messages import (
     AllReduceResult,
     CheckTorch,
     CollectiveTestTask,
     RunAllReduce,
     ServeStore,
-    StoreServed,
+    StoreServedMessage,
     TorchImported,
 )
-from rankless.launch.doctor.probe_protocol import ProbeFailed, ProbeResponse, RelayTask, StartCollectiveProcess
-from rankless.launch.doctor.remote_probes import HostProbes
-from rankless.records.check_results import CheckResult, make_failure, make_pass, with_place
 from rankless.records.quantities import format_bytes, format_seconds
 
 JOIN_TIMEOUT_SECONDS = 10.0
@@ -40,7 +40,7 @@ def run_collective_test(
     if failures:
         return _results(failures, names)
     (store,) = probes.request({0: _make_relay_task(ServeStore(address=address))}, IMPORT_TIMEOUT_SECONDS).values()
-    if not isinstance(store, StoreServed):
+    if not isinstance(store, StoreServedMessage):
         return _results({0: store}, names)
     tasks = {
         index: _make_relay_task(

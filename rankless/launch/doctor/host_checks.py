@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.config.hosts import own_addresses
 from rankless.config.run_config import Program
-from rankless.launch.doctor import gpu_checks, machine_checks, network_checks
+from rankless.launch.doctor import gpu_checks, local_network_checks, machine_checks
 from rankless.launch.doctor.probe_protocol import CheckHost, HostReport
 from rankless.launch.rendezvous.host_facts import collect_host_facts
 from rankless.records.check_results import CheckResult, make_warning
@@ -21,7 +21,7 @@ NO_PROGRAM = Program(kind="code", target="")
 
 def check_host(request: CheckHost) -> HostReport:
     """Run every check of this host."""
-    card = network_checks.find_own_card(request)
+    card = local_network_checks.find_own_card(request)
     return HostReport(
         results=tuple(
             run_checks(
@@ -63,12 +63,16 @@ def run_checks(checks: Sequence[Check]) -> list[CheckResult]:
 def _network_checks(request: CheckHost) -> list[Check]:
     return [
         partial(check, request)
-        for check in (network_checks.check_own_name, network_checks.check_network_card, network_checks.check_proxies)
+        for check in (
+            local_network_checks.check_own_name,
+            local_network_checks.check_network_card,
+            local_network_checks.check_proxies,
+        )
     ]
 
 
 def _port_checks(request: CheckHost) -> list[Check]:
-    return [partial(network_checks.check_free_port, request)] if request.is_first else []
+    return [partial(local_network_checks.check_free_port, request)] if request.is_first else []
 
 
 def _machine_checks(request: CheckHost) -> list[Check]:

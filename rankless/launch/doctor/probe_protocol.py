@@ -5,9 +5,9 @@ from typing import Literal
 
 import msgspec
 
-from rankless.config.collective_test import AllReduceResult, StoreServed, TorchImported
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.records.check_results import CheckResult
+from rankless.records.collective_test_messages import AllReduceResult, StoreServedMessage, TorchImported
 
 ConnectionOutcome = Literal["reached", "another", "refused", "dropped", "no route", "no name", "failed"]
 """Outcome of a connection to another host. "another" is a machine that is not the target."""
@@ -168,7 +168,7 @@ ProbeResponse = (
     | ConnectionAttempts
     | LinkSpeed
     | TorchImported
-    | StoreServed
+    | StoreServedMessage
     | AllReduceResult
     | ProbeDone
     | ProbeFailed

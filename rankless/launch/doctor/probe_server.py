@@ -16,7 +16,6 @@ from typing import IO
 import msgspec
 
 from rankless.config import environment
-from rankless.config.collective_test import MARK, AllReduceFailed, CollectiveTestResult
 from rankless.launch.doctor import link_test
 from rankless.launch.doctor.host_checks import check_host, read_host_identity
 from rankless.launch.doctor.probe_protocol import (
@@ -37,6 +36,7 @@ from rankless.launch.doctor.probe_protocol import (
     RelayTask,
     StartCollectiveProcess,
 )
+from rankless.records.collective_test_messages import MARK, AllReduceFailed, CollectiveTestResult
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.python_command import python_command
 
@@ -94,7 +94,7 @@ class ProbeServer:
 
     def _start_collective_process(self) -> None:
         self._collective_process = subprocess.Popen(
-            python_command("rankless.runtime.collective_test"),
+            python_command("rankless.runtime.doctor_collective_test"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr_file,

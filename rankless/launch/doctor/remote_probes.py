@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import msgspec
 
-from rankless.config.collective_test import MARK
 from rankless.config.hosts import Host
 from rankless.launch.doctor.probe_protocol import (
     ClockTime,
@@ -28,6 +27,7 @@ from rankless.launch.doctor.probe_protocol import (
 from rankless.launch.rendezvous.ssh import SSH_OPTIONS
 from rankless.launch.rendezvous.ssh_failures import SshCause, find_ssh_cause
 from rankless.records.check_results import CheckResult, make_failure
+from rankless.records.collective_test_messages import MARK
 from rankless.runtime.python_command import python_command
 
 CONNECT_TIMEOUT_SECONDS = 5

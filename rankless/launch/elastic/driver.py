@@ -14,7 +14,7 @@ from rankless.launch.elastic.all_workers import LOOPBACK_ADDRESS, AllWorkers, La
 from rankless.launch.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.launch.elastic.member import Action, KillAction, StartAction
 from rankless.launch.elastic.membership import JobFailure, JobMembership
-from rankless.launch.elastic.round_watchdog import RoundWatchdog
+from rankless.launch.elastic.stalled_rounds import RoundWatchdog
 from rankless.launch.log_files import make_run_folder, make_run_id
 from rankless.launch.profile import load_profile
 from rankless.launch.signals import Interrupts

@@ -11,7 +11,7 @@ PROBE_INTERVAL_SECONDS = 4.0
 SSH_PORT = 22
 
 
-class HostProbe:
+class ReachabilityProbe:
     """Probes one host repeatedly in a thread, for as long as somebody reads the result."""
 
     def __init__(self, cluster: Cluster, host_index: int) -> None:

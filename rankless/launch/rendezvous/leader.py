@@ -14,7 +14,7 @@ from rankless.launch.rendezvous.control_server import (
     HostJoined,
 )
 from rankless.launch.rendezvous.host_facts import HostFacts, find_differences
-from rankless.launch.rendezvous.host_probe import HostProbe
+from rankless.launch.rendezvous.host_probe import ReachabilityProbe
 from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused
 from rankless.launch.signals import Interrupts
 
@@ -58,7 +58,9 @@ def wait_for_hosts(
     joined: dict[int, HostFacts] = {}
     expected = range(1, len(cluster.hosts))
     start = last_progress_at = time.monotonic()
-    probes = {index: HostProbe(cluster, index) for index in expected if index not in starters and cluster.is_listed}
+    probes = {
+        index: ReachabilityProbe(cluster, index) for index in expected if index not in starters and cluster.is_listed
+    }
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         selector.register(interrupts, selectors.EVENT_READ)
@@ -86,14 +88,16 @@ def wait_for_hosts(
     return joined
 
 
-def format_progress(cluster: Cluster, missing: Sequence[int], probes: Mapping[int, HostProbe], waited: float) -> str:
+def format_progress(
+    cluster: Cluster, missing: Sequence[int], probes: Mapping[int, ReachabilityProbe], waited: float
+) -> str:
     """Return a line such as "waiting: 1/2 hosts, missing 10.7.0.2, 12 s"."""
     count = len(cluster.hosts)
     names = [f"{cluster.hosts[index]}{_format_probe(probes.get(index))}" for index in missing]
     return f"waiting: {count - len(missing)}/{count} hosts, missing {', '.join(names)}, {waited:.0f} s"
 
 
-def _format_probe(probe: HostProbe | None) -> str:
+def _format_probe(probe: ReachabilityProbe | None) -> str:
     result = None if probe is None else probe.read_result()
     return "" if result is None else f" ({result})"
 
@@ -135,7 +139,7 @@ def _check_missing(
     missing: Sequence[int],
     joined: Mapping[int, HostFacts],
     starters: Mapping[int, AgentStarter],
-    probes: Mapping[int, HostProbe],
+    probes: Mapping[int, ReachabilityProbe],
     *,
     waited: float,
 ) -> None:

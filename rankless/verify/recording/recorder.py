@@ -17,8 +17,8 @@ from rankless.records.job_results import (
     ModelRegistered,
     RecordingFinished,
     ResultRecord,
+    ScriptSurvey,
     StepRecorded,
-    Survey,
     TensorState,
     encode_result,
     results_file,
@@ -31,7 +31,7 @@ class RunRecorder:
     """One rank's file of results, open from the start of the script to its end."""
 
     def __init__(
-        self, folder: str, rank: int, *, survey: Callable[[Iterable[nn.Module]], Survey] | None = None
+        self, folder: str, rank: int, *, survey: Callable[[Iterable[nn.Module]], ScriptSurvey] | None = None
     ) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._tensors_file = tensors_file(folder, rank)
@@ -89,7 +89,7 @@ class RunRecorder:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 described.append(FinalTensor(f"{model}.{name}", dtype, isinstance(tensor, nn.Parameter)))
         safetensors.torch.save_file(tensors, self._tensors_file)
-        survey = Survey() if self._survey is None else self._survey(self._models.values())
+        survey = ScriptSurvey() if self._survey is None else self._survey(self._models.values())
         self._write(RecordingFinished(self._steps, described, stopped, survey))
         self._stream.close()
 

@@ -1,4 +1,4 @@
-"""Survey what a script holds at the end of a run: jobs, and modules that belong to no job."""
+"""ScriptSurvey what a script holds at the end of a run: jobs, and modules that belong to no job."""
 
 import gc
 from collections.abc import Iterable
@@ -7,10 +7,10 @@ from torch import nn
 
 from rankless.jobs.job import Job
 from rankless.records.job_programs import KnownJob
-from rankless.records.job_results import Survey
+from rankless.records.job_results import ScriptSurvey
 
 
-def survey_script(models: Iterable[nn.Module]) -> Survey:
+def survey_script(models: Iterable[nn.Module]) -> ScriptSurvey:
     """Return the living jobs, and modules whose parameters belong to none of `models` and no job."""
     jobs: list[KnownJob] = []
     known = {id(parameter) for model in models for parameter in model.parameters()}
@@ -31,4 +31,4 @@ def survey_script(models: Iterable[nn.Module]) -> Survey:
         and any(True for _ in module.parameters())
         and not any(id(parameter) in known for parameter in module.parameters())
     ]
-    return Survey(tuple(sorted(jobs, key=lambda job: job.line)), tuple(sorted(outside)))
+    return ScriptSurvey(tuple(sorted(jobs, key=lambda job: job.line)), tuple(sorted(outside)))

@@ -60,7 +60,7 @@ from rankless.compat.horovod.torch.operations.reducescatter import (
     reducescatter,
     reducescatter_async,
 )
-from rankless.compat.horovod.torch.operations.reductions import Adasum, Average, Max, Min, Product, Sum
+from rankless.compat.horovod.torch.operations.reduction_ops import Adasum, Average, Max, Min, Product, Sum
 from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rankless.config import environment
-from rankless.config.collective_test import (
+from rankless.records.collective_test_messages import (
     MARK,
     AllReduceFailed,
     AllReduceResult,
@@ -21,7 +21,7 @@ from rankless.config.collective_test import (
     CollectiveTestTask,
     RunAllReduce,
     ServeStore,
-    StoreServed,
+    StoreServedMessage,
     TorchImported,
 )
 from rankless.runtime.fast_exit import FastExit
@@ -44,7 +44,7 @@ def _serve() -> None:
                 _send_result(TorchImported())
             elif isinstance(task, ServeStore):
                 store, port = _open_store(task.address)
-                _send_result(StoreServed(port=port))
+                _send_result(StoreServedMessage(port=port))
             else:
                 _send_result(_measure_all_reduce(task, store))
         except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors

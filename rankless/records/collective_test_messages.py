@@ -20,7 +20,7 @@ class ServeStore(msgspec.Struct, frozen=True, kw_only=True, tag="open store"):
     address: str
 
 
-class StoreServed(msgspec.Struct, frozen=True, kw_only=True, tag="store opened"):
+class StoreServedMessage(msgspec.Struct, frozen=True, kw_only=True, tag="store opened"):
     """The store listens at `port`."""
 
     port: int
@@ -53,4 +53,4 @@ class AllReduceFailed(msgspec.Struct, frozen=True, kw_only=True, tag="not reduce
 
 
 CollectiveTestTask = CheckTorch | ServeStore | RunAllReduce
-CollectiveTestResult = TorchImported | StoreServed | AllReduceResult | AllReduceFailed
+CollectiveTestResult = TorchImported | StoreServedMessage | AllReduceResult | AllReduceFailed
