@@ -76,9 +76,9 @@ def test_every_spelling_is_known_and_the_program_gets_the_rest(words: str):
 
 
 def test_no_field_is_without_an_option():
-    notes = {field for field, _ in SPELLINGS.values()}
+    spelled = {field for field, _ in SPELLINGS.values()}
     others = {"config_file", "mpi_launch_flag", "command"}
-    assert notes | others == set(HorovodrunFlags.__struct_fields__)
+    assert spelled | others == set(HorovodrunFlags.__struct_fields__)
 
 
 def test_the_error_for_an_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]):
@@ -310,7 +310,7 @@ def test_elastic_options_make_an_elastic_job():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         ("--min-np 0", "--min-np from 1 up"),
         ("--min-np 3", "-np of at least --min-np 3"),
@@ -319,10 +319,10 @@ def test_elastic_options_make_an_elastic_job():
         ("--min-np 1 -H a:1", "than there are available slots"),
     ],
 )
-def test_invalid_elastic_options_are_rejected(words: str, notes: str, tmp_path: Path):
+def test_invalid_elastic_options_are_rejected(words: str, text: str, tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("")
-    with pytest.raises(ConfigError, match=notes):
+    with pytest.raises(ConfigError, match=text):
         make_run_config(Program(kind="script", target=str(script)), request_of("-np", "2", *words.split()))
 
 
