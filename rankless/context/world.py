@@ -30,7 +30,7 @@ class World:
     notify: Callable[[str], None]
     """Shows the user a notice, once."""
     send_record: Callable[[AnyRecord], None]
-    """Sends a record to whoever observes the run."""
+    """Sends a record to the observers of the run."""
     recorder: JobRecorder | None = None
     """Records job results, in runs of `rankless verify`. The runtime closes it when the process leaves."""
     perturbation_seed: int | None = None

@@ -61,7 +61,7 @@ ENVIRONMENT_READERS = {
 SAME_CLASS_NAMES = {"DistributedSampler": "is torch's name, in rankless.collectives and in hvd"}
 
 OLD_WORDS = {
-    *("assembled", "assembly", "bedside", "company", "crew", "crews", "culprit", "deltas", "desk", "desks"),
+    *("assembled", "assembly", "bedside", "company", "crew", "crews", "culprit", "culprits", "deltas", "desk", "desks"),
     *("examination", "handing", "invitation", "jury", "lifeline", "lockstep", "lookout", "negotiated", "negotiator"),
     *("pace", "planes", "preloaded", "relaunching", "riding", "sabotage", "sabotages", "said", "seating", "solitude"),
     *("standstill", "ticket", "tickets", "told", "trap", "traps", "victim", "visits", "vitals", "whereabouts"),

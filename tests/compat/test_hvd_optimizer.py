@@ -273,19 +273,19 @@ def with_dynamic_sets(hvd):
 def by_adasum(hvd):
     torch.manual_seed(0)
     own = nn.Linear(3, 2).double()
-    twins = [copy.deepcopy(own) for _ in range(2)]
+    references = [copy.deepcopy(own) for _ in range(2)]
     optimizer = hvd.DistributedOptimizer(
         torch.optim.Adam(own.parameters(), lr=0.1), own.named_parameters(), op=hvd.Adasum
     )
     rows = [torch.tensor([[1.0, 2.0, 3.0]]).double(), torch.tensor([[-1.0, 0.5, 2.0]]).double()]
     own(rows[hvd.rank()]).pow(2).sum().backward()
     optimizer.step()
-    starts = [parameter.detach().clone() for parameter in twins[0].parameters()]
-    for reference, row in zip(twins, rows, strict=True):
+    starts = [parameter.detach().clone() for parameter in references[0].parameters()]
+    for reference, row in zip(references, rows, strict=True):
         reference(row).pow(2).sum().backward()
         torch.optim.Adam(reference.parameters(), lr=0.1).step()
     for result, start, one, other in zip(
-        own.parameters(), starts, twins[0].parameters(), twins[1].parameters(), strict=True
+        own.parameters(), starts, references[0].parameters(), references[1].parameters(), strict=True
     ):
         a, b = one.detach() - start, other.detach() - start
         shared = (a * b).sum()

@@ -1,4 +1,4 @@
-"""Who is blamed, from records in the order in which they arrived."""
+"""Failure attribution names the root cause from the records in their order of arrival."""
 
 from rankless.launch.supervisor.failure_attribution import Verdict, attribute_failure
 from rankless.records.events import AnyRecord, Exited, GroupTeardown, HangDetected, Raised, ScriptFinished, Started

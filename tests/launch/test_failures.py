@@ -23,7 +23,7 @@ def train():
         dist.all_reduce(torch.ones(4))
 """
 
-CULPRITS = {
+ROOT_CAUSES = {
     "raises": ("raise ValueError('rank 1 is tired')", 1, "raised ValueError: rank 1 is tired"),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by signal 9 (SIGKILL)"),
     "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by signal 11 (SIGSEGV)"),
@@ -49,7 +49,7 @@ PLAIN_IN_CI = {"raises", "is killed"}
 
 
 def cases() -> Iterator[Any]:
-    for kind in CULPRITS:
+    for kind in ROOT_CAUSES:
         yield pytest.param(kind, True, id=f"{kind}-warm")
         marks = [] if kind in PLAIN_IN_CI else [pytest.mark.exhaustive]
         yield pytest.param(kind, False, id=f"{kind}-plain", marks=marks)
@@ -57,7 +57,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "warm"), list(cases()))
 def test_the_root_cause_is_named_although_other_ranks_fail_too(kind: str, warm: bool, tmp_path: Path) -> None:
-    action, code, words = CULPRITS[kind]
+    action, code, words = ROOT_CAUSES[kind]
     script = GROUP + f"if rank == 1:\n    time.sleep(0.1)\n    {action}\ntrain()\n"
     if warm:
         job = run_script(script, "-n", "2", folder=tmp_path)

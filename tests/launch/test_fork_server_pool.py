@@ -1,4 +1,4 @@
-"""Runs that follow each other share what has imported torch, and nothing else; whoever dies, nobody is left behind."""
+"""Runs that follow each other share the import of torch, and nothing else. No process stays behind."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Nobody is left behind, whoever dies and however."""
+"""No process stays behind, whichever process dies and however it dies."""
 
 import os
 import signal

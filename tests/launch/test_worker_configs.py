@@ -1,4 +1,4 @@
-"""What workers are told, without starting any."""
+"""The configurations of workers, without starting any."""
 
 import pytest
 

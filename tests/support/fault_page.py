@@ -12,13 +12,12 @@ Row = Mapping[str, Any]
 
 HEAD = """# Faults
 
-What goes wrong in a job, and how it ends: seconds until nothing of it is alive on any host, the longest of its cases;
-whether the report on the terminal named the root cause, its host and its exit code; the most lines of the report;
-processes left over. Each fault with 1, 2 and 4 workers on each host, on one host and on two (network namespaces), where
-it applies. The goal is 2 s, 5 s where a host falls silent, and 2 s after `--hang-timeout` where ranks stand still. The
-tests are
-[tests/launch/test_faults.py](../tests/launch/test_faults.py) and, for what keeps a job from starting,
-[tests/launch/test_faults_at_start.py](../tests/launch/test_faults_at_start.py); times there count from the command on.
+This page lists faults of a job, and how each job ends. The time is in seconds until no process of the job is alive on any
+host, the longest of the cases. A case is right if the report on the terminal names the root cause, its host and its exit
+code. Each fault runs with 1, 2 and 4 workers per host, on one host and, where it applies, on two (network namespaces). The
+goal is 2 s, 5 s if a host sends nothing, and 2 s after `--hang-timeout` if the ranks make no progress. The tests are
+[tests/launch/test_faults.py](../tests/launch/test_faults.py) and, for faults that keep a job from starting,
+[tests/launch/test_faults_at_start.py](../tests/launch/test_faults_at_start.py). Times there count from the command.
 """
 
 

@@ -276,26 +276,26 @@ def check_adaptive_summation_of_steps_with_momentum():
     if hvd.size() & (hvd.size() - 1):
         return
     settings = {"lr": 0.1, "momentum": 0.9}
-    made, twins = model(), [model() for _ in range(hvd.size())]
+    made, references = model(), [model() for _ in range(hvd.size())]
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(made.parameters(), **settings), made.named_parameters(), op=hvd.Adasum
     )
-    plain = [torch.optim.SGD(each.parameters(), **settings) for each in twins]
+    plain = [torch.optim.SGD(each.parameters(), **settings) for each in references]
     for step in range(4):
         optimizer.zero_grad()
         loss_of(made, batch(step, hvd.rank())).backward()
         optimizer.step()
-        before = [parameter.detach().clone() for parameter in twins[0].parameters()]
-        for rank, (each, own) in enumerate(zip(twins, plain, strict=True)):
+        before = [parameter.detach().clone() for parameter in references[0].parameters()]
+        for rank, (each, own) in enumerate(zip(references, plain, strict=True)):
             own.zero_grad()
             loss_of(each, batch(step, rank)).backward()
             own.step()
         with torch.no_grad():
-            for start, *parameters in zip(before, *(each.parameters() for each in twins), strict=True):
+            for start, *parameters in zip(before, *(each.parameters() for each in references), strict=True):
                 combined = start + in_pairs([parameter - start for parameter in parameters])
                 for parameter in parameters:
                     parameter.copy_(combined)
-    for found, wanted in zip(made.parameters(), twins[0].parameters(), strict=True):
+    for found, wanted in zip(made.parameters(), references[0].parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
