@@ -96,7 +96,17 @@ def starts_processes(name: str) -> bool:
     return "rankless.spawn(" in section(name, "Example")
 
 
-EXAMPLES = [pytest.param(name, marks=[pytest.mark.slow] * starts_processes(name), id=name) for name in PUBLIC]
+IN_CI = {"collectives.all_reduce", "collectives.broadcast", "collectives.send", "spawn"}
+"""Of the examples that start processes: one of each kind. The soak runs the others."""
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    if not starts_processes(name):
+        return []
+    return [pytest.mark.slow] if name in IN_CI else [pytest.mark.slow, pytest.mark.exhaustive]
+
+
+EXAMPLES = [pytest.param(name, marks=marks_of(name), id=name) for name in PUBLIC]
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -37,7 +37,10 @@ def test_an_example_adds_at_most_five_lines_to_its_plain_script(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
+# `make demo`, which CI runs, trains and verifies LeNet.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "lenet")) for name in SHORT]
+)
 def test_an_example_prints_what_its_plain_script_prints(name: str, tmp_path: Path):
     plain = run_example(f"plain_{name}", tmp_path)
     assert plain

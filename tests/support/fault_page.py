@@ -12,12 +12,13 @@ Row = Mapping[str, Any]
 
 HEAD = """# Faults
 
-This page lists faults of a job, and how each job ends. The time is in seconds until no process of the job is alive on any
-host, the longest of the cases. A case is right if the report on the terminal names the root cause, its host and its exit
-code. Each fault runs with 1, 2 and 4 workers per host, on one host and, where it applies, on two (network namespaces). The
-goal is 2 s, 5 s if a host sends nothing, and 2 s after `--hang-timeout` if the ranks make no progress. The tests are
-[tests/launch/test_faults.py](../tests/launch/test_faults.py) and, for faults that keep a job from starting,
-[tests/launch/test_faults_at_start.py](../tests/launch/test_faults_at_start.py). Times there count from the command.
+This page lists faults of a job, and how each job ends. The time is in seconds until no process of the job is alive
+on any host, the longest of the cases. A case is right if the report on the terminal names the root cause, its host
+and its exit code. Each fault runs with 1, 2 and 4 workers per host, on one host and, where it applies, on two
+(network namespaces). The goal is 2 s, 5 s if a host sends nothing, and 2 s after `--hang-timeout` if the ranks make
+no progress. The tests are [tests/launch/test_faults.py](../tests/launch/test_faults.py) and, for faults that keep a
+job from starting, [tests/launch/test_faults_at_start.py](../tests/launch/test_faults_at_start.py). Times there
+count from the command.
 """
 
 
