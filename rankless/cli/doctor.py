@@ -10,7 +10,7 @@ from rich.status import Status
 
 from rankless.config.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile
 from rankless.errors import ConfigError
-from rankless.launch.doctor.diagnosis import DoctorConfig, DoctorFindings, run_diagnosis
+from rankless.launch.doctor.run_checks import DoctorConfig, DoctorFindings, run_diagnosis
 from rankless.terminal.doctor_table import DoctorReport, make_doctor_report, render_doctor_report
 
 NAME = "doctor"
