@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from rankless.compat.horovod import __version__ as horovod_version
-from rankless.config.launcher import decode_settings
+from rankless.config.launcher_choice import decode_settings
 from rankless.config.run_config import RunConfig
 from rankless.config.validation import make_run_config
 from rankless.launch import agent

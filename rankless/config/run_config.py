@@ -7,7 +7,7 @@ import msgspec
 
 from rankless.config.elastic import Elastic
 from rankless.config.hosts import DEFAULT_PORT, Host
-from rankless.config.launcher import LauncherChoice
+from rankless.config.launcher_choice import LauncherChoice
 
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]

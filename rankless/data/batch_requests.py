@@ -24,7 +24,7 @@ from rankless.data.generators import (
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches
 from rankless.data.sample_reader import BatchRequest
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import split_lengths
+from rankless.parallel.tensor_placement import split_lengths
 
 _TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw nothing from the process's generators after their first index."""

@@ -14,7 +14,7 @@ from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.data.sample_reader import BatchRead, BatchRequest
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Shard, split_lengths
+from rankless.parallel.tensor_placement import Shard, split_lengths
 
 _WHOLE = 'pass reading="replicated": every rank then reads and collates the whole batch'
 

@@ -27,7 +27,7 @@ from rankless.data.generators import (
 from rankless.data.sample_reader import BatchRead, BatchRequest, ReadFailure
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import split_lengths
+from rankless.parallel.tensor_placement import split_lengths
 
 
 class _TensorHeader(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from rankless.context.once import require_not_in_once
 from rankless.context.world import World
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Shard
+from rankless.parallel.tensor_placement import Shard
 from rankless.records.events import Notice
 from rankless.user_code import caller_line
 

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rankless.data.batch_tree import iterate_leaves
 from rankless.data.sample_reader import BatchRequest, ReadFailure, SamplesRead, report_read_failure
-from rankless.parallel.placement import split_lengths
+from rankless.parallel.tensor_placement import split_lengths
 
 _COMPARED_BYTES = 1 << 16
 

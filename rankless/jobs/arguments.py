@@ -14,7 +14,7 @@ from rankless.compiler.capture.capture import ArgumentShape
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Placement, Replicate, Shard, split_lengths
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
 
 TENSOR = "tensor"
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -21,13 +21,13 @@ from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError
 from rankless.jobs.argument_specs import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
-from rankless.jobs.batch_dims import BatchDims
+from rankless.jobs.batch_dims_option import BatchDims
 from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.definition import JobDefinition, StepOptions, View
+from rankless.jobs.dtype_override import cast_arguments, cast_job
 from rankless.jobs.mirrored import MirroredView
 from rankless.jobs.one_device import PlainView
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
-from rankless.jobs.precision import cast_arguments, cast_job
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

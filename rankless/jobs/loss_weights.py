@@ -16,7 +16,7 @@ from rankless.jobs.definition import JobDefinition
 from rankless.jobs.executable import Executable
 from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.jobs.program_cache import ProgramCache
-from rankless.parallel.placement import Shard
+from rankless.parallel.tensor_placement import Shard
 
 
 class LossWeightReader:

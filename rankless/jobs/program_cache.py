@@ -38,7 +38,7 @@ from rankless.jobs.varying_sizes import (
     make_symbolic_shapes,
     resize_placement,
 )
-from rankless.parallel.placement import Placement, Shard
+from rankless.parallel.tensor_placement import Placement, Shard
 
 MAX_FAILURES = 3
 """Failed captures for varying sizes after which an entry captures for every shape."""

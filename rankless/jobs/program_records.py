@@ -10,7 +10,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, P
 from rankless.compiler.sharding.redistribute import count_bytes
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.jobs.definition import JobDefinition
-from rankless.parallel.placement import Placement, Shard
+from rankless.parallel.tensor_placement import Placement, Shard
 from rankless.records.job_programs import (
     JobProgram,
     KnownJob,

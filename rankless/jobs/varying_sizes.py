@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rankless.compiler.capture.capture import ArgumentShape
 from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes
-from rankless.parallel.placement import Placement, Shard, split_lengths
+from rankless.parallel.tensor_placement import Placement, Shard, split_lengths
 
 Shapes = tuple[tuple[int, ...], ...]
 """The logical shapes of a call's tensors."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from rankless.config.environment import python_path_from, user_visible_devices
-from rankless.config.launcher import LauncherChoice
+from rankless.config.launcher_choice import LauncherChoice
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.errors import LaunchError

@@ -17,7 +17,7 @@ from rankless.config import environment
 from rankless.config.hosts import parse_host_settings
 from rankless.config.run_config import Program, ProgramKind
 from rankless.errors import ConfigError
-from rankless.runtime.python_command import rankless_command
+from rankless.runtime.subprocess_command import rankless_command
 
 _KINDS: Mapping[str, ProgramKind] = {"c": "code", "m": "module"}
 _LONG_OPTION = "--check-hash-based-pycs"

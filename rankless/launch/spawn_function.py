@@ -22,8 +22,8 @@ from rankless.config.environment import spawned_environment
 from rankless.errors import ConfigError, LaunchError
 from rankless.launch.ports import reserve_master_port
 from rankless.launch.supervisor.failure_attribution import name_signal
-from rankless.runtime.python_command import python_command
-from rankless.runtime.spawned_process import receive, send
+from rankless.runtime.spawn_main import receive, send
+from rankless.runtime.subprocess_command import python_command
 
 GRACE_SECONDS = 2.0
 LEAVING_SECONDS = 10.0
@@ -123,7 +123,7 @@ class Spawned:
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = map(str, (theirs.fileno(), rank, os.getpid()))
-            command = [*python_command("rankless.runtime.spawned_process"), *arguments]
+            command = [*python_command("rankless.runtime.spawn_main"), *arguments]
             environment = spawned_environment(rank, count, self._reserved.getsockname()[1])
             process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         self._processes.append(process)

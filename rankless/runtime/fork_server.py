@@ -39,8 +39,8 @@ from rankless.runtime.process_tree import (
     set_parent_death_signal,
     thread_count,
 )
-from rankless.runtime.python_command import python_command
 from rankless.runtime.spawn_protocol import CUT, KILL, decode_signals, receive_worker_launch
+from rankless.runtime.subprocess_command import python_command
 from rankless.runtime.worker import WorkerProcess, start_forked_worker
 
 TORCH_MODULES = (
@@ -48,7 +48,7 @@ TORCH_MODULES = (
     "torch.distributed",
     "rankless.runtime.hooks.torch_settings",
     "rankless.runtime.hooks.numpy_settings",
-    "rankless.runtime.hooks.sampler_epochs",
+    "rankless.runtime.hooks.sampler_epoch_warning",
 )
 JOB_MODULES = (
     "torch._functorch.aot_autograd",

@@ -23,9 +23,9 @@ from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.file_writes import FileWriteMonitor
 from rankless.runtime.hooks.import_hook import FirstImportHook
-from rankless.runtime.hooks.nested_spawns import warn_on_nested_spawn
-from rankless.runtime.log_output import redirect_output
+from rankless.runtime.hooks.nested_spawn_warning import warn_on_nested_spawn
 from rankless.runtime.process_tree import set_parent_death_signal
+from rankless.runtime.redirect_output import redirect_output
 from rankless.runtime.stack_dump import publish_status
 from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
 
@@ -159,7 +159,7 @@ class WorkerProcess:
 
     def _warn_of_mistakes(self) -> None:
         """Install the hooks that warn about mistakes. All ranks run the same script, so rank 0 is enough."""
-        importlib.import_module("rankless.runtime.hooks.sampler_epochs").warn_on_missing_set_epoch(self._notify)
+        importlib.import_module("rankless.runtime.hooks.sampler_epoch_warning").warn_on_missing_set_epoch(self._notify)
         if self._config.world_size > 1:
             multiprocessing = importlib.import_module("torch.multiprocessing")
             warn_on_nested_spawn(multiprocessing, self._notify, world_size=self._config.world_size)

@@ -12,8 +12,8 @@ from typing import Literal, TextIO
 
 from rankless.config.run_config import Cluster, InspectedCall, Precision, Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
+from rankless.records.inspected_values import ComputedValue, read_values
 from rankless.records.job_programs import ProgramRecord, read_program_records
-from rankless.records.job_values import ComputedValue, read_values
 from rankless.verify.first_difference import FirstDifferingValue, find_first_value
 from rankless.verify.recordings import Recording, read_recordings
 from rankless.verify.reference_run import ReferenceRun

@@ -46,7 +46,7 @@ BROAD_EXCEPTS = {
     "rankless/jobs/program_cache.py": "capture with symbolic sizes may fail in the script's code; exact sizes follow",
     "rankless/launch/rendezvous/follower.py": "the connection is closed, and the error is raised again",
     "rankless/launch/spawn_function.py": "the workers are ended, and the error is raised again",
-    "rankless/runtime/spawned_process.py": "the function's error travels to the process that called spawn",
+    "rankless/runtime/spawn_main.py": "the function's error travels to the process that called spawn",
     "rankless/runtime/worker.py": "every end of a script is reported, and the error is raised again",
 }
 

@@ -20,7 +20,7 @@ from rankless.context.world import World
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.errors import RanklessError
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Shard
+from rankless.parallel.tensor_placement import Shard
 
 
 class Colour(enum.Enum):

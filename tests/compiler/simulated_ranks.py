@@ -19,7 +19,7 @@ from rankless.compiler.sharding.redistribute import Redistribution, StackedGathe
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards, evaluate_size
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Placement, Replicate, Shard, split_lengths
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard, split_lengths
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from simulated_ranks import Outcome, assert_same_as_plain
 from torch import Tensor, nn
 
 from rankless.compiler.rules.table import SHARDING_RULES
-from rankless.parallel.placement import Replicate
+from rankless.parallel.tensor_placement import Replicate
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from support.processes import on_mesh
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Shard, split_lengths
+from rankless.parallel.tensor_placement import Shard, split_lengths
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from rankless.context.world import World
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.errors import ConfigError, DataError
 from rankless.jobs.job import make_job
-from rankless.parallel.placement import Replicate, Shard, split_lengths
+from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths
 
 CLASSES = 6
 

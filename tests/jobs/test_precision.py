@@ -6,10 +6,10 @@ from torch import nn
 
 from rankless.context.world import World
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
+from rankless.jobs.dtype_override import cast, cast_job
 from rankless.jobs.job import make_job
-from rankless.jobs.precision import cast, cast_job
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Shard, split_lengths
+from rankless.parallel.tensor_placement import Shard, split_lengths
 
 ROWS, STEPS = 11, 4
 

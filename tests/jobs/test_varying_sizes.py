@@ -12,7 +12,7 @@ from rankless.jobs.arguments import Arguments
 from rankless.jobs.job import make_job
 from rankless.jobs.program_cache import CachedCall, CacheEntry, ProgramCache
 from rankless.jobs.varying_sizes import SizeHistory, VaryingSizes, is_even_split, make_symbolic_shapes, resize_placement
-from rankless.parallel.placement import Replicate, Shard, split_lengths
+from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths
 
 
 def make_history(*calls):

@@ -11,7 +11,7 @@ from launchers.horovodrun_spellings import SPELLINGS
 from rankless.cli import CommandParser, horovodrun, main
 from rankless.config import environment, hosts
 from rankless.config.elastic import Elastic
-from rankless.config.launcher import decode_settings
+from rankless.config.launcher_choice import decode_settings
 from rankless.config.run_config import Cluster, Program, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError

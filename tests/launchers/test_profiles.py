@@ -11,7 +11,7 @@ import pytest
 from support.jobs import rankless
 
 from rankless import launchers
-from rankless.config.launcher import LauncherChoice, choose_launcher, decode_settings
+from rankless.config.launcher_choice import LauncherChoice, choose_launcher, decode_settings
 from rankless.config.run_config import RunRequest
 from rankless.errors import LaunchError
 from rankless.launch.profile import LauncherProfile, PlainProfile, load_profile

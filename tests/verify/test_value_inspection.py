@@ -12,7 +12,7 @@ from rankless.config.run_config import InspectedCall
 from rankless.context.world import World
 from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
-from rankless.records.job_values import read_values
+from rankless.records.inspected_values import read_values
 from rankless.verify.first_difference import FirstDifferingValue, find_first_value, render_first_value
 from rankless.verify.recording.value_inspection import ValueInspector
 from rankless.verify.recording.value_recorder import ValueRecorder

@@ -50,7 +50,7 @@ from rankless.compiler.rules.pointwise import is_pointwise
 from rankless.compiler.rules.reductions import lower_mean_as_sum
 from rankless.compiler.rules.strategy import OperatorCall, Strategy, logical_shape, make_call
 from rankless.compiler.rules.table import find_rule
-from rankless.parallel.placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 ROW_DEPENDENT_NUMBER = "a number that depends on the number of rows"

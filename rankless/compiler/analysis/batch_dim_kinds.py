@@ -11,7 +11,7 @@ from torch import fx
 
 from rankless.compiler.rules.pointwise import RULES as LIKE_RULES
 from rankless.compiler.rules.strategy import logical_shape
-from rankless.parallel.placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 GROWTH_FACTOR = 3

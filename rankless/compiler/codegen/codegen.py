@@ -16,7 +16,7 @@ from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS, format_expression, is_symbolic
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Placement
+from rankless.parallel.tensor_placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)

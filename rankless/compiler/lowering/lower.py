@@ -27,7 +27,7 @@ from rankless.compiler.sharding.redistribute import (
 )
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless

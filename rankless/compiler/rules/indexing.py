@@ -7,7 +7,7 @@ import torch
 
 from rankless.compiler.rules.pattern import LETTERS, make_letters, make_pattern_rule, split_strategies
 from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy, logical_shape
-from rankless.parallel.placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 

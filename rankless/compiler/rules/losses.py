@@ -15,7 +15,7 @@ from rankless.compiler.rules.strategy import (
     Strategy,
     logical_shape,
 )
-from rankless.parallel.placement import Partial, Replicate
+from rankless.parallel.tensor_placement import Partial, Replicate
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2

@@ -14,7 +14,7 @@ from rankless.compiler.rules.pattern import (
     split_strategies,
 )
 from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy, logical_shape
-from rankless.parallel.placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless

@@ -20,7 +20,7 @@ from rankless.compiler.rules.strategy import (
     logical_shape,
 )
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.parallel.placement import Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 
 aten = torch.ops.aten
 

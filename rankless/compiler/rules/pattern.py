@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rankless.compiler.rules.strategy import LoweringRule, OperatorCall, ShardingRule, Strategy
-from rankless.parallel.placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

@@ -7,7 +7,7 @@ import torch
 
 from rankless.compiler.rules.pattern import LETTERS, partial_sum_strategies, split_strategies
 from rankless.compiler.rules.strategy import OperatorCall, ShardingRule, Strategy, logical_shape
-from rankless.parallel.placement import Partial, Replicate
+from rankless.parallel.tensor_placement import Partial, Replicate
 
 aten = torch.ops.aten
 

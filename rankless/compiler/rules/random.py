@@ -10,7 +10,7 @@ import torch
 
 from rankless.compiler.ir import local_kernels
 from rankless.compiler.rules.strategy import GraphBuilder, LocalValue, OperatorCall, ShardingRule, Strategy
-from rankless.parallel.placement import Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 
 aten = torch.ops.aten
 

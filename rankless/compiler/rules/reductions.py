@@ -16,7 +16,7 @@ from rankless.compiler.rules.strategy import (
     Strategy,
     logical_shape,
 )
-from rankless.parallel.placement import Partial
+from rankless.parallel.tensor_placement import Partial
 
 aten = torch.ops.aten
 

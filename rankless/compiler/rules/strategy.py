@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir.logical_program import LogicalValue
-from rankless.parallel.placement import Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 
 AtenOperator = torch._ops.OpOverload
 LocalValue = fx.Node | tuple[fx.Node | None, ...]

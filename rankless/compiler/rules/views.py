@@ -26,7 +26,7 @@ from rankless.compiler.rules.strategy import (
     compute_local_shape,
     logical_shape,
 )
-from rankless.parallel.placement import Placement, Shard
+from rankless.parallel.tensor_placement import Placement, Shard
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from rankless.compiler.ir import local_kernels
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Partial, Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from rankless.compiler.rules.table import REFUSED_OPERATORS, find_rule
 from rankless.compiler.sharding.redistribute import estimate_cost
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.errors import CaptureError
-from rankless.parallel.placement import Partial, Placement, Replicate
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate
 
 
 @dataclass(frozen=True, kw_only=True)

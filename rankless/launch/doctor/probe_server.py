@@ -38,7 +38,7 @@ from rankless.launch.doctor.probe_protocol import (
 )
 from rankless.records.collective_test_messages import MARK, AllReduceFailed, CollectiveTestResult
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.python_command import python_command
+from rankless.runtime.subprocess_command import python_command
 
 
 def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # every process of Rankless starts with this signature

@@ -28,7 +28,7 @@ from rankless.launch.rendezvous.ssh import SSH_OPTIONS
 from rankless.launch.rendezvous.ssh_failures import SshCause, find_ssh_cause
 from rankless.records.check_results import CheckResult, make_failure
 from rankless.records.collective_test_messages import MARK
-from rankless.runtime.python_command import python_command
+from rankless.runtime.subprocess_command import python_command
 
 CONNECT_TIMEOUT_SECONDS = 5
 READY_TIMEOUT_SECONDS = 8.0

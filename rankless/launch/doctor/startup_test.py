@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 
 from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning
-from rankless.runtime.python_command import python_command
+from rankless.runtime.subprocess_command import python_command
 
 SLOW_START_SECONDS = 15.0
 TIMEOUT_SECONDS = 40.0

@@ -33,7 +33,7 @@ from rankless.launch.rendezvous.ssh import SSH_OPTIONS
 from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import AnyRecord, Exited, HostLost
-from rankless.runtime.python_command import python_command
+from rankless.runtime.subprocess_command import python_command
 
 # A lost host should be noticed soon. If an option has two values, ssh uses the first.
 _OPTIONS = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3", *SSH_OPTIONS)

@@ -18,7 +18,7 @@ import msgspec
 from rankless.config.run_config import Cluster, Program, RunRequest
 from rankless.launch.rendezvous.job_token import TOKEN_FOLDER, token_file_name
 from rankless.launch.rendezvous.ssh_failures import find_ssh_cause
-from rankless.runtime.python_command import python_command
+from rankless.runtime.subprocess_command import python_command
 
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 AGENT_REFUSED_EXIT_CODE = 2

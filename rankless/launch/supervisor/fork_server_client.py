@@ -18,7 +18,7 @@ from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.records.channel import open_channel
 from rankless.runtime.process_tree import adopt_orphans, descendants, end_descendants
-from rankless.runtime.python_command import python_command
+from rankless.runtime.subprocess_command import python_command
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rankless.config.launcher import decode_settings
+from rankless.config.launcher_choice import decode_settings
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.ports import reserve_master_port

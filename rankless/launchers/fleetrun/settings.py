@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rankless.config.launcher import LauncherChoice, choose_launcher
+from rankless.config.launcher_choice import LauncherChoice, choose_launcher
 
 
 class FleetrunSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.config.environment import loopback_name
-from rankless.config.launcher import decode_settings
+from rankless.config.launcher_choice import decode_settings
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.profile import LauncherProfile, LogFiles, OutputHosts, VisibleDevices, log_file_of

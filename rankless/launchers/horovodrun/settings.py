@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rankless.config.launcher import LauncherChoice, choose_launcher
+from rankless.config.launcher_choice import LauncherChoice, choose_launcher
 from rankless.config.rank_layout import assign_ranks
 from rankless.records.elastic_messages import RankAssignment
 

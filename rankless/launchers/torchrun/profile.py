@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.config.environment import snapshot, user_visible_devices
-from rankless.config.launcher import decode_settings
+from rankless.config.launcher_choice import decode_settings
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.profile import (

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rankless.jobs.precision import cast
+from rankless.jobs.dtype_override import cast
 from rankless.user_code import user_line
 from rankless.verify.recording.recorder import RunRecorder
 

@@ -25,8 +25,8 @@ from rankless.jobs.arguments import Arguments, get_placements
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Placement, Replicate
-from rankless.records.job_values import Role
+from rankless.parallel.tensor_placement import Placement, Replicate
+from rankless.records.inspected_values import Role
 from rankless.user_code import user_line
 from rankless.verify.recording.value_recorder import ValueRecorder, gather_whole
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.config.run_config import InspectedCall
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.placement import Placement, Replicate
+from rankless.parallel.tensor_placement import Placement, Replicate
+from rankless.records.inspected_values import ComputedValue, Role, values_file
 from rankless.records.job_results import encode_result
-from rankless.records.job_values import ComputedValue, Role, values_file
 from rankless.verify.recording.tensor_sketch import Sketcher
 
 

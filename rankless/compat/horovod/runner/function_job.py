@@ -21,7 +21,7 @@ import msgspec
 from rankless.config.environment import with_function_key
 from rankless.launchers.horovodrun.hosts import fill_hosts, make_cluster
 from rankless.launchers.horovodrun.options import HorovodrunFlags
-from rankless.runtime.python_command import rankless_command
+from rankless.runtime.subprocess_command import rankless_command
 
 KEY_BYTES = 32
 TASK_MODULE = "rankless.compat.horovod.runner.run_task"

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import NoReturn
 
-from rankless.runtime.python_command import rankless_command
+from rankless.runtime.subprocess_command import rankless_command
 
 
 def run_commandline() -> NoReturn:

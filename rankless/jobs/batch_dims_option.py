@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import ConfigError, DataError
 from rankless.jobs.arguments import TENSOR, Arguments, find_leaf_names
-from rankless.parallel.placement import Shard
+from rankless.parallel.tensor_placement import Shard
 
 
 class BatchDims:
