@@ -21,6 +21,7 @@ loader = DataLoader(range(10), sampler=DistributedSampler(range(10)), batch_size
 for epoch in range(4):
     for rows in tqdm(loader):
         pass
+dist.barrier()
 dist.destroy_process_group()
 """
 
