@@ -10,9 +10,20 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base
 FORBIDDEN_ENDINGS = ("Manager", "Handler", "Helper", "Wrapper", "Engine")
 
 # Each exception has its reason; these lists only shrink.
-LONG_FILES: dict[str, str] = {}
-LONG_FUNCTIONS: dict[str, str] = {}
-SECTIONS = ("Args:\n", "Returns:\n", "Raises:\n", "Attributes:\n", "Example:\n")
+REFERENCE = "its docstrings are the API reference: every argument, error and an example"
+LONG_FILES = {"rankless/api.py": REFERENCE, "rankless/collectives/data_movement.py": REFERENCE}
+LONG_FUNCTIONS = {
+    "rankless/api.py:job": REFERENCE,
+    "rankless/api.py:loader": REFERENCE,
+    "rankless/collectives/data_movement.py:all_gather_coalesced": REFERENCE,
+    "rankless/collectives/data_movement.py:all_to_all_single": REFERENCE,
+    "rankless/collectives/data_movement.py:gather": REFERENCE,
+    "rankless/collectives/data_movement.py:scatter": REFERENCE,
+    "rankless/collectives/object_collectives.py:scatter_object_list": REFERENCE,
+    "rankless/collectives/reductions.py:reduce_scatter": REFERENCE,
+    "rankless/compiler/capture/capture.py:capture": "its docstring describes every argument",
+    "rankless/jobs/job.py:__call__": REFERENCE,
+}
 FOREIGN_NAMES = {
     "rankless/compat/horovod/common": "scripts import horovod.common.…",
     "rankless/compat/horovod/common/util.py": "scripts import horovod.common.util",
@@ -52,17 +63,6 @@ def functions(file: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunc
             yield f"{short(file)}:{node.name}", node
 
 
-def reference_lines(node: ast.AST) -> int:
-    """The lines of docstrings with sections ("Args:", "Example:"): the API reference, which the limits do not count."""
-    return sum(
-        (statement.end_lineno or 0) - statement.lineno
-        for owner in ast.walk(node)
-        if isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and any(section in (ast.get_docstring(owner) or "") for section in SECTIONS)
-        for statement in owner.body[:1]
-    )
-
-
 def parameter_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
@@ -79,7 +79,7 @@ def is_custom_operator(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool
 
 def test_no_file_is_longer_than_400_lines():
     files = python_files("rankless", "tests", "examples", "bench")
-    long = {short(file) for file in files if len(file.read_text().splitlines()) - reference_lines(parsed(file)) > 400}
+    long = {short(file) for file in files if len(file.read_text().splitlines()) > 400}
     assert long == set(LONG_FILES)
 
 
@@ -88,8 +88,7 @@ def test_no_function_is_longer_than_50_lines():
         name
         for file in python_files("rankless", "tests", "bench")
         for name, function in functions(file)
-        if (function.end_lineno or 0) - function.lineno + 1 - reference_lines(function) > 50
-        and AS_USERS_WRITE not in file.parents
+        if (function.end_lineno or 0) - function.lineno + 1 > 50 and AS_USERS_WRITE not in file.parents
     }
     assert found == set(LONG_FUNCTIONS)
 
