@@ -1,6 +1,6 @@
 """The launcher profile: everything in which a run under another launcher differs from a plain `rankless run`.
 
-A program that was written for torchrun, fleetrun or horovodrun expects that launcher's environment variables, log files
+A program that was written for another launcher expects that launcher's environment variables, log files
 and output. The package `rankless.launchers.<name>` describes them in its `profile.py`. This module defines what such a
 profile consists of and loads it by name. Nothing else in `launch` knows which launchers exist.
 """
@@ -77,6 +77,11 @@ class LauncherProfile(Protocol):
         """Whether advice to the user may name functions of `rankless`."""
         return True
 
+    @property
+    def plain_process_option(self) -> str | None:
+        """The option that starts plain processes instead of forks; None if the launcher has none."""
+        return "--no-warm"
+
     def folder_name(self, run_id: str, host_index: int) -> str:
         """Return the name of a host's folder of log files."""
         return run_id
@@ -107,7 +112,7 @@ class LauncherProfile(Protocol):
         *,
         elastic_host: str | None = None,
     ) -> Mapping[str, str | None]:
-        """Return the variables to set (or, where None, to remove) after torchrun's and those of `open_services`.
+        """Return the variables to set (or, where None, to remove) after RANK and its kin and `open_services`'s.
 
         In an elastic job `elastic_host` is the name of the worker's host, and the worker's rank is not known yet.
         """

@@ -55,6 +55,12 @@ class RunReport:
         rows = [(job.names[host], device) for host, devices in enumerate(job.devices) for device in devices]
         return format_hosts_table(config, folder=self._folder, rows=rows, log_files=paths)
 
+    @property
+    def plain_process_advice(self) -> str:
+        """Advice to run without the fork server; "" if the launcher has no option for it."""
+        option = self._profile.plain_process_option
+        return "" if option is None else f"start plain processes with {option}; "
+
     def host_name(self, rank: int) -> str:
         """Return the name of a rank's host; "" if the job has one host."""
         return "" if len(self.job.start.workers) == 1 else self.job.names[self.job.start.host_of(rank)]
@@ -125,8 +131,7 @@ def conclude(outcome: RunOutcome, report: RunReport, *, write: Callable[[str], N
             expected="the process that starts the workers to run until they have ended",
             found=f"it ended with {outcome.fork_server_exit_code} before them"
             + (f":\n{parent_text}" if parent_text else ""),
-            fix="start plain processes with --no-warm (torchrun: --start-method spawn); if a signal "
-            "ended it (negative), find out what sent it",
+            fix=f"{report.plain_process_advice}if a signal ended it (negative), find out what sent it",
         )
     return code
 

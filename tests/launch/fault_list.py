@@ -1,4 +1,4 @@
-"""The faults of the matrix."""
+"""The list of faults that test_faults.py injects."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from support.jobs import wait_until
 
 
 def _signal(name: str, number: int) -> Callable[[Job], None]:
-    """A signal to a host's agent."""
+    """Return an action that sends a signal to a host's agent."""
     return lambda job: os.kill(job.find_agent_and_fork_server(name)[0].pid, number)
 
 
@@ -18,7 +18,7 @@ def _kill_parent(job: Job) -> None:
 
 
 def _kill_host(name: str) -> Callable[[Job], None]:
-    """Everything of the job on a host, at once, as when its power goes; the network stays silent."""
+    """Return an action that kills all processes of the job on a host and cuts its network, as a power failure does."""
 
     def kill(job: Job) -> None:
         assert job.hosts is not None
@@ -43,7 +43,7 @@ def _interrupt_twice(job: Job) -> None:
 
 
 HANG_TIMEOUT = 4.0
-"""Before it is over nothing is ended; the goal counts from then on."""
+"""The job ends after this timeout, in seconds. The goal counts from its end."""
 HOLDING_THE_LOCK = "ctypes.PyDLL(None).sleep(600)"
 IGNORING = "for each in (signal.SIGINT, signal.SIGTERM): signal.signal(each, signal.SIG_IGN)"
 RAISED = "rank {rank}{host} raised ValueError: tired"

@@ -1,7 +1,7 @@
-"""Ranks that wait in a collective for one that does not answer: when the job is ended, their own code has its turn.
+"""Stop a job whose ranks wait in a collective for a rank that does not answer: their cleanup code runs.
 
-The launcher of these tests gives them more grace than usual: a busy host lets a rank wait for a second and more before
-it computes again, and then it would be killed in the midst of its cleaning up, rightly.
+These tests use a longer grace period than users do. On a busy machine a rank may get no processor time for a second
+or more, and the default grace period would then end during its cleanup.
 """
 
 import os
@@ -80,7 +80,7 @@ def notes(folder: Path) -> set[str]:
 
 
 def all_wait(process_ids: Sequence[int], seconds: float = 0.3) -> Callable[[], bool]:
-    """Whether these have gone to sleep and not waked for so long, as who waits in C++ does."""
+    """Return a test of whether these processes sleep in C++: no context switch for `seconds`."""
     seen: list[int] = []
     since = time.monotonic()
 
@@ -95,7 +95,7 @@ def all_wait(process_ids: Sequence[int], seconds: float = 0.3) -> Callable[[], b
 
 
 def waiting_job(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A job of three ranks, two of which wait for the last."""
+    """Start a job of three ranks, two of which wait for the last."""
     (folder / "script.py").write_text(SCRIPT)
     job = start_rankless("run", "-n", "3", "script.py", *arguments, folder=folder, command=PATIENT_RANKLESS)
     try:

@@ -1,5 +1,6 @@
-"""One training on two hosts (network namespaces), started in all three ways: it is the same training, host 0 shows it,
-and whoever fails anywhere ends it everywhere.
+"""One training on two hosts (network namespaces), started in all three ways.
+
+It is the same training as on one host, host 0 shows its progress, and a failure on one host ends it on both.
 """
 
 import os
@@ -76,7 +77,7 @@ def listed(hosts: Hosts, workers: int = 2) -> str:
 
 
 def wanted_loss(folder: Path) -> str:
-    """What one device prints."""
+    """Return the output of the run on one device."""
     done = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.replace("on 1", "on 4")
@@ -202,7 +203,7 @@ def nobody_is_left(folder: Path, seconds: float = 2.0) -> bool:
 
 
 def agent_of(folder: Path, name: str) -> psutil.Process:
-    """The agent on a host: the parent of the parent of its workers."""
+    """Return the agent on a host: the parent of the parent of its workers."""
     worker = psutil.Process(read_process_ids(folder)["rank0" if name == "a" else "rank2"])
     return worker.parents()[1]
 

@@ -48,6 +48,14 @@ def test_every_launcher_package_has_a_profile_that_satisfies_the_protocol(name: 
         assert signature(type(profile), member) == signature(LauncherProfile, member), member
 
 
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_the_option_that_a_failure_report_advises_exists(name: str | None, tmp_path: Path):
+    option = load_profile(None if name is None else CHOICES[name]).plain_process_option
+    help_text = rankless(name or "run", "--help", folder=tmp_path).stdout
+    assert help_text.startswith("usage: ")
+    assert option is None or option.split()[0] in help_text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_choice_of_a_launcher_travels_between_hosts(name: str):
     request = RunRequest(worker_count=2, launcher=CHOICES[name])

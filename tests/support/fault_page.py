@@ -1,4 +1,4 @@
-"""docs/faults.md, made of the rows that the tests of faults have written: `make soak` does it."""
+"""Write docs/faults.md from the rows of the fault tests, at the end of `make soak`."""
 
 import json
 import statistics
@@ -23,7 +23,7 @@ count from the command.
 
 
 def page(rows: Sequence[Row], tested: str) -> str:
-    """The page."""
+    """Render the page."""
     running = [row for row in rows if row.get("phase") != "start"]
     right = sum(row["is_right"] for row in rows)
     late = sum(row["seconds"] > row["goal"] for row in rows)
@@ -31,10 +31,10 @@ def page(rows: Sequence[Row], tested: str) -> str:
         HEAD,
         f"Run of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: {len(rows)} cases of "
         f"{len({row['fault'] for row in rows})} faults; root cause right in {right}; median "
-        f"{statistics.median(row['seconds'] for row in running):.2f} s; over the goal {late}; processes left over "
-        f"{sum(row['orphans'] for row in rows)}.",
+        f"{statistics.median(row['seconds'] for row in running):.2f} s; slower than the goal {late}; leftover "
+        f"processes {sum(row['orphans'] for row in rows)}.",
         "",
-        "| fault | hosts | cases | longest, s | goal, s | root cause right | lines | left over |",
+        "| fault | hosts | cases | longest, s | goal, s | root cause right | lines | leftover processes |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for fault, hosts in dict.fromkeys((row["fault"], row["hosts"]) for row in rows):
@@ -54,7 +54,7 @@ def page(rows: Sequence[Row], tested: str) -> str:
 
 
 def write_page(rows_file: Path, tested: str) -> None:
-    """Write docs/faults.md; the last row of a case counts, if it was run again."""
+    """Write docs/faults.md. If a case ran several times, its last row counts."""
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     latest = {(row["fault"], row["hosts"], row["workers"]): row for row in rows}
     (Path(__file__).parents[2] / "docs" / "faults.md").write_text(page(list(latest.values()), tested))

@@ -1,7 +1,7 @@
-"""Hosts for tests, two or more: network namespaces with addresses, names and an sshd of their own.
+"""Simulated hosts for tests: network namespaces, each with an address, a host name and an sshd.
 
-`a`, `b` and so on hang on a bridge in a namespace of its own, so nothing that they send leaves this machine, and tests
-may run side by side. What runs on them sees the machine's files, but its own /etc/hosts and host name.
+A bridge in a namespace of its own connects them, so no traffic leaves this machine and tests can run in parallel.
+Processes on a host share the machine's files except /etc/hosts and see their own host name.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Hosts:
-    """All hosts, while `some_hosts` is entered."""
+    """The hosts of one `some_hosts` context."""
 
     folder: Path
-    """For keys, settings and the `ssh` that uses them."""
+    """Holds the keys, the settings and the `ssh` command that uses them."""
     known: Sequence[str] = NAMES
-    """Their names."""
+    """The names of the hosts."""
     before: Mapping[str, str] = field(default_factory=dict)
     logins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     started: list[subprocess.Popen[Any]] = field(default_factory=list)
     number: int = field(default_factory=_NUMBERS.__next__)
-    """Of this network in this process: a test may make one of its own beside that of its file."""
+    """The number of this network in this process. A test may make another network besides its module's."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """In the order of their names."""
+        """The addresses of the hosts, in the order of their names."""
         return tuple(f"10.77.0.{number}" for number in range(1, len(self.known) + 1))
 
     def run(
@@ -55,7 +55,7 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         seconds: float = 60.0,
     ) -> subprocess.CompletedProcess[str]:
-        """What a command prints and returns on a host; `env` comes on top of the tests' own."""
+        """Run a command on a host and return its output and exit code. `env` extends the environment of the test."""
         return subprocess.run(
             self._command(name, words),
             cwd=cwd,
@@ -68,7 +68,7 @@ class Hosts:
     def start(
         self, name: str, words: Sequence[str | Path], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """A command that goes on, on a host; its process id is the command's own. It is killed at the end."""
+        """Start a command on a host. Its process id is the command's own. The end of the context kills it."""
         process = subprocess.Popen(
             self._command(name, words),
             cwd=cwd,
@@ -83,16 +83,17 @@ class Hosts:
         return process
 
     def link(self, name: str, *, up: bool) -> None:
-        """Pull out a host's cable (at the other end: its card stays up), or put it in."""
+        """Disconnect or reconnect a host at the other end of its cable: its own network card stays up."""
         _ip("-n", self.namespace("n"), "link", "set", f"to-{name}", "up" if up else "down")
 
     def ip(self, name: str, *words: str) -> None:
-        """`ip` on a host, as `hosts.ip("b", "address", "add", "fd77::2/64", "dev", "eth0")`."""
+        """Run `ip` on a host, for example `hosts.ip("b", "address", "add", "fd77::2/64", "dev", "eth0")`."""
         _ip("-n", self.namespace(name), *words)
 
     def firewall(self, name: str, *, open_ports: Sequence[int] = (22,), closed_port: int | None = None) -> None:
-        """From now on a host drops what comes to it by TCP, but for these ports and the answers from them; or what
-        comes to `closed_port` alone.
+        """Make a host drop incoming TCP packets, except to these ports and answers from them.
+
+        With `closed_port` it drops those to that port only.
         """
         incoming = ("iif", "eth0", "ipproto", "tcp")
         if closed_port is not None:
@@ -102,27 +103,27 @@ class Hosts:
                 for side in ("dport", "sport"):
                     self.ip(name, "rule", "add", "pref", "1", *incoming, side, str(port), "lookup", "local")
             self.ip(name, "rule", "add", "pref", "2", *incoming, "blackhole")
-        # The kernel's own first rule lets everything in.
+        # The kernel's first rule accepts everything.
         self.ip(name, "rule", "add", "pref", "3", "lookup", "local")
         self.ip(name, "rule", "del", "pref", "0")
 
     def names(self, name: str, text: str) -> None:
-        """Make `text` a host's /etc/hosts."""
+        """Replace the content of a host's /etc/hosts."""
         folder = Path("/etc/netns") / self.namespace(name)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hosts").write_text(text)  # the same file: it is mounted in processes that run already
+        (folder / "hosts").write_text(text)  # overwrite, do not replace: running processes have mounted this file
 
     def namespace(self, name: str) -> str:
-        """The network namespace of a host, or `n`, the network between them."""
+        """Return the network namespace of a host, or of "n", the network between the hosts."""
         return f"rd-{os.getpid()}-{self.number}{name}"
 
     def processes(self, name: str) -> set[int]:
-        """The ids of all processes that run on a host."""
+        """Return the ids of all processes that run on a host."""
         listed = subprocess.run(["ip", "netns", "pids", self.namespace(name)], capture_output=True, text=True)
         return set(map(int, listed.stdout.split()))
 
     def start_sshd(self, name: str) -> subprocess.Popen[bytes]:
-        """An sshd on a host, once it answers."""
+        """Start an sshd on a host and return when it answers."""
         login = {"PYTHONPATH": str(ROOT), **self.logins.get(name, {})}
         settings = self.folder / f"sshd-{name}.conf"
         variables = " ".join(f'"{key}={value}"' for key, value in login.items())
@@ -155,7 +156,7 @@ def two_hosts(
     before: Mapping[str, str] | None = None,
     logins: Mapping[str, Mapping[str, str]] | None = None,
 ) -> contextlib.AbstractContextManager[Hosts]:
-    """Hosts `a` and `b`, 10.77.0.1 and 10.77.0.2; as `some_hosts`."""
+    """Make the hosts `a` and `b`, 10.77.0.1 and 10.77.0.2, as `some_hosts` does."""
     return some_hosts(folder, NAMES, sshd=sshd, before=before, logins=logins)
 
 
@@ -168,11 +169,11 @@ def some_hosts(
     before: Mapping[str, str] | None = None,
     logins: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[Hosts]:
-    """Hosts of these names, 10.77.0.1 and on, which know each other by name and reach each other by ssh.
+    """Make hosts with these names and the addresses 10.77.0.1, 10.77.0.2 and so on, which reach each other by ssh.
 
-    `sshd` are those that run one, all by default; `before` is shell text that runs ahead of all that runs on a host, as
-    `{"b": "ulimit -n 64"}`; `logins` are variables that whoever comes by ssh finds. Skips the test where namespaces or
-    sshd cannot be had.
+    `sshd` names the hosts that run one, by default all. `before` maps a host to shell text that precedes every command
+    there, for example `{"b": "ulimit -n 64"}`. `logins` maps a host to the environment of its ssh sessions. The test is
+    skipped if the machine has no namespaces or no sshd.
     """
     _require_tools()
     _remove_leftovers()
@@ -198,7 +199,7 @@ def _make_network(hosts: Hosts) -> None:
     _ip("-n", network, "link", "set", "bridge", "up")
     for name, address in zip(hosts.known, hosts.addresses, strict=True):
         namespace = hosts.namespace(name)
-        # Both ends are made where they stay: names of cards in tests that run side by side never meet.
+        # Create both ends in their final namespaces, so that device names of parallel tests cannot collide.
         _ip("-n", network, "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
         _ip("-n", network, "link", "set", f"to-{name}", "master", "bridge", "up")
         _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
@@ -242,7 +243,7 @@ def _remove_namespace(namespace: str) -> None:
 
 
 def _remove_leftovers() -> None:
-    """What tests have left that were killed: the hosts of processes that are no more."""
+    """Remove the hosts of test processes that were killed."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     for namespace, process_id in re.findall(r"^(rd-(\d+)-\w+)", listed, re.MULTILINE):
         if not Path("/proc", process_id).exists():

@@ -1,8 +1,8 @@
-"""Everything, also what CI leaves out: `make soak`. Resumable: a file of tests that has passed at this commit is not
-run again. The result goes to docs/soak.md, with the commit and the raw counts.
+"""Run all tests, including those that CI leaves out: `make soak`.
 
-Several files run at a time, as most of a test's time is one process waiting for another; those whose times are
-published, the faults, run after them, one by one.
+A soak can be resumed: it does not repeat test files that passed at the same commit. It writes the commit and the raw
+counts to docs/soak.md. Several files run in parallel, because tests mostly wait for other processes. The fault tests,
+whose times are published, run alone at the end.
 """
 
 import json
@@ -22,14 +22,14 @@ from support.fault_page import write_page
 
 ROOT = Path(__file__).parents[2]
 STATE = ROOT / ".soak"
-LANES = 3
+PARALLEL_FILES = 3
 FILE_SECONDS = 2 * 3600.0
 PUBLISHED = ("tests/launch/test_faults.py", "tests/launch/test_faults_at_start.py")
 Counts = dict[str, float]
 
 
 def commit() -> str:
-    """The commit that is tested. Tests of what nobody else can have are worth nothing: all must be committed."""
+    """Return the commit under test. Exit if there are uncommitted changes, because nobody could repeat the result."""
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
     if changed.stdout.strip():
         sys.exit(
@@ -40,8 +40,9 @@ def commit() -> str:
 
 
 def run(file: Path, faults: Path) -> Counts:
-    """The counts of one file of tests, every marker included; tests of faults add their rows to `faults`. A file that
-    comes to no end is ended, and has failed.
+    """Run one test file with all markers and return its counts.
+
+    Fault tests append their rows to `faults`. A file that exceeds the time limit is killed and counts as failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         report, output = Path(folder) / "report.xml", Path(folder) / "output.txt"
@@ -65,7 +66,7 @@ def run(file: Path, faults: Path) -> Counts:
 
 
 def counted(report: Path) -> Counts:
-    """Tests, failures and skips in pytest's report."""
+    """Read the numbers of tests, failures and skips from pytest's report."""
     suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
     total = {
         name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
@@ -74,7 +75,7 @@ def counted(report: Path) -> Counts:
 
 
 def page(tested: str, results: dict[str, Counts]) -> str:
-    """The result as a page."""
+    """Render the result as a page."""
     folders: dict[str, Counts] = {}
     for name, counts in results.items():
         folder = folders.setdefault(str(Path(name).parent), dict.fromkeys(("tests", "failed", "skipped", "seconds"), 0))
@@ -96,7 +97,7 @@ def page(tested: str, results: dict[str, Counts]) -> str:
         [
             "# The last soak",
             "",
-            f"`make soak` of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: every test, also what CI leaves out.",
+            f"`make soak` of {datetime.now(UTC):%Y-%m-%d} at commit {tested}: all tests, those outside CI too.",
             "",
             "| folder | tests | failed | skipped | seconds |",
             "|---|---|---|---|---|",
@@ -108,9 +109,9 @@ def page(tested: str, results: dict[str, Counts]) -> str:
     )
 
 
-def soak(names: Sequence[str], results: dict[str, Counts], state: Path, faults: Path, *, lanes: int) -> None:
-    """Run these files, so many at a time; what each has come to is kept in `state` at once."""
-    with ThreadPoolExecutor(lanes) as pool:
+def soak(names: Sequence[str], results: dict[str, Counts], state: Path, faults: Path, *, parallel: int) -> None:
+    """Run these files, `parallel` at a time, and write each result to `state` at once."""
+    with ThreadPoolExecutor(parallel) as pool:
         running = {pool.submit(run, ROOT / name, faults): name for name in names}
         for done in as_completed(running):
             results[running[done]] = done.result()
@@ -119,7 +120,7 @@ def soak(names: Sequence[str], results: dict[str, Counts], state: Path, faults: 
 
 
 def main() -> None:
-    """Run what has not passed yet; end with 1 if anything fails."""
+    """Run the files that have not passed yet. Exit with 1 if a test fails."""
     tested = commit()
     STATE.mkdir(exist_ok=True)
     state = STATE / f"{tested}.json"
@@ -127,10 +128,10 @@ def main() -> None:
     results: dict[str, Counts] = json.loads(state.read_text()) if state.exists() else {}
     names = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
     left = [name for name in names if name not in results or results[name]["failed"]]
-    soak([name for name in left if name not in PUBLISHED], results, state, faults, lanes=LANES)
-    if any(name in PUBLISHED for name in left):  # all of them: of one that was interrupted, rows are there already
+    soak([name for name in left if name not in PUBLISHED], results, state, faults, parallel=PARALLEL_FILES)
+    if any(name in PUBLISHED for name in left):  # repeat all: an interrupted file has left some of its rows
         faults.unlink(missing_ok=True)
-        soak(PUBLISHED, results, state, faults, lanes=1)
+        soak(PUBLISHED, results, state, faults, parallel=1)
     result = page(tested, dict(sorted(results.items())))
     (ROOT / "docs" / "soak.md").write_text(result)
     if faults.exists():

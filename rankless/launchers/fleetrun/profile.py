@@ -35,6 +35,11 @@ class FleetrunProfile(LauncherProfile):
         """`--job_id`."""
         return self.settings.job_id
 
+    @property
+    def plain_process_option(self) -> str | None:
+        """fleetrun has none."""
+        return None
+
     def log_files(self, folder: str, rank: int, local_rank: int) -> LogFiles:
         """Return the path of a worker's log file, under Paddle's name."""
         return LogFiles(os.path.join(folder, LOG_NAME.format(rank)))

@@ -42,6 +42,11 @@ class HorovodrunProfile(LauncherProfile):
         """The program uses Horovod's API."""
         return False
 
+    @property
+    def plain_process_option(self) -> str | None:
+        """horovodrun has none."""
+        return None
+
     def log_files(self, folder: str, rank: int, local_rank: int) -> LogFiles:
         """Return the paths of a worker's two log files, below `--output-filename` if that is given."""
         own = os.path.join(self.settings.output_folder or folder, f"rank.{self.settings.padded_rank(rank)}")

@@ -56,6 +56,11 @@ class TorchrunProfile(LauncherProfile):
         """The program is plain PyTorch."""
         return False
 
+    @property
+    def plain_process_option(self) -> str | None:
+        """torchrun's own option."""
+        return "--start-method spawn"
+
     def folder_name(self, run_id: str, host_index: int) -> str:
         """Return a name of its own for each host: files are numbered from 0 on each, and hosts may share a disk."""
         return f"{run_id}-host{host_index}" if host_index else run_id
