@@ -104,7 +104,7 @@ class RecordingChunk(msgspec.Struct, frozen=True, kw_only=True, tag="recording_c
 
 
 class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="worker_output"):
-    """Output of a host's workers, for host 0 to show. Sent only if the launcher profile wants the output of all hosts."""
+    """Output of a host's workers, for host 0 to show if the launcher profile wants the output of all hosts."""
 
     source: Source
     data: bytes
