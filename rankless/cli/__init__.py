@@ -2,7 +2,8 @@
 
 The input is the command line, the output an exit code. A command is a module of this package with `NAME`, `HELP`,
 `add_arguments(parser)` and `run(arguments) -> int`; the command line imports it only if the user calls it.
-`ABBREVIATES` allows abbreviated options, for command lines of launchers that allow them.
+`ABBREVIATES` allows abbreviated options, for command lines of launchers that allow them. `JSON_CONTENT` is the type of
+what the command writes with `--json`.
 """
 
 import argparse

@@ -4,10 +4,10 @@ import argparse
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
-import msgspec
 from rich.console import Console
 from rich.status import Status
 
+from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.config.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile
 from rankless.errors import ConfigError
 from rankless.launch.doctor.run_checks import DoctorConfig, DoctorFindings, run_diagnosis
@@ -19,6 +19,7 @@ HELP = (
     "Exit code: 0 if no check fails (there may be warnings), 1 if one fails, 2 for an invalid command line."
 )
 INTERRUPTED = 130
+JSON_CONTENT = DoctorReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="Skip the checks that import torch: the test job and the collective."
     )
-    parser.add_argument("--json", action="store_true", help="Print the results as JSON.")
+    add_json_option(parser, "the results", file_is_optional=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, print their results, and return 1 if a job would fail."""
+    destination = read_json_destination(arguments)
     config = DoctorConfig(
         hosts=_read_hosts(arguments),
         workers=arguments.workers or 1,
@@ -59,10 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         report = _make_report(config, run_with_status(config))
     except KeyboardInterrupt:
         return INTERRUPTED
-    if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
+    if not destination.is_standard_output:
         render_doctor_report(report, sys.stdout)
+    destination.write(make_json_header(NAME), report)
     return 1 if report.causes else 0
 
 

@@ -2,15 +2,15 @@
 
 import argparse
 import tempfile
-from pathlib import Path
 
+from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import add_program_options, read_program
-from rankless.config.run_config import RunObservation, RunRequest
+from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.records.job_programs import read_program_records
-from rankless.terminal.program_table import encode_plan_report, make_plan_report, render_plan
+from rankless.terminal.program_table import PlanReport, make_plan_report, render_plan
 from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
 
 NAME = "plan"
@@ -18,6 +18,7 @@ HELP = (
     "Show the parallel plan of a script's jobs on several workers: the placement of every input, and every transfer of "
     "a step with its bytes, its line and the reason. The script runs until its first training steps are done."
 )
+JSON_CONTENT = PlanReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="Training steps to run; the plan shows the jobs called by then. Default: 1.",
     )
-    parser.add_argument("--json", metavar="FILE", help="Write the plan to this file as JSON too.")
+    add_json_option(parser, "the plan")
     parser.add_argument("--log-dir", default="log", metavar="DIR", help="Folder for the log of the run. Default: log.")
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
     add_program_options(parser)
@@ -44,42 +45,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of the jobs; return 0, or 1 if the script fails."""
-    program, workers = read_program(arguments), arguments.workers
-    if workers < 2:
+    program, destination = read_program(arguments), read_json_destination(arguments)
+    if arguments.workers < 2:
         raise ConfigError(
             expected="at least 2 workers: on one worker, jobs run as plain PyTorch without communication",
-            found=workers,
+            found=arguments.workers,
             fix="set -n to the number of workers of the job",
         )
-    steps = f"{arguments.steps} training step{'s' if arguments.steps != 1 else ''}"
-    print(
-        f"rankless plan: {program.target if program.kind != 'code' else '-c …'}, {workers} workers, {steps}", flush=True
-    )
-    with tempfile.TemporaryDirectory(prefix="rankless-plan-") as folder:
-        config = make_run_config(
-            program,
-            RunRequest(
-                worker_count=workers,
-                devices=arguments.devices,
-                seed=arguments.seed,
-                log_folder=arguments.log_dir,
-                progress=False,
-                observation=RunObservation(stop_after_steps=arguments.steps, programs=folder),
-            ),
-        )
+    with tempfile.TemporaryDirectory(prefix="rankless-plan-") as folder, destination.reserve_standard_output():
+        config = _make_config(arguments, program, folder)
         try:
-            run_silently(config, f"{workers} workers", show=arguments.show, run_job=make_job_runner())
+            _run_script(config, show=arguments.show)
         except RunFailed as end:
             print(f"rankless plan: {end}")
             return INTERRUPTED if end.exit_code == INTERRUPTED else 1
-        report = make_plan_report(read_program_records(folder), workers=workers, steps=arguments.steps)
+        report = make_plan_report(read_program_records(folder), workers=arguments.workers, steps=arguments.steps)
     if not report.jobs and not report.not_reached:
         raise ConfigError(
             expected="a script that defines at least one job",
             found=f"{program.target}, which defines none",
             fix="put @rankless.job(model=…, optimizer=…) on its training function",
         )
-    if arguments.json is not None:
-        Path(arguments.json).write_bytes(encode_plan_report(report))
-    print(render_plan(report))
+    if not destination.is_standard_output:
+        print(render_plan(report))
+    destination.write(make_json_header(NAME, program, seed=config.seed), report)
     return 0
+
+
+def _make_config(arguments: argparse.Namespace, program: Program, folder: str) -> RunConfig:
+    """Return the configuration of a run that stops after some steps and records its programs in `folder`."""
+    return make_run_config(
+        program,
+        RunRequest(
+            worker_count=arguments.workers,
+            devices=arguments.devices,
+            seed=arguments.seed,
+            log_folder=arguments.log_dir,
+            progress=False,
+            observation=RunObservation(stop_after_steps=arguments.steps, programs=folder),
+        ),
+    )
+
+
+def _run_script(config: RunConfig, *, show: bool) -> None:
+    """Run the script until its first steps are done. Raises `RunFailed`."""
+    program, steps, workers = config.program, config.observation.stop_after_steps, config.worker_count
+    print(
+        f"rankless plan: {program.target if program.kind != 'code' else '-c …'}, {workers} workers, "
+        f"{steps} training step{'s' if steps != 1 else ''}",
+        flush=True,
+    )
+    run_silently(config, f"{workers} workers", show=show, run_job=make_job_runner())

@@ -28,7 +28,7 @@ class FailureCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings of `rankless doctor`; `--json` prints this as JSON."""
+    """The findings of `rankless doctor`, without the fields that `--json` adds for all commands."""
 
     verdict: str
     causes: tuple[FailureCause, ...]

@@ -24,7 +24,7 @@ class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that `rankless plan --json` writes."""
+    """The result of `rankless plan`, without the fields that `--json` adds for all commands."""
 
     workers: int
     steps: int
@@ -52,11 +52,6 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
         ),
         not_reached=tuple(fact for fact in known if isinstance(fact, KnownJob) and not fact.called),
     )
-
-
-def encode_plan_report(report: PlanReport) -> bytes:
-    """Encode the report as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
 def render_plan(report: PlanReport) -> str:

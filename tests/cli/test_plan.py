@@ -1,10 +1,10 @@
 """`rankless plan`, with real runs of small scripts."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
+from support.json_schema import check_result
 from support.warm_runs import rankless
 
 from rankless.records.job_programs import (
@@ -57,13 +57,14 @@ print("not reached")
 @pytest.mark.slow
 def test_the_first_step_gives_a_table_and_json(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    options = ["-n", "3", "--devices", "cpu", "--json", "plan.json"]
-    job = rankless("plan", *options, "train.py", folder=tmp_path)
+    options = ["-n", "3", "--devices", "cpu", "--json", "plan.json", "--seed", "7"]
+    job = rankless("plan", *options, "train.py", "--epochs", "1", folder=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
     assert (tmp_path / "ended0").read_text() == (tmp_path / "ended2").read_text() == "0"
     assert "not reached" not in job.stdout
     assert max(map(len, job.stdout.splitlines())) <= 100
-    report = json.loads((tmp_path / "plan.json").read_text())
+    report = check_result((tmp_path / "plan.json").read_text(), "plan")
+    assert (report["script"], report["arguments"], report["seed"]) == ("train.py", ["--epochs", "1"], 7)
     (planned,) = report["jobs"]
     program = planned["program"]
     assert (program["job"], program["workers"], report["steps"]) == ("train", 3, 1)
@@ -79,11 +80,15 @@ def test_the_first_step_gives_a_table_and_json(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_more_steps_reach_more_jobs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    job = rankless("plan", "-n", "2", "--devices", "cpu", "--steps", "4", "train.py", folder=tmp_path)
+    options = ["-n", "2", "--devices", "cpu", "--steps", "4", "--show", "--json", "-"]
+    job = rankless("plan", *options, "train.py", folder=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "train job train (train.py:18)" in job.stdout
-    assert "predict job correct (train.py:22)" in job.stdout
-    assert "was not called" not in job.stdout
+    report = check_result(job.stdout, "plan")
+    assert [planned["program"]["job"] for planned in report["jobs"]] == ["train", "correct"]
+    assert report["not_reached"] == []
+    assert report["seed"] is not None
+    assert "rankless plan: train.py, 2 workers, 4 training steps" in job.stderr
+    assert "step 3" in job.stderr
 
 
 def test_invalid_options_are_rejected_with_a_fix(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import os
 import shlex
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs import rankless
+from support.json_schema import check_result
 
 from rankless.config.hosts import parse_hosts
 from rankless.config.run_config import Cluster, Program, RunRequest
@@ -243,7 +243,7 @@ def test_one_host_gives_a_table_or_json_and_an_exit_code(tmp_path: Path):
         words = shlex.join([sys.executable, "-m", "rankless", "doctor", "--quick", "--json", "--port", port])
         limited = ["bash", "-c", f"ulimit -n 100; exec {words}"]
         limited_run = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    results = json.loads(limited_run.stdout)
+    results = check_result(limited_run.stdout, "doctor")
     assert limited_run.returncode == 1
     (cause,) = results["causes"]
     assert (cause["places"], cause["seen"]) == (["this host"], "open files: 100 per process (hard limit 100)")

@@ -1,0 +1,154 @@
+"""The option `--json` of all commands: where a result goes as JSON, and the fields that all results share.
+
+A result is one JSON object. It starts with the fields of `JsonHeader`, and the command's own fields follow.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rankless.config.run_config import Program
+from rankless.errors import ConfigError
+from rankless.version import VERSION
+
+STANDARD_OUTPUT = "-"
+PROGRAM_OPTIONS = {"script": "", "module": "-m ", "code": "-c "}
+
+
+class JsonHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The first fields of every result. Fields may be added; `version` grows if one changes its meaning."""
+
+    version: Literal[1]
+    """The version of the layout."""
+    rankless: str
+    """The version of Rankless."""
+    command: str
+    script: str | None
+    """The program as on the command line: "train.py", "-m package.train" or "-c CODE". Null without a program."""
+    arguments: tuple[str, ...]
+    """The arguments of the program."""
+    seed: int | None
+    """The seed of the random generators of all workers. Null without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonDestination:
+    """Where a command writes its result as JSON: a file, standard output (`-`), or nowhere (None)."""
+
+    path: str | None
+
+    @property
+    def is_standard_output(self) -> bool:
+        """Whether standard output is for the JSON alone."""
+        return self.path == STANDARD_OUTPUT
+
+    @contextlib.contextmanager
+    def reserve_standard_output(self) -> Iterator[None]:
+        """Within the context, text goes to standard error if the JSON goes to standard output."""
+        with contextlib.redirect_stdout(sys.stderr) if self.is_standard_output else contextlib.nullcontext():
+            yield
+
+    def write(self, header: JsonHeader, content: msgspec.Struct) -> None:
+        """Write the result, unless the user asked for none. Call it outside of `reserve_standard_output`."""
+        if self.path is None:
+            return
+        encoded = encode_json(header, content)
+        if self.is_standard_output:
+            print(encoded.decode(), end="", flush=True)
+        else:
+            Path(self.path).write_bytes(encoded)
+
+
+def add_json_option(parser: argparse.ArgumentParser, what: str, *, file_is_optional: bool = False) -> None:
+    """Add `--json` to the options of a command.
+
+    Args:
+        parser: The command's parser.
+        what: The name of the result in the help, as "the plan".
+        file_is_optional: Whether `--json` alone prints the JSON. A command that takes a program must leave this
+            False: argparse would take the program's name for the file.
+    """
+    if file_is_optional:
+        parser.add_argument(
+            "--json",
+            nargs="?",
+            const=STANDARD_OUTPUT,
+            metavar="FILE",
+            help=f"Write {what} to this file as JSON. Without FILE or with -: print it as JSON.",
+        )
+    else:
+        parser.add_argument(
+            "--json", metavar="FILE", help=f"Write {what} to this file as JSON. With -: print it as JSON."
+        )
+
+
+def read_json_destination(arguments: argparse.Namespace) -> JsonDestination:
+    """Return the destination on the command line.
+
+    Raises:
+        ConfigError: If the command could not write there at its end, or would overwrite a Python script.
+    """
+    path: str | None = arguments.json
+    if path is None or path == STANDARD_OUTPUT:
+        return JsonDestination(path=path)
+    if path.endswith(".py"):
+        raise ConfigError(
+            expected="--json FILE, with the file for the result",
+            found=f"{path}, a Python script",
+            fix=f"name the file before the script: --json result.json {path}; or print the result: --json - {path}",
+        )
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ConfigError(
+            expected="--json FILE in an existing folder, with permission to write",
+            found=path,
+            fix="create the folder, or choose another file",
+        )
+    return JsonDestination(path=path)
+
+
+def make_json_header(command: str, program: Program | None = None, *, seed: int | None = None) -> JsonHeader:
+    """Return the first fields of a result.
+
+    Args:
+        command: The name of the command.
+        program: The user's program; None for a command that runs none.
+        seed: The seed that the command used.
+    """
+    script = None if program is None else PROGRAM_OPTIONS[program.kind] + program.target
+    arguments: Sequence[str] = () if program is None else program.arguments
+    return JsonHeader(
+        version=1, rankless=VERSION, command=command, script=script, arguments=tuple(arguments), seed=seed
+    )
+
+
+def encode_json(header: JsonHeader, content: msgspec.Struct) -> bytes:
+    """Return a result as one indented JSON object. A number that is not finite becomes null."""
+    fields: dict[str, Any] = msgspec.to_builtins(header)
+    own: dict[str, Any] = msgspec.to_builtins(content)
+    assert not fields.keys() & own.keys(), f"{type(content).__name__} repeats fields of the header"
+    return msgspec.json.format(msgspec.json.encode(fields | own), indent=2) + b"\n"
+
+
+def make_json_schema(command: str, content: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON Schema of a command's result, whose own fields are those of `content`."""
+    _, definitions = msgspec.json.schema_components([JsonHeader, content], ref_template="#/$defs/{name}")
+    header, fields = definitions.pop("JsonHeader"), definitions.pop(content.__name__)
+    if f'"#/$defs/{content.__name__}"' in msgspec.json.encode([fields, definitions]).decode():
+        definitions[content.__name__] = fields  # a result may contain results of its own kind
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"rankless {command} --json",
+        "description": fields.get("description", ""),
+        "type": "object",
+        "properties": header["properties"] | {"command": {"const": command}} | fields["properties"],
+        "required": [*header["properties"], *fields.get("required", ())],
+        "$defs": definitions,
+    }
