@@ -1,15 +1,19 @@
 """The plain view: run a job on one device exactly as the plain script would."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss
 from rankless.compiler.capture.training_calls import refuse_training_calls
+from rankless.compiler.capture.untraced_changes import warn_of_refused_changes
 from rankless.context.world import World
+from rankless.errors import CaptureError
 from rankless.jobs.arguments import Arguments
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.loss_weights import LossWeightReader
@@ -37,7 +41,7 @@ class PlainView:
         if not self._job.trains:
             if inspector is not None:
                 inspector.run_alongside(self._job, self._world, arguments)
-            with self._refuse_steps_once(), clear_autocast_cache(), torch.no_grad():
+            with self._observe_first_call(), clear_autocast_cache(), torch.no_grad():
                 result: Any = self._job.function(*args, **kwargs)
             if inspector is not None:
                 inspector.record_plain(self._job, result)
@@ -53,7 +57,7 @@ class PlainView:
             if inspector is not None:
                 inspector.run_alongside(self._job, self._world, arguments)
             with clear_autocast_cache():
-                with self._refuse_steps_once():
+                with self._observe_first_call():
                     result = self._job.function(*args, **kwargs)
                 loss = extract_loss(result, self._job.name)
                 with disable_autocast(self._device.type):
@@ -64,7 +68,23 @@ class PlainView:
             perturb_gradients([item.grad for item in parameters if item.grad is not None], self._noise)
         return CallResult(pytree.tree_map(detach_leaf, result), loss=loss.detach(), weights=weights)
 
-    def _refuse_steps_once(self) -> contextlib.AbstractContextManager[None]:
-        """Refuse at the first call what a job may not do; later calls cost nothing."""
-        first, self._is_first = self._is_first, False
-        return refuse_training_calls() if first else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _observe_first_call(self) -> Iterator[None]:
+        """At the first call, refuse what a job may not do, and warn of what it may not do on several workers."""
+        if not self._is_first:
+            yield
+            return
+        self._is_first = False
+        parameters, buffers = dict[str, Tensor](), dict[str, Tensor]()
+        for name, module in self._job.modules.items():
+            parameters |= dict(module.named_parameters(prefix=name))
+            buffers |= dict(module.named_buffers(prefix=name))
+        with refuse_training_calls(), warn_of_refused_changes(parameters, buffers, warn=self._warn):
+            yield
+
+    def _warn(self, refusal: CaptureError, line: str) -> None:
+        """Warn of what a capture refuses."""
+        self._world.notify(
+            f"{line or self._job.line}: job {self._job.name!r}: {refusal.found}; this works with one worker only. "
+            f"With several, {refusal.fix}"
+        )

@@ -198,9 +198,9 @@ def backward_inside():
 def parameter_changed_inside():
     model = perceptron()
 
-    def loss(features, labels):  # the line
+    def loss(features, labels):
         with torch.no_grad():
-            model[0].weight.mul_(0.9)
+            model[0].weight.mul_(0.9)  # the line
         return F.cross_entropy(model(features), labels)
 
     return Script(function=loss, modules={"model": model}, batches=batches())

@@ -174,8 +174,8 @@ def sparse_embedding():
 def embedding_that_shortens_its_rows():
     embedding, output = nn.Embedding(9, 6, max_norm=0.5).double(), nn.Linear(6, 4).double()
 
-    def loss(words, labels):  # the line
-        return F.cross_entropy(output(embedding(words)), labels)
+    def loss(words, labels):
+        return F.cross_entropy(output(embedding(words)), labels)  # the line
 
     def words():
         return torch.randint(0, 9, (5,)), torch.randint(0, 4, (5,))

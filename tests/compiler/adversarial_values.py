@@ -146,8 +146,8 @@ def loss_formatted_as_text():
 def argument_changed_in_place():
     model = perceptron()
 
-    def loss(features, labels):  # the line
-        features.mul_(2)
+    def loss(features, labels):
+        features.mul_(2)  # the line
         return F.cross_entropy(model(features), labels)
 
     return Script(function=loss, modules={"model": model}, batches=batches())

@@ -4,6 +4,7 @@ import inspect
 import re
 
 import adversarial_autograd
+import adversarial_memory
 import adversarial_modules
 import adversarial_python_state
 import adversarial_values
@@ -32,6 +33,7 @@ CASES = [
     *adversarial_python_state.CASES,
     *adversarial_autograd.CASES,
     *adversarial_modules.CASES,
+    *adversarial_memory.CASES,
     *adversarial_values.CASES,
 ]
 SUPPORTED = [case for case in CASES if case.refused is None]

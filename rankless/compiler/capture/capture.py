@@ -95,7 +95,8 @@ class TracedJob(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the job; return the loss (if the job trains) and then every tensor of the result, detached."""
-        traced = [*self.parameters(), *self.buffers()]
+        traced: dict[str, Tensor] = {f"parameter {name!r}": item for name, item in self.named_parameters()}
+        traced |= {f"buffer {name!r}": item for name, item in self.named_buffers()}
         with self.effects.trace_pass() as call_log, record_lines(traced, call_log), specialize_on_repr():
             args, kwargs = self.arguments(tensors)
             with apply_autocast_state(self.autocast):

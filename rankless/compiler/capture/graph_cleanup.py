@@ -25,6 +25,7 @@ from rankless.compiler.ir.logical_program import (
     describe_value,
     is_random_node,
 )
+from rankless.compiler.tracing.refused_functions import refuse_change_in_place
 from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
 
@@ -39,7 +40,11 @@ def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) 
     """
     graph = graph_module.graph
     returned = next(node for node in graph.nodes if node.op == "output")
-    described_outputs = [make_output(descriptor) for descriptor in returned.meta["desc"]]
+    (values,) = returned.args
+    described_outputs = [
+        make_output(descriptor, value.meta.get("stack_trace") if isinstance(value, fx.Node) else None)
+        for value, descriptor in zip(values, returned.meta["desc"], strict=True)
+    ]
     inputs: dict[fx.Node, ProgramInput] = {}
     for node in list(graph.nodes):
         value, descriptor = describe_value(node.meta.get("val")), node.meta.get("desc")
@@ -102,8 +107,11 @@ def make_input(descriptor: Any) -> ProgramInput | None:
     )
 
 
-def make_output(descriptor: Any) -> ProgramOutput | None:
-    """Return the program output of a traced output; None for an output that nothing reads."""
+def make_output(descriptor: Any, line: str | None) -> ProgramOutput | None:
+    """Return the program output of a traced output; None for an output that nothing reads.
+
+    `line` is the line of the operator that computes it, for errors.
+    """
     match descriptor:
         case PlainAOTOutput(idx=index):
             return ProgramOutput(kind="result", name=f"result {index}", index=index)
@@ -112,16 +120,13 @@ def make_output(descriptor: Any) -> ProgramOutput | None:
         case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
             return ProgramOutput(kind="mutation", name=target)
         case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
-            raise CaptureError(
-                expected="a job whose parameters only the optimizer changes",
-                found=f"parameter {target!r} is changed in place inside the job",
-                fix="change it outside the job, or make it a buffer",
-            )
+            raise refuse_change_in_place(f"parameter {target!r}", line or None)
         case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
             raise CaptureError(
                 expected="a job that does not change its arguments",
                 found=f"tensor argument {index} is changed in place",
                 fix="work on a copy: argument = argument.clone()",
+                where=line or None,
             )
     return None
 

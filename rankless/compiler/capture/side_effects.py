@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rankless.compiler.capture.training_calls import refuse_training_calls
+from rankless.compiler.capture.untraced_changes import refuse_untraced_changes
 from rankless.compiler.guards.guard_discovery import GuardDiscovery, collect_guards, discover_guards
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.guards.python_tracer import PythonTracer
@@ -53,6 +54,7 @@ class SideEffects:
         with contextlib.ExitStack() as stack:
             stack.enter_context(refuse_python_impure_calls())
             stack.enter_context(refuse_training_calls())
+            stack.enter_context(refuse_untraced_changes())
             if not is_first:
                 # The first pass already printed.
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -26,6 +26,11 @@ OPERATOR_DESCRIPTIONS = {
 # PyTorch messages (a substring), and the expectation and fix that they stand for. Tests check each with the installed
 # version.
 TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
+    (
+        "invalid python storage",
+        "a job that computes with tensors, not with their storage",
+        "use copy_() of the tensor itself, or change it outside the job",
+    ),
     ("requires_grad", "parameters whose requires_grad is set outside the job", "set it before the call"),
     ("numpy", "a job that stays in PyTorch", "use torch functions, or convert outside the job"),
     ("data-dependent", "a program that is the same for all values of its tensors", FIX_VALUE_READ),

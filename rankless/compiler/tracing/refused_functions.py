@@ -1,0 +1,106 @@
+"""Tensor functions that a job may not call, because a captured program would lose their effect or freeze their result.
+
+`SourceLineMode` asks for each call of a tensor function during capture.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankless.errors import CaptureError
+
+EXPECTED_NO_VALUES = "a job that does not read the values of tensors: they have none during capture"
+FIX_NO_VALUES = "do this outside the job; return the tensor to read its values there"
+READS_VALUES: dict[Any, str] = {
+    torch.Tensor.__repr__: "print of a tensor",
+    torch.Tensor.__format__: "a tensor formatted as text",
+    torch.Tensor.numpy: "a tensor turned into a NumPy array",
+}
+"""Functions that behave differently during capture than in the plain script, if the user's code calls them."""
+
+EXPECTED_FIXED_PARAMETERS = "a job whose parameters and their flags are changed only outside it"
+FIX_CHANGE_OUTSIDE = (
+    "change it before or after the call of the job, for example `with torch.no_grad(): parameter.copy_(new)`"
+)
+SETS_REQUIRES_GRAD = "requires_grad of {} set inside the job"
+SETS_GRAD = ".grad of {} set inside the job"
+REFUSED_ON_MODULE_TENSORS: dict[Any, str] = {
+    torch.Tensor.requires_grad_: SETS_REQUIRES_GRAD,
+    torch.Tensor.requires_grad.__set__: SETS_REQUIRES_GRAD,  # type: ignore[attr-defined]  # a getset descriptor
+    torch.Tensor.grad.__set__: SETS_GRAD,  # type: ignore[union-attr]  # a getset descriptor
+}
+"""Functions refused on parameters and buffers only, because the program's gradients are fixed before the trace.
+
+On other tensors a job may set `requires_grad`, as gradient penalties do.
+"""
+
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a getset descriptor
+"""Sets `tensor.data`. Tracing ignores it, so that the program would use the old values."""
+GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
+
+
+class ModuleTensors:
+    """The parameters and buffers of a traced job, with a description that has their name."""
+
+    def __init__(self, described: Mapping[str, Tensor]) -> None:
+        self._described = {id(tensor): text for text, tensor in described.items()}
+        self._data: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def describe(self, tensor: Any) -> str | None:
+        """Return a description such as "parameter 'model.weight'"; None for all other objects."""
+        return self._described.get(id(tensor))
+
+    def add_data(self, tensor: Tensor, data: Tensor) -> None:
+        """Note that `data` is `tensor.data`."""
+        self._data[id(data)] = (tensor, data)
+
+    def is_own_data(self, tensor: Tensor, value: Any) -> bool:
+        """Return whether `tensor.data = value` changes nothing, as after `tensor.data *= 2`, or in `Module.to`."""
+        return value is tensor or (id(value) in self._data and self._data[id(value)][0] is tensor)
+
+
+def find_refusal(
+    function: Callable[..., Any], args: Sequence[Any], module_tensors: ModuleTensors, *, by_user: bool
+) -> CaptureError | None:
+    """Return the error for a call that a job may not make; None for all others.
+
+    Args:
+        function: The tensor function, as PyTorch passes it to a function mode.
+        args: Its positional arguments.
+        module_tensors: The job's parameters and buffers.
+        by_user: Whether the user's code makes the call, not PyTorch.
+    """
+    if by_user and function in READS_VALUES:
+        return CaptureError(
+            expected=EXPECTED_NO_VALUES, found=f"{READS_VALUES[function]} inside the job", fix=FIX_NO_VALUES
+        )
+    if function == SET_DATA and not module_tensors.is_own_data(args[0], args[1]):
+        return refuse_set_data(module_tensors.describe(args[0]))
+    text = REFUSED_ON_MODULE_TENSORS.get(function)
+    described = None if text is None else module_tensors.describe(args[0])
+    if text is None or described is None or (text is SETS_GRAD and args[1] is None):
+        return None
+    return CaptureError(expected=EXPECTED_FIXED_PARAMETERS, found=text.format(described), fix=FIX_CHANGE_OUTSIDE)
+
+
+def refuse_set_data(described: str | None) -> CaptureError:
+    """Return the error for `tensor.data = …`, given the description of a parameter or buffer."""
+    expected, fix = EXPECTED_FIXED_PARAMETERS, FIX_CHANGE_OUTSIDE
+    if described is None:
+        expected = "a job that computes new tensors"
+        fix = "use the new tensor instead; x + (new - x).detach() has the values of new and the gradient of x"
+    elif described.startswith("buffer"):
+        expected, fix = "a job that changes buffers in place", "change the buffer in place: buffer.copy_(new)"
+    return CaptureError(expected=expected, found=f".data of {described or 'a tensor'} set inside the job", fix=fix)
+
+
+def refuse_change_in_place(described: str, where: str | None = None) -> CaptureError:
+    """Return the error for a change in place of a parameter, given its description."""
+    return CaptureError(
+        expected=EXPECTED_FIXED_PARAMETERS,
+        found=f"{described} is changed in place inside the job",
+        fix=FIX_CHANGE_OUTSIDE,
+        where=where,
+    )

@@ -1,0 +1,109 @@
+"""What a job on one device refuses or warns of, because several workers would refuse it."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rankless.context.world import World
+from rankless.errors import CaptureError
+from rankless.jobs.job import make_job
+from rankless.parallel.mesh import Mesh
+
+MARK = "# the line"
+
+
+def notices_of(act, *, calls=2):
+    """Return the notices of a job on one device that acts on its model, and the model."""
+    notices = []
+    world = World(mesh=Mesh.solo(), notify=notices.append, send_record=lambda _: None)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+
+    def train(features):
+        value = F.mse_loss(model(features), torch.zeros(5, 4))
+        act(model)
+        return value
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = make_job(train, model=model, optimizer=optimizer, view=None, world=lambda: world)
+    for _ in range(calls):
+        job(torch.ones(5, 6))
+    return notices
+
+
+def line_of(function):
+    lines, first = inspect.getsourcelines(function)
+    (offset,) = (number for number, text in enumerate(lines) if MARK in text)
+    return f"{__file__}:{first + offset}"
+
+
+def sets_data(model):
+    model[0].weight.data = model[0].weight.data.clamp(-0.1, 0.1)  # the line
+
+
+def sets_data_of_a_buffer(model):
+    model[1].running_mean.data = model[1].running_mean * 2  # the line
+
+
+def clamps_data(model):
+    model[0].weight.data.clamp_(-0.1, 0.1)  # the line
+
+
+def scales_data(model):
+    model[0].weight.data *= 0.5  # the line
+
+
+@pytest.mark.parametrize(
+    ("act", "found"),
+    [
+        (sets_data, ".data of parameter 'model.0.weight' set inside the job"),
+        (sets_data_of_a_buffer, ".data of buffer 'model.1.running_mean' set inside the job"),
+        (clamps_data, "parameter 'model.0.weight' is changed in place inside the job"),
+        (scales_data, "parameter 'model.0.weight' is changed in place inside the job"),
+    ],
+    ids=lambda item: getattr(item, "__name__", ""),
+)
+def test_a_change_that_several_workers_refuse_is_warned_of_once_with_its_line(act, found):
+    (notice,) = notices_of(act)
+    assert notice.startswith(f"{line_of(act)}: job 'train': {found}; this works with one worker only")
+
+
+def test_a_change_in_place_without_data_is_warned_of_with_the_job():
+    def normalizes(model):
+        with torch.no_grad():
+            model[0].bias.zero_()
+
+    (notice,) = notices_of(normalizes)
+    assert "parameter 'model.0.bias' is changed in place inside the job" in notice
+
+
+def test_changes_that_several_workers_make_too_are_not_warned_of():
+    def averages(model):
+        model[1].running_mean.data.mul_(0.9)
+        model.to("cpu").float()
+        assert torch.all(model[0].weight.data.abs() < 10)
+
+    assert notices_of(averages) == []
+    assert "data" not in vars(torch.Tensor)
+
+
+def test_a_compiled_model_in_a_job_works_on_one_device():
+    world = World(mesh=Mesh.solo(), notify=pytest.fail, send_record=lambda _: None)
+    model = nn.Linear(6, 4)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    job = make_job(
+        lambda features: compiled(features.data).square().mean(),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        view=None,
+        world=lambda: world,
+    )
+    losses = [job(torch.ones(5, 6)).item() for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_training_calls_are_refused():
+    with pytest.raises(CaptureError, match=r"backward\(\) inside the job"):
+        notices_of(lambda model: model[0].weight.sum().backward())
