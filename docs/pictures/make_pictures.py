@@ -3,7 +3,7 @@
     python docs/pictures/make_pictures.py [FOLDER]
 
 The commands run as real processes in a pseudo-terminal of 100 columns. Seeds are fixed. The script replaces the log
-folder's name and removes speeds and times, which differ between runs. The pictures use fonts of the reader's system.
+folder's name and process ids and removes speeds and times, which differ between runs. The pictures use fonts of the reader's system.
 """
 
 import argparse
@@ -38,6 +38,7 @@ STABLE_TEXTS = (
     (re.compile(r"log/(latest|\d[\w.-]*)"), "log/latest"),
     (re.compile(r" +[\d.,]+ samples/s( +[\d:]+ left)?"), ""),
     (re.compile(r"^(  .*\S) +[\d.]+ m?s$"), r"\1"),
+    (re.compile(r"^( +(\d+) +)\d+(?=  cpu )"), r"\g<1>4120\2"),
 )
 """Patterns for the parts of the output that differ between runs, and their replacements."""
 

@@ -3,9 +3,10 @@
 Workers get torchrun's variables, so that scripts written for torchrun run, and one more that has the `WorkerConfig`.
 """
 
+import contextlib
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -24,6 +25,7 @@ HOROVOD = "RANKLESS_HOROVOD"
 HOROVOD_SERVER = "GLOO_RENDEZVOUS_ADDR"
 """Horovod's launcher names its server by this variable, with `HOROVOD_` before it."""
 FUNCTION_KEY = "RANKLESS_FUNCTION_KEY"
+_TITLE_WITHOUT_ENVIRONMENT = "SPT_NOENV"
 _CARRIED = (
     "RANKLESS_",
     "PYTHON",
@@ -220,6 +222,20 @@ def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:
 def loopback_name() -> str:
     """Return the name of the loopback network interface."""
     return "lo" if os.uname().sysname == "Linux" else "lo0"
+
+
+@contextlib.contextmanager
+def kept_in_place() -> Iterator[None]:
+    """Let `setproctitle` write a title over the command line only.
+
+    By default it moves the environment to make room. But libraries that torch has loaded may point into that memory.
+    """
+    before = os.environ.get(_TITLE_WITHOUT_ENVIRONMENT)
+    os.environ[_TITLE_WITHOUT_ENVIRONMENT] = "1"
+    try:
+        yield
+    finally:
+        apply({_TITLE_WITHOUT_ENVIRONMENT: before})
 
 
 def user_threads() -> int | None:

@@ -1,9 +1,10 @@
 """The agent: starts a run's workers on this host, supervises them, ends them together, and reports the outcome."""
 
+import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TextIO
@@ -23,10 +24,13 @@ from rankless.launch.supervisor.fork_server_client import ForkServerClient, Inhe
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.launch.supervisor.shared_files import SharedFiles
 from rankless.launch.supervisor.supervisor import RunOutcome, Supervisor
+from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launch.worker_output import SOURCES, Source, Terminal, Write, make_writer
+from rankless.launch.worker_table import WorkerTable
 from rankless.records.events import AnyRecord, FileOpened, Notice
+from rankless.terminal import process_title
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,10 @@ class _TerminalStreams:
         except OSError:  # the terminal is gone, and training goes on
             return
 
+    def write_table(self, text: str) -> None:
+        with self.hide_progress():
+            self.write_error(text)
+
 
 def run(
     config: RunConfig,
@@ -89,7 +97,7 @@ def run(
     forwarding = load_profile(config.launcher).signal_forwarding
     context = context or AgentContext()
     streams = _TerminalStreams(out=out, err=err, hide_progress=hide_progress)
-    with Interrupts(forwarding.numbers if forwarding is not None else ()) as interrupts:
+    with Interrupts(forwarding.numbers if forwarding is not None else ()) as interrupts, _titled(config):
         if config.elastic is not None:
             driver_context = DriverContext(
                 interrupts=interrupts, on_record=on_record, notify=streams.notify, writes=streams.writers()
@@ -105,6 +113,20 @@ def run(
         except RendezvousInterrupted as interrupted:
             streams.notify(f"ended by {name_signal(interrupted.number)}")
             return 128 + interrupted.number
+
+
+@contextlib.contextmanager
+def _titled(config: RunConfig) -> Iterator[None]:
+    """Title this process as the job's agent meanwhile."""
+    hosts = () if config.cluster is None else config.cluster.hosts
+    part = f"agent of {format_count(config.worker_count, 'rank')}"
+    if config.elastic is not None:
+        part = "agent of an elastic job"
+    elif hosts:
+        part += f" on one of {format_count(len(hosts), 'host')}"
+    with process_title.kept():
+        process_title.show_agent(config.program, part)
+        yield
 
 
 def make_job_runner(fork_server: ForkServerPoolClient | None = None) -> Callable[[RunConfig, TextIO, TextIO], int]:
@@ -140,7 +162,13 @@ class HostRun:
                 host_name=self.report.host_name,
             )
         )
-        streams.write_error(self.report.format_opening(self._workers[0]))
+        lead = self._workers[0]
+        streams.write_error(self.report.format_opening(lead))
+        self._table = WorkerTable(
+            lambda process_ids: self.report.format_workers(lead, process_ids),
+            streams.write_table,
+            world_size=job.start.world_size,
+        )
         self._terminal = self._open_terminal(folder)
 
     def run_to_end(
@@ -163,13 +191,16 @@ class HostRun:
             if text is not None and text not in notices and job.host_index == 0:
                 notices.add(text)
                 self._streams.notify(text)
+            self._table.receive(record)
             self._watchdog.receive(record)
             on_record(record)
 
         def tick() -> list[AnyRecord]:
+            if parent.poll() is not None or self._table.is_due(time.monotonic()):
+                self._table.show()
             if parent.poll() is not None:
                 self._terminal.finish()  # host 0 may stop reading once it knows that no worker is alive here
-            elif not (isinstance(job.peers, LeaderPeer) and job.peers.has_unsent_data):
+            elif self._table.is_shown and not (isinstance(job.peers, LeaderPeer) and job.peers.has_unsent_data):
                 self._terminal.pump()  # otherwise the output stays in the files until the connection catches up
             return self._watchdog.tick(time.monotonic())
 
@@ -185,6 +216,7 @@ class HostRun:
             return supervisor.run_to_end()
         finally:
             parent.close(timeout_seconds=1.0)
+            self._table.show()
             self._terminal.close()
             self._watchdog.close()
 

@@ -100,7 +100,7 @@ def describe_port_owner(port: int) -> str | None:
         return "a process of another user"
     try:
         process = psutil.Process(process_id)
-        command = " ".join(process.cmdline()) or process.name()
+        command = " ".join(process.cmdline()).rstrip() or process.name()
     except psutil.Error:
         command = "which has just ended"
     return f"process {process_id}: {command[:200]}"

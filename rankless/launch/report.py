@@ -1,7 +1,7 @@
 """What the terminal shows of a run: the table at its start and, at its end, the rank that failed and its log file."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from rankless.config.run_config import RunConfig
@@ -14,10 +14,13 @@ from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
 from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.terminal_text import (
+    WorkerRow,
     format_count,
     format_failure,
-    format_hosts_table,
-    format_start_table,
+    format_hosts_line,
+    format_shared_gpus,
+    format_start_line,
+    format_worker_table,
 )
 
 
@@ -32,7 +35,7 @@ class RunReport:
         self.parent_log = os.path.join(folder, "parent.log" if job.host_index == 0 else f"parent{job.host_index}.log")
 
     def format_opening(self, lead: WorkerLaunch) -> str:
-        """Return the table of all workers; on other hosts than host 0 one line; or the launcher's own text.
+        """Return the first line about the job; on other hosts than host 0 about its part; or the launcher's own text.
 
         `lead` is this host's first worker.
         """
@@ -48,12 +51,29 @@ class RunReport:
                 f"rankless: host {job.host_index + 1} of {count}, {ranks}, logs in {self._folder}; "
                 f"{job.names[0]} shows the training\n"
             )
-        paths = [self.log_file(rank) for rank in range(job.start.world_size)]
         if count == 1:
-            has_error_files = self._log_files(0).error is not None
-            return format_start_table(config, folder=self._folder, log_files=paths, has_error_files=has_error_files)
-        rows = [(job.names[host], device) for host, devices in enumerate(job.devices) for device in devices]
-        return format_hosts_table(config, folder=self._folder, rows=rows, log_files=paths)
+            return format_start_line(config, folder=self._folder)
+        return format_hosts_line(config, folder=self._folder, worker_count=job.start.world_size, host_count=count)
+
+    def format_workers(self, lead: WorkerLaunch, process_ids: Mapping[int, int]) -> str:
+        """Return the table of all workers, to follow `format_opening`; "" if this host shows none."""
+        config, job = self._config, self.job
+        if job.host_index > 0 or self._profile.opening_text(config, lead, self._folder, job.names[0]) is not None:
+            return ""
+        places = [(job.names[host], device) for host, devices in enumerate(job.devices) for device in devices]
+        has_error_files = len(job.names) == 1 and self._log_files(0).error is not None
+        rows = [
+            WorkerRow(
+                rank=rank,
+                process_id=process_ids.get(rank),
+                device=device,
+                log_file=self.log_file(rank),
+                host=host,
+            )
+            for rank, (host, device) in enumerate(places)
+        ]
+        shared = format_shared_gpus(config.devices) if len(job.names) == 1 and not has_error_files else ""
+        return format_worker_table(rows, has_error_files=has_error_files) + shared
 
     @property
     def plain_process_advice(self) -> str:

@@ -40,6 +40,8 @@ class Spawned:
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], count: int) -> None:
+        script = os.path.basename(sys.argv[0] if sys.argv else "")
+        self._name = f"{script} {getattr(function, '__name__', 'function')}()".strip()
         self._results: dict[int, Any] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: dict[int, socket.socket] = {}
@@ -122,8 +124,8 @@ class Spawned:
     def _start(self, rank: int, count: int, payload: bytes) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = map(str, (theirs.fileno(), rank, os.getpid()))
-            command = [*python_command("rankless.runtime.spawn_main"), *arguments]
+            arguments = map(str, (theirs.fileno(), rank, os.getpid(), count))
+            command = [*python_command("rankless.runtime.spawn_main"), *arguments, self._name]
             environment = spawned_environment(rank, count, self._reserved.getsockname()[1])
             process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         self._processes.append(process)

@@ -32,6 +32,7 @@ from rankless.records.elastic_messages import (
     send_message,
 )
 from rankless.runtime.rendezvous.job_store import RendezvousInfo
+from rankless.terminal import process_title
 
 STORE_TIMEOUT = timedelta(seconds=300)
 MAX_FAILED_ROUNDS = 20
@@ -151,6 +152,7 @@ class ElasticMember:
                     port = found.serve(message.address)
                     self._send(StoreReady(round=found.number, port=port))
                 found.connect(message.address, port)
+                process_title.show_round(message.assignment.rank, message.assignment.size)
                 return found
 
     def on_round_ended(self, give_up: Callable[[str], None]) -> None:

@@ -42,6 +42,7 @@ from rankless.runtime.process_tree import (
 from rankless.runtime.spawn_protocol import CUT, KILL, decode_signals, receive_worker_launch
 from rankless.runtime.subprocess_command import python_command
 from rankless.runtime.worker import WorkerProcess, start_forked_worker
+from rankless.terminal import process_title
 
 TORCH_MODULES = (
     "torch",
@@ -65,6 +66,7 @@ Cores = set[int] | None
 def main(fast_exit: FastExit) -> Callable[[], None] | None:
     """Serve until no worker is left. In a forked worker, return at once the function that the worker runs."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
+    process_title.show_fork_server(config.program)
     cores = prepare_process()
     warm = config.warm and preload_modules(
         with_jobs=names_rankless(config.program), more=_alias_modules(config.program)

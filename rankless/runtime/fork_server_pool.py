@@ -20,18 +20,23 @@ from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server import preload_modules, prepare_process, serve_run
 from rankless.runtime.spawn_protocol import READY, receive_host_config, send_process_id
+from rankless.terminal import process_title
 
 
 def main(fast_exit: FastExit) -> Callable[[], None] | None:
     """Fork fork servers for as long as the agent asks. In a worker of one, return the function that it runs."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ForkServerPoolConfig)
+    process_title.show_fork_server(None)
     cores = prepare_process()
     agent = socket.socket(fileno=config.connection_descriptor)
     if not preload_modules(with_jobs=config.with_jobs):
         return None
     gc.freeze()
     host_config = _serve(agent)
-    return None if host_config is None else serve_run(host_config, fast_exit=fast_exit, warm=True, cores=cores)
+    if host_config is None:
+        return None
+    process_title.show_fork_server(host_config.program, from_pool=True)
+    return serve_run(host_config, fast_exit=fast_exit, warm=True, cores=cores)
 
 
 def _serve(agent: socket.socket) -> HostConfig | None:

@@ -13,17 +13,19 @@ from rankless.records.framing import FrameFormat, receive_message
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks import import_aliases
 from rankless.runtime.process_tree import set_parent_death_signal
+from rankless.terminal import process_title
 
 _FRAME_FORMAT = FrameFormat("<Q")
 
 
 def main(_fast_exit: FastExit) -> Callable[[], None]:
     """Return what runs the function that arrives on the inherited socket."""
-    descriptor, rank, parent = map(int, sys.argv[2:5])
+    descriptor, rank, parent, count = map(int, sys.argv[2:6])
     set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before the line above
     channel = socket.socket(fileno=descriptor)
+    process_title.show_worker(sys.argv[6], rank, count)
     sys.argv = ["-c"]
     import_aliases.install()
     return lambda: _serve(channel, rank)

@@ -28,6 +28,7 @@ from rankless.runtime.process_tree import set_parent_death_signal
 from rankless.runtime.redirect_output import redirect_output
 from rankless.runtime.stack_dump import publish_status
 from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
+from rankless.terminal import process_title
 
 _MAX_TEXT_CHARACTERS = 16_000
 
@@ -54,6 +55,12 @@ def make_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit, *, 
     environment.apply(launch.environment)
     config = msgspec.structs.replace(launch.config, process_id=os.getpid(), records_descriptor=host.records_descriptor)
     environment.write_worker_config(config)
+    process_title.show_worker(
+        process_title.name_program(host.program),
+        config.rank,
+        config.world_size,
+        is_elastic=config.rounds_descriptor is not None,
+    )
     worker = WorkerProcess(config, expand_local_rank(host.program, config.local_rank), fast_exit)
     redirect_output(config.log_file, config.error_log_file, on_loss=worker.warn_of_lost_output)
     random.seed(config.seed)

@@ -8,20 +8,36 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import kill_job, run_script, start_script, wait_until
+from support.jobs import DEADLINE_SECONDS, RANKLESS, kill_job, run_script, start_script, wait_until
 from support.warm_runs import rankless
 from support.warm_runs import run_script as run_script_here
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_start_prints_a_table_of_ranks_devices_and_log_files(tmp_path: Path) -> None:
-    job = run_script("print('hello')", "-n", "2", "--devices", "cpu", "--seed", "5", folder=tmp_path)
+def test_the_start_prints_a_table_of_ranks_process_ids_devices_and_log_files(tmp_path: Path) -> None:
+    script = "import os\nprint(os.getpid())"
+    job = run_script(script, "-n", "2", "--devices", "cpu", "--seed", "5", folder=tmp_path)
     lines = job.stderr.splitlines()
     assert re.fullmatch(r"rankless: 2 workers, \d+ threads? each, seed 5, logs in log/\S+", lines[0])
-    assert [line.split()[:2] for line in lines[1:]] == [["rank", "device"], ["0", "cpu"], ["1", "cpu"]]
-    assert all((tmp_path / line.split()[2]).is_file() for line in lines[2:])
-    assert job.stdout == "hello\n"
+    assert lines[1].split() == ["rank", "pid", "device", "log", "file"]
+    assert [line.split()[::2] for line in lines[2:]] == [["0", "cpu"], ["1", "cpu"]]
+    for line in lines[2:]:
+        _, process_id, _, log_file = line.split()
+        assert (tmp_path / log_file).read_text() == f"{process_id}\n"
+    assert job.stdout == f"{lines[2].split()[1]}\n"
+
+
+def test_the_table_comes_before_the_output_of_the_workers(tmp_path: Path) -> None:
+    job = subprocess.run(
+        [*RANKLESS, "run", "-n", "2", "-c", "print('hello', flush=True)"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert [line.split()[0] for line in job.stdout.splitlines()] == ["rankless:", "rank", "0", "1", "hello"]
 
 
 def test_workers_share_the_cores_as_threads(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ if os.environ["RANK"] == "0":
     print(json.dumps({
         "number": int(sys.argv[1]), "sum": seen.tolist(), "drawn": [random.random(), torch.rand(()).item()],
         "parent": parent.pid, "session": os.getsid(parent.pid), "above": parent.ppid(),
-        "import": "pool" if any("fork_server_pool" in word for word in parent.cmdline()) else "own",
+        "import": "pool" if any("from a pool" in word for word in parent.cmdline()) else "own",
         "state": "changed" if hasattr(torch, "changed_by_a_run") else "clean",
     }))
 torch.changed_by_a_run = True

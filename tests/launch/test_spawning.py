@@ -52,7 +52,7 @@ def test_what_a_worker_raises_is_raised_with_its_rank_and_traceback_and_the_othe
     (note,) = raised.value.__notes__
     assert note.startswith("on rank 1 of 2:")
     assert "in fails" in note
-    assert not [child for child in psutil.Process().children() if "spawned" in " ".join(child.cmdline())]
+    assert not [child for child in psutil.Process().children() if "fails() rank" in " ".join(child.cmdline())]
 
 
 class Odd(Exception):

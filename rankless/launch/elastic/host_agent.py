@@ -37,6 +37,7 @@ from rankless.launch.supervisor.supervisor import POLL_SECONDS
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import SOURCES, Source, Terminal
 from rankless.runtime.fast_exit import FastExit
+from rankless.terminal import process_title
 
 
 def main(fast_exit: FastExit) -> Callable[[], None]:  # noqa: ARG001  # the signature of every process's main
@@ -79,6 +80,7 @@ class HostAgent:
 
     def __init__(self, task: HostTask, connection: PipeConnection, selector: selectors.BaseSelector) -> None:
         environment.apply(task.environment)
+        process_title.show_agent(task.program, "agent of a host of an elastic job")
         self._task = task
         self._connection = connection
         self._config = make_run_config(task.program, task.request)

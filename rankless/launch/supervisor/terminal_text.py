@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.supervisor.failure_attribution import Verdict
@@ -10,47 +11,63 @@ _TRACEBACK_LINES = 9
 _MAX_LINE_CHARS = 300
 
 
-def format_start_table(config: RunConfig, *, folder: str, log_files: Sequence[str], has_error_files: bool) -> str:
-    """Return a table with the rank, the device and the log file of every worker of one host.
+@dataclass(frozen=True, kw_only=True)
+class WorkerRow:
+    """What the table at the start shows of one worker."""
 
-    With `has_error_files` a worker has two log files, and the table shows their folder.
-    """
+    rank: int
+    process_id: int | None
+    """None: the worker has not started yet."""
+    device: str
+    log_file: str
+    host: str = ""
+
+
+def format_start_line(config: RunConfig, *, folder: str) -> str:
+    """Return the first line about the workers of a job on one host."""
     count, threads = config.worker_count, format_count(config.threads_per_worker, "thread")
     start = "" if config.warm else ", plain processes"
     seed = "" if config.seed is None else f", seed {config.seed}"
-    lines = [
-        f"rankless: {format_count(count, 'worker')}, {threads} each{seed}{start}, logs in {folder}",
-        f"  {'rank':>4}  {'device':<8}  log file{'s' if has_error_files else ''}",
-    ]
-    if has_error_files:
-        log_files = [os.path.join(os.path.dirname(path), "") for path in log_files]
-    lines += [
-        f"  {rank:>4}  {device:<8}  {path}"
-        for rank, (device, path) in enumerate(zip(config.devices, log_files, strict=True))
-    ]
-    gpus = {device for device in config.devices if device != "cpu"}
-    if gpus and len(gpus) < count and not has_error_files:
-        lines.append(f"  {count} workers share {format_count(len(gpus), 'GPU')}, so they use Gloo instead of NCCL")
-    return "\n".join(lines) + "\n"
+    return f"rankless: {format_count(count, 'worker')}, {threads} each{seed}{start}, logs in {folder}\n"
 
 
-def format_hosts_table(
-    config: RunConfig, *, folder: str, rows: Sequence[tuple[str, str]], log_files: Sequence[str]
-) -> str:
-    """Return a table of all workers of several hosts; a row of `rows` is the host and the device of one rank."""
-    hosts = list(dict.fromkeys(host for host, _ in rows))
-    counts = f"{format_count(len(rows), 'worker')} on {format_count(len(hosts), 'host')}"
+def format_hosts_line(config: RunConfig, *, folder: str, worker_count: int, host_count: int) -> str:
+    """Return the first line about the workers of a job on several hosts."""
+    counts = f"{format_count(worker_count, 'worker')} on {format_count(host_count, 'host')}"
     seed = "" if config.seed is None else f", seed {config.seed}"
-    width = max(map(len, hosts))
+    return f"rankless: {counts}{seed}, logs in {folder} on each\n"
+
+
+def format_worker_table(rows: Sequence[WorkerRow], *, has_error_files: bool = False) -> str:
+    """Return a table of all workers of a job, in the order of their ranks.
+
+    With `has_error_files` a worker has two log files, and the table shows their folder.
+    """
+    host_width = max(len(row.host) for row in rows)
+    host_column = host_width + 2 if host_width else 0
+    id_width = max(3, *(len(_format_id(row)) for row in rows))
     lines = [
-        f"rankless: {counts}{seed}, logs in {folder} on each",
-        f"  {'rank':>4}  {'host':<{width}}  {'device':<8}  log file",
+        f"  {'rank':>4}  {'host'[:host_width]:<{host_column}}{'pid':>{id_width}}  {'device':<8}  "
+        f"log file{'s' if has_error_files else ''}"
     ]
-    lines += [
-        f"  {rank:>4}  {host:<{width}}  {device:<8}  {path}"
-        for rank, ((host, device), path) in enumerate(zip(rows, log_files, strict=True))
-    ]
+    for row in rows:
+        path = os.path.join(os.path.dirname(row.log_file), "") if has_error_files else row.log_file
+        lines.append(
+            f"  {row.rank:>4}  {row.host:<{host_column}}{_format_id(row):>{id_width}}  {row.device:<8}  {path}"
+        )
     return "\n".join(lines) + "\n"
+
+
+def format_shared_gpus(devices: Sequence[str]) -> str:
+    """Return a line if workers of one host share GPUs, else ""."""
+    gpus = {device for device in devices if device != "cpu"}
+    if not gpus or len(gpus) == len(devices):
+        return ""
+    return f"  {len(devices)} workers share {format_count(len(gpus), 'GPU')}, so they use Gloo instead of NCCL\n"
+
+
+def _format_id(row: WorkerRow) -> str:
+    return "-" if row.process_id is None else str(row.process_id)
 
 
 def format_failure(verdict: Verdict, *, log_file: str, host: str = "", report: str = "") -> str:
