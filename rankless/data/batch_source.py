@@ -14,6 +14,7 @@ from rankless.data.collation import Collation
 from rankless.data.first_rank import distribute_from_first_rank, sync_generators
 from rankless.data.generators import find_changed_generators, get_process_states, set_process_states
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches, set_sampler_states
+from rankless.data.plain_reading import PlainKeys, PlainReader, SeededSamples
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import BatchRead, ReaderInit, ReadFailure, SampleReader, has_plain_columns
 from rankless.data.stream_reader import StreamReader
@@ -29,7 +30,7 @@ class BatchSource:
     def __init__(self, order: SampleOrder) -> None:
         self._order = order
         self._options = order.options
-        self._persistent: tuple[DataLoader[Any], RequestSampler | None] | None = None
+        self._persistent: tuple[DataLoader[Any] | PlainReader, RequestSampler | None] | None = None
 
     def begin(self, current: Pass, world: World, *, stream_state: Any = None) -> Iterator[BatchRead]:
         """Start a pass and return its batches as this rank reads them.
@@ -41,7 +42,8 @@ class BatchSource:
         first_rank_reads = self._options.reading == "first" and mesh.size > 1
         batches: Iterator[Any] = iter(())
         if mesh.rank == 0 or not first_rank_reads:
-            batches = self._read(current, mesh, stream_state)
+            plainly = world.recorder is not None and mesh.size == 1 and not self._order.is_stream
+            batches = self._read(current, mesh, stream_state, plainly=plainly and not current.resumed)
         if current.resumed:
             # The interrupted run had made the draws of iter() before it saved its state.
             set_process_states(before)
@@ -50,14 +52,14 @@ class BatchSource:
         sync_generators(before, mesh=mesh)
         return distribute_from_first_rank(batches, mesh=mesh)
 
-    def _read(self, current: Pass, mesh: Mesh, stream_state: Any) -> Iterator[Any]:
+    def _read(self, current: Pass, mesh: Mesh, stream_state: Any, *, plainly: bool) -> Iterator[Any]:
         order = self._order
         if current.resumed and stream_state is not None:
             order.dataset.load_state_dict(stream_state)
         elif current.resumed:
             set_sampler_states(order.samplers, current.sampler)
             current.at_start.restore(order.generators)
-        loader, requests = self._persistent or self._make_loader(mesh, number=current.number)
+        loader, requests = self._persistent or self._make_loader(mesh, current, plainly=plainly)
         if self._options.persistent_workers:
             self._persistent = (loader, requests)
         if requests is not None:
@@ -69,7 +71,9 @@ class BatchSource:
             require_same_batches(current, [_get_digest(read) for read in islice(batches, current.position)])
         return _track_draws(batches, current, order)
 
-    def _make_loader(self, mesh: Mesh, *, number: int) -> tuple["DataLoader[Any]", RequestSampler | None]:
+    def _make_loader(
+        self, mesh: Mesh, current: Pass, *, plainly: bool
+    ) -> tuple["DataLoader[Any] | PlainReader", RequestSampler | None]:
         order, options = self._order, self._options
         is_split = mesh.size > 1 and options.reading == "split"
         requests: RequestSampler | None = None
@@ -87,28 +91,53 @@ class BatchSource:
                 in_batches=order.collates_batches,
                 generators=order.generators,
             )
+            if plainly:
+                return self._make_plain_reader(requests, current), requests
             columns = has_plain_columns(order.dataset) and options.collate_fn is None and order.collates_batches
             as_columns = columns and type(order.samplers[-1]) in _INTEGERS_ONLY
             reader = SampleReader(order.dataset, as_columns=as_columns, as_batches=not order.collates_batches)
-        generator = order.generator
-        if options.persistent_workers and number > 0:
-            # DataLoader draws a base seed for persistent readers in the first pass only; this is a later pass.
-            generator = torch.Generator()
         loader: DataLoader[Any] = DataLoader(
             reader,
             batch_size=None,
             sampler=requests,
-            num_workers=options.num_workers,
             collate_fn=Collation(options.collate_fn),  # type: ignore[arg-type]  # takes what our readers return
-            pin_memory=options.pin_memory and torch.accelerator.is_available(),
-            timeout=options.timeout,
             worker_init_fn=ReaderInit(options.worker_init_fn),
-            multiprocessing_context=options.multiprocessing_context,
-            generator=generator,
-            prefetch_factor=options.prefetch_factor,
-            persistent_workers=options.persistent_workers,
+            **self._get_process_options(current),
         )
         return loader, requests
+
+    def _make_plain_reader(self, requests: RequestSampler, current: Pass) -> PlainReader:
+        """Return a `DataLoader` over the user's own data set; see Note [plain reading]."""
+        order, options = self._order, self._options
+        is_seeded = current.seed is not None
+        keys = PlainKeys(requests, in_batches=order.collates_batches, is_seeded=is_seeded)
+        order_options: dict[str, Any] = (
+            {"batch_sampler": keys} if order.collates_batches else {"batch_size": None, "sampler": keys}
+        )
+        loader: DataLoader[Any] = DataLoader(
+            SeededSamples(order.dataset) if is_seeded else order.dataset,
+            collate_fn=options.collate_fn,
+            worker_init_fn=ReaderInit(options.worker_init_fn) if is_seeded else options.worker_init_fn,
+            **order_options,
+            **self._get_process_options(current),
+        )
+        return PlainReader(loader, keys)
+
+    def _get_process_options(self, current: Pass) -> dict[str, Any]:
+        """Return the options of `DataLoader` for its reader processes and its base seed."""
+        options, generator = self._options, self._order.generator
+        if options.persistent_workers and current.number > 0:
+            # DataLoader draws a base seed for persistent readers in the first pass only; this is a later pass.
+            generator = torch.Generator()
+        return {
+            "num_workers": options.num_workers,
+            "pin_memory": options.pin_memory and torch.accelerator.is_available(),
+            "timeout": options.timeout,
+            "multiprocessing_context": options.multiprocessing_context,
+            "generator": generator,
+            "prefetch_factor": options.prefetch_factor,
+            "persistent_workers": options.persistent_workers,
+        }
 
     def _check_agreement(self, batches: Iterator[Any], current: Pass, mesh: Mesh) -> Iterator[BatchRead]:
         """Yield the batches after checking that all ranks have the same one, with lists gathered from all ranks."""

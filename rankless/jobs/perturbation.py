@@ -25,21 +25,24 @@ def perturb_gradients(gradients: Iterable[Tensor], generator: torch.Generator) -
 def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generator) -> Iterator[None]:
     """Change parameters by up to one last bit each inside the context, and restore them at exit.
 
-    Gradients computed inside remain. Any other change of the parameters inside is undone.
+    Gradients computed inside remain, and so does everything that the script writes into a parameter inside, as in
+    `p.data = p.data.clamp(-1, 1)`: only elements that still have their perturbed value get the original one back.
     """
-    originals: list[tuple[Tensor, Tensor]] = []
+    saved: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad():
         for parameter in parameters:
             if parameter.is_floating_point():
-                originals.append((parameter, parameter.clone()))
+                original = parameter.clone()
                 eps = torch.finfo(parameter.dtype).eps
                 parameter.mul_(1 + _draw_uniform(parameter, generator) * eps)
+                saved.append((parameter, original, parameter.clone()))
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, original in originals:
-                parameter.copy_(original)
+            for parameter, original, perturbed in saved:
+                if parameter.shape == perturbed.shape:
+                    parameter.copy_(torch.where(parameter == perturbed, original, parameter))
 
 
 def _draw_uniform(like: Tensor, generator: torch.Generator) -> Tensor:

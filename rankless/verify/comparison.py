@@ -7,19 +7,21 @@ from typing import Literal
 
 from rankless.config.run_config import InspectedCall
 from rankless.records.job_results import JobCalled, Leaf, StepRecorded
+from rankless.verify.decidability import TooNoisy, find_too_noisy, is_mostly_rounding
 from rankless.verify.differences import RESOLUTION, Difference, Mismatch, RunPosition, measure
 from rankless.verify.recordings import Recording, to_array
 from rankless.verify.tolerance import NoiseFloor, compute_rounding_limit
 
 NOT_REPEATABLE_FACTOR = 1e3
-HIGH_NOISE = 1e-3
-"""Noise in the losses, as a fraction of the largest loss, from which on equality within noise proves little."""
+GROSS_FACTOR = 100.0
+GROSS_SHARE = 0.05
 
-Cause = Literal["values", "structure", "ranks", "repetition"]
+Cause = Literal["values", "structure", "ranks", "repetition", "branch"]
 """The kind of divergence.
 
 "values" are numbers, which rounding may explain. "structure" means other calls, shapes or tensors. "ranks" disagree
-within one run. "repetition" means that the one-worker run does not repeat itself.
+within one run. "repetition" means that the one-worker run does not repeat itself. "branch" means that it does until its
+numbers differ by rounding, and then makes other calls: the script decides by numbers that rounding changes.
 """
 
 
@@ -34,6 +36,10 @@ class Divergence:
     cause: Cause
     is_of_reference: bool = False
     """Whether the script differs from the plain reference script, not from its own run on one worker."""
+    is_gross: bool = False
+    """Whether the difference is so large that rounding hardly explains it in any precision."""
+    excess: float = math.inf
+    """How many times its limit a number exceeds."""
     call: InspectedCall | None = None
     """The job call to inspect for the cause; None if numbers do not differ, or no call computed them."""
 
@@ -85,6 +91,14 @@ class Comparison:
     tolerance: ToleranceUse | None
     all_rounding: tuple[str, ...]
     """Parameters whose gradients consist of rounding errors only, so the comparison says nothing about them."""
+    too_noisy: TooNoisy | None
+    """Where the first limit is so high that it could hide a fault; None with a user's tolerance."""
+    is_mostly_rounding: bool
+    """Whether the gradients of most of what trains are all rounding."""
+    relies_on_paths: bool
+    """Whether parameters differ by more than the noise, and passed because their gradients are all rounding."""
+    differs: bool
+    """Whether any number of the run on several workers differs from the run on one at all."""
 
     @property
     def needs_float64(self) -> bool:
@@ -95,44 +109,46 @@ class Comparison:
         if self.tolerance is not None or RESOLUTION.get(self.precision, 0.0) <= RESOLUTION["float64"]:
             return False
         if not self.findings:
-            largest = max((abs(loss) for loss in self.losses_one if math.isfinite(loss)), default=0.0)
-            return self.loss_noise > HIGH_NOISE * largest
+            return self.too_noisy is not None or self.relies_on_paths or self.is_mostly_rounding
         # Different numbers may cause other calls or shapes later, but no disagreement between ranks.
         causes = {finding.cause for finding in self.findings}
-        return self.findings[0].cause == "values" and causes <= {"values", "structure"}
+        return self.findings[0].cause in ("values", "branch") and causes <= {"values", "structure", "branch"}
 
 
 def compare(
     one: Recording, many: Sequence[Recording], noise: Sequence[Recording], *, tolerance: float | None = None
 ) -> Comparison:
     """Compare `many`, all ranks of a run, with `one` on one worker; `noise` repeats `one` with perturbations."""
-    findings: list[Divergence] = []
-    noise_differences = []
-    for repetition in noise:
-        differences, mismatch = measure(one, repetition)
-        noise_differences.append(differences)
-        findings += _check_repeatable(differences, mismatch)
+    repeated = [measure(one, repetition) for repetition in noise]
+    measured = [measure(one, recording) for recording in many]
+    among = [measure(many[0], recording) for recording in many[1:]]
+    noise_differences = [differences for differences, _ in repeated]
     noise_floor = NoiseFloor(noise_differences, tolerance=tolerance)
-    against_one = []
-    for recording in many:
-        differences, mismatch = measure(one, recording)
-        against_one.append(differences)
-        findings += _check_limits(differences, mismatch, noise_floor, f"rank {recording.rank}")
-    among = []
-    for recording in many[1:]:
-        differences, mismatch = measure(many[0], recording)
-        among.append(differences)
-        findings += _check_ranks_agree(differences, mismatch, recording.rank)
+    findings = [
+        *(found for pair in repeated for found in _check_repeatable(*pair)),
+        *(
+            found
+            for recording, pair in zip(many, measured, strict=True)
+            for found in _check_limits(*pair, noise_floor, f"rank {recording.rank}")
+        ),
+        *(
+            found
+            for recording, pair in zip(many[1:], among, strict=True)
+            for found in _check_ranks_agree(*pair, recording.rank)
+        ),
+    ]
     findings.sort(key=lambda finding: finding.location.position)
     findings = [replace(finding, call=_find_call(finding, one)) for finding in findings]
+    against_one = [differences for differences, _ in measured]
     flat = [item for differences in against_one for item in differences]
+    decisive = flat if tolerance is None else []
     losses_one, losses_many = extract_losses(one), extract_losses(many[0]) if many else ()
     return Comparison(
         steps=one.steps,
         calls=sum(isinstance(result, JobCalled) for result in one.results),
         rows=(
             *_make_rows(flat, noise_floor),
-            _make_agreement_row([item for differences in among for item in differences]),
+            _make_agreement_row([item for differences, _ in among for item in differences]),
         ),
         findings=tuple(findings),
         losses_one=losses_one,
@@ -149,6 +165,10 @@ def compare(
         if tolerance is None
         else _measure_tolerance_use(tolerance, noise_floor, flat, noise_differences),
         all_rounding=noise_floor.all_rounding,
+        too_noisy=find_too_noisy(decisive, noise_floor),
+        is_mostly_rounding=is_mostly_rounding(decisive, noise_floor),
+        relies_on_paths=any(noise_floor.relies_on_path(item) for item in decisive),
+        differs=any(item.size > 0 for item in flat),
     )
 
 
@@ -228,7 +248,8 @@ def _check_repeatable(differences: Sequence[Difference], mismatch: Mismatch | No
             )
             return
     if mismatch is not None:
-        yield _make_divergence(mismatch, "the run on one worker, repeated", cause="repetition")
+        cause: Cause = "branch" if any(item.size > 0 for item in differences) else "repetition"
+        yield _make_divergence(mismatch, "the run on one worker, repeated", cause=cause)
 
 
 def _check_limits(
@@ -241,10 +262,22 @@ def _check_limits(
             bound = "" if noise_floor.tolerance is None else f"tolerance {noise_floor.tolerance:g}, "
             expected = f"at most {limit:.3g} from the run on one worker ({bound}noise {noise_floor.noise(item):.3g})"
             found = f"{item.size:.3g} on {run_name}"
-            yield Divergence(location=item.location, tensor=item.tensor, expected=expected, found=found, cause="values")
+            yield Divergence(
+                location=item.location,
+                tensor=item.tensor,
+                expected=expected,
+                found=found,
+                cause="values",
+                is_gross=item.size > max(GROSS_FACTOR * limit, GROSS_SHARE * item.scale),
+                excess=item.size / limit if limit > 0 else math.inf,
+            )
             break
     if mismatch is not None:
-        yield _make_divergence(mismatch, run_name, cause="structure")
+        # Other calls after other numbers may follow from rounding; other calls after equal numbers cannot.
+        cause: Cause = "structure"
+        if any(item.size > 0 for item in differences) and mismatch.tensor == "the calls":
+            cause = "branch"
+        yield _make_divergence(mismatch, run_name, cause=cause)
 
 
 def _check_ranks_agree(differences: Sequence[Difference], mismatch: Mismatch | None, rank: int) -> Iterator[Divergence]:

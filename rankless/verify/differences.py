@@ -55,8 +55,10 @@ class Difference:
     resolution: float
     """The distance between neighboring numbers of the dtype near the largest tensor of this kind."""
     count: int
-    motion: float = 0.0
-    """How far the tensor has moved since before the first step, in the first of the two runs."""
+    path: float = 0.0
+    """The length of the tensor's path since before the first step: the sum of its steps, the longer of both runs'."""
+    largest: float = 0.0
+    """The norm of the largest gradient of its step, for a gradient."""
     is_integer_result: bool = False
 
 
@@ -70,10 +72,37 @@ class Mismatch:
     found: str
 
 
+class PathLengths:
+    """How far each tensor has travelled in two runs, step by step.
+
+    A tensor whose gradient is all rounding moves in a random direction at each step. Its distance from where it
+    began says little about its steps; the length of its path is their sum.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, str], TensorSummary] = {}
+        self._lengths: dict[tuple[int, str], float] = {}
+
+    def add(self, ours: Sequence[TensorState], theirs: Sequence[TensorState]) -> None:
+        """Add a step of both runs, or where they begin."""
+        for run, states in enumerate((ours, theirs)):
+            for state in states:
+                key = (run, state.name)
+                before = self._last.get(key)
+                moved = 0.0 if before is None else compute_sketch_distance(before, state.value)
+                self._lengths[key] = self._lengths.get(key, 0.0) + moved
+                self._last[key] = state.value
+
+    def longest(self, tensor: str) -> float:
+        """Return the longer path of a tensor in the two runs, as a Euclidean length."""
+        return max(self._lengths.get((run, tensor), 0.0) for run in (0, 1))
+
+
 def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatch | None]:
     """Return all differences up to the first mismatch, and that mismatch."""
     differences: list[Difference] = []
-    initial: dict[str, TensorSummary] = {}
+    paths = PathLengths()
+    largest_result = 1.0
     for position in range(max(len(one.results), len(other.results))):
         ours = one.results[position] if position < len(one.results) else None
         theirs = other.results[position] if position < len(other.results) else None
@@ -82,19 +111,20 @@ def measure(one: Recording, other: Recording) -> tuple[list[Difference], Mismatc
         if mismatch is not None:
             return differences, mismatch
         if isinstance(ours, JobCalled) and isinstance(theirs, JobCalled):
-            differences += _compare_results(ours, theirs, location)
+            largest_result = max(largest_result, _find_largest_result(ours))
+            differences += _compare_results(ours, theirs, location, largest_result)
         elif isinstance(ours, ModelRegistered | StepRecorded) and isinstance(theirs, ModelRegistered | StepRecorded):
-            if isinstance(ours, ModelRegistered):
-                initial.update({state.name: state.value for state in ours.tensors})
-                if other.rank != 0:
-                    continue  # ranks receive rank 0's model at the first call, after this record
-            differences += compare_states(ours.tensors, theirs.tensors, location, initial)
+            if isinstance(ours, ModelRegistered) and other.rank != 0:
+                paths.add(ours.tensors, ours.tensors)
+                continue  # ranks receive rank 0's model at the first call, after this record
+            paths.add(ours.tensors, theirs.tensors)
+            differences += compare_states(ours.tensors, theirs.tensors, location, paths)
     final = RunPosition(position=len(one.results), step=one.steps, line="")
     if one.finished and other.finished:
         mismatch = _find_tensor_mismatch(one.tensors, other.tensors, final)
         if mismatch is not None:
             return differences, mismatch
-        differences += _compare_final_tensors(one, other, final, initial)
+        differences += _compare_final_tensors(one, other, final, paths)
     return differences, None
 
 
@@ -172,7 +202,19 @@ def _describe_state(state: TensorState) -> str:
     return f"{state.dtype} of {state.size} elements, {'with' if state.gradient else 'without'} gradient"
 
 
-def _compare_results(ours: JobCalled, theirs: JobCalled, location: RunPosition) -> Iterator[Difference]:
+def _find_largest_result(call: JobCalled) -> float:
+    """Return the largest absolute floating-point number of a call's results."""
+    return max((find_largest(to_array(leaf)) for leaf in call.leaves if not leaf.is_integer), default=0.0)
+
+
+def _compare_results(
+    ours: JobCalled, theirs: JobCalled, location: RunPosition, largest_result: float
+) -> Iterator[Difference]:
+    """Yield the differences of a call's results.
+
+    In float64 a result may be zero but for rounding, as a difference of numbers as large as `largest_result`. In a
+    lower precision such a rounding error could be a fault, so the runs in float64 decide.
+    """
     for expected, found in zip(ours.leaves, theirs.leaves, strict=True):
         first, second = to_array(expected), to_array(found)
         yield Difference(
@@ -182,7 +224,7 @@ def _compare_results(ours: JobCalled, theirs: JobCalled, location: RunPosition) 
             dtype=expected.dtype,
             size=_compute_leaf_distance(expected, first, second),
             scale=find_largest(first),
-            resolution=0.0,
+            resolution=RESOLUTION["float64"] * largest_result if expected.dtype in ("float64", "complex128") else 0.0,
             count=_count_elements(expected, first),
             is_integer_result=expected.is_integer,
         )
@@ -192,7 +234,7 @@ def compare_states(
     ours: Sequence[TensorState],
     theirs: Sequence[TensorState],
     location: RunPosition,
-    initial: Mapping[str, TensorSummary],
+    paths: PathLengths,
 ) -> Iterator[Difference]:
     """Yield the differences of states, gradients first: if both differ, the gradient is the cause."""
     for kind in ("gradient", "parameter"):
@@ -204,7 +246,6 @@ def compare_states(
         ]
         largest = max((a.norm for _, a, _ in pairs if math.isfinite(a.norm)), default=0.0)
         for state, a, b in pairs:
-            start = initial.get(state.name)
             yield Difference(
                 location=location,
                 kind="gradient" if kind == "gradient" else "parameter",
@@ -214,23 +255,17 @@ def compare_states(
                 scale=a.norm if math.isfinite(a.norm) else 0.0,
                 resolution=RESOLUTION.get(state.dtype, 0.0) * largest,
                 count=state.size,
-                motion=compute_sketch_distance(start, a) if start is not None else 0.0,
+                path=paths.longest(state.name),
+                largest=largest if kind == "gradient" else 0.0,
             )
 
 
 def _compare_final_tensors(
-    one: Recording, other: Recording, location: RunPosition, initial: Mapping[str, TensorSummary]
+    one: Recording, other: Recording, location: RunPosition, paths: PathLengths
 ) -> Iterator[Difference]:
-    last = {
-        state.name: state.value
-        for result in one.results
-        if isinstance(result, StepRecorded)
-        for state in result.tensors
-    }
     largest = max((find_largest(tensor) for tensor in one.tensors.values()), default=0.0)
     for final in one.described:
         first = one.tensors[final.name]
-        start, end = initial.get(final.name), last.get(final.name)
         yield Difference(
             location=location,
             kind="final",
@@ -240,7 +275,7 @@ def _compare_final_tensors(
             scale=find_largest(first),
             resolution=RESOLUTION.get(final.dtype, 0.0) * largest,
             count=first.size,
-            motion=compute_sketch_distance(start, end) if start is not None and end is not None else 0.0,
+            path=paths.longest(final.name),
         )
 
 

@@ -13,11 +13,19 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from rankless.records.job_results import JobCalled, ModelRegistered, StepRecorded, TensorState
-from rankless.verify.comparison import Comparison, Divergence, find_loss_leaf, make_row
+from rankless.verify.comparison import (
+    GROSS_FACTOR,
+    GROSS_SHARE,
+    Comparison,
+    Divergence,
+    find_loss_leaf,
+    make_row,
+)
 from rankless.verify.differences import (
     RESOLUTION,
     Difference,
     Mismatch,
+    PathLengths,
     RunPosition,
     compare_states,
     compute_distance,
@@ -82,6 +90,8 @@ def _check_limits(
                 found=f"{item.size:.3g} on {run_name}",
                 cause="values",
                 is_of_reference=True,
+                is_gross=item.size > max(GROSS_FACTOR * limit, GROSS_SHARE * item.scale),
+                excess=item.size / limit if limit > 0 else math.inf,
             )
             break
     if mismatch is not None:
@@ -103,17 +113,13 @@ def measure_reference(reference: Recording, script: Recording) -> tuple[list[Dif
     ours, theirs = list_training_steps(reference), list_training_steps(script)
     first_ours, first_theirs = get_first_states(reference), get_first_states(script)
     names = match_tensors(first_ours, first_theirs)
-    initial = {names[name]: state.value for name, state in first_ours.items() if name in names}
+    paths = PathLengths()
     beginning = RunPosition(position=0, step=0, line="")
     first_values = [name for name in first_ours if name in names]
-    differences = list(
-        compare_states(
-            [drop_gradient(first_ours[name], names[name]) for name in first_values],
-            [drop_gradient(first_theirs[names[name]], names[name]) for name in first_values],
-            beginning,
-            initial,
-        )
-    )
+    begun_ours = [drop_gradient(first_ours[name], names[name]) for name in first_values]
+    begun_theirs = [drop_gradient(first_theirs[names[name]], names[name]) for name in first_values]
+    paths.add(begun_ours, begun_theirs)
+    differences = list(compare_states(begun_ours, begun_theirs, beginning, paths))
     for number in range(max(len(ours), len(theirs))):
         if number >= len(ours) or number >= len(theirs):
             last = RunPosition(
@@ -130,8 +136,10 @@ def measure_reference(reference: Recording, script: Recording) -> tuple[list[Dif
                 location=location, tensor=pairs, expected="to be trained by this step", found="not"
             )
         differences += compare_loss(ours[number], theirs[number], script)
-        differences += compare_states([a for a, _ in pairs], [b for _, b in pairs], location, initial)
-    differences += compare_final(reference, script, names)
+        stepped_ours, stepped_theirs = [a for a, _ in pairs], [b for _, b in pairs]
+        paths.add(stepped_ours, stepped_theirs)
+        differences += compare_states(stepped_ours, stepped_theirs, location, paths)
+    differences += compare_final(reference, script, names, paths)
     return differences, None
 
 
@@ -246,11 +254,11 @@ def compare_loss(ours: TrainingStep, theirs: TrainingStep, script: Recording) ->
     )
 
 
-def compare_final(reference: Recording, script: Recording, names: Mapping[str, str]) -> Iterator[Difference]:
+def compare_final(
+    reference: Recording, script: Recording, names: Mapping[str, str], paths: PathLengths
+) -> Iterator[Difference]:
     """Yield the differences of parameters and buffers at the end."""
     location = RunPosition(position=len(script.results), step=script.steps, line="")
-    first_values = {name: state.value for name, state in get_first_states(reference).items()}
-    last = {state.name: state.value for step in list_training_steps(reference) for state in step.stepped.tensors}
     largest = max((find_largest(tensor) for tensor in reference.tensors.values()), default=0.0)
     for final in reference.described:
         name = names.get(final.name)
@@ -266,5 +274,5 @@ def compare_final(reference: Recording, script: Recording, names: Mapping[str, s
             scale=find_largest(ours),
             resolution=RESOLUTION.get(final.dtype, 0.0) * largest,
             count=ours.size,
-            motion=compute_sketch_distance(first_values[final.name], last[final.name]) if final.name in last else 0.0,
+            path=paths.longest(name),
         )

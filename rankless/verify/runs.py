@@ -25,11 +25,14 @@ RunJob = Callable[[RunConfig, TextIO, TextIO], int]
 
 
 class RunFailed(Exception):
-    """Runs cannot be compared: one failed, was interrupted, or recorded nothing."""
+    """Runs cannot be compared: one failed, was interrupted, or recorded nothing. `next_step` says what to do."""
 
-    def __init__(self, text: str, exit_code: int) -> None:
+    def __init__(
+        self, text: str, exit_code: int, *, next_step: str = "correct the error that is printed above"
+    ) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+        self.next_step = next_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,10 @@ class VerifyRuns:
         """Run on several workers, and return every rank's recording."""
         return self._record("many", workers=workers)
 
-    def run_perturbed(self, repetitions: int) -> list[Recording]:
-        """Repeat the run on one worker with perturbed last bits, each time with another seed."""
+    def run_perturbed(self, repetitions: int, *, first: int = 0) -> list[Recording]:
+        """Repeat the run on one worker with perturbed last bits, each time with another seed, numbered from `first`."""
         noise: list[Recording] = []
-        for number in range(repetitions):
+        for number in range(first, first + repetitions):
             noise += self._record(f"noise{number}", workers=1, perturbation_seed=self.seed + number)
         return noise
 
@@ -76,7 +79,11 @@ class VerifyRuns:
         program = Program(kind="script", target=self.against, arguments=self.program.arguments)
         (recording,) = replace(self, program=program)._record("reference", workers=1)
         if not recording.steps:
-            raise RunFailed(f"{self.against} made no optimizer step: there is nothing to compare", 1)
+            raise RunFailed(
+                f"{self.against} made no optimizer step: there is nothing to compare",
+                1,
+                next_step="name a plain PyTorch script that trains, with the same arguments",
+            )
         return ReferenceRun(name=os.path.basename(self.against), recording=recording)
 
     def read_programs(self) -> list[ProgramRecord]:
@@ -167,7 +174,7 @@ def run_silently(config: RunConfig, what: str, *, show: bool, run_job: RunJob) -
     if exit_code != 0:
         print(words.getvalue(), file=sys.stderr, end="")
         raise RunFailed(f"the run on {what} failed with exit code {exit_code}", exit_code)
-    print(f"  {what:30}{time.monotonic() - started:6.1f} s", flush=True)
+    print(f"  {what:30}{time.monotonic() - started:6.1f} s", file=sys.stderr, flush=True)
 
 
 def _require_complete(recordings: Sequence[Recording | None], what: str, *, single: bool) -> list[Recording]:
@@ -177,9 +184,17 @@ def _require_complete(recordings: Sequence[Recording | None], what: str, *, sing
         if recording is None and single:
             recording = Recording(rank=0, results=(), finished=True, steps=0, described=(), tensors={})
         if recording is None:
-            raise RunFailed(f"rank {rank} of the run on {what} called no job", 1)
+            raise RunFailed(
+                f"rank {rank} of the run on {what} called no job",
+                1,
+                next_step="call the same jobs on every rank: remove `if rank == 0` around them",
+            )
         if not recording.finished:
-            raise RunFailed(f"rank {rank} of the run on {what} ended without finishing (os._exit?)", 1)
+            raise RunFailed(
+                f"rank {rank} of the run on {what} ended without finishing (os._exit?)",
+                1,
+                next_step="let the script end by itself, so that its recording is complete",
+            )
         whole.append(recording)
     return whole
 

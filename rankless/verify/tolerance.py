@@ -3,13 +3,16 @@
 Note [what is allowed]: two correct runs sum in different orders, so they differ by rounding, and training amplifies the
 difference. No constant tells by how much. The noise run does: the one-worker run with perturbed last bits
 (jobs/perturbation.py, Note [noise floor]). The limit of a difference is the largest of
-  - 10 x the noise in the same tensor, the largest of this and earlier steps;
+  - 10 x the noise in the same tensor, the largest of this and earlier steps; 100 x in float64, where the smallest fault
+    is still a million times larger than rounding, and where a tensor's noise in a single run may by chance be small;
   - the rounding bound: 1e-12 (float64), 1e-5 (float32), 1e-2 (float16), 5e-2 (bfloat16) of the tensor's
     largest element, or of its norm if only a sketch is kept;
-  - 10 rounding errors (eps) of the largest parameter, 100 of the largest gradient: some tensors are zero up to
-    rounding, and a gradient is a sum over the whole batch;
-  - twice the tensor's own motion, for a parameter whose gradient the noise changes by a tenth or more of its
-    norm: that gradient is all rounding, and an adaptive optimizer makes whole steps of it in any direction.
+  - 10 rounding errors (eps) of the largest parameter, 100 of the largest gradient and, in float64, of the largest
+    result: some tensors are zero up to rounding, and a gradient is a sum over the whole batch;
+  - twice the length of the tensor's path in the one-worker runs, for a parameter whose gradient is all rounding: an
+    adaptive optimizer makes whole steps of it in any direction. A gradient is all rounding if the noise changes it by a
+    tenth or more of its norm, and if its norm is at most 10,000 rounding errors of the largest gradient. The rule holds
+    only if the noise moves the parameter as well, and a comparison in float32 that needs it is repeated in float64.
 
 An integer result must be equal with two exceptions. If the noise run's result differs too, the limit is 10 x that. If
 the relative noise of float results and parameters so far, times ten, makes a flip likelier than one in ten among the
@@ -18,8 +21,10 @@ counted units, the limit is the likely number of flips: at least one, and at mos
 Ranks of one run must agree within the rounding bound alone, because they hold copies, and copies do not diverge.
 
 If rounding flips a max-pool, a ReLU or an argmax, a step jumps, and the noise run need not jump at the same step. No
-measured noise bounds that, but more precise arithmetic does. `needs_float64` says when it should decide, also when the
-noise is high enough to hide faults (docs/decisions/0004-noise-floor.md).
+measured noise bounds that, but more precise arithmetic does. `Comparison.needs_float64` says when it should decide.
+
+A limit may be so high that it hides faults; `decidability` finds such limits. Then the training is not called the same
+(docs/decisions/0004-noise-floor.md, 0019-three-outcomes.md).
 
 If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step, the script is not
 repeatable, and there is no verdict.
@@ -35,6 +40,7 @@ from collections.abc import Mapping, Sequence
 from rankless.verify.differences import RESOLUTION, Difference
 
 NOISE_FACTOR = 10.0
+NOISE_FACTOR_FLOAT64 = 100.0
 ROUNDING_ERRORS = 10.0
 GRADIENT_ROUNDING_ERRORS = 100.0
 ROUNDING_BOUND: Mapping[str, float] = {
@@ -46,7 +52,13 @@ ROUNDING_BOUND: Mapping[str, float] = {
     "bfloat16": 5e-2,
 }
 ALL_ROUNDING = 0.1
-"""A gradient that noise changes by this fraction of its norm consists of rounding errors only."""
+"""A gradient that noise changes by this fraction of its norm may consist of rounding errors only."""
+ALL_ROUNDING_ERRORS = 1e4
+"""The largest norm of such a gradient, in rounding errors of the largest gradient of its step."""
+MOVED_BY_ROUNDING = 1e-3
+"""The smallest noise of a parameter, as a fraction of its path, that shows that rounding drives its steps. A parameter
+that something else moves, such as weight decay, is compared like any other.
+"""
 LIKELY_FLIP = 0.1
 MOST_FLIPS = 0.02
 
@@ -62,6 +74,7 @@ class NoiseFloor:
         self._noise: dict[tuple[str, str, int], float] = {}
         self._relative: dict[int, float] = {}
         self._last: dict[str, float] = {}
+        self._paths: dict[str, float] = {}
         self._all_rounding: dict[str, int] = {}
         for differences in noise:
             self._learn(differences)
@@ -80,7 +93,9 @@ class NoiseFloor:
             self._relative[position] = max(self._relative.get(position, 0.0), relative_size)
             if item.kind == "parameter":
                 self._last[item.tensor] = max(self._last.get(item.tensor, 0.0), running[tensor])
-            if item.kind == "gradient" and item.size > ALL_ROUNDING * item.scale:
+            if item.kind in ("parameter", "final"):
+                self._paths[item.tensor] = max(self._paths.get(item.tensor, 0.0), item.path)
+            if is_rounding_gradient(item):
                 name = item.tensor.removeprefix("gradient of ")
                 self._all_rounding[name] = min(self._all_rounding.get(name, position), position)
 
@@ -94,16 +109,27 @@ class NoiseFloor:
 
     def limit(self, item: Difference) -> float:
         """Return the largest `size` that is still the same training."""
+        limit = self.limit_of_noise(item)
+        path = self._paths.get(item.tensor, 0.0)
+        moved_by_rounding = self._last.get(item.tensor, 0.0) >= MOVED_BY_ROUNDING * path
+        if item.kind in ("parameter", "final") and self.is_all_rounding(item) and moved_by_rounding:
+            limit = max(limit, 2 * path)
+        return limit
+
+    def limit_of_noise(self, item: Difference) -> float:
+        """Return the limit without the rule for parameters whose gradients are all rounding."""
         if self.tolerance is not None and not item.is_integer_result and not self.is_all_rounding(item):
             return max(self.tolerance * item.scale, compute_rounding_errors(item))
-        limit = max(NOISE_FACTOR * self.noise(item), compute_rounding_limit(item))
+        limit = max(get_noise_factor(item) * self.noise(item), compute_rounding_limit(item))
         if item.is_integer_result:
             flips = NOISE_FACTOR * self._relative.get(item.location.position, 0.0) * item.count
             if flips >= LIKELY_FLIP:
                 limit = max(limit, math.ceil(min(flips, MOST_FLIPS * item.count)))
-        if item.kind in ("parameter", "final") and self.is_all_rounding(item):
-            limit = max(limit, 2 * item.motion)
         return limit
+
+    def relies_on_path(self, item: Difference) -> bool:
+        """Whether a difference passes only by the rule for parameters whose gradients are all rounding."""
+        return self.limit_of_noise(item) < item.size <= self.limit(item)
 
     def is_all_rounding(self, item: Difference) -> bool:
         """Whether the gradient of this parameter has been all rounding by now."""
@@ -135,5 +161,17 @@ def compute_rounding_limit(item: Difference) -> float:
 
 def compute_rounding_errors(item: Difference) -> float:
     """Return the largest size of a tensor that is zero up to rounding."""
-    errors = GRADIENT_ROUNDING_ERRORS if item.kind == "gradient" else ROUNDING_ERRORS
+    errors = GRADIENT_ROUNDING_ERRORS if item.kind in ("gradient", "result") else ROUNDING_ERRORS
     return errors * item.resolution
+
+
+def get_noise_factor(item: Difference) -> float:
+    """Return by how much a difference may exceed the noise of a single run."""
+    return NOISE_FACTOR_FLOAT64 if item.dtype in ("float64", "complex128") else NOISE_FACTOR
+
+
+def is_rounding_gradient(item: Difference) -> bool:
+    """Whether a gradient in the noise run consists of rounding errors only."""
+    if item.kind != "gradient" or item.size <= ALL_ROUNDING * item.scale:
+        return False
+    return item.scale <= ALL_ROUNDING_ERRORS * item.resolution

@@ -1,15 +1,18 @@
-"""Render a comparison for people and programs: a table with a verdict line, and a JSON report."""
+"""Render a decision for people and programs: a verdict of two short lines, what follows from it, and a JSON report."""
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from rankless.verify.comparison import Comparison, Divergence, TableRow, ToleranceUse
-from rankless.verify.first_difference import FirstDifferingValue
+from rankless.verify.decision import Decision, Outcome
+from rankless.verify.first_difference import FirstDifferingValue, render_first_value
+from rankless.verify.tables import render_table
 
-HEADERS = ("compared", "number", "largest difference", "noise floor", "nearest to its limit")
+EXIT_CODES: Mapping[Outcome, int] = {"same": 0, "different": 1, "undecided": 3}
+"""The exit codes of `rankless verify`; 2 is an invalid command line, 130 an interrupt."""
 
 
 class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,63 +35,94 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
     """The first tensor that exceeds the tolerance even in the repeated run on one worker."""
 
 
-class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that `rankless verify --json` writes. A number that is not finite becomes null."""
+class TableLine(msgspec.Struct, frozen=True, kw_only=True):
+    """All comparisons of one kind, and the one nearest to its limit or furthest beyond it."""
 
-    same: bool
-    workers: int
-    steps: int
-    calls: int
-    largest_loss_difference: float
-    largest_parameter_difference: float
-    noise_floor: dict[str, float]
-    """For "loss" and "parameter": the largest difference of the perturbed run on one worker."""
-    first_difference: FirstDifference | None
-    losses_one: tuple[float, ...]
-    losses_many: tuple[float, ...]
-    failure: str | None = None
-    """Why the runs could not be compared."""
+    name: str
+    compared: int
+    largest_difference: float
+    noise_floor: float | None
+    nearest: str | None
+    """The tensor and the step of the comparison nearest to its limit; null if all are equal."""
+    nearest_difference: float | None
+    nearest_limit: float | None
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of one comparison. A number that is not finite becomes null."""
+
     decided_in: str = ""
-    """The precision of the runs that the figures above belong to, as "float64"."""
-    own_precision: "VerifyReport | None" = None
-    """The report on the script's own precision, if float64 decided instead."""
-    float64_failure: str | None = None
-    """Why float64 could not decide, if it was tried."""
+    """The precision of the compared runs, as "float64"."""
+    steps: int = 0
+    calls: int = 0
+    largest_loss_difference: float = math.nan
+    largest_parameter_difference: float = math.nan
+    noise_floor: dict[str, float] = msgspec.field(default_factory=lambda: {"loss": math.nan, "parameter": math.nan})
+    """For "loss" and "parameter": the largest difference of the perturbed run on one worker."""
+    first_difference: FirstDifference | None = None
+    losses_one: tuple[float, ...] = ()
+    losses_many: tuple[float, ...] = ()
     stopped: bool = False
     """Whether the runs were stopped after `steps`, before the script ended."""
     tolerance: Tolerance | None = None
     """The user's bound, which then replaces the measured one."""
+    table: tuple[TableLine, ...] = ()
+
+
+class VerifyReport(Figures, frozen=True, kw_only=True):
+    """The result of `rankless verify`: the verdict, what to do next, and the numbers that decided."""
+
+    verdict: Outcome
+    """"same", "different", or "undecided": it could not be decided, or a run failed."""
+    same: bool
+    """Whether the verdict is "same"."""
+    exit_code: int
+    text: str
+    """The verdict as it is printed."""
+    next_step: str
+    """What to do next; empty if nothing is."""
+    workers: int
+    failure: str | None = None
+    """Why nothing was decided."""
+    own_precision: Figures | None = None
+    """The comparison in the script's own precision, if float64 was asked to decide."""
+    float64_failure: str | None = None
+    """Why float64 could not decide, if it was tried."""
     against: str | None = None
     """The plain reference script that the runs were compared with, too."""
     first_value: FirstDifferingValue | None = None
-    """The first value that differs, in the job call where the runs diverge; None if not searched or not found."""
+    """The first value that differs, in the job call where the runs diverge; null if not searched or not found."""
     not_covered: tuple[str, ...] = ()
     """What the comparison did not cover."""
 
 
-def make_failed_report(failure: str, *, workers: int) -> VerifyReport:
-    """Return the report on runs that could not be compared."""
+def make_report(decision: Decision, *, workers: int) -> VerifyReport:
+    """Return the report on a decision."""
+    comparison = decision.comparison
+    figures = Figures() if comparison is None else make_figures(comparison)
+    own = decision.own_comparison
     return VerifyReport(
-        same=False,
+        **msgspec.structs.asdict(figures),
+        verdict=decision.outcome,
+        same=decision.outcome == "same",
+        exit_code=EXIT_CODES[decision.outcome],
+        text="\n".join(render_verdict(decision, workers=workers)),
+        next_step=decision.next_step,
         workers=workers,
-        steps=0,
-        calls=0,
-        largest_loss_difference=math.nan,
-        largest_parameter_difference=math.nan,
-        noise_floor={"loss": math.nan, "parameter": math.nan},
-        first_difference=None,
-        losses_one=(),
-        losses_many=(),
-        failure=failure,
+        failure=decision.reason or None,
+        own_precision=None if own is None else make_figures(own),
+        float64_failure=decision.float64_failure,
+        against=decision.reference,
+        first_value=decision.first_value,
+        not_covered=decision.not_covered,
     )
 
 
-def make_report(comparison: Comparison, *, workers: int) -> VerifyReport:
-    """Return the report on a comparison: the same training if there is no finding."""
+def make_figures(comparison: Comparison) -> Figures:
+    """Return the numbers of a comparison."""
     first = comparison.findings[0] if comparison.findings else None
-    return VerifyReport(
-        same=first is None,
-        workers=workers,
+    return Figures(
+        decided_in=comparison.precision,
         steps=comparison.steps,
         calls=comparison.calls,
         largest_loss_difference=comparison.largest_loss_difference,
@@ -97,20 +131,40 @@ def make_report(comparison: Comparison, *, workers: int) -> VerifyReport:
         first_difference=None if first is None else _make_first_difference(first),
         losses_one=comparison.losses_one,
         losses_many=comparison.losses_many,
-        decided_in=comparison.precision,
         stopped=comparison.stopped,
         tolerance=None if comparison.tolerance is None else _make_tolerance(comparison.tolerance),
+        table=tuple(map(_make_line, comparison.rows)),
     )
 
 
-def _make_tolerance(use: ToleranceUse) -> Tolerance:
-    unmet = use.unmet
-    return Tolerance(
-        tolerance=use.tolerance,
-        largest_difference=use.largest,
-        noise_floor=use.noise,
-        unmet=None if unmet is None else f"{unmet.tensor}, step {unmet.location.step}",
-    )
+def render_verdict(decision: Decision, *, workers: int) -> list[str]:
+    """Return the verdict in one or two lines."""
+    match decision.outcome:
+        case "same":
+            return _render_same(decision, workers)
+        case "different":
+            return _render_different(decision)
+    return [f"could not be decided: {decision.reason}"]
+
+
+def render_details(decision: Decision, *, verbose: bool) -> Iterator[str]:
+    """Yield what follows the verdict: causes, the table, and what was not covered; `verbose` adds the rest."""
+    if decision.first_value is not None:
+        yield render_first_value(decision.first_value)
+    if decision.next_step:
+        yield f"next: {decision.next_step}"
+    comparison, own = decision.comparison, decision.own_comparison
+    if verbose and own is not None:
+        yield f"\nin {own.precision}:\n{render_table(own.rows)}"
+    if comparison is not None and (verbose or decision.outcome != "same"):
+        title = f"\nin {comparison.precision}:\n" if own is not None else "\n"
+        yield f"{title}{render_table(comparison.rows)}"
+    if comparison is not None and comparison.tolerance is not None:
+        yield render_tolerance(_make_tolerance(comparison.tolerance))
+    if comparison is not None and verbose:
+        yield from _render_findings(comparison.findings[1:])
+    if decision.not_covered:
+        yield render_coverage(decision.not_covered)
 
 
 def render_tolerance(tolerance: Tolerance) -> str:
@@ -127,77 +181,66 @@ def render_tolerance(tolerance: Tolerance) -> str:
 
 
 def render_coverage(not_covered: Sequence[str]) -> str:
-    """Describe what the comparison did not cover, a line for each kind; empty if it covered everything."""
-    return "\n".join(["not covered:", *(f"  - {text}" for text in not_covered)]) if not_covered else ""
+    """Describe what the comparison did not cover, a line for each kind."""
+    return "\n".join(["not covered:", *(f"  - {text}" for text in not_covered)])
 
 
-def render_table(comparison: Comparison) -> str:
-    """Return the table of comparisons, in columns."""
-    lines = [HEADERS, *(_make_cells(row) for row in comparison.rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
-    rendered = []
-    for name, *numbers, nearest in lines:
-        middle = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True))
-        rendered.append(f"{name.ljust(widths[0])}  {middle}  {nearest}".rstrip())
-    return "\n".join(rendered)
-
-
-def render_verdict(report: VerifyReport) -> str:
-    """Return one line that begins with "same training:" or "NOT the same training:"."""
-    workers = f"{report.workers} worker{'s' if report.workers != 1 else ''}"
-    if report.failure is not None:
-        return f"NOT the same training: {report.failure}"
-    first = report.first_difference
-    if first is not None:
-        return (
-            f"NOT the same training: first at {_describe_location(first)}: "
-            f"expected {first.expected}, found {first.found}"
-            f"{_describe_decision(report)}"
-        )
-    return (
-        f"same training: {report.steps} steps and {report.calls} job calls on 1 and on {workers}; "
-        f"losses within {report.largest_loss_difference:.2g} (noise {report.noise_floor['loss']:.2g}), "
-        f"final parameters within {report.largest_parameter_difference:.2g} "
-        f"(noise {report.noise_floor['parameter']:.2g}){_describe_stop(report)}{_describe_decision(report)}"
+def _render_same(decision: Decision, workers: int) -> list[str]:
+    comparison = decision.comparison
+    assert comparison is not None
+    stop = f", as in {decision.reference}" if decision.reference is not None else ""
+    stop += f" (stopped after {_count(comparison.steps, 'step')})" if comparison.stopped else ""
+    first = (
+        f"same training: {_count(comparison.steps, 'step')} and {_count(comparison.calls, 'job call')} "
+        f"on 1 and on {_count(workers, 'worker')}{stop}"
     )
+    second = (
+        f"losses within {comparison.largest_loss_difference:.2g} (noise {comparison.loss_noise:.2g}), "
+        f"final parameters within {comparison.largest_parameter_difference:.2g} "
+        f"(noise {comparison.parameter_noise:.2g})"
+    )
+    if comparison.tolerance is not None:
+        second += f", tolerance {comparison.tolerance.tolerance:g}"
+    return [first, f"{second}{_describe_precision(decision)}"]
 
 
-def _describe_location(first: FirstDifference) -> str:
-    """Describe where two trainings diverge, as "step 2, result of train (train.py:14)"."""
-    where = f" ({os.path.basename(first.line)})" if first.line else ""
-    return f"step {first.step}, {first.tensor}{where}"
+def _render_different(decision: Decision) -> list[str]:
+    finding = decision.finding
+    assert finding is not None
+    where = f" ({os.path.basename(finding.location.line)})" if finding.location.line else ""
+    return [
+        f"NOT the same training: first at step {finding.location.step}, {finding.tensor}{where}",
+        f"expected {finding.expected}, found {finding.found}{_describe_precision(decision)}",
+    ]
 
 
-def render_doubt(own: VerifyReport) -> str:
-    """Describe why the runs in the script's own precision do not suffice."""
-    first = own.first_difference
-    if first is None:
-        return f"in {own.decided_in} noise of {own.noise_floor['loss']:.2g} in the losses could hide faults"
-    return f"in {own.decided_in} the runs diverge at {_describe_location(first)}"
+def _describe_precision(decision: Decision) -> str:
+    """Describe which runs decided if there were several, with a leading separator."""
+    if decision.float64_failure is not None:
+        return f"; float64 could not decide: {decision.float64_failure}"
+    return "; decided in float64" if decision.own_comparison is not None else ""
 
 
-def _describe_stop(report: VerifyReport) -> str:
-    """Describe where the runs were stopped and which bound applied, with a leading space."""
-    stop = f", and as in {report.against}" if report.against is not None else ""
-    stop += f" (stopped after {report.steps} step{'s' if report.steps != 1 else ''})" if report.stopped else ""
-    return stop + (f" (within the tolerance {report.tolerance.tolerance:g})" if report.tolerance is not None else "")
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _describe_decision(report: VerifyReport) -> str:
-    """Describe which runs decided if there were several, with a leading space."""
-    if report.float64_failure is not None:
-        return f" ({render_doubt(report)}; float64 could not decide: {report.float64_failure})"
-    own = report.own_precision
-    if own is None:
-        return ""
-    rounding = ", by rounding, which can turn over a max-pool, ReLU or argmax"
-    why = rounding if report.same and own.first_difference is not None else ""
-    return f" (decided in float64: {render_doubt(own)}{why})"
+def _render_findings(findings: Sequence[Divergence]) -> Iterator[str]:
+    if findings:
+        yield "further differences:"
+    for finding in findings:
+        where = f"step {finding.location.step}, {finding.tensor}"
+        yield f"  - {where}: expected {finding.expected}, found {finding.found}"
 
 
-def encode_report(report: VerifyReport) -> bytes:
-    """Return the report as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+def _make_tolerance(use: ToleranceUse) -> Tolerance:
+    unmet = use.unmet
+    return Tolerance(
+        tolerance=use.tolerance,
+        largest_difference=use.largest,
+        noise_floor=use.noise,
+        unmet=None if unmet is None else f"{unmet.tensor}, step {unmet.location.step}",
+    )
 
 
 def _make_first_difference(finding: Divergence) -> FirstDifference:
@@ -210,13 +253,14 @@ def _make_first_difference(finding: Divergence) -> FirstDifference:
     )
 
 
-def _make_cells(row: TableRow) -> tuple[str, ...]:
-    noise = "" if row.noise is None else f"{row.noise:.2g}"
-    return (row.name, f"{row.compared:,}", f"{row.largest:.2g}", noise, _format_nearest(row))
-
-
-def _format_nearest(row: TableRow) -> str:
-    worst = row.worst
-    if worst is None or worst.size == 0:
-        return "all equal" if row.compared else "nothing to compare"
-    return f"{worst.tensor}, step {worst.location.step}: {worst.size:.2g} of {row.worst_allowed:.2g}"
+def _make_line(row: TableRow) -> TableLine:
+    worst = row.worst if row.worst is not None and row.worst.size > 0 else None
+    return TableLine(
+        name=row.name,
+        compared=row.compared,
+        largest_difference=row.largest,
+        noise_floor=row.noise,
+        nearest=None if worst is None else f"{worst.tensor}, step {worst.location.step}",
+        nearest_difference=None if worst is None else worst.size,
+        nearest_limit=None if worst is None else row.worst_allowed,
+    )

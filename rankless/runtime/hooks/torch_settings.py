@@ -9,12 +9,15 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as groups
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from rankless.config.run_config import Precision
+from rankless.runtime.hooks.float64_mode import enter_float64_mode
+
 
 def apply(
     *,
     seed: int | None,
     threads: int | None,
-    dtype: str | None,
+    dtype: Precision | None,
     before_teardown: Callable[[BaseException | None], None],
     on_step: Callable[..., None] | None = None,
 ) -> None:
@@ -23,7 +26,7 @@ def apply(
     Args:
         seed: The seed of torch's generators, or None to draw one.
         threads: How many threads torch's operators use, or None to leave that to torch.
-        dtype: The name of the default dtype, or None for float32.
+        dtype: "float64" to compute in float64 throughout, or None to leave the dtype to the script.
         before_teardown: Called before the script destroys process groups, with the exception in flight.
         on_step: Called after each step of an optimizer.
     """
@@ -32,7 +35,7 @@ def apply(
     if dtype is not None:
         # Jobs cast their own models and arguments. Other tensors of the script need the same dtype: an average of
         # parameters made before the first call, or the noise on which a script calls a model outside jobs.
-        torch.set_default_dtype(getattr(torch, dtype))
+        enter_float64_mode()
     if seed is not None:
         torch.manual_seed(seed)
     else:

@@ -1,0 +1,95 @@
+"""Make a whole script compute in float64, also where it asks for another floating-point type.
+
+Note [float64 runs]: `rankless verify` repeats runs in float64 when rounding could explain a difference. The default
+dtype alone does not suffice: a script that writes `.float()`, `dtype=torch.bfloat16` or `torch.from_numpy(images)`
+mixes types as soon as anything else is in float64, and fails. This mode replaces the types that a call asks for, and
+widens tensors where they enter from outside of PyTorch. Autocast leaves float64 tensors as they are.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+LOW_PRECISION = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_COMPLEX = frozenset({torch.complex64, torch.complex32})
+_CASTS: frozenset[Callable[..., Any]] = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
+_SOURCES: frozenset[Callable[..., Any]] = frozenset(
+    {torch.from_numpy, torch.frombuffer, torch.tensor, torch.as_tensor, torch.asarray, torch.from_file}
+)
+"""Functions whose result has the dtype of data outside of PyTorch."""
+_UNTOUCHED: frozenset[Callable[..., Any]] = frozenset({Tensor.view, Tensor.copy_, Tensor.set_})
+
+
+class Float64Mode(TorchFunctionMode):
+    """Replaces low floating-point types by float64 in every call of a PyTorch function from Python."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function with float64 in place of lower types."""
+        if func in _CASTS:
+            return args[0].to(torch.float64)
+        kwargs = dict(kwargs or {})
+        if func in _UNTOUCHED:
+            return func(*args, **kwargs)
+        args = tuple(widen_dtype(item) for item in args)
+        kwargs = {name: widen_dtype(item) for name, item in kwargs.items()}
+        if not getattr(func, "__name__", "").endswith("_"):
+            args = widen_mixed(args)
+        result = func(*args, **kwargs)
+        return widen(result) if func in _SOURCES else result
+
+
+def enter_float64_mode() -> None:
+    """Compute in float64 in this process from now on."""
+    torch.set_default_dtype(torch.float64)
+    set_default_dtype, load = torch.set_default_dtype, torch.load
+
+    def set_widened_default(dtype: torch.dtype) -> None:
+        set_default_dtype(widen_dtype(dtype))
+
+    def load_widened(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map(widen, load(*args, **kwargs))
+
+    _replace(torch, set_widened_default, load_widened)
+    Float64Mode().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def widen_dtype(item: Any) -> Any:
+    """Return float64 for a lower floating-point type, complex128 for a lower complex type, else the argument."""
+    if type(item) is not torch.dtype:
+        return item
+    return torch.float64 if item in LOW_PRECISION else torch.complex128 if item in _COMPLEX else item
+
+
+def widen(item: Any) -> Any:
+    """Return a tensor of a low floating-point type in float64; anything else unchanged."""
+    if not isinstance(item, Tensor) or item.dtype not in LOW_PRECISION | _COMPLEX:
+        return item
+    wide = item.detach().to(widen_dtype(item.dtype))
+    if isinstance(item, torch.nn.Parameter):
+        return torch.nn.Parameter(wide, requires_grad=item.requires_grad)
+    return wide.requires_grad_(item.requires_grad)
+
+
+def widen_mixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Widen the low tensors among the arguments if others are in float64; a tensor may come from a file."""
+    dtypes = {item.dtype for item in args if type(item) in (Tensor, torch.nn.Parameter)}
+    if torch.float64 not in dtypes or not dtypes & LOW_PRECISION:
+        return args
+    return tuple(
+        item.to(torch.float64) if isinstance(item, Tensor) and item.dtype in LOW_PRECISION else item for item in args
+    )
+
+
+def _replace(module: Any, set_default_dtype: Callable[..., None], load: Callable[..., Any]) -> None:
+    module.set_default_dtype = set_default_dtype
+    module.load = load

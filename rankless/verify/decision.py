@@ -1,0 +1,276 @@
+"""Make the runs of `rankless verify`, and decide: the same training, not the same, or undecided.
+
+Note [three outcomes]: a comparison in the script's own precision decides if its limits are small. If rounding could
+explain a difference, or the noise could hide one, the runs are repeated in float64, which then decides. Nothing else is
+ever called the same training, and a difference is called one only if rounding cannot explain it. What remains is
+undecided, with its reason: a run that failed, a script that does not repeat itself, noise that hides faults.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rankless.errors import ConfigError
+from rankless.records.job_results import JobCalled
+from rankless.verify.comparison import Comparison, Divergence, compare
+from rankless.verify.coverage import list_not_covered
+from rankless.verify.first_difference import FirstDifferingValue
+from rankless.verify.recordings import Recording
+from rankless.verify.reference_run import ReferenceRun, compare_with_reference
+from rankless.verify.runs import INTERRUPTED, RunFailed, VerifyRuns
+
+Outcome = Literal["same", "different", "undecided"]
+
+EXTRA_NOISE_RUNS = 2
+NEAR_LIMIT = 1e3
+"""A difference beyond its limit by less than this factor is measured against more noise runs before it counts."""
+
+Tell = Callable[[str], None]
+"""Shows the user a line about what is being done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions:
+    """How to compare the runs."""
+
+    workers: int
+    noise_runs: int
+    tolerance: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The outcome, and everything that led to it."""
+
+    outcome: Outcome
+    reason: str = ""
+    """Why nothing was decided."""
+    next_step: str = ""
+    """What to do next."""
+    finding: Divergence | None = None
+    """The difference that decided, or that could not be decided."""
+    comparison: Comparison | None = None
+    """The comparison that decided; None if a run failed before there was one."""
+    not_covered: tuple[str, ...] = ()
+    own_comparison: Comparison | None = None
+    """The comparison in the script's own precision, if float64 was asked to decide."""
+    float64_failure: str | None = None
+    reference: str | None = None
+    """The name of the plain script that the runs were compared with too."""
+    first_value: FirstDifferingValue | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One precision's comparison with the recordings it is made of."""
+
+    runs: VerifyRuns
+    comparison: Comparison
+    one: Recording
+    many: list[Recording]
+    noise: list[Recording]
+    reference: ReferenceRun | None
+    not_covered: tuple[str, ...]
+
+
+def decide(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Decision:
+    """Make all runs that are needed, and decide.
+
+    Raises:
+        ConfigError: The script calls no job.
+        RunFailed: The user has interrupted a run. Any other failed run makes the outcome "undecided".
+    """
+    try:
+        own = run_and_compare(runs, options)
+    except RunFailed as end:
+        return _decide_failure(end)
+    if runs.dtype is not None or not own.comparison.needs_float64:
+        return _finish(own, options, tell)
+    tell(f"{describe_doubt(own.comparison)}; repeating in float64:")
+    try:
+        exact = run_and_compare(replace(runs, dtype="float64"), options)
+    except RunFailed as end:
+        return replace(_decide_without_float64(own, end), not_covered=own.not_covered)
+    return replace(_finish(exact, options, tell), own_comparison=own.comparison)
+
+
+def run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> Compared:
+    """Make all runs in one precision and compare them; add noise runs if a difference is near its limit."""
+    one = runs.run_one()
+    if not any(isinstance(result, JobCalled) for result in one.results):
+        raise ConfigError(
+            expected="a script that calls at least one job",
+            found=f"{runs.program.target}, which calls none",
+            fix="put @rankless.job(model=…, optimizer=…) on its training function: verify compares results of jobs",
+        )
+    many = runs.run_many(options.workers)
+    noise = runs.run_perturbed(options.noise_runs)
+    reference = runs.run_reference()
+    comparison = _compare_all(one, many, noise, reference, options)
+    if options.tolerance is None and _is_near_limit(comparison):
+        noise += runs.run_perturbed(EXTRA_NOISE_RUNS, first=options.noise_runs)
+        comparison = _compare_all(one, many, noise, reference, options)
+    return Compared(
+        runs=runs,
+        comparison=comparison,
+        one=one,
+        many=many,
+        noise=noise,
+        reference=reference,
+        not_covered=list_not_covered(comparison, one, runs.read_programs()),
+    )
+
+
+def _compare_all(
+    one: Recording,
+    many: list[Recording],
+    noise: list[Recording],
+    reference: ReferenceRun | None,
+    options: ComparisonOptions,
+) -> Comparison:
+    comparison = compare(one, many, noise, tolerance=options.tolerance)
+    if reference is None:
+        return comparison
+    return compare_with_reference(comparison, reference, one, many, noise)
+
+
+def _is_near_limit(comparison: Comparison) -> bool:
+    """Whether the first finding is a number that exceeds its limit by less than `NEAR_LIMIT`."""
+    first = comparison.findings[0] if comparison.findings else None
+    return first is not None and first.cause == "values" and first.excess < NEAR_LIMIT
+
+
+def _finish(compared: Compared, options: ComparisonOptions, tell: Tell) -> Decision:
+    """Decide by one comparison, and find the first value that differs if there is one."""
+    comparison = compared.comparison
+    decision = replace(
+        classify(comparison),
+        comparison=comparison,
+        not_covered=compared.not_covered,
+        reference=None if compared.reference is None else compared.reference.name,
+    )
+    if decision.outcome != "different":
+        return decision
+    return replace(decision, first_value=_find_first_value(compared.runs, options, comparison, tell))
+
+
+def classify(comparison: Comparison) -> Decision:
+    """Return the outcome of a comparison that must decide by itself."""
+    first = comparison.findings[0] if comparison.findings else None
+    if first is None:
+        return _decide_without_finding(comparison)
+    hidden = comparison.too_noisy
+    if first.cause == "repetition":
+        return Decision(
+            outcome="undecided",
+            finding=first,
+            reason=f"the script on one worker does not repeat itself: {describe_finding(first)}",
+            next_step="seed all random generators of the script, and read no file that an earlier run wrote",
+        )
+    if first.cause == "branch" and "repeated" in first.found:
+        return Decision(
+            outcome="undecided",
+            finding=first,
+            reason=f"the script decides by numbers that rounding changes: {describe_finding(first)}",
+            next_step=f"compare the steps before: --steps {max(1, first.location.step - 1)}",
+        )
+    unmet = comparison.tolerance is not None and comparison.tolerance.unmet is not None
+    if first.cause == "values" and hidden is not None and hidden.position < first.location.position and not unmet:
+        return Decision(
+            outcome="different",
+            finding=first,
+            next_step="look at the line above; the noise was already high, so confirm it with fewer steps",
+        )
+    return Decision(outcome="different", finding=first, next_step=_advise(first))
+
+
+def _advise(first: Divergence) -> str:
+    if first.is_of_reference:
+        return "look at what the two scripts do differently up to this step: data, order, seeds, loss, optimizer"
+    if first.cause == "ranks":
+        return "look for what only some ranks do: code under `if rank == 0`, files, clocks, unseeded random numbers"
+    if first.cause in ("structure", "branch"):
+        return "look for what depends on the number of workers: lengths of loaders, RANK and WORLD_SIZE, file names"
+    return "look at this line for what depends on the number of workers; `rankless plan` shows how it is divided"
+
+
+def _decide_without_finding(comparison: Comparison) -> Decision:
+    hidden = comparison.too_noisy
+    if not comparison.steps and not comparison.calls:
+        return Decision(outcome="undecided", reason="no job was called", next_step="call a job in the script")
+    if comparison.is_mostly_rounding:
+        return Decision(
+            outcome="undecided",
+            reason="the gradients of most parameters are rounding errors only, so almost nothing was compared",
+            next_step="check that the loss depends on the model, and that the learning rate has not destroyed it",
+        )
+    if hidden is None:
+        return Decision(outcome="same")
+    fewer = "compare a smaller model or a smoother loss: the first step is already too sensitive to rounding"
+    return Decision(
+        outcome="undecided",
+        reason=hidden.reason,
+        next_step=f"compare the steps before: --steps {hidden.step - 1}" if hidden.step > 1 else fewer,
+    )
+
+
+def _decide_failure(end: RunFailed) -> Decision:
+    if end.exit_code == INTERRUPTED:
+        raise end
+    return Decision(outcome="undecided", reason=str(end), next_step=end.next_step)
+
+
+def _decide_without_float64(own: Compared, end: RunFailed) -> Decision:
+    """Decide by the script's own precision, because the runs in float64 failed."""
+    if end.exit_code == INTERRUPTED:
+        raise end
+    first = own.comparison.findings[0] if own.comparison.findings else None
+    kept = Decision(
+        outcome="undecided",
+        comparison=own.comparison,
+        finding=first,
+        float64_failure=str(end),
+        reference=None if own.reference is None else own.reference.name,
+    )
+    if first is not None and first.is_gross:
+        return replace(kept, outcome="different", next_step=_advise(first))
+    return replace(
+        kept,
+        reason=f"{describe_doubt(own.comparison)}, and the runs in float64 failed: {end}",
+        next_step="make the script run with --dtype float64 (see the error above), or state your own --tolerance",
+    )
+
+
+def _find_first_value(
+    runs: VerifyRuns, options: ComparisonOptions, comparison: Comparison, tell: Tell
+) -> FirstDifferingValue | None:
+    """Run the call in question again, and return the first value in it that differs."""
+    finding = comparison.findings[0]
+    unmet = comparison.tolerance is not None and comparison.tolerance.unmet is not None
+    if finding.call is None or unmet:
+        return None
+    tell(f"searching for the first value that differs in call {finding.call.call} of {finding.call.job}:")
+    try:
+        return runs.find_first_value(
+            finding.call, workers=options.workers, step=finding.location.step + 1, tolerance=options.tolerance
+        )
+    except RunFailed as end:
+        if end.exit_code == INTERRUPTED:
+            raise
+        tell(f"  the search failed: {end}")
+        return None
+
+
+def describe_finding(finding: Divergence) -> str:
+    """Describe a finding in one clause."""
+    return f"step {finding.location.step}, {finding.tensor}: expected {finding.expected}, found {finding.found}"
+
+
+def describe_doubt(own: Comparison) -> str:
+    """Describe why the runs in the script's own precision do not suffice."""
+    first = own.findings[0] if own.findings else None
+    if first is not None:
+        return f"in {own.precision} the runs part at step {first.location.step}, {first.tensor}"
+    if own.too_noisy is not None:
+        return f"in {own.precision}, {own.too_noisy.reason}"
+    return f"in {own.precision} rounding decides where some parameters go"
