@@ -148,7 +148,10 @@ def render_verdict(decision: Decision, *, workers: int) -> list[str]:
 
 
 def render_details(decision: Decision, *, verbose: bool) -> Iterator[str]:
-    """Yield what follows the verdict: causes, the table, and what was not covered; `verbose` adds the rest."""
+    """Yield what follows the verdict: the cause, what to do, the table, and what was not covered.
+
+    `verbose` adds the table of the script's own precision if float64 decided, and all further differences.
+    """
     if decision.first_value is not None:
         yield render_first_value(decision.first_value)
     if decision.next_step:
@@ -156,7 +159,7 @@ def render_details(decision: Decision, *, verbose: bool) -> Iterator[str]:
     comparison, own = decision.comparison, decision.own_comparison
     if verbose and own is not None:
         yield f"\nin {own.precision}:\n{render_table(own.rows)}"
-    if comparison is not None and (verbose or decision.outcome != "same"):
+    if comparison is not None:
         title = f"\nin {comparison.precision}:\n" if own is not None else "\n"
         yield f"{title}{render_table(comparison.rows)}"
     if comparison is not None and comparison.tolerance is not None:

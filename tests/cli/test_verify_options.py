@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.verify_output import read_verdict
 from support.warm_runs import rankless
 
 pytestmark = pytest.mark.slow
@@ -73,7 +74,7 @@ def test_steps_ends_all_runs_and_the_report_lists_what_is_not_covered(tmp_path: 
     job, report = verify(tmp_path, "--steps", "3", workers=3)
     assert job.returncode == 0, job.stdout + job.stderr
     assert (report["steps"], report["stopped"]) == (3, True)
-    assert "(stopped after 3 steps)" in job.stdout.splitlines()[-1]
+    assert "(stopped after 3 steps)" in read_verdict(job.stdout)
     # The third call did not return: what the script does after it was left out, its `finally` was not.
     ended = {path.name: path.read_text() for path in tmp_path.glob("ended-*")}
     assert ended == dict.fromkeys(["ended-1-0", "ended-3-0", "ended-3-1", "ended-3-2"], "2")
@@ -93,7 +94,7 @@ def test_steps_ends_all_runs_and_the_report_lists_what_is_not_covered(tmp_path: 
 
 def test_a_script_that_ends_on_its_own_is_not_reported_as_stopped(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "30")
-    assert job.returncode == 1
+    assert job.returncode == 3
     assert "failed with exit code 3" in job.stdout  # its own end, which it reached
     assert report["failure"]
 
@@ -107,12 +108,13 @@ def test_a_tolerance_decides_and_is_printed_with_the_noise_floor(tmp_path: Path)
     assert used["unmet"] is None
     assert "tolerance 0.001 of each tensor: the largest difference is " in job.stdout
     assert f"the noise floor {used['noise_floor']:.2g}" in job.stdout
-    assert "(within the tolerance 0.001)" in job.stdout.splitlines()[-1]
+    assert read_verdict(job.stdout).endswith(", tolerance 0.001")
 
 
 def test_a_tolerance_below_the_noise_floor_is_reported_as_unreachable(tmp_path: Path) -> None:
     job, report = verify(tmp_path, "--steps", "4", "--tolerance", "1e-12")
-    assert job.returncode == 1
+    assert job.returncode == 3
+    assert read_verdict(job.stdout).startswith("could not be decided: the script on one worker does not meet the")
     assert "not even the script on one worker, with its last bits perturbed, stays within it (" in job.stdout
     assert report["tolerance"]["unmet"] is not None
     assert report["decided_in"] == "float32"  # a bound of one's own is about the script's own precision

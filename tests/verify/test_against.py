@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from support.verify_output import read_verdict, report_on
 from support.warm_runs import fork_server_pool, rankless
 
 from rankless.config.run_config import Program
@@ -12,7 +13,6 @@ from rankless.verify.comparison import Comparison, compare
 from rankless.verify.recordings import Recording
 from rankless.verify.reference_run import ReferenceRun, compare_with_reference
 from rankless.verify.runs import RunFailed, VerifyRuns
-from rankless.verify.verdict import make_report, render_verdict
 
 pytestmark = pytest.mark.slow
 
@@ -123,8 +123,8 @@ def replace_arguments(program: Program, options: tuple[str, ...]) -> Program:
 @pytest.mark.parametrize("form", ["", "groups", "halves"])
 def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Baseline, form: str) -> None:
     comparison = compare_with_options(baseline, form)
-    report = make_report(comparison, workers=2)
-    assert report.same, render_verdict(report)
+    report = report_on(comparison, workers=2)
+    assert report.same, report.text
     # Per run: 9 tensors at the start and at the end; 8 steps of a loss, 9 parameters and buffers, 6 gradients.
     assert comparison.rows[-1].compared == (len(baseline.many) + 1) * (9 + 9 + 8 * (1 + 9 + 6))
 
@@ -141,7 +141,7 @@ def test_a_script_is_the_same_training_as_any_form_of_its_reference(baseline: Ba
 def test_a_fault_against_the_reference_is_found_with_its_step(
     baseline: Baseline, fault: str, step: int, tensor: str
 ) -> None:
-    report = make_report(compare_with_options(baseline, fault), workers=2)
+    report = report_on(compare_with_options(baseline, fault), workers=2)
     assert not report.same
     assert report.first_difference is not None
     assert report.first_difference.step == step
@@ -170,7 +170,7 @@ def test_the_examples_are_the_same_training_as_their_references(
     reference, script = str(examples / f"plain_{name}.py"), str(examples / f"{name}.py")
     job = rankless("verify", "-n", "3", "--steps", "4", "--against", reference, script, *options, folder=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
-    assert f"and as in plain_{name}.py (stopped after 4 steps)" in job.stdout.splitlines()[-1]
+    assert f", as in plain_{name}.py (stopped after 4 steps)" in read_verdict(job.stdout)
 
 
 def test_the_command_compares_with_the_reference_in_own_precision(tmp_path: Path) -> None:
@@ -180,6 +180,6 @@ def test_the_command_compares_with_the_reference_in_own_precision(tmp_path: Path
     job = rankless("verify", *options, "train.py", folder=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "against plain.py" in job.stdout
-    verdict = job.stdout.splitlines()[-1]
+    verdict = read_verdict(job.stdout)
     assert verdict.startswith("same training: 3 steps")
-    assert "and as in plain.py (stopped after 3 steps)" in verdict
+    assert ", as in plain.py (stopped after 3 steps)" in verdict

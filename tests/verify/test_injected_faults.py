@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.verify_output import read_verdict, report_on
 from support.warm_runs import fork_server_pool, rankless
 
 from rankless.config.run_config import InspectedCall, Program
@@ -15,7 +16,7 @@ from rankless.verify.comparison import compare
 from rankless.verify.first_difference import find_first_value
 from rankless.verify.recordings import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
-from rankless.verify.verdict import VerifyReport, make_report, render_verdict
+from rankless.verify.verdict import VerifyReport
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +93,7 @@ class Baseline:
             inspected.read_inspected_values("noise0"),
         )
         first = find_first_value(one, many, noise, call=THIRD_CALL)
-        return msgspec.structs.replace(make_report(comparison, workers=workers), first_value=first)
+        return msgspec.structs.replace(report_on(comparison, workers=workers), first_value=first)
 
 
 def write_scripts(folder: Path) -> Path:
@@ -126,7 +127,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Baseline:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_nothing_is_found_without_an_injected_fault(baseline: Baseline, workers: int) -> None:
     report = baseline.verdict("nothing", workers)
-    assert report.same, render_verdict(report)
+    assert report.same, report.text
     assert report.steps == 8
     assert report.first_value is not None
     assert report.first_value.fault == "after"  # every value of the third call agrees
@@ -176,7 +177,7 @@ def test_the_command_reports_the_fault(tmp_path: Path, fault: str, optimizer: st
     report = json.loads((tmp_path / "report.json").read_text())
     assert job.returncode == code, job.stdout + job.stderr
     assert report["same"] is (code == 0)
-    verdict = job.stdout.splitlines()[-1]
+    verdict = read_verdict(job.stdout)
     assert verdict.startswith(f"NOT the same training: first at step {STEP}, " if code else "same training: 8 steps")
     assert report["decided_in"] == "float64"
     assert report["own_precision"] is None

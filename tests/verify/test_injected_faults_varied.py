@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.verify_output import read_verdict, report_on
 from support.warm_runs import fork_server_pool, rankless
 from verify.test_injected_faults import FOUND, STEP
 from verify.test_injected_faults import STOPPED as DIVERGING
@@ -15,7 +16,7 @@ from rankless.launch.agent import make_job_runner
 from rankless.verify.comparison import compare
 from rankless.verify.recordings import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
-from rankless.verify.verdict import VerifyReport, make_report, render_verdict
+from rankless.verify.verdict import VerifyReport
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +89,7 @@ class Baseline:
 
     def verdict(self, fault: str, workers: int) -> VerifyReport:
         many = runs(fault).run_many(workers)
-        return make_report(compare(self.one, many, self.noise), workers=workers)
+        return report_on(compare(self.one, many, self.noise), workers=workers)
 
 
 def runs(fault: str) -> VerifyRuns:
@@ -129,7 +130,7 @@ def baseline(
 
 def require_nothing_found(baseline: Baseline, kind: str, workers: int) -> None:
     report = baseline.verdict("nothing", workers)
-    assert report.same, render_verdict(report)
+    assert report.same, report.text
     assert report.steps == STEPS[kind]
 
 
@@ -184,4 +185,4 @@ def test_the_command_reports_the_fault_and_exits_with_1(baseline: Baseline, kind
         job = rankless(*words, folder=baseline.folder)
         assert job.returncode == code, job.stdout + job.stderr
         expected = f"NOT the same training: first at step {STEP}, " if code else f"same training: {STEPS[kind]} steps"
-        assert job.stdout.splitlines()[-1].startswith(expected)
+        assert read_verdict(job.stdout).startswith(expected)
