@@ -42,7 +42,9 @@ class RunObservation(msgspec.Struct, frozen=True, kw_only=True):
     """The folder that gets the jobs' programs (for `rankless plan`), or None."""
     inspected: InspectedCall | None = None
     is_reference: bool = False
-    """The script is plain PyTorch, so its optimizers' steps are recorded instead of jobs."""
+    """The script is the plain one of `--against`, so its optimizers' steps are recorded instead of jobs."""
+    is_foreign: bool = False
+    """The script calls no job, as one of DDP or Horovod. Its optimizers' steps are recorded on every rank."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):

@@ -74,12 +74,24 @@ class JobCalled(msgspec.Struct, frozen=True, tag="called"):
     leaves: list[Leaf]
 
 
+class StepInputs(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank put into one step of a script that is recorded from outside."""
+
+    rows: tuple[int, ...]
+    """The number of rows of each forward call of the step."""
+    samples: tuple[int, ...]
+    """A digest of each of these rows."""
+    learning_rates: tuple[float, ...]
+    """The learning rate of each parameter group."""
+
+
 class StepRecorded(msgspec.Struct, frozen=True, tag="stepped"):
     """The training step of the job call recorded just before. `step` counts the steps of all jobs, from 1."""
 
     job: str
     step: int
     tensors: list[TensorState]
+    inputs: StepInputs | None = None
 
 
 class FinalTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -91,10 +103,14 @@ class FinalTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScriptSurvey(msgspec.Struct, frozen=True, array_like=True):
-    """The script's jobs at its end, and the modules with parameters that no job uses."""
+    """The script's jobs at its end, and the modules with parameters that no job uses.
+
+    `layers` has the kinds of layers of the models, such as "Dropout", if the script is recorded from outside.
+    """
 
     jobs: tuple[KnownJob, ...] = ()
     outside: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
 
 
 class RecordingFinished(msgspec.Struct, frozen=True, tag="finished"):

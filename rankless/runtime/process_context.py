@@ -91,6 +91,8 @@ class ProcessContext:
     def _make_recorders(self, config: WorkerConfig) -> dict[str, Any]:
         """Return the fields of the world with which `rankless verify` and `rankless plan` observe a run."""
         observation, rank = config.observation, self._rank
+        if observation.is_foreign:
+            return {}  # the script is recorded from outside
         limit = observation.stop_after_steps
         inspected = None if config.recording is None else observation.inspected
         return {

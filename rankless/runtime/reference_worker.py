@@ -1,4 +1,4 @@
-"""Records a worker that runs the plain reference script, for `rankless verify --against`."""
+"""Records a worker whose script calls no job, for `rankless verify`: a plain script, or one of another framework."""
 
 import atexit
 
@@ -6,6 +6,7 @@ import torch
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_limit import StepLimit
+from rankless.records.job_results import ScriptSurvey
 from rankless.verify.recording.recorder import RunRecorder
 from rankless.verify.recording.reference_recorder import ReferenceRecorder
 
@@ -13,9 +14,16 @@ from rankless.verify.recording.reference_recorder import ReferenceRecorder
 def record_reference_run(config: WorkerConfig) -> None:
     """Record the training of this process from now on, until the process ends."""
     assert config.recording is not None
-    recorder = RunRecorder(config.recording, config.rank)
-    limit = config.observation.stop_after_steps
+    limit, seed = config.observation.stop_after_steps, config.perturbation_seed
+    recorder = RunRecorder(
+        config.recording, config.rank, survey=lambda _models: ScriptSurvey(layers=reference.list_layers())
+    )
     steps = None if limit is None else StepLimit(limit, at_end=lambda: recorder.finish(stopped=True))
-    dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    ReferenceRecorder(recorder, on_step=lambda: None if steps is None else steps.count_step(), dtype=dtype).start()
+    reference = ReferenceRecorder(
+        recorder,
+        on_step=lambda: None if steps is None else steps.count_step(),
+        dtype=None if config.dtype is None else getattr(torch, config.dtype),
+        noise=None if seed is None else torch.Generator().manual_seed(seed),
+    )
+    reference.start()
     atexit.register(recorder.finish)

@@ -151,7 +151,7 @@ class WorkerProcess:
             before_teardown=self._report_teardown,
             on_step=self._count_step,
         )
-        if self._config.observation.is_reference:
+        if self._config.observation.is_reference or self._config.observation.is_foreign:
             importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
         if self._file_writes is not None:
             self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))

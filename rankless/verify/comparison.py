@@ -233,7 +233,9 @@ def _find_largest_parameter(one: Recording, runs: Sequence[Sequence[Difference]]
 def _check_repeatable(differences: Sequence[Difference], mismatch: Mismatch | None) -> Iterator[Divergence]:
     first = next((item.location.position for item in differences if item.kind == "gradient"), math.inf)
     for item in differences:
-        limit = NOT_REPEATABLE_FACTOR * compute_rounding_limit(item)
+        # A result may be zero but for rounding, as a difference of numbers as large as the largest result.
+        rounding = RESOLUTION.get(item.dtype, 0.0) * item.largest
+        limit = NOT_REPEATABLE_FACTOR * max(compute_rounding_limit(item), rounding)
         if item.location.position < first and not item.is_integer_result and item.size > limit:
             expected = (
                 "the run on one worker, repeated, to begin with the same values "

@@ -12,6 +12,7 @@ from typing import Literal
 
 from rankless.errors import ConfigError
 from rankless.records.job_results import JobCalled
+from rankless.verify.causes import CERTAIN, Cause, find_cause, find_undivided
 from rankless.verify.comparison import Comparison, Divergence, compare
 from rankless.verify.coverage import list_not_covered
 from rankless.verify.first_difference import FirstDifferingValue
@@ -55,9 +56,13 @@ class Decision:
     own_comparison: Comparison | None = None
     """The comparison in the script's own precision, if float64 was asked to decide."""
     float64_failure: str | None = None
+    is_foreign: bool = False
+    """Whether the script calls no job, and was recorded from outside."""
     reference: str | None = None
     """The name of the plain script that the runs were compared with too."""
     first_value: FirstDifferingValue | None = None
+    cause: Cause | None = None
+    """Why a script that divides its own data trains otherwise on several ranks, if that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ def decide(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Decision
         own = run_and_compare(runs, options)
     except RunFailed as end:
         return _decide_failure(end)
-    if runs.dtype is not None or not own.comparison.needs_float64:
+    if runs.dtype is not None or not own.comparison.needs_float64 or _is_certain(own):
         return _finish(own, options, tell)
     tell(f"{describe_doubt(own.comparison)}; repeating in float64:")
     try:
@@ -94,15 +99,18 @@ def decide(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Decision
     return replace(_finish(exact, options, tell), own_comparison=own.comparison)
 
 
+def _is_certain(own: Compared) -> bool:
+    """Whether the ranks of a script that divides its own data read other samples than one worker, or step otherwise."""
+    finding = own.comparison.findings[0] if own.comparison.findings else None
+    if not own.runs.is_foreign or finding is None:
+        return False
+    cause = find_cause(finding, own.one, own.many)
+    return cause is not None and cause.name in CERTAIN
+
+
 def run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> Compared:
     """Make all runs in one precision and compare them; add noise runs if a difference is near its limit."""
-    one = runs.run_one()
-    if not any(isinstance(result, JobCalled) for result in one.results):
-        raise ConfigError(
-            expected="a script that calls at least one job",
-            found=f"{runs.program.target}, which calls none",
-            fix="put @rankless.job(model=…, optimizer=…) on its training function: verify compares results of jobs",
-        )
+    runs, one = _run_one(runs)
     many = runs.run_many(options.workers)
     noise = runs.run_perturbed(options.noise_runs)
     reference = runs.run_reference()
@@ -119,6 +127,21 @@ def run_and_compare(runs: VerifyRuns, options: ComparisonOptions) -> Compared:
         reference=reference,
         not_covered=list_not_covered(comparison, one, runs.read_programs()),
     )
+
+
+def _run_one(runs: VerifyRuns) -> tuple[VerifyRuns, Recording]:
+    """Run on one worker; a script that calls no job runs once more, recorded from outside."""
+    one = runs.run_one()
+    if not runs.is_foreign and not any(isinstance(result, JobCalled) for result in one.results):
+        runs = replace(runs, is_foreign=True)
+        one = runs.run_one()
+    if runs.is_foreign and not one.steps:
+        raise ConfigError(
+            expected="a script that trains: it calls at least one job, or steps an optimizer of torch.optim",
+            found=f"{runs.program.target}, which does neither",
+            fix="put @rankless.job(model=…, optimizer=…) on its training function, or name the script that trains",
+        )
+    return runs, one
 
 
 def _compare_all(
@@ -149,9 +172,24 @@ def _finish(compared: Compared, options: ComparisonOptions, tell: Tell) -> Decis
         not_covered=compared.not_covered,
         reference=None if compared.reference is None else compared.reference.name,
     )
+    if compared.runs.is_foreign:
+        return _add_cause(replace(decision, is_foreign=True), compared)
     if decision.outcome != "different":
         return decision
     return replace(decision, first_value=_find_first_value(compared.runs, options, comparison, tell))
+
+
+def _add_cause(decision: Decision, compared: Compared) -> Decision:
+    """Name the cause of a difference in a script that divides its own data; N copies of one training decide nothing."""
+    if decision.outcome == "same":
+        cause = find_undivided(compared.one, compared.many)
+        if cause is None:
+            return decision
+        return replace(decision, outcome="undecided", reason=cause.text, next_step=cause.fix, cause=cause)
+    if decision.finding is None:
+        return decision
+    cause = find_cause(decision.finding, compared.one, compared.many)
+    return decision if cause is None else replace(decision, cause=cause, next_step=cause.fix)
 
 
 def classify(comparison: Comparison) -> Decision:

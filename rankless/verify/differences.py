@@ -58,7 +58,7 @@ class Difference:
     path: float = 0.0
     """The length of the tensor's path since before the first step: the sum of its steps, the longer of both runs'."""
     largest: float = 0.0
-    """The norm of the largest gradient of its step, for a gradient."""
+    """The norm of the largest gradient of its step, for a gradient; for a result, the largest number so far."""
     is_integer_result: bool = False
 
 
@@ -226,6 +226,7 @@ def _compare_results(
             scale=find_largest(first),
             resolution=RESOLUTION["float64"] * largest_result if expected.dtype in ("float64", "complex128") else 0.0,
             count=_count_elements(expected, first),
+            largest=largest_result,
             is_integer_result=expected.is_integer,
         )
 

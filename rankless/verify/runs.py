@@ -15,6 +15,7 @@ from rankless.config.validation import make_run_config
 from rankless.records.inspected_values import ComputedValue, read_values
 from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.verify.first_difference import FirstDifferingValue, find_first_value
+from rankless.verify.foreign_ranks import combine_losses
 from rankless.verify.recordings import Recording, read_recordings
 from rankless.verify.reference_run import ReferenceRun
 
@@ -54,6 +55,8 @@ class VerifyRuns:
     """Stop each run after this number of training steps; None leaves it to the script."""
     inspected: InspectedCall | None = None
     """A job call of which all runs record every value."""
+    is_foreign: bool = False
+    """Whether the script calls no job, and is recorded from outside on every rank."""
     against: str | None = None
     """A plain reference script that takes the same arguments, or None."""
 
@@ -63,7 +66,8 @@ class VerifyRuns:
 
     def run_many(self, workers: int) -> list[Recording]:
         """Run on several workers, and return every rank's recording."""
-        return self._record("many", workers=workers)
+        recordings = self._record("many", workers=workers)
+        return combine_losses(recordings) if self.is_foreign else recordings
 
     def run_perturbed(self, repetitions: int, *, first: int = 0) -> list[Recording]:
         """Repeat the run on one worker with perturbed last bits, each time with another seed, numbered from `first`."""
@@ -77,7 +81,7 @@ class VerifyRuns:
         if self.against is None:
             return None
         program = Program(kind="script", target=self.against, arguments=self.program.arguments)
-        (recording,) = replace(self, program=program)._record("reference", workers=1)
+        (recording,) = replace(self, program=program, is_foreign=False)._record("reference", workers=1)
         if not recording.steps:
             raise RunFailed(
                 f"{self.against} made no optimizer step: there is nothing to compare",
@@ -126,6 +130,7 @@ class VerifyRuns:
             programs=folder if name == "many" else None,
             inspected=self.inspected,
             is_reference=name == "reference",
+            is_foreign=self.is_foreign,
         )
         config = make_run_config(
             self.program,
@@ -156,6 +161,7 @@ def _describe_run(config: RunConfig) -> str:
     words += ["perturbed"] if config.perturbation_seed is not None else []
     words += [config.dtype] if config.dtype is not None else []
     words += [os.path.basename(config.program.target)] if config.observation.is_reference else []
+    words += ["no job: its steps"] if config.observation.is_foreign else []
     words += ["every value"] if config.observation.inspected is not None else []
     return ", ".join(words)
 

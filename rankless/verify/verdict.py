@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from rankless.verify.causes import Cause
 from rankless.verify.comparison import Comparison, Divergence, TableRow, ToleranceUse
 from rankless.verify.decision import Decision, Outcome
 from rankless.verify.first_difference import FirstDifferingValue, render_first_value
@@ -92,6 +93,8 @@ class VerifyReport(Figures, frozen=True, kw_only=True):
     """The plain reference script that the runs were compared with, too."""
     first_value: FirstDifferingValue | None = None
     """The first value that differs, in the job call where the runs diverge; null if not searched or not found."""
+    cause: Cause | None = None
+    """Why a script that divides its own data, as one of DDP or Horovod, trains otherwise on several ranks."""
     not_covered: tuple[str, ...] = ()
     """What the comparison did not cover."""
 
@@ -114,6 +117,7 @@ def make_report(decision: Decision, *, workers: int) -> VerifyReport:
         float64_failure=decision.float64_failure,
         against=decision.reference,
         first_value=decision.first_value,
+        cause=decision.cause,
         not_covered=decision.not_covered,
     )
 
@@ -152,6 +156,8 @@ def render_details(decision: Decision, *, verbose: bool) -> Iterator[str]:
 
     `verbose` adds the table of the script's own precision if float64 decided, and all further differences.
     """
+    if decision.cause is not None and decision.outcome == "different":
+        yield f"cause: {decision.cause.name}: {decision.cause.text}"
     if decision.first_value is not None:
         yield render_first_value(decision.first_value)
     if decision.next_step:
@@ -193,10 +199,8 @@ def _render_same(decision: Decision, workers: int) -> list[str]:
     assert comparison is not None
     stop = f", as in {decision.reference}" if decision.reference is not None else ""
     stop += f" (stopped after {_count(comparison.steps, 'step')})" if comparison.stopped else ""
-    first = (
-        f"same training: {_count(comparison.steps, 'step')} and {_count(comparison.calls, 'job call')} "
-        f"on 1 and on {_count(workers, 'worker')}{stop}"
-    )
+    calls = "" if decision.is_foreign else f" and {_count(comparison.calls, 'job call')}"
+    first = f"same training: {_count(comparison.steps, 'step')}{calls} on 1 and on {_count(workers, 'worker')}{stop}"
     second = (
         f"losses within {comparison.largest_loss_difference:.2g} (noise {comparison.loss_noise:.2g}), "
         f"final parameters within {comparison.largest_parameter_difference:.2g} "

@@ -18,6 +18,7 @@ from rankless.records.job_results import (
     RecordingFinished,
     ResultRecord,
     ScriptSurvey,
+    StepInputs,
     StepRecorded,
     TensorState,
     encode_result,
@@ -69,10 +70,10 @@ class RunRecorder:
         ours = {name: known for name, known in self._models.items() if id(known) in stepped}
         self.record_tensors(job=job, tensors=_list_named_tensors(ours))
 
-    def record_tensors(self, *, job: str, tensors: Mapping[str, Tensor]) -> None:
-        """Record a step with the parameters and buffers that it used, by their full names."""
+    def record_tensors(self, *, job: str, tensors: Mapping[str, Tensor], inputs: StepInputs | None = None) -> None:
+        """Record a step with the parameters and buffers that it used, by their full names, and with its inputs."""
         self._steps += 1
-        self._write(StepRecorded(job, self._steps, self._describe_states(tensors)))
+        self._write(StepRecorded(job, self._steps, self._describe_states(tensors), inputs))
 
     def finish(self, *, stopped: bool = False) -> None:
         """Write all models' parameters and buffers whole, and close. Later records are ignored.

@@ -1,13 +1,17 @@
-"""Record a plain script that calls no job: `rankless verify --against plain.py`.
+"""Record a script that calls no job, from outside: a plain script, or one of DDP, Horovod, Accelerate or Fabric.
 
-Note [recording a plain script]: PyTorch's hooks observe the script. The first forward of an outermost module registers
+Note [recording from outside]: PyTorch's hooks observe the script. The first forward of an outermost module registers
 the model before anything changes it. A call of `backward` provides the losses. The end of an optimizer step provides
 the gradients it used and the parameters it produced. The hooks draw and change nothing, so the script trains as it does
-alone. `verify.reference_run` later matches its tensors with the script's by name, size and first value.
+alone. Wrappers such as DistributedDataParallel are looked through, so that a tensor has one name with and without them.
+What each rank puts into a step is recorded as digests of its rows, from which `verify.causes` finds out how the ranks
+divide the data. `verify.reference_run` matches the tensors of two different scripts by name, size and first value.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -17,22 +21,44 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankless.jobs.dtype_override import cast
+from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
+from rankless.records.job_results import StepInputs
 from rankless.user_code import user_line
 from rankless.verify.recording.recorder import RunRecorder
 
+WRAPPED = ("module", "_forward_module", "_orig_mod")
+"""The attributes under which DistributedDataParallel, Fabric and torch.compile keep the model that they wrap."""
+MOST_ROWS = 4096
+"""Rows of one forward call of which a digest is kept."""
+
 
 class ReferenceRecorder:
-    """Records the optimizer steps of this process from `start` on."""
+    """Records the optimizer steps of this process from `start` on.
 
-    def __init__(self, recorder: RunRecorder, *, on_step: Callable[[], None], dtype: torch.dtype | None) -> None:
+    With `noise`, gradients and the parameters of forward and backward are perturbed in their last bits.
+    """
+
+    def __init__(
+        self,
+        recorder: RunRecorder,
+        *,
+        on_step: Callable[[], None],
+        dtype: torch.dtype | None,
+        noise: torch.Generator | None = None,
+    ) -> None:
         self._recorder = recorder
         self._on_step = on_step
         self._dtype = dtype
+        self._noise = noise
+        self._perturbed = contextlib.ExitStack()
+        self._is_perturbed = False
         self._module_stack: list[nn.Module] = []
         self._models: list[nn.Module] = []
         self._names: dict[int, str] = {}
         self._losses: list[Tensor] = []
+        self._inputs = InputDigests()
         self._line = ""
+        self._steps_in_progress = 0
 
     def start(self) -> None:
         """Hook forwards, backwards and optimizer steps until the process ends."""
@@ -50,12 +76,22 @@ class ReferenceRecorder:
 
         _set_backward(torch.autograd, watched)
 
+    def list_layers(self) -> tuple[str, ...]:
+        """Return the kinds of layers of the models that have trained."""
+        return tuple(sorted({type(part).__name__ for model in self._models for part in model.modules()}))
+
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         outermost = not self._module_stack
         self._module_stack.append(module)
+        if outermost:
+            self._inputs.begin_call(is_training=torch.is_grad_enabled() and module.training)
+        self._inputs.offer(args)
         if not outermost:
             return None
         self._register_model(module)
+        if self._noise is not None and torch.is_grad_enabled() and not self._is_perturbed:
+            self._is_perturbed = True
+            self._perturbed.enter_context(perturbed_parameters(self._list_known_parameters(), self._noise))
         if self._dtype is None:
             return None
         dtype = self._dtype
@@ -66,6 +102,7 @@ class ReferenceRecorder:
 
     def _register_model(self, module: nn.Module) -> None:
         """Register a model unless all its parameters are known."""
+        module = unwrap(module)
         unknown = [item for item in module.parameters() if id(item) not in self._names]
         if not unknown:
             return
@@ -77,14 +114,28 @@ class ReferenceRecorder:
         for path, tensor in module.named_parameters():
             self._names.setdefault(id(tensor), f"{name}.{path}")
 
+    def _list_known_parameters(self) -> Iterator[Tensor]:
+        for model in self._models:
+            yield from model.parameters()
+
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Register parameters without a module before their first step."""
+        """Register parameters without a module before their first step. A step may call another optimizer's step."""
+        self._steps_in_progress += 1
+        if self._steps_in_progress > 1:
+            return
+        if self._noise is not None:
+            self._perturbed.close()
+            self._is_perturbed = False
+            perturb_gradients([item.grad for item in _list_parameters(optimizer) if item.grad is not None], self._noise)
         unowned = [item for item in _list_parameters(optimizer) if id(item) not in self._names]
         if unowned:
             name = self._recorder.register("alone", nn.ParameterList(unowned))
             self._names.update({id(item): f"{name}.{index}" for index, item in enumerate(unowned)})
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._steps_in_progress -= 1
+        if self._steps_in_progress > 0:
+            return
         parameters = _list_parameters(optimizer)
         ours = {id(item) for item in parameters}
         tensors = {self._names[id(item)]: item for item in parameters}
@@ -92,10 +143,58 @@ class ReferenceRecorder:
             if any(id(item) in ours for item in module.parameters()):
                 prefix = next(self._names[id(item)] for item in module.parameters()).partition(".")[0]
                 tensors |= {f"{prefix}.{path}": buffer for path, buffer in module.named_buffers()}
-        self._recorder.record_call(job="step", line=self._line, results=self._losses)
+        losses = self._losses
+        named = {"loss": losses[0]} if len(losses) == 1 else {f"loss {n}": loss for n, loss in enumerate(losses, 1)}
+        self._recorder.record_call(job="backward", line=self._line, results=named)
         self._losses = []
-        self._recorder.record_tensors(job="step", tensors=tensors)
+        self._recorder.record_tensors(job="backward", tensors=tensors, inputs=self._inputs.take(optimizer))
         self._on_step()
+
+
+class InputDigests:
+    """Collects what the forward calls of a step get as input, row by row."""
+
+    def __init__(self) -> None:
+        self._is_wanted = False
+        self._rows: list[int] = []
+        self._samples: list[int] = []
+
+    def begin_call(self, *, is_training: bool) -> None:
+        """Begin an outermost forward call. Its input is the first tensor that it or an inner module is called with."""
+        self._is_wanted = is_training
+
+    def offer(self, args: Sequence[Any]) -> None:
+        """Take the first tensor among a module's arguments, if the outermost call has none yet."""
+        if not self._is_wanted:
+            return
+        tensor = next((item for item in args if isinstance(item, Tensor) and item.dim() > 0), None)
+        if tensor is None:
+            return
+        self._is_wanted = False
+        self._rows.append(tensor.shape[0])
+        rows = tensor.detach()[:MOST_ROWS].cpu().reshape(min(tensor.shape[0], MOST_ROWS), -1).contiguous()
+        for row in rows.view(torch.uint8) if rows.numel() else ():
+            self._samples.append(int.from_bytes(blake2b(row.numpy().tobytes(), digest_size=7).digest(), "little"))
+
+    def take(self, optimizer: Optimizer) -> StepInputs:
+        """Return the inputs since the last step, and begin anew."""
+        rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        inputs = StepInputs(tuple(self._rows), tuple(self._samples), rates)
+        self._rows, self._samples = [], []
+        return inputs
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the model inside wrappers that add no parameters and no buffers of their own."""
+    for name in WRAPPED:
+        inner = module._modules.get(name)
+        if inner is not None and _get_tensor_ids(inner) == _get_tensor_ids(module):
+            return unwrap(inner)
+    return module
+
+
+def _get_tensor_ids(module: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
 
 def _list_parameters(optimizer: Optimizer) -> Sequence[Tensor]:
