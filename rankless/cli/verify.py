@@ -19,7 +19,7 @@ from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolCli
 from rankless.terminal.styled_text import print_colored
 from rankless.verify.decision import ComparisonOptions, Outcome, decide
 from rankless.verify.runs import RunFailed, VerifyRuns
-from rankless.verify.verdict import make_report, render_details
+from rankless.verify.verdict import VerifyReport, make_report, render_details
 
 NAME = "verify"
 HELP = (
@@ -27,6 +27,7 @@ HELP = (
     "Exit code: 0 if they are the same training, 1 if they are not, 2 for an invalid command line, "
     "3 if it could not be decided or a run failed."
 )
+JSON_CONTENT = VerifyReport
 VERDICT_STYLES: Mapping[Outcome, str] = {"same": "bold green", "different": "bold red", "undecided": "bold yellow"}
 
 

@@ -124,19 +124,11 @@ def compare(
     among = [measure(many[0], recording) for recording in many[1:]]
     noise_differences = [differences for differences, _ in repeated]
     noise_floor = NoiseFloor(noise_differences, tolerance=tolerance)
-    findings = [
-        *(found for pair in repeated for found in _check_repeatable(*pair)),
-        *(
-            found
-            for recording, pair in zip(many, measured, strict=True)
-            for found in _check_limits(*pair, noise_floor, f"rank {recording.rank}")
-        ),
-        *(
-            found
-            for recording, pair in zip(many[1:], among, strict=True)
-            for found in _check_ranks_agree(*pair, recording.rank)
-        ),
-    ]
+    findings = [found for pair in repeated for found in _check_repeatable(*pair)]
+    for recording, pair in zip(many, measured, strict=True):
+        findings += _check_limits(*pair, noise_floor, f"rank {recording.rank}")
+    for recording, pair in zip(many[1:], among, strict=True):
+        findings += _check_ranks_agree(*pair, recording.rank)
     findings.sort(key=lambda finding: finding.location.position)
     findings = [replace(finding, call=_find_call(finding, one)) for finding in findings]
     against_one = [differences for differences, _ in measured]

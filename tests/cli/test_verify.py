@@ -175,7 +175,7 @@ def test_dtype_float64_compares_only_in_float64(tmp_path: Path) -> None:
 def test_a_script_without_a_job_is_rejected_with_a_fix(tmp_path: Path) -> None:
     job, _ = verify(tmp_path, "print('nothing to compare')")
     assert job.returncode == 2
-    assert "expected: a script that calls at least one job" in job.stderr
+    assert "expected: a script that trains: it calls at least one job, or steps an optimizer" in job.stderr
     assert "fix:      put @rankless.job" in job.stderr
 
 
@@ -184,7 +184,7 @@ def test_a_run_that_fails_decides_nothing(tmp_path: Path) -> None:
     job, report = verify(tmp_path, script)
     assert job.returncode == 3
     assert read_verdict(job.stdout) == "could not be decided: the run on 2 workers failed with exit code 3"
-    assert "next: correct the error printed above" in job.stdout
+    assert "next: correct the error that is printed above" in job.stdout
     assert (report["verdict"], report["same"]) == ("undecided", False)
     assert "failed with exit code 3" in report["failure"]
 
