@@ -1,5 +1,6 @@
 """A script of Lightning Fabric; its argument names a mistake."""
 
+import os
 import sys
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 mistake = sys.argv[1]
-fabric = Fabric(accelerator="cpu", strategy="ddp", devices="auto")
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(os.environ["WORLD_SIZE"]))
 fabric.launch()
 torch.manual_seed(0)
 samples = 42
