@@ -34,10 +34,11 @@ def add_descriptions(schema: dict[str, Any], content: type[msgspec.Struct]) -> d
     described = {"": schema, **schema["$defs"]}
     for struct in [JsonHeader, *list_structs(content)]:
         name = struct.__name__ if struct.__name__ in schema["$defs"] else ""
-        documented = ModuleAnalyzer.for_module(struct.__module__).find_attr_docs()
-        for field, properties in described[name]["properties"].items():
-            if text := " ".join(documented.get((struct.__name__, field), [])).strip():
-                properties.setdefault("description", text)
+        for base in (base for base in struct.__mro__ if base.__module__.startswith("rankless.")):
+            documented = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()
+            for field, properties in described[name]["properties"].items():
+                if text := " ".join(documented.get((base.__name__, field), [])).strip():
+                    properties.setdefault("description", text)
     return schema
 
 

@@ -1,6 +1,5 @@
 """Render a decision for people and programs: a verdict of two short lines, what follows from it, and a JSON report."""
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -56,9 +55,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The precision of the compared runs, as "float64"."""
     steps: int = 0
     calls: int = 0
-    largest_loss_difference: float = math.nan
-    largest_parameter_difference: float = math.nan
-    noise_floor: dict[str, float] = msgspec.field(default_factory=lambda: {"loss": math.nan, "parameter": math.nan})
+    largest_loss_difference: float | None = None
+    largest_parameter_difference: float | None = None
+    noise_floor: dict[str, float | None] = msgspec.field(default_factory=lambda: {"loss": None, "parameter": None})
     """For "loss" and "parameter": the largest difference of the perturbed run on one worker."""
     first_difference: FirstDifference | None = None
     losses_one: tuple[float, ...] = ()
