@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rankless.jobs.dtype_override import cast
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 from rankless.records.job_results import StepInputs
-from rankless.user_code import user_line
+from rankless.user_code import script_line, user_line
 from rankless.verify.recording.recorder import RunRecorder
 
 WRAPPED = ("module", "_forward_module", "_orig_mod")
@@ -71,7 +71,8 @@ class ReferenceRecorder:
         def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self._losses += [root.detach().clone() for root in roots]
-            self._line = user_line(sys._getframe(1))
+            frame = sys._getframe(1)
+            self._line = script_line(frame) or user_line(frame)
             backward(tensors, *args, **kwargs)
 
         _set_backward(torch.autograd, watched)
