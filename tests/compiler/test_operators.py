@@ -106,6 +106,7 @@ VIEWS = {
     "repeat": Case(lambda x: x.repeat(1, 2).square().sum() + x.repeat(2, 1).square()),
     "pad": Case(lambda x: F.pad(x, (1, 2)).square().sum() + F.pad(x, (0, 0, 1, -1)).square()),
     "cat": Case(lambda x: torch.cat([x, x.square()], 1).square()),
+    "cat with an empty cache": Case(lambda x: torch.cat([x.new_empty(0), x, x.square()], 1).square()),
     "cat of batches": Case(lambda x: torch.cat([x, x.square()]).square()),
     "split": Case(lambda x: sum(part.square().sum() * 2**i for i, part in enumerate((*x.split(4, 1), *x.chunk(3))))),
     "split by sizes": Case(
@@ -339,6 +340,11 @@ def is_sharded(outcome: Outcome, node: Any) -> bool:
     strategy = outcome.sharded.strategies[node]
     placements = (*strategy.inputs, *strategy.outputs)
     return strategy.lower is not None or any(not isinstance(item, Replicate) for item in placements)
+
+
+def test_an_empty_cache_does_not_gather_what_is_joined_to_it():
+    outcome = check_case("cat with an empty cache", 3)
+    assert [record.reason for record in outcome.local.collectives if record.gathered] == []
 
 
 CUDA_ONLY = {

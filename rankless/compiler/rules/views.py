@@ -177,13 +177,14 @@ def pad_pattern(call: OperatorCall) -> str:
 
 
 def cat_strategies(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield sharding on all dims but the joined one."""
+    """Yield sharding on all dims but the joined one.
+
+    torch.cat ignores empty one-dimensional tensors among others, such as the empty cache of a transformer's layer.
+    """
     (shape,) = call.output_shapes
-    # torch.cat accepts empty one-dimensional tensors among others. Those calls run replicated.
-    if any(len(logical_shape(node)) != len(shape) for node in call.inputs):
-        return
     text = make_letters(len(shape), [call.argument("dim")])
-    yield from split_strategies(call, ",".join([text] * len(call.inputs)) + "->" + text)
+    texts = [text if len(logical_shape(node)) == len(shape) else "*" for node in call.inputs]
+    yield from split_strategies(call, ",".join(texts) + "->" + text)
     if all(is_partial_sum(placement) for placement in call.current_placements):
         yield from partial_sum_strategies(call, tuple(range(len(call.inputs))))
 
