@@ -1,6 +1,8 @@
 """`rankless plan`: show the parallel plan of a script's jobs."""
 
 import argparse
+import shutil
+import sys
 import tempfile
 
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
@@ -10,13 +12,13 @@ from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.records.job_programs import read_program_records
-from rankless.terminal.program_table import PlanReport, make_plan_report, render_plan
+from rankless.terminal.program_table import WIDTH, PlanReport, make_plan_report, render_plan
 from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
 
 NAME = "plan"
 HELP = (
     "Show the parallel plan of a script's jobs on several workers: the placement of every input, and every transfer of "
-    "a step with its bytes, its line and the reason. The script runs until its first training steps are done."
+    "a step with its bytes, line, module and reason. The script runs until its first training steps are done."
 )
 JSON_CONTENT = PlanReport
 
@@ -60,14 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"rankless plan: {end}")
             return INTERRUPTED if end.exit_code == INTERRUPTED else 1
         report = make_plan_report(read_program_records(folder), workers=arguments.workers, steps=arguments.steps)
-    if not report.jobs and not report.not_reached:
+    if not (report.jobs or report.not_reached or report.without_program):
         raise ConfigError(
             expected="a script that defines at least one job",
             found=f"{program.target}, which defines none",
             fix="put @rankless.job(model=…, optimizer=…) on its training function",
         )
     if not destination.is_standard_output:
-        print(render_plan(report))
+        print(render_plan(report, shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH))
     destination.write(make_json_header(NAME, program, seed=config.seed), report)
     return 0
 

@@ -27,6 +27,7 @@ from rankless.errors import RanklessError
 from rankless.jobs.arguments import Arguments, get_shapes
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.executable import Executable, make_executable
+from rankless.jobs.program_records import ProgramNotices
 from rankless.jobs.varying_numbers import VaryingNumbers
 from rankless.jobs.varying_sizes import (
     ArgumentDim,
@@ -116,6 +117,7 @@ class ProgramCache:
         self._entries: dict[Hashable, CacheEntry] = {}
         self._numbers = VaryingNumbers(job, world.notify)
         self._memory = GradientMemory()
+        self._notices = ProgramNotices(job, world.notify)
         self._recaptures: dict[str, int] = {}
         self._captures = 0
 
@@ -274,16 +276,12 @@ class ProgramCache:
         return captured
 
     def _report_program(self, local: LocalProgram, captured: CapturedJob) -> None:
-        """Warn of prints and of operators without a sharding rule, and record the program for `rankless plan`."""
+        """Warn of prints and of values that every rank gathers, and record the program for `rankless plan`."""
         if captured.print_line is not None:
             self._world.notify(f"{captured.print_line}: job {self._job.name!r} prints and logs only during its capture")
         if self._world.programs is not None:
             self._world.programs.record(self._job, local)
-        for node in local.sharded.nodes_without_rule:
-            self._world.notify(
-                f"{node.meta.get('line', '')}: no sharding rule for {node.target} yet; job {self._job.name!r} runs it "
-                "replicated on every rank (correct, but not faster with more workers)"
-            )
+        self._notices.report(local)
 
 
 def find_fitting(entry: CacheEntry, shapes: Shapes) -> Executable | None:

@@ -1,16 +1,19 @@
 """Record the programs of a worker's jobs, for `rankless plan` and for the coverage report of `rankless verify`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torch import fx
 
 from rankless.compiler.codegen.codegen import LocalProgram
-from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput
-from rankless.compiler.sharding.redistribute import count_bytes
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, format_operator
+from rankless.compiler.ir.operator_origin import ModuleName
+from rankless.compiler.rules.strategy import list_tensor_slots
+from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.jobs.definition import JobDefinition
-from rankless.parallel.tensor_placement import Placement, Shard
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 from rankless.records.job_programs import (
     JobProgram,
     KnownJob,
@@ -21,6 +24,11 @@ from rankless.records.job_programs import (
     encode_program_record,
     programs_file,
 )
+from rankless.records.module_names import format_modules
+from rankless.records.quantities import format_decimal_bytes
+
+NOTICE_BYTES = 64 * 1024
+"""Gathered bytes per call from which on a job warns. Fewer cost little more than the message itself."""
 
 
 class ProgramRecorder:
@@ -47,6 +55,60 @@ class ProgramRecorder:
             self._stream.flush()
 
 
+class ProgramNotices:
+    """Warns once per place of a job where every rank computes in full what could be split.
+
+    These are operators without a sharding rule, and values that every rank gathers.
+    """
+
+    def __init__(self, job: JobDefinition, notify: Callable[[str], None]) -> None:
+        self._job = job
+        self._notify = notify
+        self._known: set[tuple[str, str]] = set()
+
+    def report(self, local: LocalProgram) -> None:
+        """Warn of what is new in a program."""
+        for node in local.sharded.nodes_without_rule:
+            line = str(node.meta.get("line", ""))
+            self._known.add((line, f"input of {format_operator(node.target)}"))
+            self._notify(
+                f"{line}: no sharding rule for {node.target} yet; job {self._job.name!r} runs it "
+                "replicated on every rank (correct, but not faster with more workers)"
+            )
+        gathered = [move for move in local.collectives if move.gathered and (move.line, move.reason) not in self._known]
+        self._known.update((move.line, move.reason) for move in gathered)
+        self._report_inputs([move for move in gathered if move.purpose != "output"], local.sharded)
+        if self._job.trains:
+            self._report_outputs([move for move in gathered if move.purpose == "output"])
+
+    def _report_inputs(self, gathered: Sequence[CollectiveRecord], sharded: ShardedProgram) -> None:
+        """Warn of values that operators need in full."""
+        size = sum(move.bytes for move in gathered)
+        if size < NOTICE_BYTES:
+            return
+        whole, total = len(find_whole_operators(sharded)), count_operators(sharded.logical)
+        places: dict[str, list[tuple[str, str]]] = {}
+        for move in gathered:
+            modules = places.setdefault(move.reason, [])
+            if move.module is not None:
+                modules.append((move.module.path, move.module.kind))
+        texts = [f"{reason}{f' in {format_modules(found)}' if found else ''}" for reason, found in places.items()]
+        self._notify(
+            f"{gathered[0].line}: job {self._job.name!r} gathers {format_decimal_bytes(size)} of split values on every "
+            f"rank at each call, as {', '.join(texts)}; every rank computes {whole} of {total} operators in full "
+            "(correct, but not faster with more workers; `rankless plan` lists them)"
+        )
+
+    def _report_outputs(self, gathered: Sequence[CollectiveRecord]) -> None:
+        """Warn of large tensors that a train job returns."""
+        size = sum(move.bytes for move in gathered)
+        if size >= NOTICE_BYTES:
+            self._notify(
+                f"{self._job.line}: job {self._job.name!r} returns {format_decimal_bytes(size)} of tensors that every "
+                "rank gathers at each call (correct, but slower); return only what the script reads"
+            )
+
+
 def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
     """Return a compiled job as plain data."""
     sharded = local.sharded
@@ -56,25 +118,71 @@ def describe_program(job: JobDefinition, local: LocalProgram) -> JobProgram:
         line=job.line,
         trains=job.trains,
         workers=sharded.mesh_size,
+        calls_per_step=job.step_options.accumulate if job.trains else 1,
         operators=count_operators(logical),
+        whole_operators=len(find_whole_operators(sharded)),
         inputs=tuple(describe_input(node, given, sharded.placements[node]) for node, given in logical.inputs.items()),
-        moves=tuple(
-            ProgramCommunication(
-                kind=move.kind,
-                value=move.value,
-                bytes=move.bytes,
-                sent_bytes=move.sent_bytes,
-                line=move.line,
-                reason=move.reason,
-                overlapped=move.overlapped,
-            )
-            for move in local.collectives
-        ),
-        gathered=tuple(
-            ReplicatedOperator(operator=str(node.target), line=str(node.meta.get("line", "")))
-            for node in sharded.nodes_without_rule
-        ),
+        moves=tuple(describe_collective(move, trains=job.trains) for move in local.collectives),
+        without_rule=tuple(map(describe_operator, sharded.nodes_without_rule)),
     )
+
+
+def describe_collective(collective: CollectiveRecord, *, trains: bool) -> ProgramCommunication:
+    """Return a collective of a program as plain data.
+
+    The results of a train job's program are the loss that it minimizes, and then those of the function.
+    """
+    module, reason = collective.module, collective.reason
+    if trains and collective.purpose == "output" and reason.startswith("result "):
+        number = int(reason.removeprefix("result "))
+        reason = f"result {number - 1}" if number else "the loss"
+    return ProgramCommunication(
+        kind=collective.kind,
+        purpose=collective.purpose,
+        value=collective.value,
+        bytes=collective.bytes,
+        sent_bytes=collective.sent_bytes,
+        line=collective.line,
+        module="" if module is None else module.path,
+        module_type="" if module is None else module.kind,
+        backward=collective.backward,
+        reason=reason,
+        gathered=collective.gathered,
+        overlapped=collective.overlapped,
+    )
+
+
+def describe_operator(node: fx.Node) -> ReplicatedOperator:
+    """Return an operator without a sharding rule as plain data."""
+    module: ModuleName | None = node.meta.get("module")
+    return ReplicatedOperator(
+        operator=str(node.target),
+        line=str(node.meta.get("line", "")),
+        module="" if module is None else module.path,
+        module_type="" if module is None else module.kind,
+    )
+
+
+def find_whole_operators(sharded: ShardedProgram) -> list[fx.Node]:
+    """Return the operators that every rank computes in full because a sharded input of theirs was gathered.
+
+    An operator whose inputs are results of such operators belongs to them, unless its outputs are sharded again.
+    """
+    whole: set[fx.Node] = set()
+    found = []
+    for node in sharded.logical.graph.nodes:
+        strategy = sharded.strategies.get(node)
+        if strategy is None:
+            if node.op == "call_function" and whole.intersection(node.all_input_nodes):
+                whole.add(node)  # an output of an operator with several
+            continue
+        if not all(isinstance(placement, Replicate) for placement in (*strategy.inputs, *strategy.outputs)):
+            continue
+        inputs = [value for value in list_tensor_slots(node) if value is not None]
+        if any(value in whole or isinstance(sharded.placements[value], Shard) for value in inputs):
+            whole.add(node)
+            found.append(node)
+    return found
 
 
 def count_operators(logical: LogicalProgram) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -20,17 +21,32 @@ class ProgramInputRecord(msgspec.Struct, frozen=True, kw_only=True):
     """"whole on every worker", or "dim 0 split 5+5"."""
 
 
+CommunicationPurpose = Literal["input", "operator", "gradient", "output"]
+
+
 class ProgramCommunication(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that moves a value between workers at every call."""
 
     kind: str
+    """The function of `torch.distributed` that runs: "all_reduce", "all_gather" or "all_to_all"."""
+    purpose: CommunicationPurpose
+    """What needs the result: an operator as its input or within its computation, the optimizer, or the job's caller."""
     value: str
+    """The value: names of inputs or gradients, or dtype, shape and operator."""
     bytes: int
     """The size of the whole value."""
     sent_bytes: int
     """How many bytes one worker sends, with a ring algorithm."""
     line: str
+    module: str = ""
+    """The path of the module that needs the value, as "model.layers.2.attention". Empty outside of modules."""
+    module_type: str = ""
+    """The name of that module's class."""
+    backward: bool = False
+    """Whether the collective belongs to the computation of gradients."""
     reason: str
+    gathered: bool = False
+    """Whether every worker gets the whole of a value that was split between the workers."""
     overlapped: bool
     """Whether the program continues while the collective runs."""
 
@@ -40,6 +56,8 @@ class ReplicatedOperator(msgspec.Struct, frozen=True, kw_only=True):
 
     operator: str
     line: str
+    module: str = ""
+    module_type: str = ""
 
 
 class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
@@ -49,11 +67,16 @@ class JobProgram(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     line: str
     trains: bool
     workers: int
+    calls_per_step: int = 1
+    """The calls that make an optimizer step."""
     operators: int
     """The number of operators of the whole program, forward and backward."""
+    whole_operators: int = 0
+    """How many of them every worker computes in full, because an input was gathered."""
     inputs: tuple[ProgramInputRecord, ...]
     moves: tuple[ProgramCommunication, ...]
-    gathered: tuple[ReplicatedOperator, ...]
+    without_rule: tuple[ReplicatedOperator, ...]
+    """The operators without a sharding rule that would otherwise be split."""
 
 
 class KnownJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):

@@ -3,12 +3,22 @@
 from collections.abc import Sequence
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+_DECIMAL_BYTES = ("B", "kB", "MB", "GB", "TB")
 _BITS_PER_SECOND = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
 
 
 def format_bytes(byte_count: float) -> str:
     """Format a number of bytes, like "3.5 GiB"."""
     return _format_scaled(byte_count, _BYTES, 1024)
+
+
+def format_decimal_bytes(size: int) -> str:
+    """Format a number of bytes in its shortest unit, as "1.2 MB"."""
+    number, unit = float(size), 0
+    while number >= 999.5 and unit < len(_DECIMAL_BYTES) - 1:
+        number, unit = number / 1000, unit + 1
+    digits = 0 if unit == 0 or number >= 99.5 else 1
+    return f"{number:.{digits}f} {_DECIMAL_BYTES[unit]}"
 
 
 def format_bit_rate(bytes_per_second: float) -> str:

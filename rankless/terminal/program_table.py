@@ -1,14 +1,21 @@
-"""Format the parallel plan that `rankless plan` shows, as a table that fits a terminal and as JSON."""
+"""Format the parallel plan that `rankless plan` shows, as a table that fits a terminal."""
 
 import os
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from rankless.records.job_programs import JobProgram, KnownJob, ProgramCommunication, ProgramInputRecord, ProgramRecord
+from rankless.records.module_names import format_modules
+from rankless.records.quantities import format_decimal_bytes
 
 WIDTH = 100
-UNITS = ("B", "kB", "MB", "GB", "TB")
+"""Columns if the output is not a terminal."""
+MIN_WIDTH = 40
+MIN_LAST_COLUMN = 30
+NARROW_INDENT = 9
+NAMES_SHOWN = 3
 
 
 class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +28,8 @@ class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
     program: JobProgram
     moved_bytes: int
     sent_bytes: int
+    gathered_bytes: int
+    """The part of `moved_bytes` in values that were split between workers and that every worker gets in full."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,11 +42,15 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """In order of capture; a job with several kinds of calls appears once for each."""
     not_reached: tuple[KnownJob, ...]
     """Jobs that the script defined but did not call."""
+    without_program: tuple[KnownJob, ...]
+    """Jobs that the script called and that are not compiled: those in the mirrored view."""
 
 
 def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int) -> PlanReport:
     """Make the report from the facts that a run recorded about its jobs."""
     known = list(facts)
+    compiled = {(fact.job, fact.line) for fact in known if isinstance(fact, JobProgram)}
+    called = [fact for fact in known if isinstance(fact, KnownJob) and fact.called]
     return PlanReport(
         workers=workers,
         steps=steps,
@@ -46,86 +59,143 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
                 program=fact,
                 moved_bytes=sum(move.bytes for move in fact.moves),
                 sent_bytes=sum(move.sent_bytes for move in fact.moves),
+                gathered_bytes=sum(move.bytes for move in fact.moves if move.gathered),
             )
             for fact in known
             if isinstance(fact, JobProgram)
         ),
         not_reached=tuple(fact for fact in known if isinstance(fact, KnownJob) and not fact.called),
+        without_program=tuple(fact for fact in called if (fact.job, fact.line) not in compiled),
     )
 
 
-def render_plan(report: PlanReport) -> str:
-    """Format all jobs, one below the other, in lines of at most 100 characters."""
-    lines = [line for job in report.jobs for line in ("", *_render_job(job))]
-    steps = f"{report.steps} training step{'s' if report.steps != 1 else ''}"
-    for job in report.not_reached:
-        lines += [
-            "",
-            f"job {job.job} ({_shorten_line(job.line)}) was not called within {steps}; increase --steps",
-        ]
-    return "\n".join(_truncate(line, WIDTH) for line in lines)
+def render_plan(report: PlanReport, width: int = WIDTH) -> str:
+    """Format all jobs, one below the other, wrapped to `width` columns, at least 40. Nothing is cut off."""
+    lines = [line for job in report.jobs for line in ("", *_render_job(job, max(width, MIN_WIDTH)))]
+    steps = _count(report.steps, "training step")
+    texts = [f"{_name(job)} was not called within {steps}; increase --steps" for job in report.not_reached]
+    texts += [f"{_name(job)} is not compiled, so it has no plan: view='mirrored'" for job in report.without_program]
+    lines += [line for text in texts for line in ("", *_wrap(text, max(width, MIN_WIDTH)))]
+    return "\n".join(lines)
 
 
-def _render_job(job: PlannedJob) -> Iterator[str]:
+def _render_job(job: PlannedJob, width: int) -> Iterator[str]:
     program = job.program
     kind = "train job" if program.trains else "predict job"
-    yield f"{kind} {program.job} ({_shorten_line(program.line)}): {program.operators} operators"
+    yield from _wrap(f"{kind} {program.job} ({_shorten_line(program.line)}): {program.operators} operators", width)
     for kind in ("argument", "parameter", "buffer", "constant"):
-        yield from _render_inputs(kind, [item for item in program.inputs if item.kind == kind])
+        for text in _describe_inputs(kind, [item for item in program.inputs if item.kind == kind]):
+            yield from _wrap(text, width, indent=2)
     if program.moves:
-        yield "  data moved per call, in order of start (~ overlaps with computation):"
-        yield from _render_moves(program.moves)
-        count = len(program.moves)
-        yield (
-            f"  total: {count} move{'s' if count != 1 else ''}, {format_decimal_bytes(job.moved_bytes)} of values; "
-            f"each worker sends {format_decimal_bytes(job.sent_bytes)} (ring collectives)"
-        )
-    else:
-        yield "  total: nothing moves"
-    gathered = [f"{item.operator} ({_shorten_line(item.line)})" for item in program.gathered]
-    yield f"  operators without a sharding rule, computed replicated: {len(gathered) or 'none'}"
-    yield from (f"    {text}" for text in gathered)
+        step = f" ({program.calls_per_step} calls make a step)" if program.calls_per_step > 1 else ""
+        title = f"data moved per call{step}, in order of start (~ overlaps with computation):"
+        yield from _wrap(title, width, indent=2)
+        yield from _render_moves(program.moves, width)
+    for text in (_describe_total(job), _describe_gathers(program), _describe_operators_without_rule(program)):
+        yield from _wrap(text, width, indent=2)
 
 
-def _render_inputs(kind: str, items: Sequence[ProgramInputRecord]) -> Iterator[str]:
-    """Yield one line for each placement of the inputs of one kind."""
+def _describe_total(job: PlannedJob) -> str:
+    """Describe how much moves in a call."""
+    if not job.program.moves:
+        return "total: nothing moves"
+    return (
+        f"total: {_count(len(job.program.moves), 'move')}, {format_decimal_bytes(job.moved_bytes)} of values; "
+        f"each worker sends {format_decimal_bytes(job.sent_bytes)} (ring collectives)"
+    )
+
+
+def _describe_gathers(program: JobProgram) -> str:
+    """Describe which split values every worker gets in full, and what it costs."""
+    parts = []
+    inputs = [move for move in program.moves if move.gathered and move.purpose != "output"]
+    outputs = [move for move in program.moves if move.gathered and move.purpose == "output"]
+    if inputs:
+        size = format_decimal_bytes(sum(move.bytes for move in inputs))
+        parts.append(f"{_count(len(inputs), 'value')}, {size}")
+    if program.whole_operators:
+        parts.append(f"every worker computes {program.whole_operators} of {program.operators} operators in full")
+    if outputs:
+        size = format_decimal_bytes(sum(move.bytes for move in outputs))
+        parts.append(f"{_count(len(outputs), 'output')} of the job, {size}")
+    return f"gathered on every worker: {'; '.join(parts) or 'none'}"
+
+
+def _describe_operators_without_rule(program: JobProgram) -> str:
+    """Describe the operators that every worker computes in full because Rankless has no sharding rule."""
+    operators = [
+        f"{item.operator} ({_shorten_line(item.line)}{f', {item.module}' if item.module else ''})"
+        for item in program.without_rule
+    ]
+    if not operators:
+        return "operators without a sharding rule: none"
+    return f"operators without a sharding rule, computed in full: {len(operators)}: {', '.join(operators)}"
+
+
+def _describe_inputs(kind: str, items: Sequence[ProgramInputRecord]) -> Iterator[str]:
+    """Yield one text for each placement of the inputs of one kind."""
     groups: dict[str, list[ProgramInputRecord]] = {}
     for item in items:
         groups.setdefault(item.placement, []).append(item)
     for placement, members in groups.items():
-        count, size = len(members), format_decimal_bytes(sum(item.bytes for item in members))
-        yield f"  {count} {kind}{'s' if count != 1 else ''}, {size}: {placement}"
+        size = format_decimal_bytes(sum(item.bytes for item in members))
+        yield f"{_count(len(members), kind)}, {size}: {placement}"
 
 
-def _render_moves(moves: Sequence[ProgramCommunication]) -> Iterator[str]:
-    """Yield the moves; equal moves on one line, such as those of repeated layers, share a row."""
+def _render_moves(moves: Sequence[ProgramCommunication], width: int) -> Iterator[str]:
+    """Yield the moves; equal moves, such as those of repeated layers, share a row."""
+    yield from _hang(f"{'':9}{'kind':10} {'value':>7} {'sent':>7}", "line: why", width)
     groups: dict[tuple[object, ...], list[ProgramCommunication]] = {}
-    width = min(24, max(len(_shorten_line(move.line)) for move in moves))
-    yield f"          {'kind':14} {'value':>7} {'sent':>7}  {'line':{width}}  why"
     for move in moves:
-        key = (move.kind, move.bytes, move.sent_bytes, move.line, move.reason, move.overlapped)
+        names = move.value if move.purpose == "gradient" else ""
+        key = (move.kind, move.bytes, move.sent_bytes, move.line, move.reason, move.backward, names)
         groups.setdefault(key, []).append(move)
     for members in groups.values():
         move, count = members[0], len(members)
-        line = _truncate(_shorten_line(move.line), width)
-        yield (
-            f"  {f'{count} x' if count > 1 else '':>5} {'~' if move.overlapped else '':1} {move.kind:14} "
-            f"{format_decimal_bytes(move.bytes):>7} {format_decimal_bytes(move.sent_bytes):>7}  {line:{width}}  "
-            f"{move.reason} ({move.value})"
+        head = (
+            f"{f'{count} x' if count > 1 else '':>6} {'~' if move.overlapped else ' '} {move.kind:10} "
+            f"{format_decimal_bytes(move.bytes):>7} {format_decimal_bytes(move.sent_bytes):>7}"
         )
+        yield from _hang(head, f"{_shorten_line(move.line)}: {_describe_reason(members)}", width)
 
 
-def format_decimal_bytes(size: int) -> str:
-    """Format a number of bytes in its shortest unit, as "1.2 MB"."""
-    number, unit = float(size), 0
-    while number >= 999.5 and unit < len(UNITS) - 1:
-        number, unit = number / 1000, unit + 1
-    return f"{number:.0f} {UNITS[unit]}" if unit == 0 or number >= 99.5 else f"{number:.1f} {UNITS[unit]}"
+def _describe_reason(moves: Sequence[ProgramCommunication]) -> str:
+    """Describe what needs some equal moves, in the names of the user's model."""
+    move = moves[0]
+    if move.purpose == "gradient":
+        names = move.value.split(", ")
+        return f"{move.reason}: {', '.join(names if len(names) <= NAMES_SHOWN else [names[0], '…', names[-1]])}"
+    if move.purpose == "output":
+        return f"{move.reason} of the job, whole on every worker"
+    modules = format_modules((item.module, item.module_type) for item in moves)
+    return f"{move.reason}{f' in {modules}' if modules else ''}{', backward' if move.backward else ''}"
+
+
+def _hang(head: str, text: str, width: int) -> Iterator[str]:
+    """Yield a row whose last column is wrapped; on a narrow terminal this column starts on the next line."""
+    column = len(head) + 2
+    if width - column < MIN_LAST_COLUMN:
+        yield head
+        yield from _wrap(text, width, indent=NARROW_INDENT)
+        return
+    first, *rest = _wrap(text, width - column)
+    yield f"{head}  {first}"
+    yield from (" " * column + line for line in rest)
+
+
+def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
+    """Wrap a text; its lines but the first are indented by two columns more."""
+    start = " " * indent
+    return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=start + "  ", break_on_hyphens=False)
+
+
+def _name(job: KnownJob) -> str:
+    return f"job {job.job} ({_shorten_line(job.line)})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _shorten_line(line: str) -> str:
     return os.path.basename(line)
-
-
-def _truncate(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -72,8 +72,10 @@ def _list_tensor_gaps(one: Recording) -> Iterator[str]:
 
 
 def _list_program_gaps(programs: Sequence[JobProgram]) -> Iterator[str]:
-    gathered = {f"{item.operator} ({_shorten(item.line)})": None for program in programs for item in program.gathered}
-    yield from _format_names("operators without a sharding rule, replicated on every worker", list(gathered))
+    without_rule = {
+        f"{item.operator} ({_shorten(item.line)})": None for program in programs for item in program.without_rule
+    }
+    yield from _format_names("operators without a sharding rule, replicated on every worker", list(without_rule))
     constants = {
         f"{program.job}: {item.dtype}{list(item.shape)}": None
         for program in programs

@@ -14,7 +14,8 @@ from rankless.records.job_programs import (
     ProgramInputRecord,
     ReplicatedOperator,
 )
-from rankless.terminal.program_table import format_decimal_bytes, make_plan_report, render_plan
+from rankless.records.quantities import format_decimal_bytes
+from rankless.terminal.program_table import make_plan_report, render_plan
 
 SCRIPT = """
 import pathlib
@@ -68,12 +69,20 @@ def test_the_first_step_gives_a_table_and_json(tmp_path: Path) -> None:
     (planned,) = report["jobs"]
     program = planned["program"]
     assert (program["job"], program["workers"], report["steps"]) == ("train", 3, 1)
-    assert [os.path.basename(item["line"]) for item in program["gathered"]] == ["train.py:20"]
-    assert "matrix_exp" in program["gathered"][0]["operator"]
+    assert [os.path.basename(item["line"]) for item in program["without_rule"]] == ["train.py:20"]
+    assert "matrix_exp" in program["without_rule"][0]["operator"]
+    (gathered,) = (move for move in program["moves"] if move["gathered"])
+    assert (gathered["purpose"], gathered["reason"], gathered["module"]) == ("input", "input of linalg_matrix_exp", "")
+    assert planned["gathered_bytes"] == gathered["bytes"] == 10 * 8 * 8 * 4
+    assert 0 < program["whole_operators"] < program["operators"]
     assert planned["moved_bytes"] == sum(move["bytes"] for move in program["moves"])
-    reasons = [move["reason"] for move in program["moves"]]
-    assert reasons.count("statistics of the whole batch") == 4
-    assert " 4 x   all_gather" in job.stdout
+    statistics = [move for move in program["moves"] if move["reason"] == "statistics of the whole batch"]
+    assert [move["module"] for move in statistics] == [f"model.{layer}.norm" for layer in range(4)]
+    assert {(move["module_type"], move["backward"]) for move in statistics} == {("BatchNorm1d", False)}
+    shown = " ".join(job.stdout.split())
+    assert "4 x all_gather 192 B 128 B train.py:13: statistics of the whole batch in model.[0-3].norm" in shown
+    assert "gathered on every worker: 1 value, 2.6 kB; every worker computes" in shown
+    assert "gathered on every worker: none" not in shown
     assert "job correct (train.py:22) was not called within 1 training step" in job.stdout
 
 
@@ -110,45 +119,76 @@ def test_a_script_without_jobs_and_a_failing_script_differ(tmp_path: Path) -> No
     assert "the run on 2 workers failed with exit code 3" in job.stdout
 
 
-def test_the_table_groups_moves_and_fits_100_columns() -> None:
-    def move(kind: str, value: str, size: int, *, overlapped: bool = False) -> ProgramCommunication:
+REASON = "a reason of many words, each of which the reader needs, whatever the width of the terminal is"
+
+
+def make_table_program() -> JobProgram:
+    def move(kind: str, value: str, layer: int, *, overlapped: bool = False) -> ProgramCommunication:
         return ProgramCommunication(
             kind=kind,
+            purpose="gradient" if overlapped else "input",
             value=value,
-            bytes=size,
-            sent_bytes=size,
+            bytes=1_500,
+            sent_bytes=1_500,
             line=f"/somewhere/{'long' * 12}.py:7",
-            reason="the reason " * 9,
+            module="" if overlapped else f"model.layers.{layer}.attention",
+            module_type="" if overlapped else "MultiheadAttention",
+            reason="2 gradients" if overlapped else REASON,
+            gathered=not overlapped,
             overlapped=overlapped,
         )
 
     weight = ProgramInputRecord(
         kind="parameter", name="w", shape=(2,), dtype="float32", bytes=8, placement="whole on every worker"
     )
-    program = JobProgram(
+    return JobProgram(
         job="train",
         line="/somewhere/train.py:3",
         trains=True,
         workers=2,
+        calls_per_step=4,
         operators=9,
+        whole_operators=5,
         inputs=(weight, weight),
         moves=(
-            *[move("all_gather", f"v{layer}", 1_500) for layer in range(12)],
-            move("all_reduce", "w", 8, overlapped=True),
+            *[move("all_gather", f"v{layer}", layer) for layer in range(12)],
+            move("all_reduce", "model.layers.0.weight, model.layers.0.bias", 0, overlapped=True),
         ),
-        gathered=(ReplicatedOperator(operator="aten.odd.default", line="/somewhere/train.py:5"),),
+        without_rule=(ReplicatedOperator(operator="aten.odd.default", line="/somewhere/train.py:5", module="model.2"),),
     )
+
+
+@pytest.mark.parametrize("width", [40, 41, 57, 67, 68, 80, 100, 120, 200])
+def test_the_table_fits_any_width_and_cuts_nothing_off(width: int) -> None:
     known = KnownJob(job="predict", line="/somewhere/train.py:9", called=False)
-    report = make_plan_report([program, known], workers=2, steps=1)
-    lines = render_plan(report).splitlines()
-    assert max(map(len, lines)) == 100
-    assert "train job train (train.py:3): 9 operators" in lines
-    assert "  2 parameters, 16 B: whole on every worker" in lines
+    mirrored = KnownJob(job="twin", line="/somewhere/train.py:11", called=True)
+    compiled = KnownJob(job="train", line="/somewhere/train.py:3", called=True)
+    report = make_plan_report([make_table_program(), known, mirrored, compiled], workers=2, steps=1)
+    lines = render_plan(report, width).splitlines()
+    assert max(map(len, lines)) <= width
+    words = "".join("".join(lines).split())
+    for text in (
+        REASON,
+        "long" * 12,
+        "in model.layers.[0-11].attention (MultiheadAttention)",
+        "2 gradients: model.layers.0.weight, model.layers.0.bias",
+        "gathered on every worker: 12 values, 18.0 kB; every worker computes 5 of 9 operators in full",
+        "computed in full: 1: aten.odd.default (train.py:5, model.2)",
+        "total: 13 moves, 19.5 kB of values; each worker sends 19.5 kB (ring collectives)",
+        "data moved per call (4 calls make a step), in order of start",
+        "job predict (train.py:9) was not called within 1 training step; increase --steps",
+        "job twin (train.py:11) is not compiled, so it has no plan: view='mirrored'",
+    ):
+        assert "".join(text.split()) in words, text
+    assert "…" not in words
     assert sum("all_gather" in line for line in lines) == 1
-    assert next(line for line in lines if "all_gather" in line).startswith("   12 x   all_gather      1.5 kB  1.5 kB")
-    assert next(line for line in lines if "all_reduce" in line).startswith("        ~ all_reduce")
-    assert "  total: 13 moves, 18.0 kB of values; each worker sends 18.0 kB (ring collectives)" in lines
-    assert lines[-1].startswith("job predict (train.py:9) was not called within 1 training step")
+    assert next(line for line in lines if "all_gather" in line).startswith("  12 x   all_gather  1.5 kB  1.5 kB")
+    assert next(line for line in lines if "all_reduce" in line).startswith("       ~ all_reduce")
+
+
+def test_the_table_is_wrapped_to_the_least_width_on_a_narrower_terminal() -> None:
+    report = make_plan_report([make_table_program()], workers=2, steps=1)
+    assert render_plan(report, 10) == render_plan(report, 40)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""The recorded traffic of a program equals what `torch.distributed` communicates."""
+"""The recorded traffic of a program equals what `torch.distributed` communicates, and gathers are told."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from rankless.context.world import World
 from rankless.jobs.arguments import flatten_arguments, get_local_piece, get_placements
+from rankless.jobs.consistent import ConsistentView
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.program_cache import ProgramCache
 from rankless.jobs.program_records import describe_program
@@ -107,9 +109,94 @@ def test_inputs_have_placements_and_redistributions_name_script_lines() -> None:
     arguments = [item.placement for item in program.inputs if item.kind == "argument"]
     assert arguments == ["dim 0 split 3+2+2"] * 2
     assert all(item.placement == "whole on every worker" for item in program.inputs if item.kind != "argument")
-    assert all(move.line.startswith(__file__) and move.reason for move in program.moves)
+    assert all(re.fullmatch(re.escape(__file__) + r":\d+", move.line) and move.reason for move in program.moves)
     gradients = [move for move in program.moves if move.overlapped]
     assert sorted(name for move in gradients for name in move.value.split(", ")) == sorted(
         item.name for item in program.inputs if item.kind == "parameter" and "norms" not in item.name
     )  # a batch norm's gradients are whole already: they are sums that its input's gradient needed
     assert sum(move.bytes for move in gradients) == 4 * (6 * 8 + 8 + 8 * 4 + 4)
+
+
+class Mixed(nn.Module):
+    """Layers that gather (attention), merge statistics, reduce an extremum, and join values to an empty cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(3))
+        self.norm = nn.BatchNorm1d(32)
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        values = inputs
+        for layer in self.layers:
+            values = values + layer(values, values, values, need_weights=False)[0]
+        cached = torch.cat([values.new_empty(0), values], dim=-2)
+        return self.last(self.norm(cached.mean(1))) - values.max(), cached
+
+
+COLLECTIVES = {
+    "c10d::allreduce_": "all_reduce",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::alltoall_base_": "all_to_all",
+}
+
+
+class KeptPrograms:
+    """Receives the programs of a job, as `rankless plan` does."""
+
+    def __init__(self) -> None:
+        self.programs: list[JobProgram] = []
+
+    def record(self, job: Any, local: Any) -> None:
+        self.programs.append(describe_program(job, local))
+
+    def finish(self, known: Any) -> None:
+        """There is no file to close."""
+
+
+def compare_plan_with_profile(mesh: Mesh, rows: int) -> tuple[JobProgram, list[str], list[str]]:
+    """Return the plan of a job, the collectives that PyTorch's profiler saw in its second call, and all notices."""
+    torch.manual_seed(0)
+    model = Mixed()
+
+    def train(inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores, cached = model(inputs)
+        return F.cross_entropy(scores, labels), cached, scores.argmax(1)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = JobDefinition(
+        name="train", function=train, modules={"model": model}, optimizers=(optimizer,), line="train.py:1"
+    )
+    notices: list[str] = []
+    kept = KeptPrograms()
+    world = World(mesh=mesh, notify=notices.append, send_record=lambda _record: None, programs=kept)
+    view = ConsistentView(job, world)
+    inputs, labels = torch.randn(rows, 40, 32), torch.randint(0, 4, (rows,))
+    view.run(flatten_arguments((inputs, labels), {}, mesh.device))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        view.run(flatten_arguments((inputs, labels), {}, mesh.device))
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    ran = [COLLECTIVES.get(event.name, event.name) for event in events if event.name.startswith("c10d::")]
+    (program,) = kept.programs
+    return program, ran, notices
+
+
+def test_the_plan_lists_exactly_the_collectives_that_run_and_gathers_are_told_once() -> None:
+    for program, ran, notices in on_mesh(2, compare_plan_with_profile, 16):
+        assert [move.kind for move in program.moves] == ran
+        gathers = [move for move in program.moves if move.gathered]
+        inputs = [move for move in gathers if move.purpose == "input"]
+        assert {move.module for move in inputs} == {f"model.layers.{layer}" for layer in range(3)}
+        assert {move.module_type for move in inputs} == {"MultiheadAttention"}
+        assert {move.backward for move in inputs} == {False, True}
+        assert {move.reason for move in inputs} == {"input of view"}
+        outputs = [move.reason for move in program.moves if move.purpose == "output"]
+        assert sorted(outputs) == ["result 1", "result 2", "the loss"]
+        assert [move.reason for move in gathers if move.purpose == "output"] == ["result 1", "result 2"]
+        assert 0 < program.whole_operators < program.operators
+        told, returned = notices
+        whole = f"every rank computes {program.whole_operators} of {program.operators} operators in full"
+        assert told.startswith(f"{__file__}:")
+        assert "input of view in model.layers.[0-2] (MultiheadAttention)" in told
+        assert whole in told
+        assert returned.startswith("train.py:1: job 'train' returns 82.0 kB of tensors that every rank gathers")

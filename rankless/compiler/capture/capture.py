@@ -26,7 +26,8 @@ from rankless.compiler.capture.torch_modes import require_grad_enabled
 from rankless.compiler.capture.trace_errors import convert_trace_errors
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.tracing.operator_lines import record_lines
+from rankless.compiler.tracing.module_names import name_modules
+from rankless.compiler.tracing.operator_lines import record_origins
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
 
@@ -97,7 +98,8 @@ class TracedJob(nn.Module):
         """Run the job; return the loss (if the job trains) and then every tensor of the result, detached."""
         traced: dict[str, Tensor] = {f"parameter {name!r}": item for name, item in self.named_parameters()}
         traced |= {f"buffer {name!r}": item for name, item in self.named_buffers()}
-        with self.effects.trace_pass() as call_log, record_lines(traced, call_log), specialize_on_repr():
+        names = name_modules(self.source.modules)
+        with self.effects.trace_pass() as call_log, record_origins(traced, names, call_log), specialize_on_repr():
             args, kwargs = self.arguments(tensors)
             with apply_autocast_state(self.autocast):
                 result = self.source.function(*args, **kwargs)

@@ -25,6 +25,7 @@ from rankless.compiler.ir.logical_program import (
     describe_value,
     is_random_node,
 )
+from rankless.compiler.ir.operator_origin import decode_origin
 from rankless.compiler.tracing.refused_functions import refuse_change_in_place
 from rankless.compiler.tracing.symbolic_sizes import is_symbolic
 from rankless.errors import CaptureError
@@ -42,14 +43,21 @@ def name_inputs_and_outputs(name: str, line: str, graph_module: fx.GraphModule) 
     returned = next(node for node in graph.nodes if node.op == "output")
     (values,) = returned.args
     described_outputs = [
-        make_output(descriptor, value.meta.get("stack_trace") if isinstance(value, fx.Node) else None)
+        make_output(descriptor, find_line(value) if isinstance(value, fx.Node) else None)
         for value, descriptor in zip(values, returned.meta["desc"], strict=True)
     ]
     inputs: dict[fx.Node, ProgramInput] = {}
     for node in list(graph.nodes):
         value, descriptor = describe_value(node.meta.get("val")), node.meta.get("desc")
         # Drop all other metadata: the trace's fake tensors would live as long as the program.
-        node.meta = {"line": node.meta.get("stack_trace") or line, "val": value, "desc": descriptor}
+        origin = decode_origin(node.meta.get("stack_trace"))
+        node.meta = {
+            "line": origin.line or line,
+            "module": origin.module,
+            "backward": node.meta.get("partitioner_tag") == "is_backward",
+            "val": value,
+            "desc": descriptor,
+        }
         if node.op == "placeholder":
             program_input = make_input(node.meta["desc"])
             if program_input is None:
@@ -152,10 +160,10 @@ def make_constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramI
             expected="random operators that draw from torch's default generator",
             found=f"an operator that draws from the script's own {type(constant).__name__}",
             fix="remove generator=, or draw outside the job and pass the numbers as an argument",
-            where=", ".join(sorted({user.meta.get("stack_trace") or "" for user in node.users})),
+            where=", ".join(sorted({find_line(user) for user in node.users})),
         )
     if constant.requires_grad:
-        users = {user.meta.get("stack_trace") or user.meta.get("line", "") for user in node.users}
+        users = {find_line(user) for user in node.users}
         raise CaptureError(
             expected="every parameter that the job uses to belong to a module passed as model=",
             found=f"a parameter of shape {list(constant.shape)} of a module that was not passed",
@@ -164,6 +172,11 @@ def make_constant_input(node: fx.Node, graph_module: fx.GraphModule) -> ProgramI
         )
     node.meta["val"] = describe_value(constant)
     return ProgramInput(kind="constant", name=str(node.target), constant=constant)
+
+
+def find_line(node: fx.Node) -> str:
+    """Return the script's line of a node, whose metadata may still be the trace's."""
+    return decode_origin(node.meta.get("stack_trace")).line or str(node.meta.get("line", ""))
 
 
 def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> LogicalProgram:

@@ -1,6 +1,7 @@
 """The logical program: the operators of a job in logical shapes, before shardings are assigned."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -70,7 +71,8 @@ class ProgramOutput:
 class LogicalProgram:
     """A captured job: a functional ATen graph with named inputs and outputs and a script line on every node.
 
-    Node `meta["val"]` is a `LogicalValue`, or a tuple of them; `meta["line"]` is "file.py:12".
+    Node `meta["val"]` is a `LogicalValue`, or a tuple of them; `meta["line"]` is "file.py:12"; `meta["module"]` is the
+    `ModuleName` of the module that computes it, or None; `meta["backward"]` is whether it computes gradients.
     """
 
     name: str
@@ -106,6 +108,16 @@ class LogicalProgram:
 def is_random_node(node: fx.Node) -> bool:
     """Return whether a node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def format_operator(target: Any) -> str:
+    """Return the short name of an operator, as "view" for aten._unsafe_view.default.
+
+    "batch_norm" stands for PyTorch's variants native_batch_norm, _native_batch_norm_legit and so on.
+    """
+    name: str = target._schema.name if isinstance(target, torch._ops.OpOverload) else target.__name__
+    short = name.rpartition("::")[2].strip("_")
+    return re.sub(r"^(unsafe|native)_|_legit|_functional$", "", short)
 
 
 def format_value(node: fx.Node) -> str:

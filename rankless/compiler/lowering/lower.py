@@ -1,6 +1,6 @@
 """Lower a sharded program to one rank's program on local values, with collectives where placements differ."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from rankless.compiler.ir import custom_ops, local_kernels
-from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput
+from rankless.compiler.ir.logical_program import ProgramInput, ProgramOutput, format_operator, format_value
 from rankless.compiler.rules.strategy import (
     LocalValue,
     Strategy,
@@ -19,6 +19,7 @@ from rankless.compiler.rules.strategy import (
     make_call,
 )
 from rankless.compiler.sharding.redistribute import (
+    CollectivePurpose,
     CollectiveRecord,
     Redistribution,
     StackedGather,
@@ -79,13 +80,18 @@ class LoweringPass:
         node = self.graph.call_function(LOCAL_OPERATORS.get(target, target))
         # Set the arguments afterwards: PyTorch warns about sizes among the arguments of a new node.
         node.args, node.kwargs = args, kwargs
-        node.meta["line"] = self.line
+        node.meta.update(self.origin)
         return node
 
     @property
-    def line(self) -> str:
-        """The user's line of the operator that is being lowered."""
-        return "" if self.current_node is None else str(self.current_node.meta.get("line", ""))
+    def origin(self) -> Mapping[str, Any]:
+        """The line, the module and the pass of the operator that is being lowered."""
+        meta = {} if self.current_node is None else self.current_node.meta
+        return {
+            "line": str(meta.get("line", "")),
+            "module": meta.get("module"),
+            "backward": bool(meta.get("backward")),
+        }
 
     def output_size(self, index: int) -> list[int]:
         """Return the local size of an output of that operator."""
@@ -96,22 +102,33 @@ class LoweringPass:
 
     def all_reduce(self, value: fx.Node, reason: str, size: int) -> fx.Node:
         """Add a sum over all ranks of a value of `size` bytes."""
-        return self.add_collective(Redistribution(self.mesh, Partial(), Replicate()), value, size, reason)
+        target = Redistribution(self.mesh, Partial(), Replicate())
+        return self.add_collective(target, value, size, reason, purpose="operator")
 
     def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
         """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0."""
-        return self.add_collective(StackedGather(self.mesh), value, size * self.mesh.size, reason)
+        return self.add_collective(StackedGather(self.mesh), value, size * self.mesh.size, reason, purpose="operator")
 
-    def add_collective(self, target: Redistribution | StackedGather, value: fx.Node, size: int, reason: str) -> fx.Node:
-        """Add a collective and record its size and reason."""
+    def add_collective(
+        self,
+        target: Redistribution | StackedGather,
+        value: fx.Node,
+        size: int,
+        reason: str,
+        *,
+        purpose: CollectivePurpose,
+    ) -> fx.Node:
+        """Add a collective and record its size, reason and purpose."""
         node = self.call(target, value, *(target.lengths if isinstance(target, Redistribution) else ()))
         node.meta["collective"] = CollectiveRecord(
             kind=target.__name__,
-            value=value.name,
+            purpose=purpose,
+            value=value.meta.get("described", value.name),
             bytes=size,
             sent_bytes=target.sent_bytes(size),
-            line=self.line,
             reason=reason,
+            gathered=isinstance(target, Redistribution) and target.is_gather,
+            **self.origin,
         )
         return node
 
@@ -122,6 +139,7 @@ class LoweringPass:
         for node in logical.graph.nodes:
             if node in logical.inputs:
                 local = self.graph.placeholder(node.name)
+                local.meta["described"] = logical.inputs[node].name
                 self.values[node] = {self.sharded.placements[node]: local}
                 inputs.append((local, logical.inputs[node]))
         for node in logical.graph.nodes:
@@ -148,7 +166,7 @@ class LoweringPass:
                     pending_gradients.append(local)
             else:
                 name = described.name if described.kind == "result" else f"{described.kind} of {described.name}"
-                local = self.redistribute(node, Replicate(), f"{name}, replicated")
+                local = self.redistribute(node, Replicate(), name, purpose="output")
             outputs.append((local, described))
         return outputs, pending_gradients
 
@@ -160,20 +178,25 @@ class LoweringPass:
             result = self.results[source]
             local = result[index] if isinstance(result, tuple) else self.call(getitem, result, index)
             assert local is not None, f"{source.target} has no output {index}"
-            self.values[node] = {self.sharded.placements[node]: local}
+            self.store(node, local, source)
             return
         strategy = self.sharded.strategies[node]
         slots = list_tensor_slots(node)
         inputs = [value for value in slots if value is not None]
         local_inputs = [
-            self.redistribute(value, required, f"input of {node.target}")
+            self.redistribute(value, required, f"input of {format_operator(node.target)}")
             for value, required in zip(inputs, strategy.inputs, strict=True)
         ]
         args, kwargs = replace_arguments(node, iter(local_inputs))
         result = self.apply_strategy(node, strategy, args, kwargs)
         self.results[node] = result
         if not isinstance(result, tuple):
-            self.values[node] = {self.sharded.placements[node]: result}
+            self.store(node, result, node)
+
+    def store(self, node: fx.Node, local: fx.Node, computed_by: fx.Node) -> None:
+        """Keep the local value of a logical one, and describe it by its operator."""
+        local.meta.setdefault("described", f"{format_value(node)} of {format_operator(computed_by.target)}")
+        self.values[node] = {self.sharded.placements[node]: local}
 
     def apply_strategy(
         self, node: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,17 +206,21 @@ class LoweringPass:
             return self.call(get_operator(node), *args, **kwargs)
         return strategy.lower(self, make_call(node, self.sharded.placements, self.mesh.size), args, kwargs)
 
-    def redistribute(self, node: fx.Node, target: Placement, reason: str) -> fx.Node:
+    def redistribute(
+        self, node: fx.Node, target: Placement, reason: str, *, purpose: CollectivePurpose = "input"
+    ) -> fx.Node:
         """Return the local value in the target placement; redistribute it at most once per placement."""
         available = self.values[node]
         if target in available:
             return available[target]
         size = count_bytes(node)
         source = min(available, key=lambda placement: estimate_cost(size, placement, target, self.mesh.size))
-        available[target] = self.add_redistribution(node, source, target, reason)
+        available[target] = self.add_redistribution(node, source, target, reason, purpose)
         return available[target]
 
-    def add_redistribution(self, node: fx.Node, source: Placement, target: Placement, reason: str) -> fx.Node:
+    def add_redistribution(
+        self, node: fx.Node, source: Placement, target: Placement, reason: str, purpose: CollectivePurpose
+    ) -> fx.Node:
         """Add the nodes that redistribute a value from one placement to another."""
         local = self.values[node][source]
         if isinstance(source, Replicate) and isinstance(target, Shard):
@@ -203,9 +230,10 @@ class LoweringPass:
             return self.call(local_kernels.keep_on_rank_zero, local, self.rank)
         is_resize = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
         if is_resize or (isinstance(target, Shard) and isinstance(source, Partial) and source.reduce_op != "sum"):
-            self.values[node][Replicate()] = self.add_redistribution(node, source, Replicate(), reason)
-            return self.add_redistribution(node, Replicate(), target, reason)
-        return self.add_collective(Redistribution(self.mesh, source, target), local, count_bytes(node), reason)
+            self.values[node][Replicate()] = self.add_redistribution(node, source, Replicate(), reason, purpose)
+            return self.add_redistribution(node, Replicate(), target, reason, purpose)
+        redistribution = Redistribution(self.mesh, source, target)
+        return self.add_collective(redistribution, local, count_bytes(node), reason, purpose=purpose)
 
 
 def replace_arguments(node: fx.Node, values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

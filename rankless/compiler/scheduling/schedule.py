@@ -105,11 +105,13 @@ def schedule_gradients(
         size = sum(value.numel() * value.element_size() for value in values)
         started.meta["collective"] = CollectiveRecord(
             kind="all_reduce",
+            purpose="gradient",
             value=", ".join(names[node] for node in nodes),
             bytes=size,
             sent_bytes=all_reduce_bytes(size, mesh.size),
             line=str(nodes[-1].meta.get("line", "")),
             reason=f"{len(nodes)} gradients" if len(nodes) > 1 else "a gradient",
+            backward=True,
             overlapped=True,
         )
     outputs = tuple((reduced.get(node, node), described) for node, described in local.outputs)

@@ -2,31 +2,42 @@
 
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 import torch
 from torch import fx
 
 from rankless.collectives import tensor_collectives
 from rankless.compiler.ir import local_kernels
+from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
+CollectivePurpose = Literal["input", "operator", "gradient", "output"]
+"""What needs the result: an operator as its input or within its computation, the optimizer, or the job's caller."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord:
-    """A collective of a program, with the script line that needs it.
+    """A collective of a program, with the operator and the script line that need it.
 
     `bytes` is the size of the logical value. `sent_bytes` is what one worker sends in a ring.
     """
 
     kind: str
+    """The function of `torch.distributed` that runs."""
+    purpose: CollectivePurpose
     value: str
     bytes: int
     sent_bytes: int
     line: str
     reason: str
+    module: ModuleName | None = None
+    backward: bool = False
+    gathered: bool = False
+    """Whether every rank gets the whole of a value that was sharded, to compute on all of it."""
     overlapped: bool = False
     """Whether the collective overlaps with computation."""
 
@@ -73,15 +84,18 @@ class Redistribution:
 
     @property
     def kind(self) -> str:
-        """The name of the collective."""
+        """The collective that runs: a reduce_scatter is an all_reduce of which each rank keeps its part."""
         match self.source, self.target:
             case Shard(), Shard():
                 return "all_to_all"
             case Shard(), _:
                 return "all_gather"
-            case _, Shard():
-                return "reduce_scatter"
-        return "all_reduce"
+        return "all_reduce" if is_partial_sum(self.source) else "all_gather"
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether every rank gets the whole of a value that was sharded."""
+        return isinstance(self.source, Shard) and not isinstance(self.target, Shard)
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Record the script line of every operator during capture."""
+"""Record the script line and the module of every operator during capture."""
 
 import contextlib
 import sys
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_linear, capture_recurrent
+from rankless.compiler.ir.operator_origin import OperatorOrigin
+from rankless.compiler.tracing.module_names import ModuleNames, find_module
 from rankless.compiler.tracing.refused_functions import GET_DATA, ModuleTensors, find_refusal
 from rankless.compiler.tracing.untraced_calls import call_untraced, describe_arguments
 from rankless.user_code import is_user_code, user_line
@@ -28,14 +30,15 @@ def find_calling_frame(frame: FrameType) -> FrameType:
 
 
 class SourceLineMode(TorchFunctionMode):
-    """Write the user's line into the metadata of traced operators, and keep composite operators as one node.
+    """Write the origin of traced operators into their metadata, and keep composite operators as one node.
 
-    `tensors` are the traced parameters and buffers of the job's modules, by a description that has their name. The mode
-    appends every call with its plain arguments to `call_log`.
+    `tensors` are the traced parameters and buffers of the job's modules, by a description that has their name. `names`
+    has the names of the modules. The mode appends every call with its plain arguments to `call_log`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], call_log: list[Any]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], names: ModuleNames, call_log: list[Any]) -> None:
         super().__init__()
+        self._names = names
         self._call_log = call_log
         self._module_tensors = ModuleTensors(tensors)
 
@@ -60,7 +63,9 @@ class SourceLineMode(TorchFunctionMode):
         refusal = find_refusal(func, args, self._module_tensors, by_user=by_user)
         if refusal is not None:
             raise refusal.add_location(user_line(frame))
-        line = fx_traceback.current_meta["stack_trace"] = user_line(frame)
+        line = user_line(frame)
+        origin = OperatorOrigin(line, find_module(frame, self._names))
+        fx_traceback.current_meta["stack_trace"] = origin.encode()
         # PyTorch queries symbolic sizes in some passes and has them cached in others.
         if not getattr(func, "__name__", "").startswith(("sym_", "_sym_")):
             self._call_log.append((getattr(func, "__name__", ""), line, describe_arguments((*args, *kwargs.items()))))
@@ -77,13 +82,13 @@ class SourceLineMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def record_lines(tensors: Mapping[str, Tensor], call_log: list[Any]) -> Iterator[None]:
-    """Within the context, every traced operator carries the user's line as `meta["stack_trace"]`.
+def record_origins(tensors: Mapping[str, Tensor], names: ModuleNames, call_log: list[Any]) -> Iterator[None]:
+    """Within the context, every traced operator carries its encoded `OperatorOrigin` as `meta["stack_trace"]`.
 
     The context appends each call, in order, to `call_log`.
     """
     before = dict(fx_traceback.current_meta)
-    with fx_traceback.preserve_node_meta(), SourceLineMode(tensors, call_log):
+    with fx_traceback.preserve_node_meta(), SourceLineMode(tensors, names, call_log):
         yield
     fx_traceback.current_meta.clear()
     fx_traceback.current_meta.update(before)

@@ -1,0 +1,63 @@
+"""Every operator of a program has its line and its module, in the forward and in the backward pass."""
+
+import re
+
+import torch
+import torch.nn.functional as F
+from simulated_ranks import run_on_simulated_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rankless.compiler.ir.operator_origin import ModuleName, OperatorOrigin, decode_origin
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.norm(self.linear(values)).relu() * values  # used twice: gradients are added
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.checkpointed = Block()
+        self.called_by_forward = Block()
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        values = checkpoint(self.checkpointed, values, use_reentrant=False)
+        return self.called_by_forward.forward(values).sin()
+
+
+def test_operators_of_both_passes_have_lines_and_modules() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    outcome = run_on_simulated_ranks(lambda x: F.mse_loss(model(x), x), {"model": model}, [torch.randn(6, 6)], 2)
+    found: dict[bool, set[str]] = {False: set(), True: set()}
+    for node in outcome.sharded.logical.graph.nodes:
+        if node.op == "call_function":
+            assert re.fullmatch(re.escape(__file__) + r":\d+|", node.meta["line"]), node.meta["line"]
+            module = node.meta["module"]
+            found[node.meta["backward"]].add("" if module is None else f"{module.path} ({module.kind})")
+    expected = {
+        *(f"model.blocks.{number}{part}" for number in range(2) for part in (" (Block)", ".linear (Linear)")),
+        *(f"model.checkpointed{part}" for part in (" (Block)", ".linear (Linear)", ".norm (LayerNorm)")),
+        "model.called_by_forward.linear (Linear)",
+    }
+    assert found[False] >= expected | {"", "model (Model)"}
+    assert found[True] >= expected | {""}
+
+
+def test_the_origin_survives_what_pytorch_appends_to_it() -> None:
+    inside = OperatorOrigin("/a/train.py:12", ModuleName("model.layers.0", "Linear"))
+    for origin in (inside, OperatorOrigin("/a/train.py:12"), OperatorOrigin("")):
+        assert decode_origin(origin.encode()) == origin
+        assert decode_origin(origin.encode() + "Gradient addition node due to multiple use of tensor around:") == origin
+    assert decode_origin(None) == decode_origin("") == OperatorOrigin("")
+    assert decode_origin("train.py:3") == OperatorOrigin("train.py:3")
