@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
+from rankless.compiler.capture.linear_layers import unmerge_linears
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
     LogicalValue,
@@ -193,6 +194,7 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module]) -> Logic
     returned = next(node for node in program.graph.nodes if node.op == "output")
     returned.args = (tuple(node for node, _ in outputs),)
     drop_double_transposes(program.graph)
+    unmerge_linears(program.graph)
     outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
     # Keep unused random operators: in the plain script they advance the generator.
     program.graph.eliminate_dead_code(is_impure_node=has_side_effect)

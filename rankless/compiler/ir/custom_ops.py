@@ -186,6 +186,29 @@ def capture_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return result
 
 
+PLAIN_LINEAR = F.linear
+
+
+def capture_attention(*args: Any, **kwargs: Any) -> Any:
+    """Run `F.multi_head_attention_forward` during capture, and keep each of its linear layers as one node.
+
+    The function calls `linear` by its name in `torch.nn.functional`, so this name stands for ours meanwhile.
+    """
+    F.linear = capture_attention_linear  # type: ignore[assignment]  # PyTorch names the parameter `input`
+    try:
+        return F.multi_head_attention_forward(*args, **kwargs)
+    finally:
+        F.linear = PLAIN_LINEAR
+
+
+def capture_attention_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Replace `F.linear` within attention: one node, also where PyTorch has merged time and batch to rows."""
+    if x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
+        return PLAIN_LINEAR(x, weight, bias)
+    result: Tensor = linear(x, weight, bias)
+    return result
+
+
 def capture_recurrent(
     kind: str,
     x: Tensor,

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_linear, capture_recurrent
+from rankless.compiler.ir.custom_ops import RECURRENT_FUNCTIONS, capture_attention, capture_linear, capture_recurrent
 from rankless.compiler.ir.operator_origin import OperatorOrigin
 from rankless.compiler.tracing.module_names import ModuleNames, find_module
 from rankless.compiler.tracing.refused_functions import GET_DATA, ModuleTensors, find_refusal
@@ -71,6 +71,8 @@ class SourceLineMode(TorchFunctionMode):
             self._call_log.append((getattr(func, "__name__", ""), line, describe_arguments((*args, *kwargs.items()))))
         if func is F.linear:
             return capture_linear(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return capture_attention(*args, **kwargs)
         kind = getattr(func, "__name__", "")
         # A packed sequence calls the same functions with other arguments. Leave those calls to PyTorch.
         if RECURRENT_FUNCTIONS.get(kind) is func and len(args) == 9 and isinstance(args[3], bool):
