@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rankless.context.leftover_calls import LeftoverCalls
 from rankless.context.loader_passes import LoaderPasses
 from rankless.context.model_changes import ModelChanges
 from rankless.context.observers import CallInspector, JobRecorder, ProgramObserver
@@ -39,6 +40,8 @@ class World:
     """The dtype in which jobs compute, whatever the script says. None leaves it to the script."""
     model_changes: ModelChanges = field(default_factory=ModelChanges)
     """Knows which models the script has changed outside jobs."""
+    leftovers: LeftoverCalls = field(default_factory=LeftoverCalls)
+    """Finds calls of a plain training loop beside jobs."""
     limit: StepLimit | None = None
     """Counts training steps, and ends the script after the last one that the run needs."""
     programs: ProgramObserver | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankless.context.leftover_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 
@@ -79,6 +80,11 @@ class JobDefinition:
     def check_synchronized_every(self) -> int | None:
         """Number of calls between two comparisons of all ranks' models; None compares them only after a change."""
         return self.step_options.check_synchronized_every
+
+    @property
+    def label(self) -> JobLabel:
+        """What errors about the script's own calls say of the job."""
+        return JobLabel(self.name, self.line, self.trains)
 
     @property
     def trains(self) -> bool:

@@ -51,14 +51,17 @@ class GradientAccumulator:
     def __init__(self) -> None:
         self.calls = 0
         self._gradients: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
         self._earlier: LossWeight | None = None
         self._ratios: tuple[float, ...] = ()
 
     def add(self, parameters: Sequence[Tensor], weights: Sequence[LossWeight], *, job: str, line: str) -> None:
         """Add the call whose gradients the parameters hold. Then `.grad` is the accumulated gradient."""
+        self._require_unchanged(job=job, line=line)
         old, new = self._compute_factors(weights, job=job, line=line)
         for parameter in parameters:
             self._add(parameter, old, new)
+        self._versions = {key: gradient._version for key, gradient in self._gradients.items()}
         self.calls += 1
 
     def restore(self, parameters: Sequence[Tensor]) -> None:
@@ -78,6 +81,16 @@ class GradientAccumulator:
             if gradient is not None and new:
                 accumulated.add_(gradient, alpha=new)
         parameter.grad = accumulated
+
+    def _require_unchanged(self, *, job: str, line: str) -> None:
+        """Raise `StepError` if the script has changed the accumulated gradients in place since the last call."""
+        if any(gradient._version != self._versions[key] for key, gradient in self._gradients.items()):
+            raise StepError(
+                expected=f"gradients that only job {job!r} changes until its step",
+                found="gradients that the script has changed in place between two calls of one step",
+                fix="delete zero_grad(set_to_none=False), or another change of .grad, after the job's call",
+                where=line,
+            )
 
     def _compute_factors(self, weights: Sequence[LossWeight], *, job: str, line: str) -> tuple[float, float]:
         """Return the factors of the accumulated gradient and of the new one."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from rankless.compiler.capture.autocast import disable_autocast
 from rankless.compiler.capture.trace_errors import keep_user_frames
+from rankless.context.leftover_calls import StepHook
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError
@@ -56,6 +57,9 @@ class Job(Generic[Parameters, Result]):
         self._world = world
         self._view: PlainView | ConsistentView | MirroredView | None = None
         self._stepper: OptimizerStepper | None = None
+        self._step_hooks = [StepHook() for _ in definition.optimizers]
+        for hook, optimizer in zip(self._step_hooks, definition.optimizers, strict=True):
+            optimizer.register_step_pre_hook(hook)
         self._stepped = False
         self._group_sizes = count_group_parameters(definition)
         self._batch_dims: BatchDims | None = None
@@ -118,6 +122,8 @@ class Job(Generic[Parameters, Result]):
             if world.dtype is not None:
                 cast_job(job, world.dtype)
             self._view = make_view(job, world)
+            for hook in self._step_hooks:
+                hook.leftovers = world.leftovers
         if job.trains and count_group_parameters(job) != self._group_sizes:
             require_known_parameters(job)
             self._group_sizes = count_group_parameters(job)
@@ -129,8 +135,9 @@ class Job(Generic[Parameters, Result]):
             arguments = self._batch_dims.apply(arguments)
         if world.dtype is not None:
             arguments = cast_arguments(arguments, world.dtype)
+        world.leftovers.begin_call(job.label)
         try:
-            with use_default_dtype(world.dtype or self._dtype):
+            with use_default_dtype(world.dtype or self._dtype), world.leftovers.inside_job():
                 outcome = self._view.run(arguments)
             if outcome.loss is not None:
                 with disable_autocast(job.device(world.mesh.device).type):

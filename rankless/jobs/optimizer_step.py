@@ -49,6 +49,8 @@ class OptimizerStepper:
             raise
         if accumulate == 1:
             self._step()
+        self._world.leftovers.end_call(job.label, parameters, job.optimized_parameters)
+        if accumulate == 1:
             return True
         current = None if self._pass is None else self._pass()
         is_last = current is not None and current.is_last_batch and self._calls_in_pass == current.batch
@@ -104,6 +106,13 @@ class OptimizerStepper:
     def _step(self) -> None:
         """Measure and clip the whole gradient, then step."""
         self._accumulator = GradientAccumulator()
+        with self._world.leftovers.inside_job():
+            self._clip_and_step()
+        self._world.model_changes.record_versions(self._job.optimized_parameters())
+        self.steps += 1
+
+    def _clip_and_step(self) -> None:
+        """Measure and clip the whole gradient, then let the optimizers step."""
         step_options = self._job.step_options
         parameters = [item for item in self._job.optimized_parameters() if item.grad is not None]
         if step_options.clip_norm is not None:
@@ -115,8 +124,6 @@ class OptimizerStepper:
             clip_grad_value_(parameters, step_options.clip_value)
         for optimizer in self._job.optimizers:
             optimizer.step()
-        self._world.model_changes.record_versions(self._job.optimized_parameters())
-        self.steps += 1
 
     def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Raise `StepError` on every rank if the loss or a gradient is not finite; make no step."""
