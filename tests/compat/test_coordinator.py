@@ -143,7 +143,7 @@ def test_a_mismatch_is_an_error_on_all_ranks_and_leaves_other_operations_alone()
     first, second = schedule(coordinator)
     assert first.operations[0].error == (
         "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [3], "
-        "but another rank sent a tensor of shape [4]."
+        "but another rank sent a tensor of shape [4]. Operation allreduce.bad: the first is rank 0, the other rank 1."
     )
     assert keys(second) == ["good", "fine"]
     assert all(not one.error for one in second.operations)
@@ -261,4 +261,110 @@ def test_mismatches_have_horovods_texts(text: str):
     coordinator = make_coordinator()
     for rank, fields in enumerate(MISMATCHES[text]):
         submit(coordinator, rank, request("a", **fields))  # type: ignore[arg-type]
-    assert schedule(coordinator)[0].operations[0].error == text
+    error = schedule(coordinator)[0].operations[0].error
+    assert error.startswith(text)
+    assert error.endswith(".a: the first is rank 0, the other rank 1.")
+
+
+def failed(coordinator: Coordinator) -> list[tuple[str, tuple[int, ...], str]]:
+    """The key, recipients and error of each operation scheduled."""
+    return [
+        (one.submitted.key, batch.recipients, one.error) for batch in schedule(coordinator) for one in batch.operations
+    ]
+
+
+def test_ranks_that_wait_for_each_other_get_an_error_that_names_them():
+    coordinator = make_coordinator(3)
+    submit(coordinator, 0, request("x"))
+    for rank in (1, 2):
+        submit(coordinator, rank, request("x", kind="broadcast"))
+    coordinator.wait(0, [(0, "allreduce.x")], 1.0)
+    coordinator.wait(2, [(0, "broadcast.x")], 1.0)
+    coordinator.break_deadlock(before=1.0)
+    assert failed(coordinator) == []
+    coordinator.break_deadlock(before=1.5)
+    found = failed(coordinator)
+    assert {(key, recipients) for key, recipients, _ in found} == {("allreduce.x", (0,)), ("broadcast.x", (1, 2))}
+    assert all("rank 0 waits in allreduce.x, which ranks 1, 2 have not submitted" in text for _, _, text in found)
+    assert all("rank 2 waits in broadcast.x, which rank 0 has not submitted" in text for _, _, text in found)
+
+
+@pytest.mark.parametrize("cause", ["it computes", "it has submitted since", "it waits for something else", "it joined"])
+def test_ranks_that_wait_for_one_that_goes_on_get_no_error(cause: str):
+    coordinator = make_coordinator(2)
+    submit(coordinator, 0, request("x"))
+    submit(coordinator, 1, request("y"))
+    coordinator.wait(0, [(0, "allreduce.x")], 0.0)
+    if cause != "it computes":
+        coordinator.wait(1, [(0, "allreduce.y")], 0.0)
+    if cause == "it has submitted since":
+        submit(coordinator, 1, request("z"))
+    if cause == "it waits for something else":
+        coordinator.wait(1, [(0, "allreduce.gone")], 0.0)
+    if cause == "it joined":
+        submit(coordinator, 1, RequestMetadata(kind="join", key="join"))
+        schedule(coordinator)
+    coordinator.break_deadlock(before=1.0)
+    assert failed(coordinator) == []
+
+
+def test_an_interrupted_wait_and_a_new_one_start_anew():
+    coordinator = make_coordinator(2)
+    submit(coordinator, 0, request("x"))
+    submit(coordinator, 1, request("y"), request("z"))
+    coordinator.wait(0, [(0, "allreduce.x")], 0.0)
+    coordinator.wait(1, [(0, "allreduce.y")], 0.0)
+    coordinator.wait(1, [], 0.5)
+    coordinator.break_deadlock(before=1.0)
+    assert failed(coordinator) == []
+    coordinator.wait(1, [(0, "allreduce.z")], 1.0)
+    coordinator.break_deadlock(before=1.0)
+    assert failed(coordinator) == []
+    coordinator.break_deadlock(before=1.1)
+    assert [key for key, _, _ in failed(coordinator)] == ["allreduce.x", "allreduce.z"]
+
+
+def test_a_group_in_which_ranks_wait_for_each_other_fails_as_a_whole():
+    coordinator = make_coordinator(2)
+    for rank in (0, 1):
+        submit(coordinator, rank, request("both", group="g", group_size=2))
+        submit(coordinator, rank, request(f"only {rank}", group="g", group_size=2))
+    for rank in (0, 1):
+        coordinator.wait(rank, [(0, "allreduce.both"), (0, f"allreduce.only {rank}")], 0.0)
+    coordinator.break_deadlock(before=1.0)
+    assert {key for key, _, _ in failed(coordinator)} == {"allreduce.both", "allreduce.only 0", "allreduce.only 1"}
+
+
+def test_a_refused_call_fails_on_the_ranks_that_make_it():
+    coordinator = make_coordinator(3)
+    submit(coordinator, 0, request("x"))
+    coordinator.refuse(1, (0, "allreduce.x"), "it is strided", 0.0)
+    assert failed(coordinator) == []
+    submit(coordinator, 2, request("x"))
+    assert failed(coordinator) == [("allreduce.x", (0, 2), "allreduce.x was refused by rank 1: it is strided")]
+    for rank in range(3):
+        submit(coordinator, rank, request("x"))
+    assert [error for _, _, error in failed(coordinator)] == [""]
+
+
+def test_a_name_refused_while_in_use_counts_for_the_next_operation_of_that_name():
+    coordinator = make_coordinator(2)
+    submit(coordinator, 0, request("x"))
+    coordinator.refuse(0, (0, "allreduce.x"), "in use", 0.0)
+    submit(coordinator, 1, request("x"))
+    assert [error for _, _, error in failed(coordinator)] == [""]
+    submit(coordinator, 1, request("x"))
+    assert failed(coordinator) == [("allreduce.x", (1,), "allreduce.x was refused by rank 0: in use")]
+
+
+def test_a_call_that_all_refuse_leaves_nothing_and_a_barrier_forgets_one_of_some():
+    coordinator = make_coordinator(2)
+    for rank in (0, 1):
+        coordinator.refuse(rank, (0, "allreduce.x"), "in use", 0.0)
+    coordinator.refuse(1, (0, "allreduce.y"), "in use", 0.0)
+    assert coordinator.find_missing_ranks(before=1.0) == {}
+    for rank in (0, 1):
+        submit(coordinator, rank, RequestMetadata(kind="barrier", key="barrier"))
+    for rank in (0, 1):
+        submit(coordinator, rank, request("x"), request("y"))
+    assert [error for _, _, error in failed(coordinator)] == ["", "", ""]

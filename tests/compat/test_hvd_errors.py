@@ -64,7 +64,12 @@ LOCAL = {
     "entries": ("ValueError", "Number of entries in splits does not equal number of workers."),
     "dims": ("ValueError", "alltoall expects a 1D splits tensor"),
     "negative": ("ValueError", "Entries of splits cannot be negative: (-1, 2)."),
-    "number": ("IndexError", "tuple index out of range"),
+    "number": (
+        "IndexError",
+        "\nexpected: a tensor with a first dimension, along which allgather concatenates\n"
+        "found:    a tensor of 0 dimensions and type torch.FloatTensor\n"
+        "fix:      tensor.reshape(1) has one; hvd.allgather_object gathers plain numbers",
+    ),
     "scattered number": (
         "HorovodInternalError",
         "Reducescatter needs a tensor with a first dimension; found one of 0 dimensions.",
@@ -134,7 +139,9 @@ ACROSS = {
 
 @pytest.mark.parametrize("mismatch", ACROSS)
 def test_mismatched_ranks_raise_the_same_error_and_continue(mismatch):
-    found = (("HorovodInternalError", ACROSS[mismatch]), [2.0, 2.0])
+    kind = {"root": "broadcast", "dims": "allgather", "columns": "allgather"}.get(mismatch, "allreduce")
+    text = f"{ACROSS[mismatch]} Operation {kind}.x: the first is rank 0, the other rank 1."
+    found = (("HorovodInternalError", text), [2.0, 2.0])
     assert on_ranks(2, across, mismatch) == [found, found]
 
 

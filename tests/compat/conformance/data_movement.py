@@ -47,9 +47,11 @@ def check_the_gradient_of_gathering():
 
 
 def check_a_scalar_cannot_be_gathered_with_a_gradient():
-    """A tensor without dims raises IndexError on the way."""
+    """A tensor without dims raises IndexError on the way, which says what is missing."""
     for gradient in (True, False):
-        raised(IndexError, lambda gradient=gradient: hvd.allgather(torch.tensor(1.0, requires_grad=gradient)))
+        given = torch.tensor(1.0, requires_grad=gradient)
+        for call in (lambda given=given: hvd.allgather(given), lambda given=given: hvd.grouped_allgather([given])):
+            assert "expected: a tensor with a first dimension" in raised(IndexError, call)
 
 
 def check_broadcasting():

@@ -140,17 +140,47 @@ def check_reductions_and_groups_with_who_has_joined():
 
 
 def check_what_joining_forbids():
-    """Allgather and the others raise on the ranks that call them while one has joined."""
+    """Allgather and the others raise on the ranks that call them while one has joined, and name it."""
     if hvd.rank():
-        text = raised(hvd.HorovodInternalError, lambda: hvd.allgather(torch.ones(1), name="late"))
-        assert text == (
-            "Allgather is not supported with Join at this time. "
-            "Specify sparse_to_dense=True if using DistributedOptimizer"
-        )
-        text = raised(hvd.HorovodInternalError, lambda: hvd.broadcast(torch.ones(1), 1, name="late"))
-        assert text == "Broadcast is not supported with Join at this time."
-        text = raised(hvd.HorovodInternalError, lambda: hvd.alltoall(torch.ones(hvd.size()), name="late"))
-        assert text == "Alltoall is not supported with Join at this time."
-        text = raised(hvd.HorovodInternalError, lambda: hvd.reducescatter(torch.ones(hvd.size()), name="late"))
-        assert text == "Reducescatter is not supported with Join at this time."
+        ones = torch.ones(hvd.size())
+        for key, call in {
+            "allgather": lambda: hvd.allgather(ones, name="late"),
+            "broadcast": lambda: hvd.broadcast(ones, 1, name="late"),
+            "alltoall": lambda: hvd.alltoall(ones, name="late"),
+            "reducescatter": lambda: hvd.reducescatter(ones, name="late"),
+        }.items():
+            text = raised(hvd.HorovodInternalError, call)
+            hint = " Specify sparse_to_dense=True if using DistributedOptimizer." if key == "allgather" else ""
+            assert text == (
+                f"{key.title()} is not supported with Join at this time.{hint} Operation {key}.late: joined is rank 0."
+            )
     hvd.join()
+
+
+def check_unnamed_operations_after_joining():
+    """Ranks that have called different numbers of unnamed operations before a join agree again after it."""
+    size, rank = hvd.size(), hvd.rank()
+    for _ in range(2):
+        for _ in range(rank + 1):
+            hvd.allreduce(torch.ones(3))
+        hvd.join()
+        assert hvd.allgather(torch.tensor([rank])).tolist() == list(range(size))
+        assert hvd.broadcast(torch.tensor([rank]), size - 1).item() == size - 1
+
+
+def check_sets_of_other_ranks():
+    """Ranks that add sets of different ranks, or remove different sets, get an error."""
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    anew()
+    is_last = hvd.rank() == hvd.size() - 1
+    text = raised(hvd.HorovodInternalError, lambda: hvd.add_process_set([0] if is_last else [0, 1]))
+    assert text.startswith(
+        "Mismatched process sets: One rank added a process set of ranks [0, 1], "
+        "but another rank added one of ranks [0]. Operation add_process_set: the first is rank"
+    ), text
+    one, other = hvd.add_process_set([0]), hvd.add_process_set([1])
+    text = raised(hvd.HorovodInternalError, lambda: hvd.remove_process_set(one if is_last else other))
+    assert text.startswith("Mismatched process sets: One rank removed process set "), text
+    assert hvd.remove_process_set(one)
+    del os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"]
+    anew()

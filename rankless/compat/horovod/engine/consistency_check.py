@@ -1,23 +1,28 @@
-"""Checks that the requests of all ranks for one key match. The error texts are Horovod's.
+"""Checks that the requests of all ranks for one key match.
 
-Groups and the ranks of new process sets need no check: they are part of the key.
+The error texts are Horovod's, followed by the operation and the ranks. Groups need no check: they are part of the key.
 """
 
 from collections.abc import Mapping, Sequence
 
+from rankless.collectives.call_signature import format_ranks
 from rankless.compat.horovod.engine.messages import RequestMetadata
 
 
-def find_mismatch(requests: Mapping[int, RequestMetadata], joined: Sequence[int]) -> str:
-    """Return how the requests differ, or an empty string. The requests are by rank."""
-    first, *others = [requests[rank] for rank in sorted(requests)]
-    for other in others:
+def find_mismatch(key: str, requests: Mapping[int, RequestMetadata], joined: Sequence[int]) -> str:
+    """Return how the requests for a key differ, or an empty string. The requests are by rank."""
+    ranks = sorted(requests)
+    first = requests[ranks[0]]
+    for rank in ranks[1:]:
+        other = requests[rank]
         if other is not first and other != first and (text := _compare(first, other)):
-            return text
+            alike = [one for one in ranks if requests[one] is first or not _compare(first, requests[one])]
+            differing = [one for one in ranks if _compare(first, requests[one]) == text]
+            return f"{text} Operation {key}: the first is {format_ranks(alike)}, the other {format_ranks(differing)}."
     if joined and first.kind != "allreduce":
-        return _format_join_error(first.kind)
+        return f"{_format_join_error(first.kind)} Operation {key}: joined is {format_ranks(joined)}."
     if first.kind == "allgather" and not first.shape:
-        return "Rank zero tried to gather a rank-zero tensor."
+        return f"Rank zero tried to gather a rank-zero tensor. Operation {key}."
     return ""
 
 
@@ -25,6 +30,8 @@ def _compare(first: RequestMetadata, other: RequestMetadata) -> str:
     kind = first.kind.upper()
     if first.kind != other.kind:
         return f"Mismatched operations: One rank did an {kind}, but another rank did an {other.kind.upper()}."
+    if first.kind in ("add_process_set", "remove_process_set"):
+        return _compare_process_sets(first, other)
     if first.dtype != other.dtype:
         return f"Mismatched data types: One rank had type {first.dtype}, but another rank had type {other.dtype}."
     if first.device != other.device:
@@ -34,6 +41,20 @@ def _compare(first: RequestMetadata, other: RequestMetadata) -> str:
             f"but another rank specified device {there}."
         )
     return _compare_shapes(first, other) or _compare_settings(first, other)
+
+
+def _compare_process_sets(first: RequestMetadata, other: RequestMetadata) -> str:
+    if first.ranks != other.ranks:
+        return (
+            f"Mismatched process sets: One rank added a process set of ranks {list(first.ranks)}, "
+            f"but another rank added one of ranks {list(other.ranks)}."
+        )
+    if first.root != other.root:
+        return (
+            f"Mismatched process sets: One rank removed process set {first.root}, "
+            f"but another rank removed process set {other.root}."
+        )
+    return ""
 
 
 def _compare_shapes(first: RequestMetadata, other: RequestMetadata) -> str:
@@ -73,5 +94,5 @@ def _compare_settings(first: RequestMetadata, other: RequestMetadata) -> str:
 
 
 def _format_join_error(kind: str) -> str:
-    hint = " Specify sparse_to_dense=True if using DistributedOptimizer" if kind == "allgather" else ""
+    hint = " Specify sparse_to_dense=True if using DistributedOptimizer." if kind == "allgather" else ""
     return f"{kind.capitalize()} is not supported with Join at this time.{hint}"

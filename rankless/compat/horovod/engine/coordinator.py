@@ -9,16 +9,22 @@ operations in that order, so two overlapping sets never wait for each other.
 Note [response cache]: an operation that a rank has described in full gets a cache id, and the rank then submits only
 the id. The cache has `capacity` entries and evicts the least recently used one. The coordinator asks a rank that
 submits an evicted id to submit the full description again. Horovod calls this its response cache.
+
+Note [waiting ranks]: a rank whose only submitting thread has waited for a while reports what it waits for, so it
+submits nothing before that ends. If ranks wait for each other in different operations, all of them get an error.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from rankless.compat.horovod.engine.batches import ScheduledBatch, ScheduledOperation
 from rankless.compat.horovod.engine.consistency_check import find_mismatch
-from rankless.compat.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
+from rankless.compat.horovod.engine.deadlock import find_deadlock, format_deadlock
+from rankless.compat.horovod.engine.messages import RequestMetadata
 from rankless.compat.horovod.engine.requests import UNNAMED_PREFIX
+from rankless.compat.horovod.engine.submissions import SubmittedOperation, SubmittedOperations
 from rankless.compat.horovod.engine.timeline import Timeline
 
 Combine = Callable[[RequestMetadata, Sequence[bytes], int], bytes]
@@ -28,24 +34,6 @@ ITEM_BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2,
 ALL_RANKS = 0
 TENSOR_KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 """Operations on tensors. The ranks only agree on the others."""
-
-
-@dataclass
-class SubmittedOperation:
-    """An operation that some ranks have ready."""
-
-    set_id: int
-    key: str
-    since: float
-    requests: dict[int, RequestMetadata] = field(default_factory=dict)
-    values: dict[int, bytes] = field(default_factory=dict)
-    has_full_metadata: bool = False
-    """Whether a rank has described it in full, and must learn its cache id."""
-
-    @property
-    def request(self) -> RequestMetadata:
-        """One of the requests; the others agree with it."""
-        return next(iter(self.requests.values()))
 
 
 @dataclass(frozen=True)
@@ -78,53 +66,6 @@ class CachedOperation:
     requests: dict[int, RequestMetadata] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ScheduledOperation:
-    """An operation of a batch."""
-
-    submitted: SubmittedOperation
-    joined: tuple[int, ...]
-    error: str
-    cache_id: int = -1
-    result: tuple[int, ...] = ()
-    values: bytes = b""
-
-    def make_response(self, rank: int, members: Sequence[int]) -> OperationResponse:
-        """Return the response for one rank."""
-        request = self.submitted.request
-        return OperationResponse(
-            key=self.submitted.key,
-            cache_id=self.cache_id,
-            error=self.error,
-            details=self.result or _make_details(request, self.submitted.requests, rank, members),
-            request=request if rank in self.joined or request.kind == "add_process_set" else None,
-            is_inline=request.is_inline and not self.error,
-        )
-
-
-@dataclass(frozen=True)
-class ScheduledBatch:
-    """Operations that the ranks of a process set execute as one."""
-
-    set_id: int
-    members: tuple[int, ...]
-    operations: tuple[ScheduledOperation, ...]
-
-    @property
-    def values(self) -> list[bytes]:
-        """The results of the inline operations, in order."""
-        return [one.values for one in self.operations if one.submitted.request.is_inline and not one.error]
-
-    @property
-    def is_same_for_all(self) -> bool:
-        """Whether every rank gets the same message."""
-        return not any(one.joined or one.submitted.request.kind == "alltoall" for one in self.operations)
-
-    def make_message(self, rank: int) -> Execute:
-        """Return the message for one rank."""
-        return Execute(self.set_id, tuple(one.make_response(rank, self.members) for one in self.operations))
-
-
 class Coordinator:
     """Records which rank has which operation ready, and decides what the ranks execute next."""
 
@@ -145,7 +86,9 @@ class Coordinator:
         self._splits_groups = splits_groups
         self._timeline = timeline or Timeline()
         self._next_set = 1
-        self._submitted: dict[tuple[int, str], SubmittedOperation] = {}
+        self._submitted = SubmittedOperations()
+        self._waiting: dict[int, tuple[Sequence[tuple[int, str]], float]] = {}
+        """What ranks wait for, and since when they have reported it."""
         self._incomplete_groups: dict[tuple[int, str], list[SubmittedOperation]] = {}
         self._ready: list[ReadyGroup] = []
         self._joined: dict[int, None] = {}
@@ -155,10 +98,11 @@ class Coordinator:
 
     def submit(self, rank: int, request: RequestMetadata, values: bytes, now: float) -> None:
         """Record that a rank has an operation ready, which it describes in full."""
+        self._waiting.pop(rank, None)
         if request.kind == "join":
             self._join(rank, now)
             return
-        submitted = self._get_or_create(request.set_id, request.key, now)
+        submitted = self._submitted.get_or_create(request.set_id, request.key, rank, now)
         submitted.has_full_metadata = True
         self._add(submitted, rank, request, values)
         entry = self._cache.get(self._cache_ids.get((request.set_id, request.key), -1))
@@ -171,9 +115,42 @@ class Coordinator:
         request = None if entry is None else entry.requests.get(rank)
         if entry is None or request is None:
             return False
+        self._waiting.pop(rank, None)
         self._cache.move_to_end(cache_id)
-        self._add(self._get_or_create(entry.set_id, entry.key, now), rank, request, values)
+        self._add(self._submitted.get_or_create(entry.set_id, entry.key, rank, now), rank, request, values)
         return True
+
+    def refuse(self, rank: int, operation_id: tuple[int, str], reason: str, now: float) -> None:
+        """Record that a rank refuses an operation: it fails on the ranks that submit it."""
+        submitted = self._submitted.get_or_create(*operation_id, rank, now)
+        submitted.refusals[rank] = reason
+        self._advance(submitted)
+
+    def wait(self, rank: int, operation_ids: Sequence[tuple[int, str]], now: float) -> None:
+        """Record that a rank submits nothing before these operations have ended. Without any, it waits no more."""
+        before, since = self._waiting.pop(rank, ((), now))
+        if operation_ids:
+            self._waiting[rank] = (operation_ids, since if before == operation_ids else now)
+
+    def break_deadlock(self, *, before: float) -> None:
+        """Fail the operations in which ranks have waited for each other since before that time."""
+        if len(self._waiting) < 2:
+            return
+        waits = {
+            rank: [
+                (one, one.find_missing(self.process_sets.get(one.set_id, ()), self._joined))
+                for one in (self._submitted.get(operation_id, rank) for operation_id in ids)
+                if one is not None
+            ]
+            for rank, (ids, since) in self._waiting.items()
+            if since < before
+        }
+        found = find_deadlock(waits)
+        text = format_deadlock(found) if found else ""
+        for rank, blocked in found.items():
+            self._waiting.pop(rank, None)
+            for submitted, _ in blocked:
+                self._fail(submitted, text)
 
     def schedule(self, *, is_idle: bool) -> Iterator[ScheduledBatch]:
         """Yield the next batches.
@@ -198,18 +175,11 @@ class Coordinator:
     def find_missing_ranks(self, *, before: float) -> dict[int, list[str]]:
         """Return, by rank, the keys of operations that others submitted before that time and this rank did not."""
         missing: dict[int, list[str]] = {}
-        for submitted in self._submitted.values():
+        for submitted in self._submitted:
             if submitted.since < before:
-                for rank in self.process_sets[submitted.set_id]:
-                    if rank not in submitted.requests and rank not in self._joined:
-                        missing.setdefault(rank, []).append(submitted.key)
+                for rank in submitted.find_missing(self.process_sets[submitted.set_id], self._joined):
+                    missing.setdefault(rank, []).append(submitted.key)
         return dict(sorted(missing.items()))
-
-    def _get_or_create(self, set_id: int, key: str, now: float) -> SubmittedOperation:
-        found = self._submitted.get((set_id, key))
-        if found is None:
-            found = self._submitted[set_id, key] = SubmittedOperation(set_id, key, now)
-        return found
 
     def _add(self, submitted: SubmittedOperation, rank: int, request: RequestMetadata, values: bytes) -> None:
         self._timeline.record_submission(submitted.key, request.kind, rank)
@@ -221,12 +191,15 @@ class Coordinator:
     def _advance(self, submitted: SubmittedOperation) -> None:
         """Mark the operation as ready if every rank that has not joined has submitted it."""
         members = self.process_sets.get(submitted.set_id, ())
-        if len(submitted.requests) < len(members) and not (
-            self._joined and all(rank in submitted.requests or rank in self._joined for rank in members)
-        ):
+        if len(submitted.requests) < len(members) and submitted.find_missing(members, self._joined):
             return
-        del self._submitted[submitted.set_id, submitted.key]
+        self._submitted.remove(submitted)
+        if submitted.refusals:
+            self._add_failed([submitted], submitted.format_refusals())
+            return
         request = submitted.request
+        if request.kind == "barrier":
+            self._submitted.forget_refused(None if submitted.set_id == ALL_RANKS else submitted.set_id)
         if not request.group or self._splits_groups:
             self._timeline.end_negotiation(submitted.key, is_whole=True)
             self._ready.append(self._make_group([submitted]))
@@ -239,11 +212,33 @@ class Coordinator:
                 self._timeline.end_group_wait(one.key)
             self._ready.append(self._make_group(self._incomplete_groups.pop((submitted.set_id, request.group))))
 
+    def _fail(self, submitted: SubmittedOperation, text: str) -> None:
+        """Fail an operation that not all ranks have submitted, and those of its group."""
+        group = submitted.request.group
+        alike = [
+            one
+            for one in self._submitted
+            if one is submitted or (group and _get_group(one) == (submitted.set_id, group))
+        ]
+        for one in alike:
+            self._submitted.remove(one)
+        waiting = self._incomplete_groups.pop((submitted.set_id, group), []) if group else []
+        for one in waiting:
+            self._timeline.end_group_wait(one.key)
+        self._add_failed(alike, text)
+        self._add_failed(waiting, text)
+
+    def _add_failed(self, operations: Sequence[SubmittedOperation], text: str) -> None:
+        for one in operations:
+            self._timeline.end_negotiation(one.key, is_whole=True)
+            if one.requests:
+                self._ready.append(ReadyGroup((one,), (), text))
+
     def _make_group(self, operations: Sequence[SubmittedOperation]) -> ReadyGroup:
         first = operations[0]
         members = self.process_sets.get(first.set_id, ())
         joined = tuple(rank for rank in members if rank in self._joined) if first.request.kind in TENSOR_KINDS else ()
-        errors = (find_mismatch(one.requests, joined) for one in operations)
+        errors = (find_mismatch(one.key, one.requests, joined) for one in operations)
         return ReadyGroup(tuple(operations), joined, next((text for text in errors if text), ""))
 
     def _join(self, rank: int, now: float) -> None:
@@ -251,12 +246,13 @@ class Coordinator:
         self._joined[rank] = None
         if len(self._joined) == len(self.process_sets[ALL_RANKS]):
             self._joined = {}
+            self._submitted.forget_refused(None)
             self._timeline.end_negotiation("join", is_whole=True)
             request = RequestMetadata(kind="join", key="join", root=rank)
             submitted = SubmittedOperation(ALL_RANKS, "join", now, requests={rank: request})
             self._ready.append(ReadyGroup((submitted,), (), ""))
             return
-        for submitted in list(self._submitted.values()):
+        for submitted in self._submitted:
             self._advance(submitted)
 
     def _take_fusible(self) -> list[ReadyGroup]:
@@ -337,6 +333,10 @@ def count_bytes(request: RequestMetadata) -> int:
     return prod(request.shape) * ITEM_BYTES.get(request.dtype, 4)
 
 
+def _get_group(submitted: SubmittedOperation) -> tuple[int, str]:
+    return submitted.set_id, submitted.request.group
+
+
 def _is_unnamed(key: str) -> bool:
     """Whether no later operation has this key."""
     return key.partition(".")[2].startswith(UNNAMED_PREFIX)
@@ -355,16 +355,3 @@ def _get_fusion_key(group: ReadyGroup) -> tuple[object, ...] | None:
 
 def _get_factors(request: RequestMetadata) -> tuple[float, float]:
     return request.prescale, request.postscale
-
-
-def _make_details(
-    request: RequestMetadata, requests: Mapping[int, RequestMetadata], rank: int, members: Sequence[int]
-) -> tuple[int, ...]:
-    if len(requests) < len(members):
-        return ()
-    if request.kind == "allgather":
-        return tuple(requests[member].shape[0] if requests[member].shape else 1 for member in members)
-    if request.kind == "alltoall" and rank in members:
-        index = members.index(rank)
-        return tuple(requests[member].splits[index] for member in members)
-    return ()

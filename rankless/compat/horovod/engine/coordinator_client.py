@@ -1,23 +1,26 @@
 """A rank's access to the coordinator. Rank 0 calls it directly, the others send messages to rank 0. Nothing blocks."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from selectors import EVENT_READ, BaseSelector
 from typing import Protocol
 
 import msgspec
 
+from rankless.compat.horovod.engine.batches import ScheduledBatch
 from rankless.compat.horovod.engine.connections import ConnectionClosed, RankConnection, close_gracefully
-from rankless.compat.horovod.engine.coordinator import Coordinator, ScheduledBatch
+from rankless.compat.horovod.engine.coordinator import Coordinator
 from rankless.compat.horovod.engine.messages import (
     CacheMiss,
     Execute,
     Leave,
+    Refuse,
     RequestMetadata,
     Shutdown,
     Submit,
     SubmitCached,
+    Wait,
     decode_coordinator_message,
     decode_rank_message,
     encode,
@@ -30,6 +33,10 @@ ReceivedBatch = tuple[Execute, bytes]
 """A batch to execute, and the values of its inline operations."""
 
 
+DEADLOCK_SECONDS = 0.5
+"""How long ranks have reported to wait for each other before they get an error."""
+
+
 class ShutdownReceived(Exception):
     """A rank has shut down or is gone: nothing more is executed."""
 
@@ -39,6 +46,14 @@ class CoordinatorClient(Protocol):
 
     def submit(self, operation_id: OperationId, request: RequestMetadata, values: bytes) -> None:
         """Submit an operation. The next `receive` sends it, together with others submitted before."""
+        ...
+
+    def refuse(self, set_id: int, keys: Sequence[str], reason: str) -> None:
+        """Refuse operations that other ranks may submit. The next `receive` sends it."""
+        ...
+
+    def wait(self, operation_ids: Sequence[OperationId]) -> None:
+        """Report that this rank submits nothing before these operations have ended. The next `receive` sends it."""
         ...
 
     def receive(self, *, is_idle: bool) -> Iterator[ReceivedBatch]:
@@ -78,6 +93,14 @@ class RemoteCoordinatorClient:
             cache_id = -1
         self._submitted[operation_id] = (request, values, cache_id)
         self._connection.enqueue(encode(Submit(request) if cache_id < 0 else SubmitCached(cache_id)), (values,))
+
+    def refuse(self, set_id: int, keys: Sequence[str], reason: str) -> None:
+        """Refuse operations that other ranks may submit."""
+        self._connection.enqueue(encode(Refuse(set_id, tuple(keys), reason)))
+
+    def wait(self, operation_ids: Sequence[OperationId]) -> None:
+        """Report that this rank submits nothing before these operations have ended."""
+        self._connection.enqueue(encode(Wait(tuple(operation_ids))))
 
     def receive(self, *, is_idle: bool) -> Iterator[ReceivedBatch]:  # noqa: ARG002  # the protocol's
         """Yield the batches scheduled since the last call. Raises ShutdownReceived after the last one."""
@@ -167,11 +190,21 @@ class LocalCoordinatorClient:
         """Submit an operation."""
         self._coordinator.submit(0, request, values, time.monotonic())
 
+    def refuse(self, set_id: int, keys: Sequence[str], reason: str) -> None:
+        """Refuse operations that other ranks may submit."""
+        for key in keys:
+            self._coordinator.refuse(0, (set_id, key), reason, time.monotonic())
+
+    def wait(self, operation_ids: Sequence[OperationId]) -> None:
+        """Report that this rank submits nothing before these operations have ended."""
+        self._coordinator.wait(0, operation_ids, time.monotonic())
+
     def receive(self, *, is_idle: bool) -> Iterator[ReceivedBatch]:
         """Yield the batches scheduled since the last call. Raises ShutdownReceived after the last one."""
         for rank in [key.data for key, _ in self._selector.select(0)] if self._connections else ():
             self._receive_from(rank)
         now = time.monotonic()
+        self._coordinator.break_deadlock(before=now - DEADLOCK_SECONDS)
         if self._cycle_seconds and now - self._last_batch_time < self._cycle_seconds:
             is_idle = False
         for batch in self._coordinator.schedule(is_idle=is_idle):
@@ -207,6 +240,11 @@ class LocalCoordinatorClient:
                     now = time.monotonic()
                     if not self._coordinator.submit_cached(rank, message.cache_id, values, now):
                         connection.send(encode(CacheMiss(message.cache_id)))
+                elif isinstance(message, Refuse):
+                    for key in message.keys:
+                        self._coordinator.refuse(rank, (message.set_id, key), message.reason, time.monotonic())
+                elif isinstance(message, Wait):
+                    self._coordinator.wait(rank, message.operation_ids, time.monotonic())
                 elif isinstance(message, Leave):
                     self._end("", excluded=rank)
         except ConnectionClosed:
@@ -218,10 +256,10 @@ class LocalCoordinatorClient:
         """Send a batch to the other ranks of its process set, and yield rank 0's own message if it is one of them."""
         values = b"".join(batch.values)
         shared = encode(batch.make_message(0)) if batch.is_same_for_all else None
-        for rank in batch.members:
+        for rank in batch.recipients:
             if rank:
                 self._send(rank, shared or encode(batch.make_message(rank)), values)
-        if 0 in batch.members:
+        if 0 in batch.recipients:
             yield batch.make_message(0), values
 
     def _send(self, rank: int, message: bytes, values: bytes) -> None:

@@ -53,11 +53,25 @@ class SubmitCached(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cache_id: int
 
 
+class Refuse(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A rank refuses operations that other ranks may submit."""
+
+    set_id: int
+    keys: tuple[str, ...]
+    reason: str
+
+
+class Wait(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A rank submits nothing before these operations have ended: by process set and key. Without any, it goes on."""
+
+    operation_ids: tuple[tuple[int, str], ...]
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A rank shuts down."""
 
 
-RankMessage = Hello | Submit | SubmitCached | Leave
+RankMessage = Hello | Submit | SubmitCached | Refuse | Wait | Leave
 
 
 class OperationResponse(msgspec.Struct, frozen=True, array_like=True):

@@ -43,6 +43,8 @@ SHUT_DOWN = (
 TENSOR_OPERATION_KINDS = tuple(map(OperationKind, TENSOR_KINDS))
 FINISH_SECONDS = 5.0
 """After a rank has left: how long the other ranks may still execute the batches scheduled before."""
+WAIT_REPORT_SECONDS = 0.25
+"""How long a thread waits for a result before rank 0 is told."""
 HANDOFF_SECONDS = 1e-4
 """How long the background thread leaves a new request to its thread, which usually waits for the result at once."""
 
@@ -63,6 +65,9 @@ class OperationScheduler:
         self._finish_deadline = 0.0
         self._handles = itertools.count(1)
         self._unnamed_counts: dict[int, int] = {}
+        self._join_count = 0
+        self._threads: set[int] = set()
+        """The threads that have submitted operations."""
         self._error: HorovodInternalError | None = None
         self._is_closed = False
         connections = selectors.EpollSelector()
@@ -72,6 +77,7 @@ class OperationScheduler:
             step=self._step,
             has_work=lambda: bool(self._queue or self._pending),
             poll_seconds=self._client.poll_seconds,
+            on_waiting=self._report_waiting,
             changed=self._changed,
         )
         self._executor = OperationExecutor(
@@ -94,11 +100,12 @@ class OperationScheduler:
     def new_name(self, set_id: int) -> str:
         """Return a name for an unnamed operation.
 
-        Ranks that call unnamed operations of a process set in the same order get the same names.
+        Ranks that call unnamed operations of a process set in the same order get the same names. The end of a join
+        restarts the count, because the ranks have called different numbers of operations before it.
         """
         with self._lock:
             count = self._unnamed_counts[set_id] = self._unnamed_counts.get(set_id, 0) + 1
-            return f"{UNNAMED_PREFIX}{count}"
+            return f"{UNNAMED_PREFIX}{self._join_count}.{count}" if self._join_count else f"{UNNAMED_PREFIX}{count}"
 
     def submit(self, handle: int, requests: Sequence[OperationRequest]) -> None:
         """Submit requests under one handle.
@@ -108,7 +115,12 @@ class OperationScheduler:
         with self._lock:
             if self._error is not None:
                 raise HorovodInternalError(*self._error.args)
-            operation = self._pending.add(handle, requests)
+            self._threads.add(threading.get_ident())
+            try:
+                operation = self._pending.add(handle, requests)
+            except ValueError as error:
+                self.refuse(requests[0].set_id, [get_operation_id(one)[1] for one in requests], str(error))
+                raise
             operation.event = _record_event(requests)
             is_group_inline = bool(requests[0].group) and fits_inline(requests, self._size)
             for one in requests:
@@ -120,6 +132,13 @@ class OperationScheduler:
             self._receive()
             if not operation.is_done and (self._queue or not self._progress.is_listening):
                 self._progress.wake(HANDOFF_SECONDS)
+
+    def refuse(self, set_id: int, keys: Sequence[str], reason: str) -> None:
+        """Let the other ranks' operations with these keys fail, because this rank's call has raised an error."""
+        with self._lock:
+            if self._error is None and self._size > 1:
+                self._client.refuse(set_id, sorted(set(keys)), reason)
+                self._receive()
 
     def has_handle(self, handle: int) -> bool:
         """Whether a handle was submitted and its results were not returned yet."""
@@ -141,7 +160,12 @@ class OperationScheduler:
         Raises KeyError for an unknown handle, and HorovodInternalError if the operation failed.
         """
         operation = self._pending[handle]
-        self._progress.run_until_done(operation)
+        try:
+            self._progress.run_until_done(operation)
+        finally:
+            if operation.reported_at and not operation.is_done:  # an interrupt
+                with self._lock:
+                    self._client.wait(())
         self._pending.pop(handle)
         if operation.error is not None:
             raise operation.error
@@ -268,6 +292,9 @@ class OperationScheduler:
                     offset += count
                 self._pending.finish(operation_id, output)
             elif kind not in TENSOR_OPERATION_KINDS:
+                if kind is OperationKind.JOIN:
+                    self._join_count += 1
+                    self._unnamed_counts.clear()
                 self._update_process_sets(kind, item.details, item.request)
                 self._pending.finish(operation_id, item.details[0] if item.details else None)
             else:
@@ -275,6 +302,18 @@ class OperationScheduler:
         if has_transfers:
             self._queue.append(execute)
         self._changed.notify_all()
+
+    def _report_waiting(self, operation: PendingOperation) -> None:
+        """Report to rank 0 that this rank waits, if it has waited for a while and no other thread submits."""
+        now = time.monotonic()
+        operation.waiting_since = operation.waiting_since or now
+        if now - max(operation.waiting_since, operation.reported_at) < WAIT_REPORT_SECONDS or operation.is_done:
+            return
+        others = self._threads - {threading.get_ident()}
+        if not others or others.isdisjoint(thread.ident for thread in threading.enumerate()):
+            with self._lock:
+                operation.reported_at = now
+                self._client.wait([get_operation_id(one) for one in operation.requests])
 
     def _update_process_sets(
         self, kind: OperationKind, details: tuple[int, ...], request: RequestMetadata | None

@@ -23,6 +23,10 @@ class PendingOperation:
     error: Exception | None = None
     event: torch.cuda.Event | None = None
     """Until execution: when the tensors are ready on their device. After it: when the results are."""
+    waiting_since: float = 0.0
+    """When a thread began to wait for it; 0 before that."""
+    reported_at: float = 0.0
+    """When rank 0 was told that this rank waits for it; 0 before that."""
 
     @property
     def is_done(self) -> bool:
@@ -98,7 +102,7 @@ def get_operation_id(request: OperationRequest) -> OperationId:
     if request.kind is OperationKind.JOIN:
         return 0, "join"
     if request.kind is OperationKind.ADD_SET:
-        return 0, f"add_process_set.{','.join(map(str, request.ranks))}"
+        return 0, "add_process_set"
     if request.kind is OperationKind.REMOVE_SET:
-        return 0, f"remove_process_set.{request.set_id}"
+        return 0, "remove_process_set"
     return request.set_id, request.key

@@ -19,6 +19,8 @@ from rankless.compat.horovod.engine.timer import Timer
 SWITCH_SECONDS = 2e-4
 """Python's switch interval while the loop exists. With the default of 5 ms, a busy main thread starves the other."""
 JOIN_SECONDS = 10.0
+WAITING_SECONDS = 0.25
+"""How often a waiting thread calls `on_waiting`."""
 IDLE_SECONDS = 1e-3
 """How long the background thread stays away after another thread has driven the loop: it often comes back at once."""
 
@@ -31,6 +33,7 @@ class ProgressLoop:
         step: Receives messages and executes one batch. Returns whether there was a batch.
         has_work: Whether batches are queued or operations pending. Called with `changed` held.
         poll_seconds: How long to wait for messages at most.
+        on_waiting: Called now and then with the operation for which a thread waits.
         changed: Notified whenever an operation completes. Its lock guards the operations.
     """
 
@@ -41,6 +44,7 @@ class ProgressLoop:
         step: Callable[[], bool],
         has_work: Callable[[], bool],
         poll_seconds: Callable[[], float],
+        on_waiting: Callable[[PendingOperation], None],
         changed: threading.Condition,
     ) -> None:
         self.is_listening = False
@@ -49,6 +53,7 @@ class ProgressLoop:
         self._step = step
         self._has_work = has_work
         self._poll_seconds = poll_seconds
+        self._on_waiting = on_waiting
         self._changed = changed
         self._driving = threading.Lock()
         self._is_stopped = False
@@ -74,10 +79,14 @@ class ProgressLoop:
                 with self._drive_here():
                     while not operation.is_done:
                         if not self._step() and not operation.is_done:
-                            self._connections.select(self._poll_seconds())
+                            self._connections.select(min(self._poll_seconds(), WAITING_SECONDS))
+                            self._on_waiting(operation)
             else:
                 with self._changed:
-                    self._changed.wait_for(lambda: operation.is_done or not self._driving.locked(), timeout=1.0)
+                    self._changed.wait_for(
+                        lambda: operation.is_done or not self._driving.locked(), timeout=WAITING_SECONDS
+                    )
+                self._on_waiting(operation)
 
     def stop(self) -> None:
         """Make the background thread end at its next wake-up. The lock of `changed` is held."""

@@ -1,6 +1,7 @@
 """Allgather: concatenates tensors along the first dimension, which may differ from rank to rank."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def allgather(
 @require_tensors
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start an allgather. `synchronize(handle)` returns all ranks' tensors, concatenated in rank order."""
-    return submit(OperationKind.ALLGATHER, name, process_set, tensor=validate_tensor(tensor))
+    return submit(OperationKind.ALLGATHER, name, process_set, partial(_make_fields, tensor))
 
 
 @require_tensors
@@ -55,8 +56,18 @@ def grouped_allgather_async(
 ) -> int:
     """Start a grouped allgather. `synchronize(handle)` returns a list with one result for each tensor."""
     return submit_group(
-        OperationKind.ALLGATHER, name, process_set, [{"tensor": validate_tensor(tensor)} for tensor in tensors]
+        OperationKind.ALLGATHER, name, process_set, [partial(_make_fields, tensor) for tensor in tensors]
     )
+
+
+def _make_fields(tensor: torch.Tensor) -> dict[str, Any]:
+    if tensor.dim() == 0:
+        raise IndexError(
+            f"\nexpected: a tensor with a first dimension, along which allgather concatenates\n"
+            f"found:    a tensor of 0 dimensions and type {tensor.type()}\n"
+            "fix:      tensor.reshape(1) has one; hvd.allgather_object gathers plain numbers"
+        )
+    return {"tensor": validate_tensor(tensor)}
 
 
 class Allgather(torch.autograd.Function):
@@ -65,8 +76,8 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
         """Return all ranks' tensors, concatenated."""
-        ctx.rows, ctx.process_set = tensor.shape[0], process_set
         result: torch.Tensor = synchronize(allgather_async(tensor, name, process_set))
+        ctx.rows, ctx.process_set = tensor.shape[0], process_set
         return result
 
     @staticmethod
@@ -86,8 +97,9 @@ class GroupedAllgather(torch.autograd.Function):
         ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return, for each tensor, all ranks' tensors, concatenated."""
+        results = synchronize(grouped_allgather_async(tensors, name, process_set))
         ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
-        return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

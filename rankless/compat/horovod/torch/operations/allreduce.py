@@ -1,6 +1,7 @@
 """Allreduce: combines tensors of the same shape element by element over the ranks."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,15 +165,14 @@ def grouped_allreduce_async_(
 
 def start(tensor: torch.Tensor, output: torch.Tensor, name: str | None, rule: ReductionRule) -> int:
     """Start one allreduce from `tensor` to `output`, and return its handle."""
-    fields = _make_fields(tensor, output, rule)
-    return submit(OperationKind.ALLREDUCE, name, rule.process_set, **fields)
+    return submit(OperationKind.ALLREDUCE, name, rule.process_set, partial(_make_fields, tensor, output, rule))
 
 
 def start_group(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], name: str | None, rule: ReductionRule
 ) -> int:
     """Start a group of allreduces, each from its tensor to its output, and return their handle."""
-    members = [_make_fields(tensor, output, rule) for tensor, output in zip(tensors, outputs, strict=True)]
+    members = [partial(_make_fields, tensor, output, rule) for tensor, output in zip(tensors, outputs, strict=True)]
     return submit_group(OperationKind.ALLREDUCE, name, rule.process_set, members)
 
 

@@ -50,9 +50,12 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an alltoall. `synchronize(handle)` returns the received rows, and the number of rows from each rank."""
-    counts = resolve_splits(tensor, splits, process_set.size() or 1)
-    rows = validate_tensor(tensor).narrow(0, 0, sum(counts))
-    return submit(OperationKind.ALLTOALL, name, process_set, tensor=rows, splits=counts)
+
+    def make_fields() -> dict[str, Any]:
+        counts = resolve_splits(tensor, splits, process_set.size() or 1)
+        return {"tensor": validate_tensor(tensor).narrow(0, 0, sum(counts)), "splits": counts}
+
+    return submit(OperationKind.ALLTOALL, name, process_set, make_fields)
 
 
 def _match_device(splits: Splits, received: torch.Tensor) -> torch.Tensor:

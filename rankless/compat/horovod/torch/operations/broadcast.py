@@ -64,10 +64,12 @@ def broadcast_async_(
 def _start(
     tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> int:
-    values = validate_tensor(tensor)
-    target = values if output is tensor else output
-    root = validate_root_rank(process_set, root_rank)
-    return submit(OperationKind.BROADCAST, name, process_set, tensor=values, output=target, root=root)
+    def make_fields() -> dict[str, Any]:
+        values = validate_tensor(tensor)
+        root = validate_root_rank(process_set, root_rank)
+        return {"tensor": values, "output": values if output is tensor else output, "root": root}
+
+    return submit(OperationKind.BROADCAST, name, process_set, make_fields)
 
 
 class Broadcast(torch.autograd.Function):

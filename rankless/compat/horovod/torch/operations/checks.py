@@ -30,6 +30,9 @@ DTYPES = frozenset(
 )
 
 
+DEVICES = ("cpu", "cuda")
+
+
 def require_tensors(operation: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Make an operation raise TypeError if its first argument is no tensor, or no tensors for a grouped operation."""
     name = operation.__name__
@@ -60,6 +63,11 @@ def _require_tensors(name: str, argument: Any, *, is_group: bool) -> None:
 
 def validate_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without its autograd history. Raises ValueError for a tensor that cannot be sent."""
+    if tensor.device.type not in DEVICES:
+        raise ValueError(
+            f"\nexpected: a tensor on the CPU or on a GPU\nfound:    one on the device {tensor.device}\n"
+            'fix:      tensor.to("cpu") before the operation; a meta tensor has no values to send'
+        )
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():

@@ -1,6 +1,7 @@
 """Submits operations under handles, and returns the results of handles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,44 +11,61 @@ from rankless.compat.horovod.common.process_sets import ProcessSet
 from rankless.compat.horovod.engine.requests import GROUPED_PREFIX, OperationKind, OperationRequest
 from rankless.compat.horovod.torch.operations.checks import resolve_set_id
 
+Fields = dict[str, Any]
+"""The fields of an `OperationRequest` besides kind, name and process set."""
+
 
 class GroupHandle(int):
     """The handle of a grouped operation. Its result is a list, even for a group of one tensor."""
 
 
-def submit(kind: OperationKind, name: str | None, process_set: ProcessSet, **fields: Any) -> int:
+def submit(kind: OperationKind, name: str | None, process_set: ProcessSet, fields: Callable[[], Fields]) -> int:
     """Submit one operation and return its handle.
 
-    `fields` are those of an `OperationRequest`. An operation without a name gets a number as its name.
+    `fields` returns those of an `OperationRequest`. If it raises, the operation fails on the other ranks, too. An
+    operation without a name gets a number as its name.
     """
     scheduler = context.current().scheduler
     set_id = resolve_set_id(process_set, kind)
+    name = name or scheduler.new_name(set_id)
     handle = scheduler.new_handle()
-    scheduler.submit(
-        handle, [OperationRequest(kind=kind, name=name or scheduler.new_name(set_id), set_id=set_id, **fields)]
-    )
+    with _refusal(set_id, [OperationRequest(kind=kind, name=name).key]):
+        request = OperationRequest(kind=kind, name=name, set_id=set_id, **fields())
+    scheduler.submit(handle, [request])
     return handle
 
 
 def submit_group(
-    kind: OperationKind, name: str | None, process_set: ProcessSet, members: Sequence[dict[str, Any]]
+    kind: OperationKind, name: str | None, process_set: ProcessSet, members: Sequence[Callable[[], Fields]]
 ) -> GroupHandle:
     """Submit a group of operations, which are executed together, and return their handle.
 
-    `members` contains the fields of each `OperationRequest`.
+    Each of `members` returns the fields of an `OperationRequest`. If one raises, the group fails on the other ranks.
     """
     if not members:
         raise ValueError(f"A grouped {kind.value} needs at least one tensor.")
     scheduler = context.current().scheduler
     set_id = resolve_set_id(process_set, kind)
+    name = name or scheduler.new_name(set_id)
     handle = scheduler.new_handle()
-    requests = make_group_requests(kind, name or scheduler.new_name(set_id), set_id, members)
+    with _refusal(set_id, [one.key for one in make_group_requests(kind, name, set_id, [{} for _ in members])]):
+        requests = make_group_requests(kind, name, set_id, [fields() for fields in members])
     scheduler.submit(handle, requests)
     return GroupHandle(handle)
 
 
+@contextmanager
+def _refusal(set_id: int, keys: Sequence[str]) -> Iterator[None]:
+    """Let the other ranks' operations with these keys fail if the block raises."""
+    try:
+        yield
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        context.current().scheduler.refuse(set_id, keys, str(error).strip())
+        raise
+
+
 def make_group_requests(
-    kind: OperationKind, name: str, set_id: int, members: Sequence[dict[str, Any]]
+    kind: OperationKind, name: str, set_id: int, members: Sequence[Fields]
 ) -> list[OperationRequest]:
     """Return the requests of a group. Their keys are `grouped_….name_1of3`, `…_2of3`, `…_3of3`."""
     size = len(members)

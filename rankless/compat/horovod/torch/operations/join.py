@@ -16,10 +16,10 @@ def join(device: int = -1) -> int:
     Args:
         device: Ignored. Horovod allocates the zeros on this device. Rankless allocates them where they are needed.
     """
-    last_rank: int = synchronize(submit(OperationKind.JOIN, SHARED_NAME, global_process_set))
+    last_rank: int = synchronize(submit(OperationKind.JOIN, SHARED_NAME, global_process_set, dict))
     return last_rank
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the process set have called this."""
-    synchronize(submit(OperationKind.BARRIER, SHARED_NAME, process_set))
+    synchronize(submit(OperationKind.BARRIER, SHARED_NAME, process_set, dict))

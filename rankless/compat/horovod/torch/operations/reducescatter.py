@@ -1,6 +1,7 @@
 """Reducescatter: combines tensors element by element, and returns some rows to each rank."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,13 +93,12 @@ def grouped_reducescatter_async(
 
 
 def _start(tensor: torch.Tensor, name: str | None, rule: ReductionRule) -> int:
-    return submit(OperationKind.REDUCESCATTER, name, rule.process_set, **_make_fields(tensor, rule))
+    return submit(OperationKind.REDUCESCATTER, name, rule.process_set, partial(_make_fields, tensor, rule))
 
 
 def _start_group(tensors: Sequence[torch.Tensor], name: str | None, rule: ReductionRule) -> int:
-    return submit_group(
-        OperationKind.REDUCESCATTER, name, rule.process_set, [_make_fields(tensor, rule) for tensor in tensors]
-    )
+    members = [partial(_make_fields, tensor, rule) for tensor in tensors]
+    return submit_group(OperationKind.REDUCESCATTER, name, rule.process_set, members)
 
 
 def _make_fields(tensor: torch.Tensor, rule: ReductionRule) -> dict[str, Any]:
