@@ -14,6 +14,9 @@ class Settings:
     fusion_bytes: int = 128 * MEGABYTE
     cycle_seconds: float = 0.0
     """The shortest time between two batches. By default an operation does not wait while rank 0 is idle."""
+    outstanding_seconds: float = 0.001
+    """How long an operation with a result is still outstanding, for `poll` and for its name, unless a call of
+    `synchronize` takes the result. It is one cycle."""
     splits_groups: bool = False
     reduces_by_hosts: bool = True
     """Whether ranks of several hosts reduce within their hosts first. Horovod calls this hierarchical, or torus."""
@@ -46,6 +49,7 @@ def read_settings(variables: Mapping[str, str]) -> Settings:
         cache_capacity=int(read_number("CACHE_CAPACITY", defaults.cache_capacity)),
         fusion_bytes=int(read_number("FUSION_THRESHOLD", defaults.fusion_bytes)),
         cycle_seconds=read_number("CYCLE_TIME", 0.0) / 1000,
+        outstanding_seconds=read_number("CYCLE_TIME", defaults.outstanding_seconds * 1000) / 1000,
         splits_groups=read_flag("DISABLE_GROUP_FUSION"),
         reduces_by_hosts=any(map(read_flag, layouts)) or not any(map(variables.get, layouts)),
         timeline=variables.get("TIMELINE", ""),

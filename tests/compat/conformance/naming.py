@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -143,6 +144,55 @@ def check_unnamed_operations_in_different_orders():
     text = raised(hvd.HorovodInternalError, lambda: hvd.synchronize(waiting[0]))
     assert "rank 0 waits in allreduce.noname." in text, text
     assert "wait in broadcast.noname." in text or "rank 1 waits in broadcast.noname." in text, text
+    anew()
+
+
+IN_USE = (
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
+    "being processed.  If you want to request another tensor, use a different tensor name."
+)
+
+
+def check_what_holds_while_an_operation_is_outstanding():
+    """A name is in use, and poll() is False, until a cycle has passed or synchronize() returns; for every size. Batches
+    are a cycle apart.
+    """
+    anew(HOROVOD_CYCLE_TIME="500")
+    start = time.monotonic()
+    sizes = {"small": 3, "large": 40_000}
+    handles = {name: hvd.allreduce_async(torch.ones(count), name=name) for name, count in sizes.items()}
+    for name, handle in handles.items():
+        assert not hvd.poll(handle), name
+        text = raised(ValueError, lambda name=name: hvd.allreduce_async(torch.ones(sizes[name]), name=name))
+        assert text == IN_USE
+    for name, handle in handles.items():
+        assert len(hvd.synchronize(handle)) == sizes[name]
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name="small").tolist() == [hvd.size()] * 3
+    assert time.monotonic() - start >= 0.5
+    handle = hvd.allreduce_async(torch.ones(3), name="small")
+    while not hvd.poll(handle):
+        time.sleep(0.01)
+    assert time.monotonic() - start >= 1.5
+    again = hvd.allreduce_async(torch.ones(3), name="small")
+    assert [hvd.synchronize(one).tolist() for one in (again, handle)] == [[1.0] * 3] * 2
+    anew()
+
+
+def check_a_name_that_is_in_use_on_one_rank_only():
+    """The others get an error in the same operation, and the ranks go on together."""
+    is_last = hvd.rank() == hvd.size() - 1
+    anew(**({"HOROVOD_CYCLE_TIME": "60000"} if is_last else {}))
+    for count in (3, 40_000):
+        name, given = f"in.use.{count}", torch.ones(count)
+        first = hvd.allreduce_async(given, op=hvd.Sum, name=name)
+        if is_last:
+            assert raised(ValueError, lambda name=name, given=given: hvd.allreduce_async(given, name=name)) == IN_USE
+        assert hvd.synchronize(first)[0].item() == hvd.size()
+        if not is_last:
+            second = hvd.allreduce_async(given, op=hvd.Sum, name=name)
+            text = raised(hvd.HorovodInternalError, lambda second=second: hvd.synchronize(second))
+            assert text == f"allreduce.{name} was refused by rank {hvd.size() - 1}: {IN_USE}"
+        assert hvd.allreduce(given, op=hvd.Sum, name=name)[0].item() == hvd.size()
     anew()
 
 

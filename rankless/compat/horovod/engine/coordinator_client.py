@@ -44,6 +44,11 @@ class ShutdownReceived(Exception):
 class CoordinatorClient(Protocol):
     """One rank's access to the coordinator."""
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether operations are ready, and wait for the next cycle."""
+        ...
+
     def submit(self, operation_id: OperationId, request: RequestMetadata, values: bytes) -> None:
         """Submit an operation. The next `receive` sends it, together with others submitted before."""
         ...
@@ -71,6 +76,8 @@ class CoordinatorClient(Protocol):
 
 class RemoteCoordinatorClient:
     """The client of every rank but 0."""
+
+    is_holding = False
 
     def __init__(self, connection: RankConnection, selector: BaseSelector, *, capacity: int) -> None:
         self._connection = connection
@@ -205,9 +212,8 @@ class LocalCoordinatorClient:
             self._receive_from(rank)
         now = time.monotonic()
         self._coordinator.break_deadlock(before=now - DEADLOCK_SECONDS)
-        if self._cycle_seconds and now - self._last_batch_time < self._cycle_seconds:
-            is_idle = False
-        for batch in self._coordinator.schedule(is_idle=is_idle):
+        is_waiting = self._cycle_seconds and now - self._last_batch_time < self._cycle_seconds
+        for batch in () if is_waiting else self._coordinator.schedule(is_idle=is_idle):
             self._last_batch_time = now
             self._timeline.mark_cycle()
             yield from self._send_batch(batch)
@@ -221,7 +227,14 @@ class LocalCoordinatorClient:
         """Return how long to wait at most before the next call of `receive`."""
         if any(connection.has_more_to_send for connection in self._connections.values()):
             return 0.001
-        return min(self._cycle_seconds, 1.0) if self._coordinator.has_ready and self._cycle_seconds else 1.0
+        if self.is_holding:
+            return min(1.0, max(0.0, self._last_batch_time + self._cycle_seconds - time.monotonic()))
+        return 1.0
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether operations are ready, and wait for the next cycle."""
+        return self._cycle_seconds > 0 and self._coordinator.has_ready
 
     def leave(self) -> None:
         """Notify the other ranks that this rank shuts down, and close the connections."""

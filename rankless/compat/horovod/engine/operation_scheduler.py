@@ -59,7 +59,7 @@ class OperationScheduler:
         self._size = size
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._pending = PendingOperations()
+        self._pending = PendingOperations(settings.outstanding_seconds)
         self._queue: deque[Execute] = deque()
         self._executing: Execute | None = None
         self._finish_deadline = 0.0
@@ -130,8 +130,12 @@ class OperationScheduler:
                 values = tensor_to_bytes(one.tensor) if is_inline and one.tensor is not None else b""
                 self._client.submit(operation_id, _make_metadata(one, operation_id[1], is_inline), values)
             self._receive()
-            if not operation.is_done and (self._queue or not self._progress.is_listening):
+            if operation.is_done:
+                return
+            if self._queue or not self._progress.is_listening:
                 self._progress.wake(HANDOFF_SECONDS)
+            elif self._client.is_holding:
+                self._progress.wake(self._client.poll_seconds())
 
     def refuse(self, set_id: int, keys: Sequence[str], reason: str) -> None:
         """Let the other ranks' operations with these keys fail, because this rank's call has raised an error."""
@@ -145,14 +149,17 @@ class OperationScheduler:
         return handle in self._pending
 
     def poll(self, handle: int) -> bool:
-        """Whether an operation has its result, or its error. Raises KeyError for an unknown handle."""
+        """Whether an operation is outstanding no more: it has its result, or its error. Raises KeyError.
+
+        Note [outstanding] in `pending_operations` says when.
+        """
         operation = self._pending[handle]
         if not operation.is_done:
             with self._lock:
                 self._receive()
                 if self._queue:
                     self._progress.wake()
-        return operation.is_done
+        return not self._pending.is_outstanding(operation)
 
     def synchronize(self, handle: int) -> list[Any]:
         """Wait for the results of a handle's requests, return them in order, and forget the handle.
@@ -166,12 +173,19 @@ class OperationScheduler:
             if operation.reported_at and not operation.is_done:  # an interrupt
                 with self._lock:
                     self._client.wait(())
-        self._pending.pop(handle)
+        with self._lock:
+            self._pending.pop(handle)
         if operation.error is not None:
             raise operation.error
         if operation.event is not None:
             torch.cuda.current_stream().wait_event(operation.event)
         return [operation.results[get_operation_id(one)[1]] for one in operation.requests]
+
+    def discard(self, handle: int) -> None:
+        """Forget a handle whose results the script does not want any more. Does nothing for an unknown one."""
+        with self._lock:
+            if handle in self._pending:
+                self._pending.pop(handle)
 
     def abort(self, reason: str) -> None:
         """Fail all pending operations, because other ranks will not take part in them."""

@@ -1,5 +1,12 @@
-"""The operations whose results the script has not fetched yet: by handle, and by process set and key."""
+"""The operations whose results the script has not fetched yet: by handle, and by process set and key.
 
+Note [outstanding]: scripts rely on what holds while an operation is outstanding: its name is in use, and `poll` returns
+False. Horovod completes an operation in a cycle of its background thread, after every rank has submitted it. Here the
+result of a small tensor often arrives earlier. So the operation stays outstanding until a cycle has passed since its
+result, or until `synchronize` takes the result. A thread that waits in `synchronize` does not wait for the cycle.
+"""
+
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +28,14 @@ class PendingOperation:
     requests: tuple[OperationRequest, ...]
     results: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
+    is_fetched: bool = False
+    """Whether the script has fetched the results, or does not want them any more."""
     event: torch.cuda.Event | None = None
     """Until execution: when the tensors are ready on their device. After it: when the results are."""
     waiting_since: float = 0.0
     """When a thread began to wait for it; 0 before that."""
+    finished_at: float = 0.0
+    """When its last result, or an error, arrived; 0 before that."""
     reported_at: float = 0.0
     """When rank 0 was told that this rank waits for it; 0 before that."""
 
@@ -47,16 +58,25 @@ OperationId = tuple[int, str]
 
 
 class PendingOperations:
-    """All pending operations of one rank."""
+    """All pending operations of one rank.
 
-    def __init__(self) -> None:
+    Args:
+        outstanding_seconds: How long an operation stays outstanding after its result has arrived.
+    """
+
+    def __init__(self, outstanding_seconds: float) -> None:
+        self._outstanding_seconds = outstanding_seconds
         self._operations: dict[int, PendingOperation] = {}
         self._requests: dict[OperationId, PendingRequest] = {}
+        self._finished: dict[OperationId, tuple[float, PendingOperation]] = {}
+        """Requests whose result arrived a short time ago and was not fetched, with its time, in that order."""
 
     def add(self, handle: int, requests: Sequence[OperationRequest]) -> PendingOperation:
         """Add requests under a handle. Raises ValueError if a name is being processed already."""
         ids = [get_operation_id(request) for request in requests]
-        if len(set(ids)) < len(ids) or any(operation_id in self._requests for operation_id in ids):
+        if self._finished:
+            self._release_names()
+        if len(set(ids)) < len(ids) or any(one in self._requests or one in self._finished for one in ids):
             raise ValueError(DUPLICATE)
         operation = self._operations[handle] = PendingOperation(tuple(requests))
         for operation_id, request in zip(ids, requests, strict=True):
@@ -81,9 +101,18 @@ class PendingOperations:
         pending = self._requests.pop(operation_id, None)
         if pending is None:
             return
+        operation, now = pending.operation, time.monotonic()
         if isinstance(result, Exception):
-            pending.operation.error = result
-        pending.operation.results[operation_id[1]] = result
+            operation.error = result
+        operation.results[operation_id[1]] = result
+        if operation.is_done:
+            operation.finished_at = operation.finished_at or now
+        if not operation.is_fetched:
+            self._finished[operation_id] = (now, operation)
+
+    def is_outstanding(self, operation: PendingOperation) -> bool:
+        """Whether the operation has no result, or has had one for less than a cycle."""
+        return not operation.is_done or time.monotonic() - operation.finished_at < self._outstanding_seconds
 
     def fail_all(self, error: Exception, *, excluded: Collection[OperationId] = ()) -> None:
         """Finish all requests with an error, except the excluded ones."""
@@ -91,8 +120,22 @@ class PendingOperations:
             self.finish(operation_id, error)
 
     def pop(self, handle: int) -> PendingOperation:
-        """Remove and return an operation."""
-        return self._operations.pop(handle)
+        """Remove and return an operation. Its names are free once they have results. Raises KeyError."""
+        operation = self._operations.pop(handle)
+        operation.is_fetched = True
+        for request in operation.requests:
+            operation_id = get_operation_id(request)
+            if (found := self._finished.get(operation_id)) is not None and found[1] is operation:
+                del self._finished[operation_id]
+        return operation
+
+    def _release_names(self) -> None:
+        """Free the names of results that have been there for a cycle."""
+        end = time.monotonic() - self._outstanding_seconds
+        for operation_id, (finished_at, _) in list(self._finished.items()):
+            if finished_at > end:
+                return
+            del self._finished[operation_id]
 
 
 def get_operation_id(request: OperationRequest) -> OperationId:

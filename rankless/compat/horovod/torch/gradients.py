@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Variable
 
 from rankless.compat.horovod import context
+from rankless.compat.horovod.engine.operation_scheduler import OperationScheduler
 from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
 from rankless.compat.horovod.exceptions import HorovodInternalError
 from rankless.compat.horovod.torch.backward_passes import BackwardPasses
@@ -88,6 +89,8 @@ class GradientReduction:
 
     def restart(self) -> None:
         """Discard submitted gradients, and restart the count of backward passes."""
+        for scheduler, handle, _ in self._sent:
+            scheduler.discard(handle)
         self.passes.restart()
         for group in self._groups.values():
             group.restart()
@@ -97,7 +100,7 @@ class GradientReduction:
         self._batch: list[torch.Tensor] = []
         self._batch_bytes = 0
         self._is_flush_queued = False
-        self._sent: list[tuple[int, list[SentGradient]]] = []
+        self._sent: list[tuple[OperationScheduler, int, list[SentGradient]]] = []
         self._sparse_sent: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
 
     def _complete(self, parameter: torch.Tensor) -> None:
@@ -204,13 +207,12 @@ class GradientReduction:
             # Backward ends here. Elastic training restarts with the same optimizer.
             self.restart()
             raise
-        self._sent.append((handle, sent))
+        self._sent.append((scheduler, handle, sent))
 
     def _receive(self) -> None:
         """Write the results into the gradients. Raises the first failure after all results have arrived."""
-        scheduler = context.current().scheduler
         failure: HorovodInternalError | None = None
-        for handle, sent in self._sent:
+        for scheduler, handle, sent in self._sent:
             try:
                 scheduler.synchronize(handle)
             except HorovodInternalError as error:
