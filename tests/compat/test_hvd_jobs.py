@@ -27,7 +27,10 @@ try:
     if hvd.rank() == 0:
         hvd.grouped_allreduce([torch.ones(2)], name="x")
     else:
-        hvd.allreduce(torch.ones(2), name="x")
+        handle = hvd.allreduce_async(torch.ones(2), name="x")
+        while not hvd.poll(handle):  # it might submit the other operation yet
+            pass
+        hvd.synchronize(handle)
 except hvd.HorovodInternalError as error:
     print(f"error: {error}")
 """
@@ -84,3 +87,34 @@ def test_a_rank_that_ends_counts_as_shut_down(tmp_path: Path):
     done = rankless("horovodrun", "-np", "2", sys.executable, "script.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"[0]<stdout>:error: {SHUT_DOWN}\n" in done.stdout
+
+
+SPAWNING = """
+import multiprocessing, sys
+import horovod.torch as hvd
+
+def child():
+    try:
+        hvd.init()
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+        sys.exit(3)
+
+if __name__ == "__main__":
+    hvd.init()
+    for method in ("spawn", "fork"):
+        process = multiprocessing.get_context(method).Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 3, (method, process.exitcode)
+    hvd.barrier()
+"""
+
+
+def test_a_child_of_a_worker_has_no_rank_and_is_told_so(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNING)
+    done = rankless("run", "-n", "2", "--show", "all", str(script), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("JoinError") == 4
+    assert done.stdout.count("a child of a worker: it would train alone, as rank 0 of 1") == 4

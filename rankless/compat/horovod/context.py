@@ -15,6 +15,7 @@ from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.config import environment
 from rankless.config.horovod_variables import read_rank_assignment
 from rankless.config.rank_layout import assign_ranks
+from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime.current_process import current_rendezvous
 from rankless.runtime.elastic_round import current_member
@@ -51,12 +52,20 @@ def init(comm: Any = None) -> None:
         comm: The ranks that form this job's world. Each other rank forms a world of its own. Default all.
 
     Raises:
-        JoinError or HorovodInternalError: A process did not join within the timeout. The text names it.
+        JoinError or HorovodInternalError: A process did not join within the timeout. The text names it. JoinError also
+            in a child process of a worker.
         ValueError: `comm` is an MPI communicator.
     """
     global _context, _init_count  # one context per process, as Horovod's API requires
     if is_initialized():
         return
+    if environment.is_child_of_worker():
+        raise JoinError(
+            expected="hvd.init() in a process that the launcher has started, because only those have a rank",
+            found=f"process {os.getpid()}, a child of a worker: it would train alone, as rank 0 of 1",
+            fix="call hvd.init() in the script itself only, below `if __name__ == '__main__':` if it starts processes; "
+            f"for a job of its own, unset {environment.WORKER_PLAN} in the child's environment",
+        )
     settings = read_settings(environment.horovod_variables())
     member = current_member()
     if member is not None:
