@@ -73,6 +73,11 @@ def read_rank_assignment(variables: Mapping[str, str]) -> RankAssignment | None:
     return RankAssignment(**{name.lower(): _whole_number(name, variables) for name in names})
 
 
+def rank_variables(assignment: RankAssignment) -> dict[str, str]:
+    """Return the variables, with the `HOROVOD_` prefix, that contain these ranks and sizes."""
+    return {f"HOROVOD_{name.upper()}": str(getattr(assignment, name)) for name in RankAssignment.__struct_fields__}
+
+
 def _whole_number(name: str, variables: Mapping[str, str]) -> int:
     value = variables.get(name, "")
     if not (value.isascii() and value.isdigit()):

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from types import ModuleType
+from typing import Any
 
 
 class FastExit:
@@ -64,15 +65,25 @@ def _is_users_module(name: str, module: ModuleType) -> bool:
     # Libraries stay whole: their destructors, such as those of torch's storages, may still need their globals.
     if name == "__main__":
         return True
-    file = getattr(module, "__file__", None)
+    file = _get_globals(module).get("__file__")
     if not isinstance(file, str) or name.partition(".")[0] == "rankless":
         return False
     return "site-packages" not in file and not file.startswith((sys.prefix, sys.base_prefix))
 
 
+def _get_globals(module: object) -> dict[str, Any]:
+    """Return a module's globals, or an empty dict for another object that stands in `sys.modules`."""
+    # Other ways to read an attribute would import a lazily loaded module now, or call the script's `__getattr__`.
+    try:
+        names = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+    return names if isinstance(names, dict) else {}
+
+
 def _clear_globals(module: ModuleType) -> None:
     """Set a module's globals to None in the interpreter's order: names with one leading underscore first."""
-    names = module.__dict__
+    names = _get_globals(module)
     for private in (True, False):
         for name in list(names):
             is_private = name.startswith("_") and not name.startswith("__")

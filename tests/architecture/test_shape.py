@@ -27,8 +27,12 @@ LONG_FUNCTIONS = {
 FOREIGN_NAMES = {
     "rankless/compat/horovod/common": "scripts import horovod.common.…",
     "rankless/compat/horovod/common/util.py": "scripts import horovod.common.util",
+    "rankless/compat/horovod/runner/common": "tools import horovod.runner.common.…",
+    "rankless/compat/horovod/runner/common/util": "tools import horovod.runner.common.util.…",
+    "rankless/compat/horovod/runner/util": "tools import horovod.runner.util.threads",
 }
 FOREIGN_CLASSES = {
+    "rankless/compat/horovod/common/elastic.py": "tools import Horovod's WorkerNotificationManager",
     "rankless/compat/horovod/torch/elastic/state.py": "users derive from Horovod's StateHandler and its kin",
     "tests/compat/test_hvd_elastic_state.py": "derives from it as they do",
 }
@@ -41,6 +45,7 @@ HOROVODS = {
     ),
     "torch/operations/reducescatter.py": ("reducescatter", "grouped_reducescatter"),
     "torch/optimizer.py": ("DistributedOptimizer",),
+    "runner/util/threads.py": ("on_event",),
 }
 """Functions that scripts call by Horovod's signatures."""
 MANY_PARAMETERS = {

@@ -109,3 +109,11 @@ def test_events_that_are_open_at_the_stop_end_there(timeline: Timeline, tmp_path
         ("allreduce.x", ""),
     ]
     timeline.end_negotiation("barrier", is_whole=True)
+
+
+def test_the_file_has_every_event_while_the_timeline_runs(timeline: Timeline, tmp_path: Path):
+    path = tmp_path / "timeline.json"
+    for count, name in enumerate(("first", "second"), 1):
+        timeline.record_submission(name, "allreduce", 0)
+        begun = [one for one in json.loads(path.read_text().rstrip(",\n") + "]") if one["ph"] == "B"]
+        assert [one["name"] for one in begun] == ["NEGOTIATE_ALLREDUCE"] * count

@@ -13,7 +13,7 @@ from rankless.compat.horovod.engine.operation_scheduler import OperationSchedule
 from rankless.compat.horovod.engine.rendezvous import ConnectedRanks, connect_ranks
 from rankless.compat.horovod.settings import Settings, read_settings
 from rankless.config import environment
-from rankless.config.horovod_variables import read_rank_assignment
+from rankless.config.horovod_variables import rank_variables, read_rank_assignment
 from rankless.config.rank_layout import assign_ranks
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
@@ -72,6 +72,7 @@ def init(comm: Any = None) -> None:
         # Each round has its own store, and a new worker does not know the number of earlier rounds.
         _context = member.join_next_round(lambda round: _make_context(round.rendezvous_info, comm, "once", settings))
         member.on_round_ended(_context.scheduler.abort)
+        environment.apply(rank_variables(_context.world))  # they change from round to round
     else:
         _init_count += 1
         _context = _make_context(current_rendezvous(), comm, str(_init_count), settings)

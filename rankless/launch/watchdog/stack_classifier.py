@@ -33,7 +33,7 @@ _MODULE_LABELS = {
     "runtime/current_process.py": "the rendezvous at the start",
     "runtime/worker.py": "the end of the script",
     "compat/horovod/context.py": "hvd.init",
-    "compat/horovod/torch/basics.py": "hvd.init",
+    "compat/horovod/common/basics.py": "hvd.init",
     "compat/horovod/torch/optimizer.py": "the step of hvd.DistributedOptimizer",
 }
 _MAX_FRAMES = 6

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.config.environment import loopback_name
+from rankless.config.horovod_variables import rank_variables
 from rankless.config.launcher_choice import decode_settings
 from rankless.config.run_config import JobStart, RunConfig
 from rankless.config.worker_config import WorkerConfig
@@ -14,6 +15,7 @@ from rankless.launch.profile import LauncherProfile, LogFiles, OutputHosts, Visi
 from rankless.launch.worker_output import SOURCES, Stream
 from rankless.launchers.horovodrun.installed_horovod import may_be_imported
 from rankless.launchers.horovodrun.settings import HorovodrunSettings
+from rankless.records.elastic_messages import RankAssignment
 
 
 def make_profile(settings: bytes) -> LauncherProfile:
@@ -75,7 +77,8 @@ class HorovodrunProfile(LauncherProfile):
     ) -> Mapping[str, str | None]:
         """Return Horovod's variables besides those of a plain run.
 
-        A worker of an elastic job gets neither rank nor size: they change, and it asks `hvd` for them.
+        The ranks and sizes of a worker of an elastic job change. Until `hvd.init` sets those of its round, its number
+        stands for its rank, as in torchrun's variables.
         """
         if elastic_host is None:
             own = self._rank_variables(worker.rank)
@@ -83,7 +86,7 @@ class HorovodrunProfile(LauncherProfile):
             own = {
                 "HOROVOD_ELASTIC": "1",
                 "HOROVOD_HOSTNAME": elastic_host,
-                "HOROVOD_LOCAL_RANK": str(worker.local_rank),
+                **rank_variables(_make_elastic_assignment(worker)),
             }
         return {
             **super().worker_environment(worker, start),
@@ -119,15 +122,18 @@ class HorovodrunProfile(LauncherProfile):
 
     def _rank_variables(self, rank: int) -> dict[str, str]:
         assignment = self.settings.assignment_of(rank)
-        return {
-            "HOROVOD_HOSTNAME": self.settings.host_of(rank),
-            "HOROVOD_RANK": str(assignment.rank),
-            "HOROVOD_SIZE": str(assignment.size),
-            "HOROVOD_LOCAL_RANK": str(assignment.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(assignment.local_size),
-            "HOROVOD_CROSS_RANK": str(assignment.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(assignment.cross_size),
-        }
+        return {"HOROVOD_HOSTNAME": self.settings.host_of(rank), **rank_variables(assignment)}
+
+
+def _make_elastic_assignment(worker: WorkerConfig) -> RankAssignment:
+    return RankAssignment(
+        rank=worker.rank,
+        size=worker.world_size,
+        local_rank=worker.local_rank,
+        local_size=worker.local_world_size,
+        cross_rank=0,
+        cross_size=1,
+    )
 
 
 def _rendezvous_variables(address: str | None, port: str | None) -> Mapping[str, str | None]:

@@ -123,6 +123,15 @@ class ObjectState(State):
             ObjectState.restore(self)
 
 
+class HostUpdateResult:
+    """How the hosts changed."""
+
+    no_update = NO_UPDATE
+    removed = REMOVED
+    added = ADDED
+    mixed = REMOVED | ADDED
+
+
 class _HostUpdateTarget(Protocol):
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None: ...
 
@@ -139,6 +148,43 @@ class _HostUpdateListener:
         self._state.on_hosts_updated(4 * round + change, change)
 
 
+class WorkerNotificationManager:
+    """Tells its listeners when the hosts of an elastic job change."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[int, tuple[_HostUpdateTarget, _HostUpdateListener]] = {}
+
+    def init(self) -> None:
+        """Do nothing: a worker is connected to its driver from its start."""
+
+    def register_listener(self, listener: _HostUpdateTarget) -> None:
+        """Call `listener.on_hosts_updated(timestamp, update)` at each change, also for the changes of this round."""
+        self.remove_listener(listener)
+        _, forwarding = self._listeners[id(listener)] = listener, _HostUpdateListener(listener)
+        if (member := current_member()) is not None:
+            member.add_listener(forwarding)
+
+    def remove_listener(self, listener: _HostUpdateTarget) -> None:
+        """Call the listener no more. Does nothing for one that was not registered."""
+        _, forwarding = self._listeners.pop(id(listener), (None, None))
+        if forwarding is not None and (member := current_member()) is not None:
+            member.remove_listener(forwarding)
+
+    def handle_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """Tell the listeners about a change.
+
+        Args:
+            timestamp: A number that rises from change to change.
+            update_res: How the hosts changed, as in `HostUpdateResult`.
+        """
+        for listener, _ in list(self._listeners.values()):
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = WorkerNotificationManager()
+"""Tells the states of this process about changes."""
+
+
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
     """Return a function that calls `func` again after each reset, until it returns.
 
@@ -148,15 +194,14 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         member = current_member()
-        listener = _HostUpdateListener(state)
-        if member is not None:
-            member.add_listener(listener)
+        notification_manager.init()
+        notification_manager.register_listener(state)
         skip_sync = is_reset_due = False
         try:
             while True:
                 try:
                     if is_reset_due:
-                        skip_sync = _reset_and_rejoin(state, reset, listener, skip_sync)
+                        skip_sync = _reset_and_rejoin(state, reset, skip_sync)
                     if not skip_sync:
                         state.sync()
                     if member is not None:
@@ -169,21 +214,20 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                     skip_sync = interrupt.skip_sync
                 is_reset_due = True
         finally:
-            if member is not None:
-                member.remove_listener(listener)
+            notification_manager.remove_listener(state)
 
     return wrapper
 
 
-def _reset_and_rejoin(state: State, reset: Callable[[], None], listener: _HostUpdateListener, skip_sync: bool) -> bool:
+def _reset_and_rejoin(state: State, reset: Callable[[], None], skip_sync: bool) -> bool:
     """Join the next round, and return whether synchronizing the state can be skipped."""
     member = current_member()
+    notification_manager.remove_listener(state)
     if member is not None:
-        member.remove_listener(listener)
         member.keeps_state = skip_sync
     reset()
     state.on_reset()
+    notification_manager.register_listener(state)  # it is told of this round's changes again, from before the reset
     if member is None:
         return skip_sync
-    member.add_listener(listener)  # it receives the changes of this round again, which came before the state was reset
     return member.round is not None and not member.round.must_sync

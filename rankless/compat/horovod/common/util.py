@@ -1,18 +1,36 @@
 """The functions that scripts import from `horovod.common.util`: available features, and small utilities."""
 
 import contextlib
+import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from rankless.compat.horovod.exceptions import HorovodVersionMismatchError
+
 Item = TypeVar("Item")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 EXTENSIONS = ("torch",)
 """The supported frameworks. Nothing is compiled for them."""
+
+
+def _cache(f: Function) -> Function:
+    """Return a function that calls `f` once for each combination of arguments. A decorator."""
+    return functools.cache(f)  # type: ignore[return-value]  # it takes the same arguments
+
+
+def get_ext_suffix() -> str:
+    """Return how the names of Python's compiled modules end here."""
+    return str(sysconfig.get_config_var("EXT_SUFFIX") or ".so")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -27,6 +45,26 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     """Raise ImportError if the framework is not supported."""
     if ext_name.rpartition(".")[2] not in EXTENSIONS:
         raise ImportError(f"Extension {ext_name} has not been built: Rankless has Horovod's API for PyTorch only.")
+
+
+def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
+    """Raise HorovodVersionMismatchError if a script was written for another version of the framework.
+
+    Args:
+        name: The framework, "pytorch".
+        version: The version that the caller has found.
+        exception: The cause of the error. Default none.
+    """
+    if version != torch.__version__:
+        raise HorovodVersionMismatchError(name, version, torch.__version__) from exception
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Return whether version `ver` is `target` or later. Raises ValueError unless `target` looks like `1.2.3`."""
+    if not re.fullmatch(r"\d+(\.\d+){2}", target):
+        raise ValueError(f"Semantic versioning with exactly three components is required: {target}")
+    numbers = [int(part) for part in re.findall(r"\d+", ver.partition("+")[0])[:3]]
+    return numbers >= [int(part) for part in target.split(".")]
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -107,3 +145,21 @@ def is_iterable(x: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
+    """Return the function that chooses the reduction of a call with `op=` or the older `average=`.
+
+    Args:
+        reduce_ops: An object with the attributes Average and Sum.
+    """
+
+    def choose(op: int | None, average: bool | None) -> int:
+        if op is not None and average is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        if average is not None:
+            warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
+            return int(reduce_ops.Average if average else reduce_ops.Sum)
+        return int(reduce_ops.Average if op is None else op)
+
+    return choose

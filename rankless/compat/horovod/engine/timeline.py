@@ -43,7 +43,8 @@ class Timeline:
         self.stop()
         with self._lock:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = Path(path).open("w")  # noqa: SIM115  # `stop` closes it
+            # Each event is written at once: the file shows what happens, and a killed process loses nothing.
+            self._file = Path(path).open("w", buffering=1)  # noqa: SIM115  # `stop` closes it
             self._file.write("[\n")
             self._rows, self._open, self._start = {}, Counter(), time.monotonic()
             self.marks_cycles = mark_cycles

@@ -1,6 +1,7 @@
 """Adasum of the changes of each rank's step: every rank steps alone, then the ranks combine the changes."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -22,6 +23,10 @@ class AdasumReduction:
     def restart(self) -> None:
         """Restart the count of backward passes."""
         self.passes.restart()
+
+    def get_handles(self) -> dict[torch.Tensor, tuple[int | None, Any]]:
+        """Return no handles: nothing is submitted before the step."""
+        return {}
 
     @torch.no_grad()
     def step(self, step: Callable[[], object]) -> None:

@@ -34,6 +34,11 @@ class BackwardPasses:
         self._finalizer = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     @property
+    def remaining(self) -> dict[torch.Tensor, int]:
+        """How many passes each parameter still needs."""
+        return self._remaining
+
+    @property
     def passes(self) -> int:
         """The number of passes that make a gradient complete. Setting it restarts the count."""
         return self._passes

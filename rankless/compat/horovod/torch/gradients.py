@@ -46,6 +46,7 @@ class GradientRule:
 class SentGradient:
     """A gradient that was submitted for reduction."""
 
+    parameter: torch.Tensor
     gradient: torch.Tensor
     buffer: torch.Tensor
     """The tensor that is sent, and receives the result. Often it is the gradient itself."""
@@ -96,12 +97,20 @@ class GradientReduction:
             group.restart()
         self._forget()
 
+    def get_handles(self) -> dict[torch.Tensor, tuple[Any, Any]]:
+        """Return the handle and the compressor's context of each complete gradient. The handle may be None yet."""
+        found: dict[torch.Tensor, tuple[Any, Any]] = dict.fromkeys(self._batch, (None, None))
+        found.update((parameter, (handle, None)) for parameter, _, handle in self._sparse_sent)
+        for _, handle, sent in self._sent:
+            found.update((one.parameter, (handle, one.context)) for one in sent)
+        return found
+
     def _forget(self) -> None:
         self._batch: list[torch.Tensor] = []
         self._batch_bytes = 0
         self._is_flush_queued = False
         self._sent: list[tuple[OperationScheduler, int, list[SentGradient]]] = []
-        self._sparse_sent: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+        self._sparse_sent: list[tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]] = []
 
     def _complete(self, parameter: torch.Tensor) -> None:
         """Submit the parameter's complete gradient, alone or together with others."""
@@ -177,7 +186,7 @@ class GradientReduction:
     def _send_sparse(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         rule = self._rule.reduction
         handle = sparse_allreduce_async(gradient, self._names[parameter], rule.reduction, rule.process_set)
-        self._sparse_sent.append((gradient, handle))
+        self._sparse_sent.append((parameter, gradient, handle))
 
     def _set_id(self) -> int:
         return resolve_set_id(self._rule.reduction.process_set, OperationKind.ALLREDUCE)
@@ -188,7 +197,7 @@ class GradientReduction:
             gradient = parameter.grad = self._zero_gradient(parameter)
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         small, context = self._rule.compression.compress(dense)
-        return SentGradient(gradient, validate_tensor(small.contiguous()), context)
+        return SentGradient(parameter, gradient, validate_tensor(small.contiguous()), context)
 
     def _fields(self, sent_gradient: SentGradient) -> dict[str, Any]:
         return {
@@ -223,7 +232,7 @@ class GradientReduction:
                     self._rule.compression.decompress(sent_gradient.buffer, sent_gradient.context),
                     sent_gradient.gradient,
                 )
-        for gradient, get_result in self._sparse_sent:
+        for _, gradient, get_result in self._sparse_sent:
             try:
                 self._write_result(get_result(), gradient)
             except HorovodInternalError as error:

@@ -1,13 +1,7 @@
 """The operations, ranks and sizes, under the module name from which scripts import them."""
 
-from rankless.compat.horovod.common.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from rankless.compat.horovod.exceptions import HorovodInternalError
-from rankless.compat.horovod.torch.basics import (
+from rankless.compat.horovod.common.basics import (
+    HorovodBasics,
     cross_rank,
     cross_size,
     init,
@@ -21,7 +15,7 @@ from rankless.compat.horovod.torch.basics import (
     start_timeline,
     stop_timeline,
 )
-from rankless.compat.horovod.torch.builds import (
+from rankless.compat.horovod.common.builds import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -32,6 +26,24 @@ from rankless.compat.horovod.torch.builds import (
     mpi_threads_supported,
     nccl_built,
     rocm_built,
+)
+from rankless.compat.horovod.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from rankless.compat.horovod.exceptions import HorovodInternalError
+from rankless.compat.horovod.torch import mpi_lib_v2 as mpi_lib
+from rankless.compat.horovod.torch.autograd_functions import (
+    HorovodAllgather,
+    HorovodAllreduce,
+    HorovodAlltoall,
+    HorovodBroadcast,
+    HorovodGroupedAllgather,
+    HorovodGroupedAllreduce,
+    HorovodGroupedReducescatter,
+    HorovodReducescatter,
 )
 from rankless.compat.horovod.torch.compression import Compression
 from rankless.compat.horovod.torch.operations.allgather import (
@@ -63,11 +75,22 @@ from rankless.compat.horovod.torch.operations.reducescatter import (
 from rankless.compat.horovod.torch.operations.reduction_ops import Adasum, Average, Max, Min, Product, Sum
 from rankless.compat.horovod.torch.operations.sparse import sparse_allreduce_async
 
+_basics = HorovodBasics()
+"""Horovod's object of these functions, which tools read."""
+
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "HorovodAllgather",
+    "HorovodAllreduce",
+    "HorovodAlltoall",
+    "HorovodBroadcast",
+    "HorovodGroupedAllgather",
+    "HorovodGroupedAllreduce",
+    "HorovodGroupedReducescatter",
     "HorovodInternalError",
+    "HorovodReducescatter",
     "Max",
     "Min",
     "ProcessSet",
@@ -111,6 +134,7 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_lib",
     "mpi_threads_supported",
     "nccl_built",
     "poll",

@@ -8,15 +8,16 @@ kept.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from rankless.compat.horovod.common.basics import size
+from rankless.compat.horovod.common.builds import rocm_built
 from rankless.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from rankless.compat.horovod.torch.adasum_optimizer import AdasumReduction
-from rankless.compat.horovod.torch.basics import size
-from rankless.compat.horovod.torch.builds import rocm_built
 from rankless.compat.horovod.torch.compression import Compression, Compressor
 from rankless.compat.horovod.torch.gradient_groups import Groups, check_groups, make_groups
 from rankless.compat.horovod.torch.gradients import GradientReduction, GradientRule
@@ -44,11 +45,45 @@ class DistributedOptimizerMixin(torch.optim.Optimizer):
     _wrapped_class: type[torch.optim.Optimizer]
     """The class of the user's optimizer."""
     _reduction: Any
+    _parameter_names: dict[torch.Tensor, str]
+    """The names of all parameters. Tools read this and the following under Horovod's names."""
+    _compression: type[Compressor]
+    op: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
 
     @property
     def backward_passes_per_step(self) -> int:
         """The number of backward passes after which a gradient is complete."""
         return self._reduction.passes.passes  # type: ignore[no-any-return]  # both reductions have it
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self._reduction.passes.passes = passes
+
+    @property
+    def _allreduce_delay(self) -> dict[torch.Tensor, int]:
+        """How many backward passes each reduced parameter still needs."""
+        return self._reduction.passes.remaining  # type: ignore[no-any-return]  # both reductions have it
+
+    @property
+    def _requires_update(self) -> set[torch.Tensor]:
+        """The parameters that are reduced."""
+        return set(self._reduction.passes.remaining)
+
+    @property
+    def _handles(self) -> dict[torch.Tensor, tuple[int | None, Any]]:
+        """The handle and the compressor's context of each gradient that backward has computed since the last step.
+
+        The handle is None if the gradient is not submitted yet.
+        """
+        return self._reduction.get_handles()  # type: ignore[no-any-return]  # both reductions have it
+
+    @staticmethod
+    def find_duplicates(lst: Iterable[Any]) -> set[Any]:
+        """Return the items that occur more than once."""
+        return {item for item, count in Counter(lst).items() if count > 1}
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes after which a gradient is complete."""
@@ -80,29 +115,29 @@ class DistributedOptimizerMixin(torch.optim.Optimizer):
 class AllreduceOptimizer(DistributedOptimizerMixin):
     """An optimizer that steps with the combined gradients of all ranks."""
 
-    _is_synchronized = False
-    _synchronizes = True
+    _synchronized = False
+    _should_synchronize = True
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced: for example to clip gradients before `step` in `skip_synchronize`."""
         self._reduction.synchronize()
-        self._is_synchronized = True
+        self._synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let `step` use the current gradients, for the duration of the block."""
-        self._synchronizes = False
+        self._should_synchronize = False
         try:
             yield
         finally:
-            self._synchronizes = True
+            self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do as the plain optimizer, with reduced gradients. Gradients that the closure computes are reduced, too."""
-        if not self._synchronizes:
-            self._is_synchronized = False
+        if not self._should_synchronize:
+            self._synchronized = False
             return self._wrapped_class.step(self, closure)
-        if self._is_synchronized:
+        if self._synchronized:
             warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=2)
 
         def evaluate() -> Any:
@@ -112,7 +147,7 @@ class AllreduceOptimizer(DistributedOptimizerMixin):
 
         if closure is None:
             evaluate()
-        self._is_synchronized = False
+        self._synchronized = False
         return self._wrapped_class.step(self, None if closure is None else evaluate)
 
 
@@ -134,6 +169,10 @@ class AdasumOptimizer(DistributedOptimizerMixin):
         self._reduction.step(lambda: self._wrapped_class.step(self))
         return loss
 
+
+_DistributedOptimizer = AllreduceOptimizer
+"""Horovod's name, which tools import."""
+_DistributedAdasumOptimizer = AdasumOptimizer
 
 # Keep PyTorch from wrapping the steps with the optimizer's hooks: the plain step inside them already runs these.
 vars(AllreduceOptimizer)["step"].hooked = True
@@ -172,27 +211,35 @@ def DistributedOptimizer(
     """
     if gradient_predivide_factor != 1.0:
         _check_predivision(op)
-    if num_groups != 0:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
-    check_groups(groups)
+    groups = _resolve_groups(num_groups, groups)
     names = assign_parameter_names(optimizer, named_parameters)
+    attributes = {
+        "_parameter_names": names, "_compression": compression, "op": op, "process_set": process_set,
+        "gradient_predivide_factor": gradient_predivide_factor, "sparse_as_dense": sparse_as_dense,
+    }  # fmt: skip
     is_participating = process_set.included() and (size() > 1 or environment.horovod_variables().get("ELASTIC") == "1")
-    reduced_parameters = {
-        parameter: name for parameter, name in names.items() if is_participating and parameter.requires_grad
-    }
+    reduced = {parameter: name for parameter, name in names.items() if is_participating and parameter.requires_grad}
     if op == Adasum and size() > 1:
         make_reduction_rule(op, 1.0, 1.0, process_set)
-        adasum_reduction = AdasumReduction(reduced_parameters, backward_passes_per_step, compression)
-        return _make_distributed(optimizer, AdasumOptimizer, adasum_reduction)
+        adasum = AdasumReduction(reduced, backward_passes_per_step, compression)
+        return _make_distributed(optimizer, AdasumOptimizer, adasum, attributes)
     reduction_rule = make_reduction_rule(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor, process_set)
     rule = GradientRule(reduction_rule, compression, sparse_as_dense)
-    gradient_groups = make_groups(groups, reduced_parameters, process_set) if reduced_parameters else {}
-    reduction = GradientReduction(reduced_parameters, backward_passes_per_step, rule, gradient_groups)
-    return _make_distributed(optimizer, AllreduceOptimizer, reduction)
+    gradient_groups = make_groups(groups, reduced, process_set) if reduced else {}
+    reduction = GradientReduction(reduced, backward_passes_per_step, rule, gradient_groups)
+    return _make_distributed(optimizer, AllreduceOptimizer, reduction, attributes)
 
 
 DistributedOptimizer.__module__ = MODULE_NAME
+
+
+def _resolve_groups(num_groups: int, groups: Groups | None) -> Groups | None:
+    """Return the groups of a call, which may use the older name. Raises ValueError for invalid ones."""
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
+    check_groups(groups)
+    return groups
 
 
 def _check_predivision(op: int) -> None:
@@ -206,8 +253,9 @@ def _make_distributed(
     optimizer: torch.optim.Optimizer,
     kind: type[DistributedOptimizerMixin],
     reduction: GradientReduction | AdasumReduction,
+    attributes: Mapping[str, Any],
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of a new class, with the attributes of the given one."""
+    """Return an optimizer of a new class, with the attributes of the given one and others that tools read."""
     wrapped_class = type(optimizer)
     members = {
         name: member
@@ -223,5 +271,5 @@ def _make_distributed(
     distributed: torch.optim.Optimizer = object.__new__(distributed_class)
     # A scheduler replaces an optimizer's `step` by one that counts. The members of the new class take precedence.
     shared = {name: value for name, value in vars(optimizer).items() if name not in members}
-    vars(distributed).update(shared, _reduction=reduction)
+    vars(distributed).update(shared, **attributes, _reduction=reduction)
     return distributed

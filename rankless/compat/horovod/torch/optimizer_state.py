@@ -2,7 +2,7 @@
 
 Note [no step]: Horovod fills an empty state by a step with zero gradients, which changes the weights if there is weight
 decay. Here the root describes its state, and the others allocate tensors for it, so no rank steps. A state that is
-empty on the root is empty on all ranks.
+empty on the root is empty on all ranks. As after Horovod's step, parameters have gradients of zeros afterwards.
 """
 
 from collections.abc import Iterator
@@ -39,6 +39,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the root's optimizer state and options, such as the learning rate, to every rank.
 
+    Where the state is empty, parameters without a gradient get one of zeros.
+
     Args:
         optimizer: The optimizer. It has the same parameters on every rank.
         root_rank: The root's rank, counted over the whole job.
@@ -50,6 +52,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not optimizer.state_dict()["state"]:
+        _fill_gradients(optimizer, parameters)
     is_root = context.current().world.rank == root_rank
     description = broadcast_object(_describe_state(optimizer) if is_root else None, root_rank, "optimizer_state")
     state = optimizer.state_dict()["state"] if is_root else _allocate_tensors(description["state"], parameters)
@@ -59,6 +63,14 @@ def broadcast_optimizer_state(
         optimizer.state.clear()
         for key, value in state.items():
             optimizer.state[parameters[key] if isinstance(key, int) else key] = value
+
+
+def _fill_gradients(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Give zeros to the parameters that have no gradient."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            parameter.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
 
 
 def _describe_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

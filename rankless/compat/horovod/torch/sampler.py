@@ -3,7 +3,7 @@
 from typing import Any
 
 from rankless.collectives.distributed_sampler import DistributedSampler as RanklessSampler
-from rankless.compat.horovod.torch.basics import rank, size
+from rankless.compat.horovod.common.basics import rank, size
 
 
 class DistributedSampler(RanklessSampler):

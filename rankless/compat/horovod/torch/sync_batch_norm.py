@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from rankless.compat.horovod.common.basics import size
 from rankless.compat.horovod.common.process_sets import global_process_set
 from rankless.compat.horovod.engine.requests import Reduction
-from rankless.compat.horovod.torch.basics import size
 from rankless.compat.horovod.torch.operations.allgather import allgather_async
 from rankless.compat.horovod.torch.operations.allreduce import start
 from rankless.compat.horovod.torch.operations.differentiable import apply_function

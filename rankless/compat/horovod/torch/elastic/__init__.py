@@ -6,8 +6,8 @@ Enters: the user's function and its state. Leaves: what the function returns. Sc
 from collections.abc import Callable
 from typing import Any
 
+from rankless.compat.horovod.common.basics import init, shutdown
 from rankless.compat.horovod.common.elastic import ObjectState, State, run_fn
-from rankless.compat.horovod.torch.basics import init, shutdown
 from rankless.compat.horovod.torch.elastic.sampler import ElasticSampler
 from rankless.compat.horovod.torch.elastic.state import TorchState
 

@@ -5,6 +5,18 @@ from typing import Any
 
 from rankless.compat.horovod import context
 from rankless.compat.horovod.common import process_sets as sets
+from rankless.compat.horovod.common.builds import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from rankless.compat.horovod.common.process_sets import ProcessSet
 from rankless.config import environment
 
@@ -109,3 +121,37 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def stop_timeline() -> None:
     """Stop the recording, and complete the file."""
     context.current().scheduler.timeline.stop()
+
+
+class HorovodBasics:
+    """The functions of this module and of `builds` as methods, for tools that make one.
+
+    Args:
+        pkg_path: Ignored, as all arguments. Horovod finds its compiled library by them.
+    """
+
+    init = staticmethod(init)
+    shutdown = staticmethod(shutdown)
+    is_initialized = staticmethod(is_initialized)
+    start_timeline = staticmethod(start_timeline)
+    stop_timeline = staticmethod(stop_timeline)
+    is_homogeneous = staticmethod(is_homogeneous)
+    size = staticmethod(size)
+    local_size = staticmethod(local_size)
+    cross_size = staticmethod(cross_size)
+    rank = staticmethod(rank)
+    local_rank = staticmethod(local_rank)
+    cross_rank = staticmethod(cross_rank)
+    mpi_threads_supported = staticmethod(mpi_threads_supported)
+    mpi_enabled = staticmethod(mpi_enabled)
+    mpi_built = staticmethod(mpi_built)
+    gloo_enabled = staticmethod(gloo_enabled)
+    gloo_built = staticmethod(gloo_built)
+    nccl_built = staticmethod(nccl_built)
+    ddl_built = staticmethod(ddl_built)
+    ccl_built = staticmethod(ccl_built)
+    cuda_built = staticmethod(cuda_built)
+    rocm_built = staticmethod(rocm_built)
+
+    def __init__(self, pkg_path: str = "", *args: Any) -> None:  # Horovod's
+        pass
