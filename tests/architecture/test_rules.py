@@ -33,6 +33,8 @@ BROAD_EXCEPTS = {
     "rankless/checkpoint/background_write.py": "the thread keeps the error for the script's next call",
     "rankless/checkpoint/saving.py": "the other ranks learn that this one failed, and the error is raised again",
     "rankless/collectives/checked_collectives.py": "the error belongs to the caller that waits for the collective",
+    "rankless/compat/horovod/data/data_loader_base.py": "the loop raises the error of the thread that reads",
+    "rankless/compat/horovod/runner/util/threads.py": "Horovod's in_thread prints the error of any function",
     "rankless/compat/horovod/runner/run_task.py": "the function's error travels to the process that called horovod.run",
     "rankless/compiler/codegen/codegen.py": "operators are foreign code; the error gets the line of the script",
     "rankless/context/once.py": "the other ranks learn that rank 0 failed, and the error is raised again",
@@ -58,7 +60,10 @@ ENVIRONMENT_READERS = {
 }
 
 # Class names that exist more than once.
-SAME_CLASS_NAMES = {"DistributedSampler": "is torch's name, in rankless.collectives and in hvd"}
+SAME_CLASS_NAMES = {
+    "FixedHosts": "Horovod's, beside that of elastic jobs",
+    "DistributedSampler": "is torch's name, in rankless.collectives and in hvd",
+}
 
 OLD_WORDS = {
     *("assembled", "assembly", "bedside", "company", "crew", "crews", "culprit", "culprits", "deltas", "desk", "desks"),

@@ -111,7 +111,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_child_of_a_worker_has_no_rank_and_is_told_so(tmp_path: Path):
+def test_init_in_a_child_of_a_worker_raises_an_error(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(SPAWNING)
     done = rankless("run", "-n", "2", "--show", "all", str(script), folder=tmp_path)

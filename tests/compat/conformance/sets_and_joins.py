@@ -173,11 +173,14 @@ def check_sets_of_other_ranks():
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     anew()
     is_last = hvd.rank() == hvd.size() - 1
-    text = raised(hvd.HorovodInternalError, lambda: hvd.add_process_set([0] if is_last else [0, 1]))
+    text = raised(hvd.HorovodInternalError, lambda: hvd.add_process_set([0] if is_last else [1]))
     assert text.startswith(
-        "Mismatched process sets: One rank added a process set of ranks [0, 1], "
+        "Mismatched process sets: One rank added a process set of ranks [1], "
         "but another rank added one of ranks [0]. Operation add_process_set: the first is rank"
     ), text
+    kind = ValueError if is_last else hvd.HorovodInternalError
+    text = raised(kind, lambda: hvd.add_process_set([0, hvd.size()] if is_last else [0]))
+    assert is_last or text.startswith(f"add_process_set was refused by rank {hvd.size() - 1}: A process set needs")
     one, other = hvd.add_process_set([0]), hvd.add_process_set([1])
     text = raised(hvd.HorovodInternalError, lambda: hvd.remove_process_set(one if is_last else other))
     assert text.startswith("Mismatched process sets: One rank removed process set "), text

@@ -121,7 +121,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if not context.current().settings.dynamic_process_sets:
         raise ValueError(NEEDS_DYNAMIC.format("adding"))
     if added.process_set_id is not None:
-        raise ValueError(f"Attempted to add a duplicate process set: {added}")
+        raise _refused(ValueError(f"Attempted to add a duplicate process set: {added}"))
     register(added)
     return added
 
@@ -130,7 +130,7 @@ def register(process_set: ProcessSet) -> None:
     """Register a set on all ranks, which all call this. Raises ValueError for ranks that do not exist."""
     size = context.current().world.size
     if not process_set.ranks or not all(0 <= rank < size for rank in process_set.ranks):
-        raise ValueError(f"A process set needs ranks from 0 to {size - 1}; found {process_set.ranks}.")
+        raise _refused(ValueError(f"A process set needs ranks from 0 to {size - 1}; found {process_set.ranks}."))
     _run_on_all_ranks(OperationRequest(kind=OperationKind.ADD_SET, ranks=tuple(process_set.ranks)))
 
 
@@ -158,6 +158,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def find_set_id(ranks: tuple[int, ...], sets: Mapping[int, tuple[int, ...]]) -> int | None:
     """Return the id under which the ranks are registered in `sets`, or None."""
     return next((set_id for set_id, members in sets.items() if tuple(members) == ranks), None)
+
+
+def _refused(error: ValueError) -> ValueError:
+    """Return the error of this rank's call, after letting the calls of other ranks fail."""
+    context.current().scheduler.refuse(0, [OperationKind.ADD_SET.value], str(error))
+    return error
 
 
 def _run_on_all_ranks(request: OperationRequest) -> Any:

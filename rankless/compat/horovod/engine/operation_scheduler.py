@@ -21,13 +21,20 @@ from rankless.compat.horovod.engine.coordinator_client import (
 from rankless.compat.horovod.engine.execution import ExecutionContext, OperationExecutor
 from rankless.compat.horovod.engine.inline_payload import combine, fits_inline, tensor_to_bytes, write_bytes
 from rankless.compat.horovod.engine.messages import Execute, RequestMetadata
-from rankless.compat.horovod.engine.pending_operations import PendingOperation, PendingOperations, get_operation_id
+from rankless.compat.horovod.engine.pending_operations import (
+    PendingOperation,
+    PendingOperations,
+    get_operation_id,
+    get_ready_events,
+    record_event,
+)
 from rankless.compat.horovod.engine.progress_loop import ProgressLoop
 from rankless.compat.horovod.engine.rendezvous import ConnectedRanks
 from rankless.compat.horovod.engine.requests import (
     UNNAMED_PREFIX,
     OperationKind,
     OperationRequest,
+    make_metadata,
     parse_operation_kind,
 )
 from rankless.compat.horovod.engine.stall_check import StallDetector
@@ -121,14 +128,14 @@ class OperationScheduler:
             except ValueError as error:
                 self.refuse(requests[0].set_id, [get_operation_id(one)[1] for one in requests], str(error))
                 raise
-            operation.event = _record_event(requests)
+            operation.event = record_event(requests)
             is_group_inline = bool(requests[0].group) and fits_inline(requests, self._size)
             for one in requests:
                 # A request outside a group decides for itself: other ranks may submit it together with others.
                 is_inline = is_group_inline if one.group else fits_inline([one], self._size)
                 operation_id = get_operation_id(one)
                 values = tensor_to_bytes(one.tensor) if is_inline and one.tensor is not None else b""
-                self._client.submit(operation_id, _make_metadata(one, operation_id[1], is_inline), values)
+                self._client.submit(operation_id, make_metadata(one, operation_id[1], is_inline), values)
             self._receive()
             if operation.is_done:
                 return
@@ -267,7 +274,7 @@ class OperationScheduler:
         for event in events:
             torch.cuda.current_stream().wait_event(event)
         if events and self.timeline.is_on:
-            self.timeline.wait_for_data(_get_ready_events(execute, operations))
+            self.timeline.wait_for_data(get_ready_events(execute, operations))
         results = self._executor.run(execute, self.process_sets[execute.set_id], requests)
         if events:
             done = torch.cuda.current_stream().record_event()
@@ -360,42 +367,3 @@ class OperationScheduler:
             self._receive()
             if self._error is not None and time.monotonic() > self._finish_deadline:
                 raise HorovodInternalError(*self._error.args)
-
-
-def _make_metadata(request: OperationRequest, key: str, is_inline: bool) -> RequestMetadata:
-    tensor = request.tensor
-    return RequestMetadata(
-        kind=request.kind.value,
-        key=key,
-        set_id=0 if request.kind is OperationKind.REMOVE_SET else request.set_id,
-        dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-        shape=() if tensor is None else tuple(tensor.shape),
-        device="cpu" if tensor is None else tensor.device.type,
-        reduction=int(request.reduction),
-        prescale=request.prescale,
-        postscale=request.postscale,
-        root=request.set_id if request.kind is OperationKind.REMOVE_SET else request.root,
-        splits=request.splits or (),
-        ranks=request.ranks,
-        group=request.group,
-        group_size=request.group_size,
-        is_inline=is_inline,
-    )
-
-
-def _get_ready_events(execute: Execute, operations: Sequence[PendingOperation]) -> dict[str, torch.cuda.Event]:
-    """Return, by key, the event after which a tensor of the batch is ready on its device."""
-    keys = {item.key for item in execute.items}
-    return {
-        get_operation_id(one)[1]: operation.event
-        for operation in operations
-        for one in operation.requests
-        if operation.event is not None and get_operation_id(one)[1] in keys
-    }
-
-
-def _record_event(requests: Sequence[OperationRequest]) -> torch.cuda.Event | None:
-    if any(one.tensor is not None and one.tensor.is_cuda for one in requests):
-        event: torch.cuda.Event = torch.cuda.current_stream().record_event()
-        return event
-    return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rankless.compat.horovod.engine.messages import Execute
 from rankless.compat.horovod.engine.requests import OperationKind, OperationRequest
 
 DUPLICATE = (
@@ -149,3 +150,22 @@ def get_operation_id(request: OperationRequest) -> OperationId:
     if request.kind is OperationKind.REMOVE_SET:
         return 0, "remove_process_set"
     return request.set_id, request.key
+
+
+def get_ready_events(execute: Execute, operations: Sequence[PendingOperation]) -> dict[str, torch.cuda.Event]:
+    """Return, by key, the event after which a tensor of the batch is ready on its device."""
+    keys = {item.key for item in execute.items}
+    return {
+        get_operation_id(one)[1]: operation.event
+        for operation in operations
+        for one in operation.requests
+        if operation.event is not None and get_operation_id(one)[1] in keys
+    }
+
+
+def record_event(requests: Sequence[OperationRequest]) -> torch.cuda.Event | None:
+    """Return an event after which the tensors on a GPU are ready, or None if none is there."""
+    if any(one.tensor is not None and one.tensor.is_cuda for one in requests):
+        event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+        return event
+    return None

@@ -5,6 +5,8 @@ from enum import Enum, IntEnum
 
 import torch
 
+from rankless.compat.horovod.engine.messages import RequestMetadata
+
 UNNAMED_PREFIX = "noname."
 """The start of the names of operations that the script has not named."""
 GROUPED_PREFIX = "grouped_"
@@ -73,3 +75,25 @@ class OperationRequest:
 def parse_operation_kind(key: str) -> OperationKind:
     """Return the kind of operation from its key, which may be that of a group's member."""
     return OperationKind(key.partition(".")[0].removeprefix(GROUPED_PREFIX))
+
+
+def make_metadata(request: OperationRequest, key: str, is_inline: bool) -> RequestMetadata:
+    """Return the request as the coordinator receives it. `key` is unique among those of the process set."""
+    tensor = request.tensor
+    return RequestMetadata(
+        kind=request.kind.value,
+        key=key,
+        set_id=0 if request.kind is OperationKind.REMOVE_SET else request.set_id,
+        dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+        shape=() if tensor is None else tuple(tensor.shape),
+        device="cpu" if tensor is None else tensor.device.type,
+        reduction=int(request.reduction),
+        prescale=request.prescale,
+        postscale=request.postscale,
+        root=request.set_id if request.kind is OperationKind.REMOVE_SET else request.root,
+        splits=request.splits or (),
+        ranks=request.ranks,
+        group=request.group,
+        group_size=request.group_size,
+        is_inline=is_inline,
+    )
