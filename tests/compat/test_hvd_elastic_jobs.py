@@ -276,3 +276,24 @@ def test_the_example_continues_when_a_worker_is_killed(tmp_path: Path):
     assert "training with 2 workers from epoch" in out
     (accuracy,) = re.findall(r"accuracy ([\d.]+) on 2 workers", out)
     assert float(accuracy) > 0.85
+
+
+VARIABLES = """
+import os
+NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+assert all(os.environ[f"HOROVOD_{name}"].isdigit() for name in NAMES)
+import horovod.torch as hvd
+for _ in range(2):
+    hvd.init()
+    expected = [getattr(hvd, name.lower())() for name in NAMES]
+    assert [int(os.environ[f"HOROVOD_{name}"]) for name in NAMES] == expected
+    hvd.barrier()
+print("equal", flush=True)
+"""
+
+
+def test_elastic_workers_have_horovods_variables(tmp_path: Path):
+    (tmp_path / "script.py").write_text(VARIABLES)
+    job = rankless("horovodrun", "-np", "2", "--min-np", "1", sys.executable, "script.py", folder=tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("equal") == 2
