@@ -51,7 +51,9 @@ TENSOR_OPERATION_KINDS = tuple(map(OperationKind, TENSOR_KINDS))
 FINISH_SECONDS = 5.0
 """After a rank has left: how long the other ranks may still execute the batches scheduled before."""
 WAIT_REPORT_SECONDS = 0.25
-"""How long a thread waits for a result before rank 0 is told."""
+"""How long a thread waits for a result before it reports that to rank 0."""
+THREADED_WAIT_REPORT_SECONDS = 10.0
+"""The same if other threads of the script are alive: one of them might submit its first operation."""
 HANDOFF_SECONDS = 1e-4
 """How long the background thread leaves a new request to its thread, which usually waits for the result at once."""
 
@@ -330,8 +332,11 @@ class OperationScheduler:
         operation.waiting_since = operation.waiting_since or now
         if now - max(operation.waiting_since, operation.reported_at) < WAIT_REPORT_SECONDS or operation.is_done:
             return
-        others = self._threads - {threading.get_ident()}
-        if not others or others.isdisjoint(thread.ident for thread in threading.enumerate()):
+        own = threading.get_ident()
+        others = [one for one in threading.enumerate() if one.ident != own and not one.name.startswith("rankless")]
+        if others and now - operation.waiting_since < THREADED_WAIT_REPORT_SECONDS:
+            return
+        if not any(one.ident in self._threads for one in others):
             with self._lock:
                 operation.reported_at = now
                 self._client.wait([get_operation_id(one) for one in operation.requests])
