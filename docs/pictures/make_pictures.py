@@ -36,6 +36,7 @@ PICTURES = {
 }
 STABLE_TEXTS = (
     (re.compile(r"log/(latest|\d[\w.-]*)"), "log/latest"),
+    (re.compile(r"(done) in [\d.,]+ s: (\d+ steps).*?, (logs in)"), r"\1: \2, \3"),
     (re.compile(r" +[\d.,]+ samples/s( +[\d:]+ left)?"), ""),
     (re.compile(r"^(  .*\S) +[\d.]+ m?s$"), r"\1"),
     (re.compile(r"^( +(\d+) +)\d+(?=  cpu )"), r"\g<1>4120\2"),

@@ -74,6 +74,8 @@ class CommandParser(argparse.ArgumentParser):
 BROKEN_PIPE = 128 + signal.SIGPIPE
 """The exit code that a shell reports for a tool whose reader has gone, as in `rankless verify train.py | head -1`."""
 
+INTERRUPTED = 128 + signal.SIGINT
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; end quietly if nobody reads its output any more."""
@@ -84,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _redirect_to_devnull(sys.stdout, sys.stderr)
         return BROKEN_PIPE
+    except KeyboardInterrupt:  # before or after a job: while one runs, the agent receives the signals
+        print("rankless: ended by SIGINT", file=sys.stderr)
+        return INTERRUPTED
     except SystemExit:  # argparse raises it after printing help
         if _flush():
             raise
@@ -161,7 +166,9 @@ def _run_command(name: str, given: Sequence[str]) -> int:
     if parser.allow_abbrev:
         given = parser.insert_program_separator(given)
     try:
-        return int(command.run(parser.parse_args(given)))
+        arguments = parser.parse_args(given)
+        arguments.command_line = list(given)
+        return int(command.run(arguments))
     except RanklessError as error:
         print(f"rankless {name}: {type(error).__name__}{error}", file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.status import Status
 
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
+from rankless.config.environment import default_log_folder
 from rankless.config.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile
 from rankless.errors import ConfigError
 from rankless.launch.doctor.run_checks import DoctorConfig, DoctorFindings, run_diagnosis
@@ -38,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-ssh", action="store_true", help="Check the other hosts from outside only, without ssh.")
     parser.add_argument(
-        "--log-dir", default="log", metavar="DIR", help="Folder in which jobs will write logs. Default: log."
+        "--log-dir",
+        default=default_log_folder(),
+        metavar="DIR",
+        help="Folder in which jobs will write logs. Default: RANKLESS_LOG_DIR, else log.",
     )
     parser.add_argument(
         "--quick", action="store_true", help="Skip the checks that import torch: the test job and the collective."

@@ -34,5 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stderr.flush()
     with ProgressObserver() as progress:
         return agent.run(
-            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, hide_progress=progress.hidden
+            config,
+            on_record=progress.receive,
+            out=sys.stdout,
+            err=sys.stderr,
+            hide_progress=progress.hidden,
+            context=agent.AgentContext(cursor=progress.cursor),
         )

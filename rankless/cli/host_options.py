@@ -8,6 +8,8 @@ from rankless.config.hosts import DEFAULT_PORT, Host, numbered_hosts, own_host_i
 from rankless.config.run_config import Cluster
 from rankless.errors import ConfigError
 
+LOG_FOLDER_HELP = "Folder for the logs of runs. Default: RANKLESS_LOG_DIR, else log."
+
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to `parser`."""

@@ -19,7 +19,6 @@ from rankless.errors import ConfigError
 from rankless.version import VERSION
 
 STANDARD_OUTPUT = "-"
-PROGRAM_OPTIONS = {"script": "", "module": "-m ", "code": "-c "}
 
 
 class JsonHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +121,7 @@ def make_json_header(command: str, program: Program | None = None, *, seed: int 
         program: The user's program; None for a command that runs none.
         seed: The seed that the command used.
     """
-    script = None if program is None else PROGRAM_OPTIONS[program.kind] + program.target
+    script = None if program is None else program.text
     arguments: Sequence[str] = () if program is None else program.arguments
     return JsonHeader(
         version=1, rankless=VERSION, command=command, script=script, arguments=tuple(arguments), seed=seed

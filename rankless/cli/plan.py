@@ -5,8 +5,10 @@ import shutil
 import sys
 import tempfile
 
+from rankless.cli.host_options import LOG_FOLDER_HELP
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import add_program_options, read_program
+from rankless.config.environment import default_log_folder
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Training steps to run; the plan shows the jobs called by then. Default: 1.",
     )
     add_json_option(parser, "the plan")
-    parser.add_argument("--log-dir", default="log", metavar="DIR", help="Folder for the log of the run. Default: log.")
+    parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
     add_program_options(parser)
 

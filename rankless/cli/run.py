@@ -3,14 +3,18 @@
 import argparse
 import sys
 
-from rankless.cli.host_options import add_host_options, make_cluster
+from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
+from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import add_program_options, read_program
-from rankless.config.run_config import RunRequest
+from rankless.config.environment import default_log_folder
+from rankless.config.run_config import RunConfig, RunRequest
 from rankless.config.validation import make_run_config
 from rankless.launch import agent
+from rankless.records.run_summary import RunSummary
 from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "run"
+JSON_CONTENT = RunSummary
 HELP = (
     "Run a script on one or more workers, one per device, on this host or on several. "
     "Workers have no standard input, so input() raises EOFError."
@@ -33,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="first",
         help="Workers whose output to show: the first or all. Default: first.",
     )
-    parser.add_argument("--log-dir", default="log", metavar="DIR", help="Folder for the logs of runs. Default: log.")
+    parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
+    add_json_option(parser, "the summary of the run")
     parser.add_argument(
         "--hang-timeout",
         type=float,
@@ -45,14 +50,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Start plain processes, each of which imports torch, instead of using a fork server.",
     )
-    parser.add_argument("--no-progress", action="store_true", help="Show no progress line.")
+    parser.add_argument(
+        "--no-progress",
+        action="store_true",
+        help="Show no progress line of jobs, for a script that shows its own or for logs.",
+    )
+    parser.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="Show only the output of the script and, if the run fails, why: no table, progress line or summary.",
+    )
     add_host_options(parser)
     add_program_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    config = make_run_config(
+    config, destination = _make_config(arguments), read_json_destination(arguments)
+    summaries: list[RunSummary] = []
+    try:
+        with destination.reserve_standard_output(), ProgressObserver() as progress:
+            return agent.run(
+                config,
+                on_record=progress.receive,
+                out=sys.stdout,
+                err=sys.stderr,
+                hide_progress=progress.hidden,
+                context=agent.AgentContext(cursor=progress.cursor, on_summary=summaries.append),
+            )
+    finally:
+        for summary in summaries:
+            destination.write(make_json_header(NAME, config.program, seed=config.seed), summary)
+
+
+def _make_config(arguments: argparse.Namespace) -> RunConfig:
+    return make_run_config(
         read_program(arguments),
         RunRequest(
             worker_count=1 if arguments.workers is None else arguments.workers,
@@ -62,12 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
             log_folder=arguments.log_dir,
             show=arguments.show,
             warm=not arguments.no_warm,
-            progress=not arguments.no_progress,
+            progress=not (arguments.no_progress or arguments.quiet),
+            agent_output="quiet" if arguments.quiet else "summary",
+            command=("rankless", NAME, *arguments.command_line),
             cluster=make_cluster(arguments),
             hang_timeout_seconds=arguments.hang_timeout,
         ),
     )
-    with ProgressObserver() as progress:
-        return agent.run(
-            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, hide_progress=progress.hidden
-        )

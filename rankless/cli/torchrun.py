@@ -54,5 +54,10 @@ def run_program(command: str, flags: TorchrunFlags, program: Program, messages: 
             print(f"rankless {command}: {'; '.join(messages)}", file=sys.stderr, flush=True)
         progress = stack.enter_context(ProgressObserver())
         return agent.run(
-            config, on_record=progress.receive, out=sys.stdout, err=sys.stderr, hide_progress=progress.hidden
+            config,
+            on_record=progress.receive,
+            out=sys.stdout,
+            err=sys.stderr,
+            hide_progress=progress.hidden,
+            context=agent.AgentContext(cursor=progress.cursor),
         )

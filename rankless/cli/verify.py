@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import get_args
 
-from rankless.cli.host_options import add_host_options, make_cluster
+from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.program_options import add_program_options, read_program
+from rankless.config.environment import default_log_folder
 from rankless.config.run_config import Cluster, Precision, Program
 from rankless.config.validation import check_program
 from rankless.errors import ConfigError
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-v", "--verbose", action="store_true", help="Print all tables and all differences after the verdict."
     )
     parser.add_argument("--keep", metavar="FOLDER", help="Keep the recordings of all runs in this folder.")
-    parser.add_argument("--log-dir", default="log", metavar="DIR", help="Folder for the logs of runs. Default: log.")
+    parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
     add_host_options(parser)
     add_program_options(parser)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rankless.config.mpi_variables import MpiWorker
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
+LOG_FOLDER = "RANKLESS_LOG_DIR"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
 HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
 HOROVOD = "RANKLESS_HOROVOD"
@@ -128,6 +129,11 @@ def worker_environment(config: WorkerConfig, *, cuda_devices: str | None) -> dic
 def user_token_file() -> str | None:
     """Return the file with the token of a job on several hosts, from RANKLESS_TOKEN_FILE, or None."""
     return os.environ.get(TOKEN_FILE) or None
+
+
+def default_log_folder() -> str:
+    """Return the folder that gets a folder for each run: RANKLESS_LOG_DIR, or "log" if it is not set."""
+    return os.environ.get(LOG_FOLDER) or "log"
 
 
 def user_hang_timeout() -> str | None:

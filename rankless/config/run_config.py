@@ -11,6 +11,8 @@ from rankless.config.launcher_choice import LauncherChoice
 
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
+AgentOutput = Literal["quiet", "table", "summary"]
+"""What the agent prints of a run that succeeds: nothing, the table of workers, or that and a line at the end."""
 Precision = Literal["float64"]
 UNKNOWN_HOST = -1
 AgentStart = Literal["ssh", "manual", "script"]
@@ -24,6 +26,11 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     has_macros: bool = False
     """Whether `${local_rank}` in an argument stands for the worker's local rank."""
+
+    @property
+    def text(self) -> str:
+        """The program as on the command line, without its arguments: "train.py", "-m package.train" or "-c CODE"."""
+        return {"module": "-m ", "code": "-c "}.get(self.kind, "") + self.target
 
 
 class InspectedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +132,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     show: ShowChoice = "first"
     warm: bool = True
     progress: bool = True
+    agent_output: AgentOutput = "table"
+    command: tuple[str, ...] = ()
+    """The command line that requests the run."""
     recording: str | None = None
     perturbation_seed: int | None = None
     dtype: Precision | None = None
@@ -166,6 +176,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The dtype in which jobs compute instead of the script's; None keeps the script's."""
     observation: RunObservation = RunObservation()
     progress: bool = True
+    agent_output: AgentOutput = "table"
     launcher: LauncherChoice | None = None
     """The launcher whose conventions the run follows; None for a plain `rankless run`."""
     master_address: str = "127.0.0.1"

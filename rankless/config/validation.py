@@ -50,6 +50,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         dtype=request.dtype,
         observation=request.observation,
         progress=request.progress,
+        agent_output=request.agent_output,
         launcher=request.launcher,
         master_address=request.master_address,
         master_port=request.master_port,

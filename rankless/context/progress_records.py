@@ -21,23 +21,34 @@ class EpochMeter:
         self.trained_rows = 0
         self.marks: deque[tuple[float, int]] = deque([(now, 0)])
         self.unrecorded: Callable[[], Progress] | None = None
+        self._marked_at = now
 
     def count_batch(self, rows: int) -> None:
         """Count a batch of so many rows, of all ranks together."""
         self.step += 1
         self.rows = rows
 
-    def count_trained(self, now: float) -> None:
-        """Count the rows of the current batch as trained. A second job on the same batch counts nothing."""
-        self.trained_rows += self.rows
-        self.rows = 0
+    def count_trained(self, now: float, *, is_timed: bool = True) -> tuple[int, float]:
+        """Count the rows of the current batch as trained. A second job on the same batch counts nothing.
+
+        Without `is_timed` the rate starts anew after this step: the step captured a job, or was the first of one.
+
+        Returns:
+            The rows, and the seconds since the last step or since the start of the pass.
+        """
+        rows, seconds = self.rows, now - self._marked_at
+        self.trained_rows += rows
+        self.rows, self._marked_at = 0, now
+        if not is_timed:
+            self.marks.clear()
         self.marks.append((now, self.trained_rows))
         while len(self.marks) > 2 and self.marks[1][0] <= now - RATE_WINDOW_SECONDS:
             self.marks.popleft()
+        return rows, seconds
 
     @property
     def samples_per_second(self) -> float:
-        """The average over the last few seconds of this pass."""
+        """The average over the last few seconds of this pass, without steps that captured a job."""
         (start, rows_before), (end, rows) = self.marks[0], self.marks[-1]
         return (rows - rows_before) / (end - start) if end > start else 0.0
 
@@ -55,14 +66,27 @@ class EpochMeter:
 class ProgressMeter:
     """Makes progress records of a script's train jobs: one per 0.2 s at most, and the last one of each epoch.
 
+    Without `record` it makes none. After each step, `publish_totals` gets the calls of the train job that was called
+    most often, and rows and nanoseconds of the steps that captured no job.
+
     Loaders report batches, train jobs report steps. It counts epochs per job, from 1: each pass over a loader in which
     the job trains is an epoch, whether the script makes its loader once or anew for every epoch.
     """
 
     def __init__(
-        self, *, rank: int, record: Callable[[AnyRecord], None], clock: Callable[[], int] = time.monotonic_ns
+        self,
+        *,
+        rank: int,
+        record: Callable[[AnyRecord], None] | None,
+        clock: Callable[[], int] = time.monotonic_ns,
+        publish_totals: Callable[[int, int, int], None] = lambda *_totals: None,
     ) -> None:
         self._rank = rank
+        self._publish_totals = publish_totals
+        self._calls: dict[str, int] = {}
+        self._timed_rows = 0
+        self._timed_seconds = 0.0
+        self._has_captured = False
         self._record = record
         self._clock = clock
         self._current: EpochMeter | None = None
@@ -83,7 +107,9 @@ class ProgressMeter:
         """Count a step of a train job. Calls `loss`, which must not communicate, if a record is due."""
         now = self._seconds()
         epoch = self._epoch_of(job, now)
-        epoch.count_trained(now)
+        self._count_step(job, epoch, now)
+        if self._record is None:
+            return
         last = epoch.steps is not None and epoch.step >= epoch.steps
         due = self._recorded_at is None or now - self._recorded_at >= RECORD_INTERVAL_SECONDS
         if last or due:
@@ -93,13 +119,27 @@ class ProgressMeter:
         elif epoch.steps is None:
             epoch.unrecorded = lambda: self._make_record(job, epoch, loss, last=True)
 
+    def note_capture(self) -> None:
+        """Exclude the time of the current step from all rates: it captures a job."""
+        self._has_captured = True
+
     def end_epoch(self, epoch: EpochMeter) -> None:
         """End a pass. If its length was unknown, record its last step now."""
-        if epoch.unrecorded is not None:
+        if epoch.unrecorded is not None and self._record is not None:
             self._record(epoch.unrecorded())
             epoch.unrecorded = None
         if self._current is epoch:
             self._current = None
+
+    def _count_step(self, job: str, epoch: EpochMeter, now: float) -> None:
+        is_timed = job in self._calls and not self._has_captured
+        self._has_captured = False
+        self._calls[job] = self._calls.get(job, 0) + 1
+        rows, seconds = epoch.count_trained(now, is_timed=is_timed)
+        if is_timed:
+            self._timed_rows += rows
+            self._timed_seconds += seconds
+        self._publish_totals(max(self._calls.values()), self._timed_rows, round(self._timed_seconds * 1e9))
 
     def _epoch_of(self, job: str, now: float) -> EpochMeter:
         """Return the pass whose batch the job trains on, or without a loader one endless pass of the job's own."""

@@ -268,6 +268,8 @@ class ProgramCache:
         namespaces = [] if sizes is None else list_namespaces(job.function, job.modules)
         before = [dict(names) for names in namespaces]
         try:
+            if self._world.meter is not None:
+                self._world.meter.note_capture()
             captured = capture(source, arguments.unflatten, shapes, job.device(self._world.mesh.device), sizes=sizes)
         finally:
             removed = remove_sizes(namespaces, before)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TextIO
 
 from rankless.config.run_config import RunConfig
@@ -29,8 +29,10 @@ from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_sta
 from rankless.launch.worker_configs import make_worker_configs
 from rankless.launch.worker_output import SOURCES, Source, Terminal, Write, make_writer
 from rankless.launch.worker_table import WorkerTable
-from rankless.records.events import AnyRecord, FileOpened, Notice
+from rankless.records.events import AnyRecord, FileOpened, Notice, Raised, ScriptFinished
+from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
+from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,10 @@ class AgentContext:
     """Called once when all hosts of the job are there."""
     fork_server: ForkServerPoolClient | None = None
     """A pool of fork servers for consecutive runs; None for a single run."""
+    cursor: CursorTracker = field(default_factory=CursorTracker)
+    """Follows the script's output, if the agent's own lines go to the same terminal."""
+    on_summary: Callable[[RunSummary], None] = lambda _summary: None
+    """Called on host 0 with the summary of a run that has ended. Runs of other launchers have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +56,32 @@ class _TerminalStreams:
     out: TextIO
     err: TextIO
     hide_progress: Callable[[], AbstractContextManager[None]]
+    cursor: CursorTracker | None
+    """None if the two streams end in different places: the script's output then cannot meet the agent's lines."""
 
     def writers(self) -> dict[Source, Write]:
-        return {"out": make_writer(self.out, self.hide_progress), "err": make_writer(self.err, self.hide_progress)}
+        return {"out": self._writer(self.out), "err": self._writer(self.err)}
+
+    def _writer(self, text: TextIO) -> Write:
+        write, cursor = make_writer(text, self.hide_progress), self.cursor
+        if cursor is None:
+            return write
+
+        def write_and_follow(data: bytes) -> None:
+            write(data)
+            cursor.feed(data)
+
+        return write_and_follow
 
     def notify(self, text: str) -> None:
         with self.hide_progress():
             self.write_error(f"rankless: {text}\n")
 
     def write_error(self, text: str) -> None:
+        if self.cursor is not None and text:
+            if self.cursor.is_inside_line:  # below a bar there may be more bars: erase them
+                text = ("\n\x1b[J" if self.err.isatty() else "\n") + text
+            self.cursor.feed(text.encode())
         try:
             self.err.write(text)
             self.err.flush()
@@ -96,7 +119,8 @@ def run(
         require_own_address(config.master_address)
     forwarding = load_profile(config.launcher).signal_forwarding
     context = context or AgentContext()
-    streams = _TerminalStreams(out=out, err=err, hide_progress=hide_progress)
+    cursor = context.cursor if share_terminal(out, err) else None
+    streams = _TerminalStreams(out=out, err=err, hide_progress=hide_progress, cursor=cursor)
     with Interrupts(forwarding.numbers if forwarding is not None else ()) as interrupts, _titled(config):
         if config.elastic is not None:
             driver_context = DriverContext(
@@ -107,9 +131,13 @@ def run(
             with set_up_job(config, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()
                 run = HostRun(config, job, interrupts=interrupts, streams=streams)
-                outcome = run.run_to_end(on_record, fork_server=context.fork_server)
-                with hide_progress():
-                    return conclude(outcome, run.report, write=streams.write_error)
+                outcome, traceback = run.run_to_end(on_record, fork_server=context.fork_server)
+                try:
+                    with hide_progress():
+                        return conclude(outcome, run.report, write=streams.write_error, withheld_traceback=traceback)
+                finally:
+                    if run.report.recorder is not None and job.host_index == 0:
+                        context.on_summary(run.report.recorder.summary)
         except RendezvousInterrupted as interrupted:
             streams.notify(f"ended by {name_signal(interrupted.number)}")
             return 128 + interrupted.number
@@ -149,76 +177,122 @@ class HostRun:
         self._interrupts = interrupts
         self._streams = streams
         folder = make_run_folder(config, job.start, job.host_index)
-        pages = open_status_pages(config.worker_count, timeout_seconds=config.hang_timeout_seconds)
+        self._pages = pages = open_status_pages(config.worker_count)
         self._workers = make_worker_configs(config, job, folder=folder, pages=pages)
         self.report = RunReport(config, job, folder)
         self._watchdog = Watchdog(
             WatchdogConfig(
                 worker_configs=[worker.config for worker in self._workers],
-                pages=pages,
+                pages=pages if config.hang_timeout_seconds != 0 else (),
                 timeout_seconds=config.hang_timeout_seconds,
                 peers=job.peers,
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
             )
         )
-        lead = self._workers[0]
-        streams.write_error(self.report.format_opening(lead))
+        lead, is_quiet = self._workers[0], config.agent_output == "quiet"
+        if not is_quiet:
+            streams.write_error(self.report.format_opening(lead))
         self._table = WorkerTable(
-            lambda process_ids: self.report.format_workers(lead, process_ids),
+            lambda process_ids: "" if is_quiet else self.report.format_workers(lead, process_ids),
             streams.write_table,
             world_size=job.start.world_size,
         )
         self._terminal = self._open_terminal(folder)
+        self._log_files = {
+            worker.config.rank: worker.config.error_log_file or worker.config.log_file for worker in self._workers
+        }
+        self._shared_files = SharedFiles(foreign=not self._profile.uses_rankless_api)
+        self._notices: set[str] = set()
+        self._new_notices: list[str] = []
+        self._due_notices: list[str] = []
+        """Those whose rank's output of the time before them is on the terminal after the next `pump`."""
+        self._on_record: Callable[[AnyRecord], None] = lambda _record: None
+        self._has_parent_ended = False
 
     def run_to_end(
         self, on_record: Callable[[AnyRecord], None], *, fork_server: ForkServerPoolClient | None = None
-    ) -> RunOutcome:
-        """Start the workers, supervise them, and end those that are left."""
+    ) -> tuple[RunOutcome, str]:
+        """Start the workers, supervise them, and end those that are left.
+
+        Returns:
+            The outcome, and the traceback of the rank that failed first if the terminal has not shown it.
+        """
         job = self._job
-        parent = self._start(fork_server)
+        self._parent = parent = self._start(fork_server)
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: once it ends, the system refuses ranks that connect late
-        notices: set[str] = set()
-        files = SharedFiles(foreign=not self._profile.uses_rankless_api)
-
-        def receive(record: AnyRecord) -> None:
-            text = None
-            if isinstance(record, FileOpened) and job.start.host_of(record.rank) == job.host_index:
-                text = files.check(record)
-            elif isinstance(record, Notice):
-                text = record.text
-            if text is not None and text not in notices and job.host_index == 0:
-                notices.add(text)
-                self._streams.notify(text)
-            self._table.receive(record)
-            self._watchdog.receive(record)
-            on_record(record)
-
-        def tick() -> list[AnyRecord]:
-            if parent.poll() is not None or self._table.is_due(time.monotonic()):
-                self._table.show()
-            if parent.poll() is not None:
-                self._terminal.finish()  # host 0 may stop reading once it knows that no worker is alive here
-            elif self._table.is_shown and not (isinstance(job.peers, LeaderPeer) and job.peers.has_unsent_data):
-                self._terminal.pump()  # otherwise the output stays in the files until the connection catches up
-            return self._watchdog.tick(time.monotonic())
-
+        self._on_record = on_record
+        traceback = ""
         try:
             supervisor = Supervisor(
                 parent,
                 peers=job.peers,
                 interrupts=self._interrupts,
-                on_record=receive,
-                on_tick=tick,
+                observer=self,
                 forwarding=self._profile.signal_forwarding,
             )
-            return supervisor.run_to_end()
+            outcome = supervisor.run_to_end()
+            if outcome.verdict is not None and outcome.verdict.root_cause_rank in self._log_files:
+                traceback = self._terminal.read_withheld(self._log_files[outcome.verdict.root_cause_rank])
+            return outcome, traceback
         finally:
             parent.close(timeout_seconds=1.0)
             self._table.show()
             self._terminal.close()
-            self._watchdog.close()
+            for _ in range(2):
+                self._show_notices()
+            if self.report.recorder is not None:
+                self.report.recorder.measure(self._pages)
+            for page in self._pages:
+                os.close(page)
+
+    def before_records(self) -> None:
+        """See `RunObserver`."""
+        self._has_parent_ended = self._parent.poll() is not None
+        self._terminal.measure()
+
+    def receive(self, record: AnyRecord) -> None:
+        """See `RunObserver`."""
+        is_host_0 = self._job.host_index == 0
+        text = None
+        if isinstance(record, FileOpened) and record.rank in self._log_files:
+            text = self._shared_files.check(record)
+        elif isinstance(record, Notice):
+            text = record.text
+        elif self._profile.withholds_tracebacks and record.rank in self._log_files:
+            self._withhold(record)
+        if text is not None and text not in self._notices and is_host_0:
+            self._notices.add(text)
+            self._new_notices.append(text)
+        self._table.receive(record)
+        self._watchdog.receive(record)
+        if self.report.recorder is not None:
+            self.report.recorder.receive(record)
+        self._on_record(record)
+
+    def tick(self) -> list[AnyRecord]:
+        """See `RunObserver`."""
+        peers = self._job.peers
+        if self._has_parent_ended or self._table.is_due(time.monotonic()):
+            self._table.show()
+        if self._has_parent_ended:
+            self._terminal.finish()  # host 0 may stop reading once it knows that no worker is alive here
+        elif self._table.is_shown and not (isinstance(peers, LeaderPeer) and peers.has_unsent_data):
+            self._terminal.pump()  # otherwise the output stays in the files until the connection catches up
+        self._show_notices()
+        return self._watchdog.tick(time.monotonic())
+
+    def _show_notices(self) -> None:
+        for text in self._due_notices:
+            self._streams.notify(text)
+        self._due_notices, self._new_notices = self._new_notices, []
+
+    def _withhold(self, record: AnyRecord) -> None:
+        if isinstance(record, Raised):
+            self._terminal.withhold(self._log_files[record.rank], record.output_start)
+        elif isinstance(record, ScriptFinished):
+            self._terminal.end_withholding(self._log_files[record.rank], record.output_end)
 
     def _open_terminal(self, folder: str) -> Terminal:
         config, peers = self._config, self._job.peers

@@ -68,6 +68,16 @@ class LauncherProfile(Protocol):
         return "first"
 
     @property
+    def withholds_tracebacks(self) -> bool:
+        """Whether the terminal leaves out the tracebacks of workers, except that of the rank that failed first."""
+        return True
+
+    @property
+    def shows_summary(self) -> bool:
+        """Whether the log folder gets a summary of the run, and the terminal a line of it."""
+        return True
+
+    @property
     def exports_environment(self) -> bool:
         """Whether other hosts get the whole environment, instead of only what torch, its libraries and Python read."""
         return False

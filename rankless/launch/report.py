@@ -1,7 +1,7 @@
 """What the terminal shows of a run: the table at its start and, at its end, the rank that failed and its log file."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from rankless.config.run_config import RunConfig
@@ -11,17 +11,22 @@ from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
 from rankless.launch.profile import LogFiles, load_profile
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
+from rankless.launch.run_recorder import RunRecorder
 from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
+from rankless.launch.supervisor.secondary_failures import SecondaryFailure
 from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.terminal_text import (
     WorkerRow,
     format_count,
     format_failure,
     format_hosts_line,
+    format_secondary_failures,
     format_shared_gpus,
     format_start_line,
+    format_summary,
     format_worker_table,
 )
+from rankless.records.run_summary import Outcome
 
 
 class RunReport:
@@ -32,6 +37,9 @@ class RunReport:
         self._config = config
         self._profile = load_profile(config.launcher)
         self._folder = folder
+        self.recorder = (
+            RunRecorder(config, job, folder=folder, log_file=self.log_file) if self._profile.shows_summary else None
+        )
         self.parent_log = os.path.join(folder, "parent.log" if job.host_index == 0 else f"parent{job.host_index}.log")
 
     def format_opening(self, lead: WorkerLaunch) -> str:
@@ -90,7 +98,7 @@ class RunReport:
         files = self._log_files(rank)
         return os.path.relpath(files.error or files.output)
 
-    def format_failure(self, verdict: Verdict) -> str:
+    def format_failure(self, verdict: Verdict, *, with_traceback: bool = True) -> str:
         """Return at most 15 lines about the rank that failed, and the launcher's own note after them."""
         rank = verdict.root_cause_rank
         host = self.job.start.host_of(rank)
@@ -99,9 +107,22 @@ class RunReport:
             log_file=self.log_file(rank),
             host=self.host_name(rank),
             report=self.report_file(host) if host > 0 else "",
+            with_traceback=with_traceback,
         )
         has_ended_itself = verdict.cause not in ("host", "interrupted", "hang")
         return text + self._profile.failure_note(rank, verdict.exit_code) if has_ended_itself else text
+
+    def format_secondary_failures(self, failures: Sequence[SecondaryFailure]) -> str:
+        """Return a line for each rank that failed after the root cause; "" if the terminal shows their tracebacks."""
+        if not self._profile.withholds_tracebacks:
+            return ""
+        return format_secondary_failures([(self.log_file(failure.rank), failure) for failure in failures])
+
+    def format_summary(self) -> str:
+        """Return the last line of a run, or "" if it shall have none."""
+        if self.recorder is None or self._config.agent_output != "summary":
+            return ""
+        return format_summary(self.recorder.summary, folder=self._folder)
 
     def report_file(self, host: int) -> str:
         """Return the file with the closing text of another host than host 0, which may have no terminal."""
@@ -128,10 +149,13 @@ class RunReport:
         return self._profile.log_files(folder, rank, rank - start.first_rank(host))
 
 
-def conclude(outcome: RunOutcome, report: RunReport, *, write: Callable[[str], None]) -> int:
+def conclude(
+    outcome: RunOutcome, report: RunReport, *, write: Callable[[str], None], withheld_traceback: str = ""
+) -> int:
     """Write how the run ended here and send it to the other hosts; return the exit code.
 
-    Raises `LaunchError` if the workers' parent failed although no worker did.
+    `withheld_traceback` is the traceback of the rank that failed first, as the rank has written it, if the terminal
+    has not shown it. Raises `LaunchError` if the workers' parent failed although no worker did.
     """
     peers = report.job.peers
     if isinstance(peers, LeaderPeer):
@@ -145,7 +169,13 @@ def conclude(outcome: RunOutcome, report: RunReport, *, write: Callable[[str], N
         )
     elif isinstance(peers, FollowerPeers):
         peers.send_job_end(code, [_text_for_host(host, outcome, report, text) for host in range(len(report.job.names))])
-    write(text)
+    _record_end(report, outcome, 2 if parent_failed else code)
+    if withheld_traceback and outcome.verdict is not None:
+        text = _end_line(withheld_traceback) + report.format_failure(outcome.verdict, with_traceback=False)
+    if outcome.verdict is not None:
+        text += report.format_secondary_failures(outcome.secondary_failures)
+    summary = "" if parent_failed else report.format_summary()
+    write(summary if summary and outcome.interrupted_by is not None else text + summary)
     if parent_failed:
         raise LaunchError(
             expected="the process that starts the workers to run until they have ended",
@@ -164,6 +194,25 @@ def _format_outcome(outcome: RunOutcome, report: RunReport) -> tuple[int, str]:
     return 0, ""
 
 
+def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
+    """Write the summary of the run into its log folder."""
+    if report.recorder is None:
+        return
+    if outcome.interrupted_by is not None:
+        report.recorder.finish("interrupted", code, verdict=f"ended by {name_signal(outcome.interrupted_by)}")
+    elif outcome.verdict is not None:
+        headline = f"rank {outcome.verdict.root_cause_rank} {outcome.verdict.headline}"
+        report.recorder.finish("failed", code, verdict=headline, failure=outcome.verdict)
+    elif code != 0:
+        report.recorder.finish("failed", code, verdict="the process that starts the workers ended before them")
+    else:
+        report.recorder.finish("succeeded", code, verdict="all workers ended")
+
+
+def _end_line(text: str) -> str:
+    return text if text.endswith("\n") else f"{text}\n"
+
+
 def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str) -> str:
     """Return what another host shows: the whole text on the host of the rank that failed, else one line."""
     verdict = outcome.verdict
@@ -178,6 +227,9 @@ def _conclude_as_follower(
     outcome: RunOutcome, report: RunReport, leader: LeaderPeer, *, write: Callable[[str], None]
 ) -> int:
     code, text = _format_follower_outcome(outcome, report, leader)
+    if report.recorder is not None:
+        end: Outcome = "succeeded" if code == 0 else "interrupted" if outcome.interrupted_by is not None else "failed"
+        report.recorder.finish(end, code, verdict=(text.splitlines() or ["all workers ended"])[0])
     if text:
         report.save(text)
         write(text)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,24 +49,43 @@ class LineWriter(Protocol):
 
 
 class FileTail:
-    """Follows one growing file."""
+    """Follows one growing file. It can leave out one range: the text of an exception that ends the file's writer."""
 
     def __init__(self, path: str, lines: LineWriter) -> None:
-        self._path = path
+        self.path = path
         self._lines = lines
         self._file: io.FileIO | None = None
+        self._position = 0
+        self._measured: int | None = None
+        self._withheld_from: int | None = None
+        self._withheld_until: int | None = None
+
+    def measure(self) -> None:
+        """Have the next `pump` write only what the file has now."""
+        self._measured = self._size()
+
+    def withhold(self, start: int) -> None:
+        """Leave out what stands in the file from byte `start` on. What has been written stays written."""
+        self._withheld_from = max(start, self._position)
+
+    def end_withholding(self, end: int) -> None:
+        """Write what follows byte `end`."""
+        self._withheld_until = end
+
+    def read_withheld(self) -> bytes:
+        """Return what has been left out."""
+        if self._file is None or self._withheld_from is None:
+            return b""
+        until = self._size() if self._withheld_until is None else self._withheld_until
+        return os.pread(self._file.fileno(), max(0, until - self._withheld_from), self._withheld_from)
 
     def pump(self) -> None:
         """Write new data."""
-        if self._file is None:
-            try:
-                self._file = io.FileIO(self._path)
-            except OSError:
-                return
         found = False
-        while data := self._file.read(_BLOCK):
+        while data := self._read():
             self._lines.write(data)
             found = True
+        self._measured = None
         if not found:
             self._lines.idle()
 
@@ -73,6 +93,27 @@ class FileTail:
         """Write the rest, because the file's writer has ended."""
         self.pump()
         self._lines.close()
+
+    def _read(self) -> bytes:
+        size = self._size() if self._measured is None else self._measured
+        if self._withheld_from is not None and self._position >= self._withheld_from:
+            until = size if self._withheld_until is None else min(size, self._withheld_until)
+            self._position = max(self._position, until)
+        elif self._withheld_from is not None:
+            size = min(size, self._withheld_from)
+        if self._file is None or self._position >= size:
+            return b""
+        data = os.pread(self._file.fileno(), min(_BLOCK, size - self._position), self._position)
+        self._position += len(data)
+        return data
+
+    def _size(self) -> int:
+        if self._file is None:
+            try:
+                self._file = io.FileIO(self.path)
+            except OSError:
+                return 0
+        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         """Write the rest and close the file."""
@@ -170,10 +211,34 @@ class Terminal:
             lines = PrefixedLines(stream.prefix or "", _file_writer(copy), filters=stream.filters)
             self._tails.append(FileTail(stream.path, lines))
 
+    def measure(self) -> None:
+        """Have the next `pump` show only what has been written by now."""
+        for tail in self._tails:
+            tail.measure()
+
     def pump(self) -> None:
         """Show new data."""
         for tail in self._tails:
             tail.pump()
+
+    def withhold(self, path: str, start: int | None) -> None:
+        """Leave out what a worker writes to a file from byte `start` on: the text of the exception that ends it."""
+        if start is not None:
+            for tail in self._tails_of(path):
+                tail.withhold(start)
+
+    def end_withholding(self, path: str, end: int | None) -> None:
+        """Show what follows byte `end` of a file again."""
+        if end is not None:
+            for tail in self._tails_of(path):
+                tail.end_withholding(end)
+
+    def read_withheld(self, path: str) -> str:
+        """Return what has been left out of a file, or "" if the file is not shown."""
+        return next((tail.read_withheld().decode(errors="replace") for tail in self._tails_of(path)), "")
+
+    def _tails_of(self, path: str) -> list[FileTail]:
+        return [tail for tail in self._tails if tail.path == path]
 
     def show(self, source: Source, data: bytes) -> None:
         """Show data that another host has sent."""

@@ -28,6 +28,8 @@ class Raised(Record, frozen=True, tag="raised"):
     error_type: str
     message: str
     traceback: str
+    output_start: int | None = None
+    """The size of the worker's log file before it gets the traceback; None if the traceback goes elsewhere."""
 
 
 class GroupTeardown(Record, frozen=True, tag="group_teardown"):
@@ -45,12 +47,18 @@ class ScriptFinished(Record, frozen=True, tag="script_finished"):
     """A worker's script has ended, with `exit_code`. The worker sends it before it destroys its process groups."""
 
     exit_code: int
+    output_end: int | None = None
+    """After an exception: the size of the worker's log file with the traceback."""
+    peak_gpu_memory_bytes: int | None = None
+    """The most that PyTorch has allocated on the GPU; None if the script used none."""
 
 
 class Exited(Record, frozen=True, tag="exited"):
     """A worker's process has ended. `exit_code` is negative for a signal, as in `subprocess`."""
 
     exit_code: int
+    peak_memory_bytes: int | None = None
+    """The largest resident set of the process, or of one of its children."""
 
 
 class Progress(Record, frozen=True, tag="progress"):

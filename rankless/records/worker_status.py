@@ -12,11 +12,12 @@ import msgspec
 
 PAGE_BYTES = 4096
 """The size of the status. The stacks follow it."""
-MAIN_THREAD, STEPS, LAST_STEP, DESCRIPTOR = range(4)
-"""The fields of the page: the main thread's identity, the number of training steps, the time of the last one
-(`monotonic_ns`), and the worker's descriptor of the page, whose number may differ from the agent's.
+MAIN_THREAD, STEPS, LAST_STEP, DESCRIPTOR, JOB_STEPS, TIMED_SAMPLES, TIMED_NANOSECONDS = range(7)
+"""The fields of the page: the main thread's identity, the number of optimizer steps, the time of the last one
+(`monotonic_ns`), and the worker's descriptor of the page, whose number may differ from the agent's. Then the calls of
+the train job that is called most often, and samples and time of the steps that captured nothing; on rank 0 only.
 """
-_FIELDS = struct.Struct("=4Q")
+_FIELDS = struct.Struct("=7Q")
 NAME = "rankless-worker-status"
 
 
@@ -29,6 +30,9 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """The time of the last step, in seconds of `time.monotonic`, or None before the first."""
     descriptor: int = 0
     """The worker's descriptor of the page."""
+    job_steps: int = 0
+    timed_samples: int = 0
+    timed_seconds: float = 0.0
 
 
 def open_page() -> int:
@@ -45,8 +49,8 @@ def open_page() -> int:
 
 def read_page(descriptor: int) -> WorkerStatus:
     """Read the present status of a worker."""
-    main_thread, count, last, own = _FIELDS.unpack(os.pread(descriptor, _FIELDS.size, 0))
-    return WorkerStatus(main_thread, count, last / 1e9 if count else None, own)
+    main_thread, count, last, own, job_steps, samples, timed = _FIELDS.unpack(os.pread(descriptor, _FIELDS.size, 0))
+    return WorkerStatus(main_thread, count, last / 1e9 if count else None, own, job_steps, samples, timed / 1e9)
 
 
 def stack_dump_signal() -> int | None:

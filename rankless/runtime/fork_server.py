@@ -33,8 +33,11 @@ from rankless.runtime.connections import cut_connections
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks.import_aliases import ALIASES, is_alias_active
 from rankless.runtime.process_tree import (
+    EndedChild,
     adopt_orphans,
+    delay_interrupts,
     end_descendants,
+    reap_child,
     send_signal,
     set_parent_death_signal,
     thread_count,
@@ -80,6 +83,7 @@ def prepare_process() -> Cores:
     """Make this process ignore all signals but the agent's, and return the CPU cores that it may use."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    delay_interrupts()
     set_parent_death_signal(signal.SIGKILL)  # while it imports there are no workers to end
     # Modules live as long as the process. To search them for garbage is a tenth of torch's import time, 90 ms.
     gc.disable()
@@ -229,22 +233,22 @@ class ForkServer:
     def _reap(self) -> None:
         while True:
             try:
-                process_id, status = os.waitpid(-1, os.WNOHANG)
+                ended = reap_child()
             except ChildProcessError:
                 return
-            if process_id == 0:
+            if ended is None:
                 return
-            self._report_exit(process_id, status)
+            self._report_exit(ended)
 
     def _end_all(self) -> None:
-        for process_id, status in end_descendants(deadline_seconds=30):
-            self._report_exit(process_id, status)
+        for ended in end_descendants(deadline_seconds=30):
+            self._report_exit(ended)
 
-    def _report_exit(self, process_id: int, status: int) -> None:
-        rank = self._workers.pop(process_id, None)
+    def _report_exit(self, ended: EndedChild) -> None:
+        rank = self._workers.pop(ended.process_id, None)
         if rank is not None:
-            exit_code = os.waitstatus_to_exitcode(status)
-            self._send(Exited(rank=rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
+            exit_code, now = os.waitstatus_to_exitcode(ended.status), time.monotonic_ns()
+            self._send(Exited(rank=rank, time_ns=now, exit_code=exit_code, peak_memory_bytes=ended.peak_memory_bytes))
 
     def _start_plain_worker(self, launch: WorkerLaunch) -> int:
         config = launch.config

@@ -39,6 +39,7 @@ from rankless.runtime.rendezvous.job_store import (
 )
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS, join_tcp_rendezvous
+from rankless.runtime.stack_dump import publish_totals
 from rankless.user_code import caller_line
 from rankless.verify.recording.recorder import RunRecorder
 from rankless.verify.recording.script_survey import survey_script
@@ -83,7 +84,7 @@ class ProcessContext:
             notify=self.notify,
             send_record=observer,
             **({} if config is None else self._make_recorders(config)),
-            meter=ProgressMeter(rank=mesh.rank, record=observer) if progress and mesh.rank == 0 else None,
+            meter=_make_meter(mesh, observer if progress else None, config) if mesh.rank == 0 else None,
         )
         self.saver = Saver(mesh=self.world.mesh)
         atexit.register(self.leave)
@@ -158,6 +159,12 @@ class ProcessContext:
         except RanklessError as error:
             print(f"rankless: {type(error).__name__}{error}", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def _make_meter(mesh: Mesh, record: RecordObserver | None, config: WorkerConfig | None) -> ProgressMeter:
+    if config is None or config.status_descriptor is None:
+        return ProgressMeter(rank=mesh.rank, record=record)
+    return ProgressMeter(rank=mesh.rank, record=record, publish_totals=publish_totals(config.status_descriptor))
 
 
 def join(

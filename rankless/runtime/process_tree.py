@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
@@ -19,6 +21,33 @@ _SET_CHILD_SUBREAPER = 36
 def set_parent_death_signal(number: int) -> None:
     """Have the kernel send this process signal `number` when the thread that started it ends."""
     _process_control(_SET_PARENT_DEATH_SIGNAL, number)
+
+
+def delay_interrupts() -> None:
+    """Keep SIGINT pending in this process and in its children, until one calls `allow_interrupts`.
+
+    A worker inherits this from its fork server. An interrupt during its set-up then reaches the script's first line,
+    where the worker reports it like any other exception.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def allow_interrupts() -> None:
+    """Receive SIGINT from now on. Raises KeyboardInterrupt if one has been pending."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextlib.contextmanager
+def delayed_interrupts() -> Iterator[None]:
+    """Within the context, delay SIGINT for this thread, and for good in the processes that it starts.
+
+    A Ctrl-C could otherwise end a new process before it leaves the terminal's process group.
+    """
+    delay_interrupts()
+    try:
+        yield
+    finally:
+        allow_interrupts()
 
 
 def adopt_orphans(adopt: bool = True) -> None:
@@ -40,15 +69,32 @@ def descendants(process_id: int | None = None) -> frozenset[int]:
     return frozenset()
 
 
-def end_descendants(*, deadline_seconds: float, spare: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
+class EndedChild(NamedTuple):
+    """A child process that has ended."""
+
+    process_id: int
+    status: int
+    """As `os.waitpid` returns it."""
+    peak_memory_bytes: int
+    """The largest resident set of the process, or of one of its own children."""
+
+
+def reap_child(process_id: int = -1) -> EndedChild | None:
+    """Return a child that has ended, by default any; None if it runs. Raises ChildProcessError if there is none."""
+    ended, status, usage = os.wait4(process_id, os.WNOHANG)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return EndedChild(ended, status, usage.ru_maxrss * unit) if ended else None
+
+
+def end_descendants(*, deadline_seconds: float, spare: frozenset[int] = frozenset()) -> list[EndedChild]:
     """Kill all descendants of this process except `spare`.
 
     Stops them first, so that none forks another while it is being killed.
 
     Returns:
-        The process id and the wait status of each child that has ended.
+        Each child that has ended.
     """
-    ended: list[tuple[int, int]] = []
+    ended: list[EndedChild] = []
     deadline = time.monotonic() + deadline_seconds
     while time.monotonic() < deadline:
         tree = [child for child in psutil.Process().children(recursive=True) if child.pid not in spare]
@@ -58,9 +104,9 @@ def end_descendants(*, deadline_seconds: float, spare: frozenset[int] = frozense
                     child.send_signal(number)
         for child in tree:
             with contextlib.suppress(ChildProcessError):
-                process_id, status = os.waitpid(child.pid, os.WNOHANG)
-                if process_id:
-                    ended.append((process_id, status))
+                found = reap_child(child.pid)
+                if found is not None:
+                    ended.append(found)
         if not tree:
             break
         time.sleep(0.002)

@@ -50,6 +50,15 @@ def redirect_output(log_file: str, error_log_file: str | None, *, on_loss: Calla
     sys.stderr = sys.__stderr__ = _open_stream(2, name="<stderr>", unbuffered=unbuffered, on_loss=on_loss)  # type: ignore[misc]
 
 
+def measure_error_log(path: str) -> int | None:
+    """Return the size of the file that gets this process's standard error; None if that is not the file `path`."""
+    try:
+        opened, named = os.fstat(2), os.stat(path)
+    except OSError:
+        return None
+    return opened.st_size if os.path.samestat(opened, named) else None
+
+
 def _open(path: str, on_loss: Callable[[str], None]) -> int:
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -13,7 +13,31 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rankless.records.worker_status import DESCRIPTOR, LAST_STEP, MAIN_THREAD, PAGE_BYTES, STEPS, stack_dump_signal
+from rankless.records.worker_status import (
+    DESCRIPTOR,
+    JOB_STEPS,
+    LAST_STEP,
+    MAIN_THREAD,
+    PAGE_BYTES,
+    STEPS,
+    TIMED_NANOSECONDS,
+    TIMED_SAMPLES,
+    stack_dump_signal,
+)
+
+
+def publish_totals(descriptor: int) -> Callable[[int, int, int], None]:
+    """Return a function that publishes job steps, timed samples and timed nanoseconds in the page at `descriptor`."""
+    fields = memoryview(mmap.mmap(descriptor, PAGE_BYTES)).cast("Q")
+
+    def publish(job_steps: int, timed_samples: int, timed_nanoseconds: int) -> None:
+        fields[JOB_STEPS], fields[TIMED_SAMPLES], fields[TIMED_NANOSECONDS] = (
+            job_steps,
+            timed_samples,
+            timed_nanoseconds,
+        )
+
+    return publish
 
 
 def publish_status(descriptor: int, *, main_thread: int) -> Callable[..., None]:

@@ -24,8 +24,8 @@ from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.file_writes import FileWriteMonitor
 from rankless.runtime.hooks.import_hook import FirstImportHook
 from rankless.runtime.hooks.nested_spawn_warning import warn_on_nested_spawn
-from rankless.runtime.process_tree import set_parent_death_signal
-from rankless.runtime.redirect_output import redirect_output
+from rankless.runtime.process_tree import allow_interrupts, set_parent_death_signal
+from rankless.runtime.redirect_output import measure_error_log, redirect_output
 from rankless.runtime.stack_dump import publish_status
 from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
 from rankless.terminal import process_title
@@ -99,16 +99,25 @@ class WorkerProcess:
             self._file_writes.start()
         exit_code = self._run_main(run_main)
         self._fast_exit.set_exit_code(exit_code)
-        self._send(ScriptFinished(rank=self._config.rank, time_ns=time.monotonic_ns(), exit_code=exit_code))
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        rank, now = self._config.rank, time.monotonic_ns()
+        self._send(
+            ScriptFinished(
+                rank=rank,
+                time_ns=now,
+                exit_code=exit_code,
+                output_end=self._measure_log(),
+                peak_gpu_memory_bytes=_peak_gpu_memory(),
+            )
+        )
+        _flush_output()
         if exit_code:
             raise SystemExit(exit_code)
 
     def exec(self) -> NoReturn:
         """Replace this process by the user's command. The fork server reports how the command ends."""
         environment.forget_worker_config()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        allow_interrupts()
         try:
             exec_command(self._program)
         except OSError as error:
@@ -122,6 +131,7 @@ class WorkerProcess:
 
     def _run_main(self, run_main: Callable[[], None]) -> int:
         try:
+            allow_interrupts()
             exit_code = _run_to_exit_code(run_main)
             if exit_code == 0:
                 _finish_context()
@@ -133,7 +143,11 @@ class WorkerProcess:
 
     def _report_error(self, error: BaseException) -> None:
         rank, now = self._config.rank, time.monotonic_ns()
-        self._send(Raised(rank=rank, time_ns=now, **_error_fields(error)))
+        self._send(Raised(rank=rank, time_ns=now, output_start=self._measure_log(), **_error_fields(error)))
+
+    def _measure_log(self) -> int | None:
+        _flush_output()
+        return measure_error_log(self._config.error_log_file or self._config.log_file)
 
     def _report_teardown(self, error: BaseException | None) -> None:
         rank, now = self._config.rank, time.monotonic_ns()
@@ -198,6 +212,12 @@ def _error_fields(error: BaseException) -> dict[str, str]:
     }
 
 
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the script may have put any object there
+            stream.flush()
+
+
 def _run_to_exit_code(run_main: Callable[[], None]) -> int:
     try:
         run_main()
@@ -211,6 +231,12 @@ def _finish_context() -> None:
     current_process = sys.modules.get("rankless.runtime.current_process")
     if current_process is not None:
         current_process.finish()
+
+
+def _peak_gpu_memory() -> int | None:
+    # A script that has not imported this module uses no GPU.
+    cuda = sys.modules.get("torch.cuda")
+    return int(cuda.max_memory_allocated()) if cuda is not None and cuda.is_initialized() else None
 
 
 def _exit_code_of(exit_request: SystemExit) -> int:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankless.records.events import Progress
+from rankless.terminal.cursor_tracker import CursorTracker
 
 PLAIN_INTERVAL_SECONDS = 5.0
 BAR_WIDTH = 24
@@ -23,11 +24,22 @@ class ProgressDisplay:
 
     On a terminal, the line stays at the bottom. Text written inside `hidden()`, and prints of this process, appear
     above it. Elsewhere the display writes a plain line at most every 5 s and at the end of each epoch.
+
+    With a `cursor`, it writes nothing while a script's line is unfinished or a script draws bars of its own. The line
+    of an epoch's end then appears as soon as the terminal is free.
     """
 
-    def __init__(self, file: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        file: TextIO | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cursor: CursorTracker | None = None,
+    ) -> None:
         self._file = sys.stderr if file is None else file
         self._clock = clock
+        self._cursor = cursor
+        self._delayed: Progress | None = None
         self._last_written_at: float | None = None
         self._live: Live | None = None
         console = Console(file=self._file)
@@ -35,6 +47,14 @@ class ProgressDisplay:
 
     def show(self, progress: Progress) -> None:
         """Update the line; the line of an epoch's last step stays on the terminal."""
+        if self._cursor is not None and not self._cursor.is_free:
+            self._delayed = progress if progress.last_of_epoch else self._delayed
+            return
+        delayed, self._delayed = self._delayed, None
+        for each in filter(None, (delayed, progress)):
+            self._write(each)
+
+    def _write(self, progress: Progress) -> None:
         if self._console is None:
             self._write_plain(progress)
             return

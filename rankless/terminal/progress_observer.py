@@ -6,15 +6,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rankless.records.events import AnyRecord, Progress
+from rankless.terminal.cursor_tracker import CursorTracker
 
 if TYPE_CHECKING:
     from rankless.terminal.progress_display import ProgressDisplay
 
 
 class ProgressObserver:
-    """Observes a job's records and shows its progress; imports rich only once a job reports progress."""
+    """Observes a job's records and shows its progress; imports rich only once a job reports progress.
+
+    `cursor` follows the output of the script on the same terminal.
+    """
 
     def __init__(self) -> None:
+        self.cursor = CursorTracker()
         self._display: ProgressDisplay | None = None
 
     def __enter__(self) -> "ProgressObserver":
@@ -30,7 +35,8 @@ class ProgressObserver:
         """Show a progress record; ignore all others."""
         if isinstance(record, Progress):
             if self._display is None:
-                self._display = importlib.import_module("rankless.terminal.progress_display").ProgressDisplay()
+                module = importlib.import_module("rankless.terminal.progress_display")
+                self._display = module.ProgressDisplay(cursor=self.cursor)
             self._display.show(record)
 
     def hidden(self) -> AbstractContextManager[None]:

@@ -21,8 +21,9 @@ def test_the_start_prints_a_table_of_ranks_process_ids_devices_and_log_files(tmp
     lines = job.stderr.splitlines()
     assert re.fullmatch(r"rankless: 2 workers, \d+ threads? each, seed 5, logs in log/\S+", lines[0])
     assert lines[1].split() == ["rank", "pid", "device", "log", "file"]
-    assert [line.split()[::2] for line in lines[2:]] == [["0", "cpu"], ["1", "cpu"]]
-    for line in lines[2:]:
+    assert [line.split()[::2] for line in lines[2:4]] == [["0", "cpu"], ["1", "cpu"]]
+    assert len(lines) == 5
+    for line in lines[2:4]:
         _, process_id, _, log_file = line.split()
         assert (tmp_path / log_file).read_text() == f"{process_id}\n"
     assert job.stdout == f"{lines[2].split()[1]}\n"
@@ -37,7 +38,9 @@ def test_the_table_comes_before_the_output_of_the_workers(tmp_path: Path) -> Non
         text=True,
         timeout=DEADLINE_SECONDS,
     )
-    assert [line.split()[0] for line in job.stdout.splitlines()] == ["rankless:", "rank", "0", "1", "hello"]
+    assert [line.split()[0] for line in job.stdout.splitlines()] == [
+        *("rankless:", "rank", "0", "1", "hello", "rankless:"),
+    ]
 
 
 def test_workers_share_the_cores_as_threads(tmp_path: Path) -> None:
@@ -58,7 +61,7 @@ def test_every_rank_has_a_file_and_latest_points_to_the_newest_run(tmp_path: Pat
     assert len(runs) == 2
     latest = tmp_path / "log" / "latest"
     assert f"logs in log/{os.readlink(latest)}" in job.stderr
-    assert sorted(path.name for path in latest.iterdir()) == ["rank0.log", "rank1.log"]
+    assert sorted(path.name for path in latest.iterdir()) == ["rank0.log", "rank1.log", "run.json"]
     assert (latest / "rank1.log").read_text() == "out of 1\nerr of 1\n"
     assert job.stdout == "out of 0\nerr of 0\n"
 

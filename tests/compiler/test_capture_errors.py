@@ -1,6 +1,7 @@
 """Errors for jobs that cannot be one program; errors of the script itself pass unchanged."""
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -134,3 +135,24 @@ def test_a_refused_job_does_not_change_parameters_or_the_generator():
     for item, wanted in zip(model.parameters(), before, strict=True):
         assert torch.equal(item, wanted)
         assert item.grad is None
+
+
+class Interrupted(torch.autograd.Function):
+    """An operator whose backward pass an interrupt ends."""
+
+    @staticmethod
+    def forward(_context, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(_context, _gradient):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_during_capture_gives_no_warning_about_the_backward_pass():
+    model = perceptron()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyboardInterrupt):
+            call_captured(lambda x, y: F.cross_entropy(Interrupted.apply(model(x)), y), model, *rows())
+    assert not [warning for warning in seen if "Error detected" in str(warning.message)]

@@ -22,7 +22,13 @@ class Script:
         self.records: list[Progress] = []
         self.losses_read = 0
         self.dataset = TensorDataset(torch.zeros(rows))
-        self.meter = ProgressMeter(rank=0, record=self.records.append, clock=lambda: self.nanoseconds)
+        self.totals = (0, 0, 0)
+        self.meter = ProgressMeter(
+            rank=0, record=self.records.append, clock=lambda: self.nanoseconds, publish_totals=self.publish
+        )
+
+    def publish(self, *totals: int) -> None:
+        self.totals = totals
 
     def loader(self, **options: Any) -> Loader:
         world = World(mesh=Mesh.solo(), notify=print, send_record=print, meter=self.meter)
@@ -74,12 +80,35 @@ def test_the_meter_records_five_times_a_second_and_at_the_end_of_each_epoch(run:
 def test_rate_and_time_left_are_averages_over_the_last_seconds():
     script = Script()
     batches = iter(script.loader())
-    for seconds in [100, 1, 1, 1, 1, 1]:
+    for seconds in [100, 20, 1, 1, 1, 1, 1]:
         next(batches)
         script.train(seconds)
-    slow, *_, steady = script.records
-    assert (slow.samples_per_second, slow.seconds_left) == (0.1, 900.0)
-    assert (steady.samples_per_second, steady.seconds_left) == (10.0, 4.0)
+    first, slow, *_, steady = script.records
+    assert (first.samples_per_second, first.seconds_left) == (0.0, None)
+    assert (slow.samples_per_second, slow.seconds_left) == (0.5, 160.0)
+    assert (steady.samples_per_second, steady.seconds_left) == (10.0, 3.0)
+
+
+def test_steps_that_capture_a_job_count_in_no_rate():
+    script = Script()
+    for step, _ in enumerate(script.loader()):
+        if step in (0, 6):
+            script.meter.note_capture()
+        script.train(30 if step in (0, 6) else 1)
+    rates = [record.samples_per_second for record in script.records]
+    assert rates == [0.0, 10.0, 10.0, 10.0, 10.0, 10.0, 0.0, 10.0, 10.0, 10.0]
+    assert script.totals == (10, 80, 8_000_000_000)
+
+
+def test_without_records_the_meter_still_counts_and_reads_no_loss():
+    script = Script()
+    script.meter = ProgressMeter(rank=0, record=None, clock=lambda: script.nanoseconds, publish_totals=script.publish)
+    for _ in range(2):
+        for _ in script.loader():
+            script.train(0.5, job="discriminator")
+            script.train(0.5, job="generator")
+    assert script.losses_read == 0
+    assert script.totals == (20, 190, 19_000_000_000)
 
 
 def test_two_jobs_on_one_batch_count_its_rows_once():

@@ -1,6 +1,7 @@
 """When a worker fails: the job ends at once, names the root cause, and takes its exit code."""
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,62 @@ deep(30)
     assert 'script.py", line 4, in deep' in text
     assert "rankless/runtime" not in job.stderr + job.stdout
     assert job.returncode == 1
+
+
+SECONDARY = (
+    GROUP
+    + """
+if rank == 1:
+    time.sleep(0.1)
+    ACTION
+train()
+"""
+)
+
+
+@pytest.mark.parametrize("action", ["os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('rank 1 is tired')"])
+def test_the_terminal_shows_the_root_cause_first_and_a_line_for_each_other_rank(action: str, tmp_path: Path) -> None:
+    job = run_script(SECONDARY.replace("ACTION", action), "-n", "3", "--show", "all", folder=tmp_path)
+    assert job.stdout == ""
+    report = job.stderr[job.stderr.index("rankless: rank 1") :].splitlines()
+    others = [line for line in report if line.startswith("rankless: after that, rank")]
+    assert report[-len(others) - 1 : -1] == others
+    assert report[-1].startswith("rankless: failed after ")
+    assert 1 <= len(others) <= 2  # the agent may end a rank before it notices
+    for line in others:
+        assert re.search(r"rank [02] lost its connection to another rank at script\.py:10, its log file is log/", line)
+        log = tmp_path / line.rpartition(" ")[2]
+        assert "Traceback" in log.read_text()
+    assert "gloo" not in job.stderr
+
+
+def test_the_terminal_shows_the_whole_traceback_of_rank_0_once_if_it_failed_first(tmp_path: Path) -> None:
+    script = (
+        GROUP + "import atexit\natexit.register(lambda: print('at exit'))\nif rank == 0:\n    print('before', end='')\n"
+    )
+    script += "".join(f"def f{i}():\n    f{i + 1}()\n" for i in range(12)) + "def f12():\n    raise KeyError('deep')\n"
+    job = run_script(script + "if rank == 0:\n    f0()\ntrain()\n", "-n", "2", folder=tmp_path)
+    assert job.stdout == "beforeat exit\n"
+    log = (tmp_path / "log" / "latest" / "rank0.log").read_text()
+    traceback = log.removeprefix("before").removesuffix("at exit\n")
+    assert traceback.count("File") == 14
+    assert traceback in job.stderr
+    assert job.stderr.count("KeyError: 'deep'\n") == 2  # the traceback's last line, and the report's first
+    assert "rankless: rank 0 raised KeyError: 'deep'\n" in job.stderr
+
+
+def test_equal_errors_on_all_ranks_are_shown_once(tmp_path: Path) -> None:
+    job = run_script("import os\nprint(os.environ['RANK'] * 3)\n1 / 0\n", "-n", "3", folder=tmp_path)
+    assert job.stderr.count("Traceback") == 1
+    assert "Traceback" not in job.stdout
+    assert job.returncode == 1
+
+
+def test_a_traceback_that_the_script_sends_elsewhere_is_in_the_report(tmp_path: Path) -> None:
+    script = "import sys\nsys.stderr = open('elsewhere', 'w')\n1 / 0\n"
+    job = run_script(script, "-n", "1", folder=tmp_path)
+    assert job.stderr.count("    ZeroDivisionError: division by zero\n") == 1
+    assert "ZeroDivisionError" in (tmp_path / "elsewhere").read_text()
 
 
 @pytest.mark.parametrize("state", ["busy", "stopped", "ignoring SIGTERM"])

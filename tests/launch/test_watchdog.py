@@ -1,6 +1,7 @@
 """The watchdog with sleeping processes, simulated times and records of other hosts."""
 
 import contextlib
+import os
 import subprocess
 import time
 
@@ -81,7 +82,8 @@ def watch_rank_0(process_id, folder, *, peers=None, timeout_seconds=None):
     watchdog = Watchdog(scene)
     watchdog.receive(Started(rank=0, time_ns=0, pid=process_id, log_file="/dev/null"))
     yield watchdog
-    watchdog.close()
+    for page in pages:
+        os.close(page)
 
 
 def collect_records(watchdog, seconds, start=None):

@@ -6,6 +6,7 @@ ATen graph. docs/decisions/0002-capture.md gives the reasons.
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -206,13 +207,18 @@ def trace_until_stable(stack: contextlib.ExitStack, job: TracedJob, inputs: tupl
 
 @contextlib.contextmanager
 def silence_trace_loggers() -> Iterator[None]:
-    """Within the context, PyTorch does not log failed guards and operators, which it also raises."""
+    """Within the context, PyTorch does not log failed guards and operators, which it also raises.
+
+    Nor does it warn that an exception has ended the backward pass, for example the KeyboardInterrupt of a Ctrl-C.
+    """
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SYMBOLIC_SHAPES_LOGGER)]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Error detected in ")
+            yield
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled

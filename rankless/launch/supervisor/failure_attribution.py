@@ -90,7 +90,7 @@ def attribute_failure(records: Sequence[AnyRecord], host_of: Callable[[int], int
             root_cause_rank=secondary[0].rank,
             cause="lost",
             exit_code=1,
-            headline=f"lost its connection to a peer, and no peer reported why ({_first_line(secondary[0])})",
+            headline=f"lost its connection to a peer, and no peer reported why ({first_line(secondary[0])})",
             traceback=secondary[0].traceback,
             settling_seconds=UNEXPLAINED_SETTLING_SECONDS,
         )
@@ -111,7 +111,7 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
             root_cause_rank=record.rank,
             cause="raised",
             exit_code=code,
-            headline=f"raised {_first_line(record)}",
+            headline=f"raised {first_line(record)}",
             traceback=record.traceback,
         )
     if isinstance(record, ScriptFinished | Exited):
@@ -173,7 +173,7 @@ def _find_early_exit(records: Sequence[AnyRecord], secondary: Raised, host_of: C
                 root_cause_rank=record.rank,
                 cause="raised",
                 exit_code=1,
-                headline=f"raised {_first_line(record)}",
+                headline=f"raised {first_line(record)}",
                 traceback=record.traceback,
                 settling_seconds=SETTLING_SECONDS,
             )
@@ -251,7 +251,8 @@ def _find_timeout(records: Sequence[AnyRecord], secondary: Sequence[Raised]) -> 
     )
 
 
-def _first_line(record: Raised | GroupTeardown) -> str:
+def first_line(record: Raised | GroupTeardown) -> str:
+    """Return an exception's type and the first line of its message."""
     line = (record.message.strip().splitlines() or [""])[0]
     return f"{record.error_type}: {line[:200]}" if line else record.error_type
 

@@ -17,7 +17,7 @@ from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.records.channel import open_channel
-from rankless.runtime.process_tree import adopt_orphans, descendants, end_descendants
+from rankless.runtime.process_tree import adopt_orphans, delayed_interrupts, descendants, end_descendants
 from rankless.runtime.subprocess_command import python_command
 
 
@@ -103,15 +103,16 @@ class ForkServerClient:
 
 def _start_process(config: RunConfig, host_config: HostConfig, log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start a fork server that imports torch itself."""
-    process = subprocess.Popen(
-        python_command("rankless.runtime.fork_server"),
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        env=parent_environment(config),
-        pass_fds=host_config.descriptors(),
-        start_new_session=True,
-    )
+    with delayed_interrupts():
+        process = subprocess.Popen(
+            python_command("rankless.runtime.fork_server"),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=parent_environment(config),
+            pass_fds=host_config.descriptors(),
+            start_new_session=True,
+        )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(msgspec.json.encode(host_config))

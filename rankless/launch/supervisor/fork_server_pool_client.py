@@ -15,6 +15,7 @@ from rankless.config.environment import parent_environment
 from rankless.config.run_config import RunConfig
 from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
+from rankless.runtime.process_tree import delayed_interrupts
 from rankless.runtime.spawn_protocol import MAX_DESCRIPTORS, READY, receive_process_id, send_host_config
 from rankless.runtime.subprocess_command import python_command
 
@@ -148,7 +149,7 @@ class ForkServerPoolClient:
     def _start(self, environment: dict[str, str], *, with_jobs: bool) -> None:
         self._connection, end = socket.socketpair()
         config = ForkServerPoolConfig(connection_descriptor=end.fileno(), with_jobs=with_jobs)
-        with end:
+        with end, delayed_interrupts():
             self._process = subprocess.Popen(
                 python_command("rankless.runtime.fork_server_pool"),
                 stdin=subprocess.PIPE,

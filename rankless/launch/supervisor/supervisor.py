@@ -13,8 +13,9 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
 import msgspec
 
@@ -24,8 +25,9 @@ from rankless.launch.rendezvous.peers import Peers
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import ATTRIBUTED_RECORDS, Verdict, attribute_failure
 from rankless.launch.supervisor.fork_server_client import ForkServerClient
+from rankless.launch.supervisor.secondary_failures import SecondaryFailure, describe_secondary_failure
 from rankless.records.channel import receive_records
-from rankless.records.events import AnyRecord
+from rankless.records.events import AnyRecord, Raised
 from rankless.runtime.spawn_protocol import CUT, KILL, encode_signal
 
 POLL_SECONDS = 0.05
@@ -46,10 +48,28 @@ _STOP_MODES: dict[int, StopMode] = {signal.SIGINT: "interrupt"}
 _STOP_SIGNALS: dict[StopMode, int] = {"interrupt": signal.SIGINT, "stop": signal.SIGTERM, "lost": signal.SIGTERM}
 
 
+class RunObserver(Protocol):
+    """What the agent does while the supervisor runs."""
+
+    def before_records(self) -> None:
+        """Called before records are read. What workers write after a record, they have not written yet."""
+        ...
+
+    def receive(self, record: AnyRecord) -> None:
+        """Take a record of a worker."""
+        ...
+
+    def tick(self) -> Sequence[AnyRecord]:
+        """Called several times a second. Returns records that the agent itself has made."""
+        ...
+
+
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended: the verdict if it failed, or the signal that the agent received."""
 
     verdict: Verdict | None = None
+    secondary_failures: tuple[SecondaryFailure, ...] = ()
+    """The exceptions of the other ranks, in the order of their ranks."""
     interrupted_by: int | None = None
     fork_server_exit_code: int | None = None
 
@@ -63,17 +83,16 @@ class Supervisor:
         *,
         peers: Peers,
         interrupts: Interrupts,
-        on_record: Callable[[AnyRecord], None],
-        on_tick: Callable[[], Sequence[AnyRecord]],
+        observer: RunObserver,
         forwarding: SignalForwarding | None = None,
     ) -> None:
         self._fork_server = fork_server
         self._peers = peers
         self._interrupts = interrupts
-        self._on_record = on_record
-        self._on_tick = on_tick
+        self._observer = observer
         self._forwarding = forwarding
         self._records: list[AnyRecord] = []
+        self._secondary_failures: dict[int, SecondaryFailure] = {}
         self._phase = Phase.RUNNING
         self._deadline = float("inf")
         self._last_tick_at = time.monotonic()
@@ -89,8 +108,9 @@ class Supervisor:
             self._register_sources(selector, stack)
             while True:
                 exit_code = self._fork_server.poll()  # before reading: its last records have arrived by then
+                self._observer.before_records()
                 self._read_records()
-                self._process_local_records(self._on_tick())
+                self._process_local_records(self._observer.tick())
                 now = time.monotonic()
                 self._extend_deadlines(now)
                 self._process_peers(now)
@@ -157,7 +177,9 @@ class Supervisor:
     def _process_records(self, records: Sequence[AnyRecord]) -> None:
         relevant = [record for record in records if isinstance(record, ATTRIBUTED_RECORDS)]
         for record in records:
-            self._on_record(record)
+            self._observer.receive(record)
+            if isinstance(record, Raised):
+                self._secondary_failures[record.rank] = describe_secondary_failure(record)
         if relevant and self._phase is Phase.RUNNING:
             self._records += relevant
             if self._peers.attributes_failures:
@@ -214,8 +236,12 @@ class Supervisor:
         self._fork_server.send(command)
 
     def _make_outcome(self, fork_server_exit_code: int | None) -> RunOutcome:
+        verdict = None if self._interrupted_by is not None else self._verdict
+        if verdict is not None:
+            self._secondary_failures.pop(verdict.root_cause_rank, None)
         return RunOutcome(
-            verdict=None if self._interrupted_by is not None else self._verdict,
+            verdict=verdict,
+            secondary_failures=tuple(failure for _, failure in sorted(self._secondary_failures.items())),
             interrupted_by=self._interrupted_by,
             fork_server_exit_code=fork_server_exit_code,
         )

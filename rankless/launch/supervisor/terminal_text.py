@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.supervisor.failure_attribution import Verdict
+from rankless.launch.supervisor.secondary_failures import SecondaryFailure
+from rankless.records.quantities import format_bytes, format_seconds
+from rankless.records.run_summary import RunSummary
 
 _TRACEBACK_LINES = 9
 _MAX_LINE_CHARS = 300
+MAX_SECONDARY_LINES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,9 @@ def _format_id(row: WorkerRow) -> str:
     return "-" if row.process_id is None else str(row.process_id)
 
 
-def format_failure(verdict: Verdict, *, log_file: str, host: str = "", report: str = "") -> str:
+def format_failure(
+    verdict: Verdict, *, log_file: str, host: str = "", report: str = "", with_traceback: bool = True
+) -> str:
     """Return at most 15 lines about the root cause of a failure.
 
     They name the rank, its host, what happened, the last lines of the traceback, and the log file. `report` is the file
@@ -81,7 +87,7 @@ def format_failure(verdict: Verdict, *, log_file: str, host: str = "", report: s
         return f"rankless: {verdict.headline}\nrankless: the job was ended, exit code {verdict.exit_code}\n"
     on_host = f" on {host}" if host else ""
     lines = [f"rankless: rank {verdict.root_cause_rank}{on_host} {verdict.headline}"]
-    trace = verdict.traceback.rstrip().splitlines()
+    trace = verdict.traceback.rstrip().splitlines() if with_traceback else []
     if len(trace) > _TRACEBACK_LINES:
         lines.append("    ...")
     lines += [f"    {line[:_MAX_LINE_CHARS]}" for line in trace[-_TRACEBACK_LINES:]]
@@ -89,6 +95,36 @@ def format_failure(verdict: Verdict, *, log_file: str, host: str = "", report: s
         f"rankless: its log file is {log_file}{on_host}{there}; the job was ended, exit code {verdict.exit_code}"
     )
     return "\n".join(lines) + "\n"
+
+
+def format_secondary_failures(failures: Sequence[tuple[str, SecondaryFailure]]) -> str:
+    """Return a line for each rank that failed after the root cause; the first of each pair is its log file.
+
+    Only MAX_SECONDARY_LINES ranks get a line.
+    """
+    lines = [
+        f"rankless: after that, rank {failure.rank} {failure.text[:_MAX_LINE_CHARS]}, its log file is {log_file}"
+        for log_file, failure in failures[:MAX_SECONDARY_LINES]
+    ]
+    if len(failures) > len(lines):
+        lines.append(f"rankless: after that, {format_count(len(failures) - len(lines), 'more rank')} failed too")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def format_summary(summary: RunSummary, *, folder: str) -> str:
+    """Return one line about a run that has ended: its time, steps, rate, peak memory and log folder."""
+    start = {"succeeded": "done in", "failed": "failed after"}.get(summary.outcome, f"{summary.verdict} after")
+    facts = [] if not summary.steps else [format_count(summary.steps, "step")]
+    if summary.samples_per_second:
+        rate = summary.samples_per_second
+        facts.append(f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s")
+    for name, key in (("peak memory", "peak_memory_bytes"), ("GPU memory", "peak_gpu_memory_bytes")):
+        peaks = [(peak, each.rank) for each in summary.ranks if (peak := getattr(each, key)) is not None]
+        if peaks:
+            peak, rank = max(peaks, key=lambda each: each[0])
+            facts.append(f"{name} {format_bytes(peak)}" + (f" (rank {rank})" if len(summary.ranks) > 1 else ""))
+    facts.append(f"logs in {folder}")
+    return f"rankless: {start} {format_seconds(summary.seconds or 0.0)}: {', '.join(facts)}\n"
 
 
 def format_count(number: int, noun: str) -> str:

@@ -1,6 +1,5 @@
 """The watchdog: check the workers about once a second, collect stacks if the job stalls, and report the result."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +25,8 @@ LONGEST_INTERVAL_SECONDS = 1.0
 SHORTEST_INTERVAL_SECONDS = 0.1
 
 
-def open_status_pages(count: int, *, timeout_seconds: float | None) -> list[int]:
-    """Create the shared memory for `count` workers; empty if the watchdog is off or the system is not Linux."""
+def open_status_pages(count: int, *, timeout_seconds: float | None = None) -> list[int]:
+    """Create the shared memory for `count` workers; empty if the timeout is 0 or the system is not Linux."""
     return [open_page() for _ in range(count)] if timeout_seconds != 0 and sys.platform == "linux" else []
 
 
@@ -117,11 +116,6 @@ class Watchdog:
             worker.request_stacks(now)
         self._remote_ranks.request_statuses(now)
         self._is_collecting = True
-
-    def close(self) -> None:
-        """Close the shared memory."""
-        for page in self._config.pages:
-            os.close(page)
 
     @property
     def _stall_limit(self) -> float:

@@ -36,6 +36,16 @@ class FleetrunProfile(LauncherProfile):
         return self.settings.job_id
 
     @property
+    def shows_summary(self) -> bool:
+        """fleetrun writes none."""
+        return False
+
+    @property
+    def withholds_tracebacks(self) -> bool:
+        """fleetrun shows the first worker's log file as it is."""
+        return False
+
+    @property
     def plain_process_option(self) -> str | None:
         """fleetrun has none."""
         return None

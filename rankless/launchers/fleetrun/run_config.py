@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Sequence
 
-from rankless.config.environment import user_visible_devices
+from rankless.config.environment import default_log_folder, user_visible_devices
 from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
@@ -50,7 +50,7 @@ def fleetrun_request(flags: FleetrunFlags, program: Program) -> RunRequest:
     return RunRequest(
         worker_count=count,
         devices=",".join(str(share[0]) for share in shares) or "cpu",
-        log_folder=flags.log_dir or "log",
+        log_folder=flags.log_dir or default_log_folder(),
         warm=program.kind != "command",
         launcher=choose_fleetrun(
             FleetrunSettings(job_id=flags.job_id, shares=shares, hides_gpus=_wants_cpu(flags), first_port=first_port)

@@ -40,6 +40,16 @@ class HorovodrunProfile(LauncherProfile):
         return True
 
     @property
+    def shows_summary(self) -> bool:
+        """horovodrun writes none."""
+        return False
+
+    @property
+    def withholds_tracebacks(self) -> bool:
+        """horovodrun shows every worker's output as it comes."""
+        return False
+
+    @property
     def uses_rankless_api(self) -> bool:
         """The program uses Horovod's API."""
         return False

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
+from rankless.config.environment import default_log_folder
 from rankless.config.run_config import Program, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
@@ -84,6 +85,7 @@ def horovodrun_request(flags: HorovodrunFlags, program: Program) -> RunRequest:
     return RunRequest(
         worker_count=count,
         devices=_devices(variables.get("CUDA_VISIBLE_DEVICES")),
+        log_folder=default_log_folder(),
         show="all",
         warm=program.kind != "command",
         separate_seeds=True,

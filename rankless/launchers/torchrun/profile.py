@@ -52,6 +52,16 @@ class TorchrunProfile(LauncherProfile):
         return "each"
 
     @property
+    def shows_summary(self) -> bool:
+        """torchrun writes none."""
+        return False
+
+    @property
+    def withholds_tracebacks(self) -> bool:
+        """torchrun shows every worker's output as it comes."""
+        return False
+
+    @property
     def uses_rankless_api(self) -> bool:
         """The program is plain PyTorch."""
         return False

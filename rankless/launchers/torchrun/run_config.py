@@ -5,7 +5,13 @@ import signal
 import string
 from collections.abc import Iterator, Sequence
 
-from rankless.config.environment import snapshot, user_threads, user_visible_devices, whole_number
+from rankless.config.environment import (
+    default_log_folder,
+    snapshot,
+    user_threads,
+    user_visible_devices,
+    whole_number,
+)
 from rankless.config.run_config import Program, ProgramKind, RunRequest
 from rankless.config.validation import core_count, count_gpus
 from rankless.errors import ConfigError
@@ -66,7 +72,7 @@ def torchrun_request(flags: TorchrunFlags, program: Program) -> RunRequest:
     return RunRequest(
         worker_count=count,
         threads=1 if user_threads() is None and count > 1 else None,
-        log_folder=flags.log_dir or "log",
+        log_folder=flags.log_dir or default_log_folder(),
         warm=program.kind != "command" and flags.start_method in (None, "fork"),
         master_address=hosts.master_address,
         master_port=hosts.master_port,

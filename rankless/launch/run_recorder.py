@@ -1,0 +1,115 @@
+"""Writes the summary of a run into its log folder: at the start what runs, at the end how it went."""
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from rankless.config.run_config import RunConfig
+from rankless.launch.job_setup import ReadyJob
+from rankless.launch.supervisor.failure_attribution import Verdict
+from rankless.launch.supervisor.secondary_failures import find_script_line
+from rankless.records.events import AnyRecord, Exited, ScriptFinished
+from rankless.records.run_summary import Outcome, RankSummary, RunFailure, RunSummary
+from rankless.records.worker_status import read_page
+from rankless.version import VERSION
+
+
+class RunRecorder:
+    """The summary of a run, and the file in this host's log folder that holds it."""
+
+    def __init__(self, config: RunConfig, job: ReadyJob, *, folder: str, log_file: Callable[[int], str]) -> None:
+        self._started_at = time.monotonic()
+        # The fields that all results in JSON start with (rankless.cli.json_output).
+        self._header: dict[str, object] = {
+            "version": 1,
+            "rankless": VERSION,
+            "command": "run",
+            "script": config.program.text,
+        }
+        self._header |= {"arguments": config.program.arguments, "seed": job.start.seed}
+        self._path = os.path.join(folder, f"run{job.host_index or ''}.json")
+        self._ranks = {each.rank: each for each in _list_ranks(config, job, log_file)}
+        self._host_name = {rank: each.host for rank, each in self._ranks.items()}
+        self.summary = RunSummary(
+            command_line=config.request.command or tuple(sys.argv),
+            workers=job.start.world_size,
+            torch=torch_version(),
+            python=platform.python_version(),
+            log_folder=os.path.abspath(folder),
+            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            ranks=tuple(self._ranks.values()),
+        )
+        self._write()
+
+    def receive(self, record: AnyRecord) -> None:
+        """Take note of the end of a rank."""
+        rank = self._ranks.get(record.rank)
+        if rank is None:
+            return
+        if isinstance(record, Exited):
+            rank = msgspec.structs.replace(rank, exit_code=record.exit_code, peak_memory_bytes=record.peak_memory_bytes)
+        elif isinstance(record, ScriptFinished):
+            rank = msgspec.structs.replace(rank, peak_gpu_memory_bytes=record.peak_gpu_memory_bytes)
+        self._ranks[record.rank] = rank
+
+    def measure(self, pages: Sequence[int]) -> None:
+        """Take the figures of the training from the pages of this host's workers. The first worker has them."""
+        seconds = time.monotonic() - self._started_at
+        self.summary = msgspec.structs.replace(self.summary, seconds=seconds, ranks=tuple(self._ranks.values()))
+        if pages and 0 in self._ranks:
+            page = read_page(pages[0])
+            rate = page.timed_samples / page.timed_seconds if page.timed_samples and page.timed_seconds else None
+            steps = page.job_steps or page.count
+            self.summary = msgspec.structs.replace(self.summary, steps=steps, samples_per_second=rate)
+
+    def finish(self, outcome: Outcome, exit_code: int, *, verdict: str, failure: Verdict | None = None) -> None:
+        """Write how the run ended. `verdict` says it in a sentence; `failure` is the root cause, if it is known."""
+        self.summary = msgspec.structs.replace(
+            self.summary,
+            outcome=outcome,
+            exit_code=exit_code,
+            verdict=verdict,
+            failure=None if failure is None else self._describe(failure),
+        )
+        self._write()
+
+    def _describe(self, failure: Verdict) -> RunFailure:
+        rank = failure.root_cause_rank
+        host, line = self._host_name.get(rank, ""), find_script_line(failure.traceback)
+        return RunFailure(rank=rank, host=host, error=failure.headline, line=line)
+
+    def _write(self) -> None:
+        new = f"{self._path}.new"
+        with suppress(OSError):  # a full disk costs the file and never the training
+            with open(new, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(self._header | msgspec.to_builtins(self.summary))))
+                file.write(b"\n")
+            os.replace(new, self._path)
+
+
+@functools.cache
+def torch_version() -> str | None:
+    """Return the version of the installed PyTorch, without importing it; None if there is none."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _list_ranks(config: RunConfig, job: ReadyJob, log_file: Callable[[int], str]) -> list[RankSummary]:
+    """Return the ranks that this host knows: on host 0 those of all hosts, on another host its own."""
+    first = job.start.first_rank(job.host_index)
+    hosts = enumerate(job.devices) if job.host_index == 0 else [(job.host_index, config.devices)]
+    placed = [(job.names[host] if len(job.names) > 1 else "", device) for host, row in hosts for device in row]
+    return [
+        RankSummary(rank=rank, host=host, device=device, log_file=os.path.abspath(log_file(rank)))
+        for rank, (host, device) in enumerate(placed, start=first)
+    ]

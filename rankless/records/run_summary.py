@@ -1,0 +1,70 @@
+"""The summary of a run: what `run.json` in its log folder has, and what `rankless run --json` writes."""
+
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["running", "succeeded", "failed", "interrupted"]
+
+
+class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """The root cause of a failure."""
+
+    rank: int
+    host: str
+    """The name of the rank's host; "" if the job has one host."""
+    error: str
+    """What happened, like "raised ValueError: no data"."""
+    line: str
+    """File and line of the script, like "train.py:33", or "" if unknown."""
+
+
+class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of a run."""
+
+    rank: int
+    host: str
+    device: str
+    log_file: str
+    exit_code: int | None = None
+    """Negative for a signal; None while the rank runs, or if its end is not known."""
+    peak_memory_bytes: int | None = None
+    """The largest resident set of its process, or of one of its child processes if that is larger."""
+    peak_gpu_memory_bytes: int | None = None
+    """The most that PyTorch has allocated on its GPU; None without a GPU, or after a signal."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, from its start. What is known only at its end is None until then."""
+
+    command_line: tuple[str, ...]
+    """The whole command line."""
+    workers: int
+    """The number of workers, of all hosts together."""
+    torch: str | None
+    """The version of PyTorch; None if it is not installed."""
+    python: str
+    """The version of Python."""
+    log_folder: str
+    """The folder of the log files on this host."""
+    started: str
+    """Date and time in UTC, in the format of ISO 8601."""
+    outcome: Outcome = "running"
+    verdict: str = ""
+    """The outcome as a sentence."""
+    exit_code: int | None = None
+    """The exit code of the command."""
+    failure: RunFailure | None = None
+    """None unless the outcome is "failed"."""
+    seconds: float | None = None
+    """From the start of the run to the end of its last worker."""
+    steps: int | None = None
+    """Calls of the train job that is called most often; without jobs, steps of rank 0's optimizers. None if unknown."""
+    samples_per_second: float | None = None
+    """Samples of all ranks per second, without the steps that captured a job; None without a `rankless.loader`."""
+    ranks: tuple[RankSummary, ...] = ()
+
+
+def decode_run_summary(data: bytes) -> RunSummary:
+    """Return the summary in such a file. Raises `msgspec.ValidationError` for other content."""
+    return msgspec.json.decode(data, type=RunSummary)
