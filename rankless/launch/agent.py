@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from rankless.launch.rendezvous.leader import RendezvousInterrupted
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.report import RunReport, conclude
 from rankless.launch.signals import Interrupts
-from rankless.launch.supervisor.failure_attribution import name_signal
+from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
 from rankless.launch.supervisor.fork_server_client import ForkServerClient, InheritedSockets
 from rankless.launch.supervisor.fork_server_pool_client import ForkServerPoolClient
 from rankless.launch.supervisor.shared_files import SharedFiles
@@ -131,10 +132,15 @@ def run(
             with set_up_job(config, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()
                 run = HostRun(config, job, interrupts=interrupts, streams=streams)
-                outcome, traceback = run.run_to_end(on_record, fork_server=context.fork_server)
+                outcome, has_shown_cause = run.run_to_end(on_record, fork_server=context.fork_server)
                 try:
                     with hide_progress():
-                        return conclude(outcome, run.report, write=streams.write_error, withheld_traceback=traceback)
+                        return conclude(
+                            outcome,
+                            run.report,
+                            write=streams.write_error,
+                            with_traceback=not has_shown_cause or cursor is None,
+                        )
                 finally:
                     if run.report.recorder is not None and job.host_index == 0:
                         context.on_summary(run.report.recorder.summary)
@@ -209,21 +215,22 @@ class HostRun:
         """Those whose rank's output of the time before them is on the terminal after the next `pump`."""
         self._on_record: Callable[[AnyRecord], None] = lambda _record: None
         self._has_parent_ended = False
+        self._traceback_ends: dict[int, int] = {}
+        """The size of a rank's log file with the traceback that ends the rank."""
 
     def run_to_end(
         self, on_record: Callable[[AnyRecord], None], *, fork_server: ForkServerPoolClient | None = None
-    ) -> tuple[RunOutcome, str]:
+    ) -> tuple[RunOutcome, bool]:
         """Start the workers, supervise them, and end those that are left.
 
         Returns:
-            The outcome, and the traceback of the rank that failed first if the terminal has not shown it.
+            The outcome, and whether the output of the workers had the traceback of the rank that failed first.
         """
         job = self._job
         self._parent = parent = self._start(fork_server)
         if job.store is not None:
             job.store.close()  # rank 0 alone listens: once it ends, the system refuses ranks that connect late
         self._on_record = on_record
-        traceback = ""
         try:
             supervisor = Supervisor(
                 parent,
@@ -233,9 +240,7 @@ class HostRun:
                 forwarding=self._profile.signal_forwarding,
             )
             outcome = supervisor.run_to_end()
-            if outcome.verdict is not None and outcome.verdict.root_cause_rank in self._log_files:
-                traceback = self._terminal.read_withheld(self._log_files[outcome.verdict.root_cause_rank])
-            return outcome, traceback
+            return outcome, self._show_root_cause(outcome.verdict)
         finally:
             parent.close(timeout_seconds=1.0)
             self._table.show()
@@ -289,10 +294,25 @@ class HostRun:
         self._due_notices, self._new_notices = self._new_notices, []
 
     def _withhold(self, record: AnyRecord) -> None:
-        if isinstance(record, Raised):
+        if isinstance(record, Raised) and record.output_start is not None:
             self._terminal.withhold(self._log_files[record.rank], record.output_start)
-        elif isinstance(record, ScriptFinished):
-            self._terminal.end_withholding(self._log_files[record.rank], record.output_end)
+        elif isinstance(record, ScriptFinished) and record.output_end is not None:
+            self._traceback_ends[record.rank] = record.output_end
+
+    def _show_root_cause(self, verdict: Verdict | None) -> bool:
+        """Show the traceback of the rank that failed first, and of the others what follows their tracebacks.
+
+        Returns whether there was such a traceback.
+        """
+        root_cause = None if verdict is None else verdict.root_cause_rank
+        shown = [
+            self._terminal.resume(
+                path, skip_to=None if rank == root_cause else self._traceback_ends.get(rank, sys.maxsize)
+            )
+            and rank == root_cause
+            for rank, path in self._log_files.items()
+        ]
+        return any(shown)
 
     def _open_terminal(self, folder: str) -> Terminal:
         config, peers = self._config, self._job.peers

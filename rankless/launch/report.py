@@ -150,12 +150,12 @@ class RunReport:
 
 
 def conclude(
-    outcome: RunOutcome, report: RunReport, *, write: Callable[[str], None], withheld_traceback: str = ""
+    outcome: RunOutcome, report: RunReport, *, write: Callable[[str], None], with_traceback: bool = True
 ) -> int:
     """Write how the run ended here and send it to the other hosts; return the exit code.
 
-    `withheld_traceback` is the traceback of the rank that failed first, as the rank has written it, if the terminal
-    has not shown it. Raises `LaunchError` if the workers' parent failed although no worker did.
+    `with_traceback` writes the traceback of the rank that failed first too. Raises `LaunchError` if the workers' parent
+    failed although no worker did.
     """
     peers = report.job.peers
     if isinstance(peers, LeaderPeer):
@@ -170,9 +170,8 @@ def conclude(
     elif isinstance(peers, FollowerPeers):
         peers.send_job_end(code, [_text_for_host(host, outcome, report, text) for host in range(len(report.job.names))])
     _record_end(report, outcome, 2 if parent_failed else code)
-    if withheld_traceback and outcome.verdict is not None:
-        text = _end_line(withheld_traceback) + report.format_failure(outcome.verdict, with_traceback=False)
     if outcome.verdict is not None:
+        text = report.format_failure(outcome.verdict, with_traceback=with_traceback)
         text += report.format_secondary_failures(outcome.secondary_failures)
     summary = "" if parent_failed else report.format_summary()
     write(summary if summary and outcome.interrupted_by is not None else text + summary)
@@ -207,10 +206,6 @@ def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
         report.recorder.finish("failed", code, verdict="the process that starts the workers ended before them")
     else:
         report.recorder.finish("succeeded", code, verdict="all workers ended")
-
-
-def _end_line(text: str) -> str:
-    return text if text.endswith("\n") else f"{text}\n"
 
 
 def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str) -> str:

@@ -49,7 +49,7 @@ class LineWriter(Protocol):
 
 
 class FileTail:
-    """Follows one growing file. It can leave out one range: the text of an exception that ends the file's writer."""
+    """Follows one growing file. It can leave out the text of the exception that ends the file's writer."""
 
     def __init__(self, path: str, lines: LineWriter) -> None:
         self.path = path
@@ -58,26 +58,22 @@ class FileTail:
         self._position = 0
         self._measured: int | None = None
         self._withheld_from: int | None = None
-        self._withheld_until: int | None = None
 
     def measure(self) -> None:
         """Have the next `pump` write only what the file has now."""
         self._measured = self._size()
 
     def withhold(self, start: int) -> None:
-        """Leave out what stands in the file from byte `start` on. What has been written stays written."""
+        """Write nothing from byte `start` of the file on, until `resume`. What has been written stays written."""
         self._withheld_from = max(start, self._position)
 
-    def end_withholding(self, end: int) -> None:
-        """Write what follows byte `end`."""
-        self._withheld_until = end
-
-    def read_withheld(self) -> bytes:
-        """Return what has been left out."""
-        if self._file is None or self._withheld_from is None:
-            return b""
-        until = self._size() if self._withheld_until is None else self._withheld_until
-        return os.pread(self._file.fileno(), max(0, until - self._withheld_from), self._withheld_from)
+    def resume(self, *, skip_to: int | None = None) -> bool:
+        """Write on, and leave out what stands before byte `skip_to`. Returns whether something was withheld."""
+        start, self._withheld_from = self._withheld_from, None
+        if start is None or self._size() <= start:
+            return False
+        self._position = max(start, 0 if skip_to is None else skip_to)
+        return True
 
     def pump(self) -> None:
         """Write new data."""
@@ -96,10 +92,7 @@ class FileTail:
 
     def _read(self) -> bytes:
         size = self._size() if self._measured is None else self._measured
-        if self._withheld_from is not None and self._position >= self._withheld_from:
-            until = size if self._withheld_until is None else min(size, self._withheld_until)
-            self._position = max(self._position, until)
-        elif self._withheld_from is not None:
+        if self._withheld_from is not None:
             size = min(size, self._withheld_from)
         if self._file is None or self._position >= size:
             return b""
@@ -221,21 +214,15 @@ class Terminal:
         for tail in self._tails:
             tail.pump()
 
-    def withhold(self, path: str, start: int | None) -> None:
-        """Leave out what a worker writes to a file from byte `start` on: the text of the exception that ends it."""
-        if start is not None:
-            for tail in self._tails_of(path):
-                tail.withhold(start)
+    def withhold(self, path: str, start: int) -> None:
+        """Show nothing of a file from byte `start` on: the text of the exception that ends its worker."""
+        for tail in self._tails_of(path):
+            tail.withhold(start)
 
-    def end_withholding(self, path: str, end: int | None) -> None:
-        """Show what follows byte `end` of a file again."""
-        if end is not None:
-            for tail in self._tails_of(path):
-                tail.end_withholding(end)
-
-    def read_withheld(self, path: str) -> str:
-        """Return what has been left out of a file, or "" if the file is not shown."""
-        return next((tail.read_withheld().decode(errors="replace") for tail in self._tails_of(path)), "")
+    def resume(self, path: str, *, skip_to: int | None = None) -> bool:
+        """Show the rest of a file, from byte `skip_to` on. Returns whether something was withheld."""
+        withheld = [tail.resume(skip_to=skip_to) for tail in self._tails_of(path)]
+        return any(withheld)
 
     def _tails_of(self, path: str) -> list[FileTail]:
         return [tail for tail in self._tails if tail.path == path]

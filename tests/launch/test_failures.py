@@ -71,6 +71,9 @@ def test_the_root_cause_is_named_although_other_ranks_fail_too(kind: str, warm: 
 
 def test_the_failure_report_is_short_and_ends_with_the_traceback(tmp_path: Path) -> None:
     script = """
+import os, time
+while os.environ["RANK"] == "0":
+    time.sleep(0.1)
 def deep(n):
     if n == 0:
         raise KeyError('bottom')
@@ -81,7 +84,7 @@ deep(30)
     text = job.stderr[job.stderr.index("rankless: rank") :]
     assert len(text.splitlines()) <= 15
     assert "KeyError: 'bottom'" in text
-    assert 'script.py", line 4, in deep' in text
+    assert 'script.py", line 7, in deep' in text
     assert "rankless/runtime" not in job.stderr + job.stdout
     assert job.returncode == 1
 
@@ -89,6 +92,7 @@ deep(30)
 SECONDARY = (
     GROUP
     + """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent would end a rank that has not noticed yet
 if rank == 1:
     time.sleep(0.1)
     ACTION
@@ -105,7 +109,7 @@ def test_the_terminal_shows_the_root_cause_first_and_a_line_for_each_other_rank(
     others = [line for line in report if line.startswith("rankless: after that, rank")]
     assert report[-len(others) - 1 : -1] == others
     assert report[-1].startswith("rankless: failed after ")
-    assert 1 <= len(others) <= 2  # the agent may end a rank before it notices
+    assert len(others) == 2
     for line in others:
         assert re.search(r"rank [02] lost its connection to another rank at script\.py:10, its log file is log/", line)
         log = tmp_path / line.rpartition(" ")[2]
@@ -119,19 +123,17 @@ def test_the_terminal_shows_the_whole_traceback_of_rank_0_once_if_it_failed_firs
     )
     script += "".join(f"def f{i}():\n    f{i + 1}()\n" for i in range(12)) + "def f12():\n    raise KeyError('deep')\n"
     job = run_script(script + "if rank == 0:\n    f0()\ntrain()\n", "-n", "2", folder=tmp_path)
-    assert job.stdout == "beforeat exit\n"
-    log = (tmp_path / "log" / "latest" / "rank0.log").read_text()
-    traceback = log.removeprefix("before").removesuffix("at exit\n")
-    assert traceback.count("File") == 14
-    assert traceback in job.stderr
-    assert job.stderr.count("KeyError: 'deep'\n") == 2  # the traceback's last line, and the report's first
+    assert job.stdout == (tmp_path / "log" / "latest" / "rank0.log").read_text()
+    assert job.stdout.startswith("beforeTraceback")
+    assert job.stdout.endswith("KeyError: 'deep'\nat exit\n")
+    assert job.stdout.count("File") == 14
     assert "rankless: rank 0 raised KeyError: 'deep'\n" in job.stderr
 
 
 def test_equal_errors_on_all_ranks_are_shown_once(tmp_path: Path) -> None:
     job = run_script("import os\nprint(os.environ['RANK'] * 3)\n1 / 0\n", "-n", "3", folder=tmp_path)
     assert job.stderr.count("Traceback") == 1
-    assert "Traceback" not in job.stdout
+    assert job.stdout.count("Traceback") == ("rankless: rank 0 raised" in job.stderr)
     assert job.returncode == 1
 
 
