@@ -104,7 +104,7 @@ train()
 @pytest.mark.parametrize("action", ["os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('rank 1 is tired')"])
 def test_the_terminal_shows_the_root_cause_first_and_a_line_for_each_other_rank(action: str, tmp_path: Path) -> None:
     job = run_script(SECONDARY.replace("ACTION", action), "-n", "3", "--show", "all", folder=tmp_path)
-    assert job.stdout == ""
+    assert {line[:4] for line in job.stdout.splitlines()} <= {"[1] "}
     report = job.stderr[job.stderr.index("rankless: rank 1") :].splitlines()
     others = [line for line in report if line.startswith("rankless: after that, rank")]
     assert report[-len(others) - 1 : -1] == others
@@ -124,7 +124,7 @@ def test_the_terminal_shows_the_whole_traceback_of_rank_0_once_if_it_failed_firs
     script += "".join(f"def f{i}():\n    f{i + 1}()\n" for i in range(12)) + "def f12():\n    raise KeyError('deep')\n"
     job = run_script(script + "if rank == 0:\n    f0()\ntrain()\n", "-n", "2", folder=tmp_path)
     assert job.stdout == (tmp_path / "log" / "latest" / "rank0.log").read_text()
-    assert job.stdout.startswith("beforeTraceback")
+    assert job.stdout.startswith("before[rank0]: Traceback")
     assert job.stdout.endswith("KeyError: 'deep'\nat exit\n")
     assert job.stdout.count("File") == 14
     assert "rankless: rank 0 raised KeyError: 'deep'\n" in job.stderr
