@@ -142,8 +142,8 @@ def run(
                             with_traceback=not has_shown_cause or cursor is None,
                         )
                 finally:
-                    if run.report.recorder is not None and job.host_index == 0:
-                        context.on_summary(run.report.recorder.summary)
+                    if run.report.summary_file is not None and job.host_index == 0:
+                        context.on_summary(run.report.summary_file.summary)
         except RendezvousInterrupted as interrupted:
             streams.notify(f"ended by {name_signal(interrupted.number)}")
             return 128 + interrupted.number
@@ -247,8 +247,8 @@ class HostRun:
             self._terminal.close()
             for _ in range(2):
                 self._show_notices()
-            if self.report.recorder is not None:
-                self.report.recorder.measure(self._pages)
+            if self.report.summary_file is not None:
+                self.report.summary_file.measure(self._pages)
             for page in self._pages:
                 os.close(page)
 
@@ -272,8 +272,8 @@ class HostRun:
             self._new_notices.append(text)
         self._table.receive(record)
         self._watchdog.receive(record)
-        if self.report.recorder is not None:
-            self.report.recorder.receive(record)
+        if self.report.summary_file is not None:
+            self.report.summary_file.receive(record)
         self._on_record(record)
 
     def tick(self) -> list[AnyRecord]:

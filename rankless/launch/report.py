@@ -11,7 +11,7 @@ from rankless.launch.job_setup import ReadyJob
 from rankless.launch.log_files import run_folder
 from rankless.launch.profile import LogFiles, load_profile
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
-from rankless.launch.run_recorder import RunRecorder
+from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.failure_attribution import Verdict, name_signal
 from rankless.launch.supervisor.secondary_failures import SecondaryFailure
 from rankless.launch.supervisor.supervisor import RunOutcome
@@ -37,8 +37,8 @@ class RunReport:
         self._config = config
         self._profile = load_profile(config.launcher)
         self._folder = folder
-        self.recorder = (
-            RunRecorder(config, job, folder=folder, log_file=self.log_file) if self._profile.shows_summary else None
+        self.summary_file = (
+            SummaryFile(config, job, folder=folder, log_file=self.log_file) if self._profile.shows_summary else None
         )
         self.parent_log = os.path.join(folder, "parent.log" if job.host_index == 0 else f"parent{job.host_index}.log")
 
@@ -120,9 +120,9 @@ class RunReport:
 
     def format_summary(self) -> str:
         """Return the last line of a run, or "" if it shall have none."""
-        if self.recorder is None or self._config.agent_output != "summary":
+        if self.summary_file is None or self._config.agent_output != "summary":
             return ""
-        return format_summary(self.recorder.summary, folder=self._folder)
+        return format_summary(self.summary_file.summary, folder=self._folder)
 
     def report_file(self, host: int) -> str:
         """Return the file with the closing text of another host than host 0, which may have no terminal."""
@@ -195,17 +195,17 @@ def _format_outcome(outcome: RunOutcome, report: RunReport) -> tuple[int, str]:
 
 def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
     """Write the summary of the run into its log folder."""
-    if report.recorder is None:
+    if report.summary_file is None:
         return
     if outcome.interrupted_by is not None:
-        report.recorder.finish("interrupted", code, verdict=f"ended by {name_signal(outcome.interrupted_by)}")
+        report.summary_file.finish("interrupted", code, verdict=f"ended by {name_signal(outcome.interrupted_by)}")
     elif outcome.verdict is not None:
         headline = f"rank {outcome.verdict.root_cause_rank} {outcome.verdict.headline}"
-        report.recorder.finish("failed", code, verdict=headline, failure=outcome.verdict)
+        report.summary_file.finish("failed", code, verdict=headline, failure=outcome.verdict)
     elif code != 0:
-        report.recorder.finish("failed", code, verdict="the process that starts the workers ended before them")
+        report.summary_file.finish("failed", code, verdict="the process that starts the workers ended before them")
     else:
-        report.recorder.finish("succeeded", code, verdict="all workers ended")
+        report.summary_file.finish("succeeded", code, verdict="all workers ended")
 
 
 def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str) -> str:
@@ -222,9 +222,9 @@ def _conclude_as_follower(
     outcome: RunOutcome, report: RunReport, leader: LeaderPeer, *, write: Callable[[str], None]
 ) -> int:
     code, text = _format_follower_outcome(outcome, report, leader)
-    if report.recorder is not None:
+    if report.summary_file is not None:
         end: Outcome = "succeeded" if code == 0 else "interrupted" if outcome.interrupted_by is not None else "failed"
-        report.recorder.finish(end, code, verdict=(text.splitlines() or ["all workers ended"])[0])
+        report.summary_file.finish(end, code, verdict=(text.splitlines() or ["all workers ended"])[0])
     if text:
         report.save(text)
         write(text)

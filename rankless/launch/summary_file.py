@@ -22,7 +22,7 @@ from rankless.records.worker_status import read_page
 from rankless.version import VERSION
 
 
-class RunRecorder:
+class SummaryFile:
     """The summary of a run, and the file in this host's log folder that holds it."""
 
     def __init__(self, config: RunConfig, job: ReadyJob, *, folder: str, log_file: Callable[[int], str]) -> None:
