@@ -132,21 +132,25 @@ def run(
             with set_up_job(config, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()
                 run = HostRun(config, job, interrupts=interrupts, streams=streams)
-                outcome, has_shown_cause = run.run_to_end(on_record, fork_server=context.fork_server)
-                try:
-                    with hide_progress():
-                        return conclude(
-                            outcome,
-                            run.report,
-                            write=streams.write_error,
-                            with_traceback=not has_shown_cause or cursor is None,
-                        )
-                finally:
-                    if run.report.summary_file is not None and job.host_index == 0:
-                        context.on_summary(run.report.summary_file.summary)
+                return _run_on_host(run, on_record, streams, context)
         except RendezvousInterrupted as interrupted:
             streams.notify(f"ended by {name_signal(interrupted.number)}")
             return 128 + interrupted.number
+
+
+def _run_on_host(
+    run: "HostRun", on_record: Callable[[AnyRecord], None], streams: _TerminalStreams, context: AgentContext
+) -> int:
+    """Run this host's part of a job, write how it ended, and return the exit code."""
+    outcome, has_shown_cause = run.run_to_end(on_record, fork_server=context.fork_server)
+    # On one terminal the user has just seen the traceback; in two files each needs it.
+    with_traceback = not has_shown_cause or streams.cursor is None
+    try:
+        with streams.hide_progress():
+            return conclude(outcome, run.report, write=streams.write_error, with_traceback=with_traceback)
+    finally:
+        if run.report.summary_file is not None and run.report.job.host_index == 0:
+            context.on_summary(run.report.summary_file.summary)
 
 
 @contextlib.contextmanager
