@@ -361,8 +361,8 @@ def job(
         view: "consistent" runs the function on whole batches. "mirrored" runs it as plain PyTorch once per device, on
             that device's element of each list argument, and returns the list of all results. Default: "consistent",
             or "mirrored" if an argument is annotated with `PerDevice`.
-        check_synchronized_every: Compare the models of all ranks before every so many calls. Default: only at the first
-            call, and after a change outside jobs.
+        check_synchronized_every: Compare models and optimizer state of all ranks, bit by bit, before every so many
+            calls. Default: models at the first call and after a change outside jobs; state after a change outside jobs.
         batch_dims: The batch dim of arguments by name, None for an argument without one. It affects speed, not
             results. Default: dim 0 of every tensor.
         dtype: Floating-point dtype of placeholders without a dtype, and of tensors that the function creates without

@@ -9,6 +9,7 @@ from rankless.context.leftover_calls import LeftoverCalls
 from rankless.context.loader_passes import LoaderPasses
 from rankless.context.model_changes import ModelChanges
 from rankless.context.observers import CallInspector, JobRecorder, ProgramObserver
+from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.progress_records import ProgressMeter
 from rankless.context.step_limit import StepLimit
 from rankless.parallel.mesh import Mesh
@@ -42,6 +43,8 @@ class World:
     """Knows which models the script has changed outside jobs."""
     leftovers: LeftoverCalls = field(default_factory=LeftoverCalls)
     """Finds calls of a plain training loop beside jobs."""
+    optimizer_changes: OptimizerChanges = field(default_factory=OptimizerChanges)
+    """Knows which optimizers the script has changed outside jobs."""
     limit: StepLimit | None = None
     """Counts training steps, and ends the script after the last one that the run needs."""
     programs: ProgramObserver | None = None

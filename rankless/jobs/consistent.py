@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from rankless.compiler.capture.autocast import clear_autocast_cache
 from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
+from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
 from rankless.jobs.arguments import Arguments, get_local_piece, get_placements
 from rankless.jobs.call_fingerprint import (
@@ -37,6 +38,9 @@ class ConsistentView:
         self._world = world
         self._loss_weights = LossWeightReader(job, world, weights_only=False) if job.accumulates else None
         self._programs = ProgramCache(job, world) if self._loss_weights is None else self._loss_weights.programs
+        self._optimizers = OptimizerComparison(
+            job.optimizers, world.optimizer_changes, name_parameter=job.parameter_name
+        )
         self._calls = 0
         self._change_count = 0
         self._draws = False
@@ -72,6 +76,8 @@ class ConsistentView:
         if inspected and inspector is not None:
             program = inspector.instrument(executable.local.sharded, self._world)
         outputs = program([value.detach() for value in values], list(sizes.values()))
+        if self._job.trains:
+            self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
         for module, training in executable.captured.changed_modes:
             module.training = training
         results = self._apply(executable, outputs)
@@ -98,12 +104,18 @@ class ConsistentView:
             arguments = call.arguments
             program = 0 if call.known is None else call.known.number
             drawn = [fingerprint_generator()] if self._draws else []
+            optimizers = self._optimizers.fingerprint()
             stale_guard = call.stale_guard() if call.known is None else None
             mesh.check_sync_point(
                 format_call(job.name, self._calls, arguments) + (CHANGED if changed else ""),
-                names=lambda: [READ, *([GENERATOR] if drawn else []), *name_tensors(job.function, arguments)],
-                digests=[program, *drawn, *fingerprint_tensors(arguments.tensors)],
+                names=lambda: [
+                    *(READ, *optimizers.names(), *([GENERATOR] if drawn else [])),
+                    *name_tensors(job.function, arguments),
+                ],
+                digests=[program, *optimizers.digests, *drawn, *fingerprint_tensors(arguments.tensors)],
                 remark="" if stale_guard is None else f"{stale_guard.label} {stale_guard.describe_change()}",
+                details=optimizers.details,
+                describe=optimizers.describe,
             )
         self._change_count += changed
         if is_first:

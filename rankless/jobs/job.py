@@ -19,7 +19,7 @@ from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.leftover_calls import StepHook
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
-from rankless.errors import ConfigError, RanklessError
+from rankless.errors import ConfigError, RanklessError, RanksDiverged
 from rankless.jobs.argument_specs import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
@@ -146,6 +146,7 @@ class Job(Generic[Parameters, Result]):
             # The message names the script's line. The frames below this one belong to Rankless and PyTorch.
             raise error.with_traceback(None) from error.__cause__
         except Exception as error:  # the script's own code raised it, perhaps under a hundred frames of capture
+            raise_if_diverged(world, error)
             raise keep_user_frames(error) from error.__cause__
         if world.recorder is not None:
             world.recorder.record_call(job=job.name, line=job.line, results=outcome.result)
@@ -295,6 +296,14 @@ def make_view(job: JobDefinition, world: World) -> PlainView | ConsistentView | 
     if job.view == "mirrored":
         return MirroredView(job, world)
     return PlainView(job, world) if world.mesh.size == 1 else ConsistentView(job, world)
+
+
+def raise_if_diverged(world: World, error: Exception) -> None:
+    """Raise `RanksDiverged` if a collective has failed because another rank is at a different sync point."""
+    try:
+        world.mesh.check_sync_point_again()
+    except RanksDiverged as divergence:
+        raise divergence.with_traceback(None) from error
 
 
 @contextlib.contextmanager

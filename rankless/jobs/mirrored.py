@@ -26,6 +26,7 @@ from rankless.collectives.tensor_collectives import all_reduce, broadcast, flatt
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.compiler.capture.autocast import clear_autocast_cache, disable_autocast
 from rankless.compiler.capture.capture import extract_loss
+from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import Arguments
@@ -54,6 +55,9 @@ class MirroredView:
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
+        self._optimizers = OptimizerComparison(
+            job.optimizers, world.optimizer_changes, name_parameter=job.parameter_name
+        )
         self._calls = 0
         self._parallel: nn.Module | None = None
         require_same_kind_of_device(job, world)
@@ -83,9 +87,15 @@ class MirroredView:
         """Check that all ranks make this call; at the first call also synchronize their models."""
         self._calls += 1
         mesh = self._world.mesh
-        mesh.check_sync_point(
-            f"call {self._calls} of job {self._job.name!r}, in the mirrored view, on {elements} devices"
-        )
+        if mesh.desync_detector is not None:
+            optimizers = self._optimizers.fingerprint()
+            mesh.check_sync_point(
+                f"call {self._calls} of job {self._job.name!r}, in the mirrored view, on {elements} devices",
+                names=optimizers.names,
+                digests=optimizers.digests,
+                details=optimizers.details,
+                describe=optimizers.describe,
+            )
         if self._calls == 1:
             sync_models(self._job, self._world, when="at the first call")
         every = self._job.check_synchronized_every
@@ -136,6 +146,8 @@ class MirroredView:
                 scaled_loss = loss.sum() * (mesh.size / count.item())
             self._backward(scaled_loss)
         self._broadcast_buffers()
+        if self._job.trains:
+            mesh.check_sync_point_again()
         gathered = all_gather_bytes(self._encode(detached), mesh=mesh)
         return [
             pytree.tree_map_only(Tensor, lambda item: item.to(mesh.device), decode_value(data)) for data in gathered

@@ -4,11 +4,13 @@ import hashlib
 
 import msgspec
 import torch
+from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.tensor_collectives import broadcast
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.capture.side_effects import require_initialized
+from rankless.context.optimizer_changes import list_state_entries
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.jobs.definition import JobDefinition
@@ -43,21 +45,26 @@ def sync_models(job: JobDefinition, world: World, *, when: str) -> None:
 
 
 def check_models_equal(job: JobDefinition, world: World, *, call: int) -> None:
-    """Raise `RanksDiverged` on every rank if a parameter or buffer differs between ranks."""
-    different = find_differing_tensors(job, world)
+    """Raise `RanksDiverged` on every rank if a parameter, a buffer or optimizer state differs between ranks."""
+    different = find_differing_tensors(job, world, with_state=True)
     if different:
         raise RanksDiverged(
-            expected=f"the same parameters and buffers on every rank before call {call} of job {job.name!r}",
+            expected=f"the same parameters and buffers on every rank before call {call} of job {job.name!r}, "
+            "and the same optimizer state",
             found=list_differences(different),
             fix="find the code that changes a model outside jobs on some ranks only, as through .data or NumPy",
             where=job.line,
         )
 
 
-def find_differing_tensors(job: JobDefinition, world: World) -> dict[str, list[int]]:
-    """Return the tensors that differ from rank 0's, with the ranks where they do. Collective."""
+def find_differing_tensors(job: JobDefinition, world: World, *, with_state: bool = False) -> dict[str, list[int]]:
+    """Return the tensors that differ from rank 0's, with the ranks where they do. Collective.
+
+    With `with_state` it compares the tensors of the optimizers' state too.
+    """
     names, own_digests = [], []
-    for name, tensor in sorted(named_tensors(job.modules).items()):
+    state = list_state_tensors(job) if with_state else []
+    for name, tensor in [*sorted(named_tensors(job.modules).items()), *state]:
         names.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         own_digests.append(hashlib.blake2b(data, digest_size=8).digest())
@@ -78,8 +85,20 @@ def find_differing_tensors(job: JobDefinition, world: World) -> dict[str, list[i
             )
         for name, digest in zip(their_names, their_digests, strict=True):
             if first[name] != digest:
-                different.setdefault(name.partition(" ")[0], []).append(rank)
+                different.setdefault(name.rpartition(" torch.")[0], []).append(rank)
     return different
+
+
+def list_state_tensors(job: JobDefinition) -> list[tuple[str, Tensor]]:
+    """Return the tensors of the optimizers' state, with names such as "exp_avg of model.head.weight"."""
+    found = []
+    for optimizer in job.optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for entry in list_state_entries(optimizer):
+            if isinstance(entry.value, Tensor):
+                owner = f" of {job.parameter_name(parameters[entry.parameter])}" if entry.parameter >= 0 else ""
+                found.append((f"{entry.key}{owner}", entry.value))
+    return found
 
 
 def find_first_mismatch(ours: list[str], theirs: list[str]) -> str:

@@ -124,6 +124,8 @@ class OptimizerStepper:
             clip_grad_value_(parameters, step_options.clip_value)
         for optimizer in self._job.optimizers:
             optimizer.step()
+            if self._world.mesh.desync_detector is not None:
+                self._world.optimizer_changes.record(optimizer)
 
     def _require_finite(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Raise `StepError` on every rank if the loss or a gradient is not finite; make no step."""

@@ -1,11 +1,19 @@
 """The mesh: the processes of a job and the rank of this one. The runtime passes it down; nobody looks it up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+DescribeDifference = Callable[[Sequence[str], Mapping[int, bytes]], tuple[str, str] | None]
+"""Receives the names of values that differ and each rank's details. Returns what was found and the fix, or None."""
+
+
+def describe_nothing(_names: Sequence[str], _details: Mapping[int, bytes]) -> tuple[str, str] | None:
+    """Return None: the names of the values and the ranks say enough."""
+    return None
 
 
 class SyncPointChecker(Protocol):
@@ -18,8 +26,14 @@ class SyncPointChecker(Protocol):
         names: Callable[[], Sequence[str]] = tuple,
         digests: Sequence[int] = (),
         remark: str = "",
+        details: bytes = b"",
+        describe: DescribeDifference = describe_nothing,
     ) -> None:
         """Publish this rank's sync point, and raise `RanksDiverged` if another rank is at a different one."""
+        ...
+
+    def check_again(self) -> None:
+        """Raise `RanksDiverged` if a rank that has arrived meanwhile is at a different sync point."""
         ...
 
     def end(self) -> None:
@@ -47,6 +61,8 @@ class Mesh:
         names: Callable[[], Sequence[str]] = tuple,
         digests: Sequence[int] = (),
         remark: str = "",
+        details: bytes = b"",
+        describe: DescribeDifference = describe_nothing,
     ) -> None:
         """Check that all ranks reach the same sync point. A rank does not wait for slower ranks.
 
@@ -55,12 +71,27 @@ class Mesh:
             names: Returns the names of the values that must be equal on all ranks.
             digests: A digest of each of these values.
             remark: Describes this rank, for the error.
+            details: What `describe` needs of this rank.
+            describe: Describes values that differ, from the details of all ranks.
 
         Raises:
             RanksDiverged: If another rank is at a different sync point, or its digests differ.
         """
         if self.desync_detector is not None:
-            self.desync_detector.check_sync_point(text, names=names, digests=digests, remark=remark)
+            self.desync_detector.check_sync_point(
+                text, names=names, digests=digests, remark=remark, details=details, describe=describe
+            )
+
+    def check_sync_point_again(self) -> None:
+        """Check the last sync point again, without waiting.
+
+        A job calls it after its collectives, when the other ranks have arrived, and after an exception.
+
+        Raises:
+            RanksDiverged: If a rank that has arrived meanwhile is at a different sync point.
+        """
+        if self.desync_detector is not None:
+            self.desync_detector.check_again()
 
     @staticmethod
     def solo(device: torch.device | str = "cpu") -> "Mesh":

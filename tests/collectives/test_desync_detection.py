@@ -103,3 +103,71 @@ def test_without_shared_memory_nothing_is_compared_and_the_user_is_notified():
     messages = on_mesh(2, without_memory)
     assert [len(texts) for texts in messages] == [1, 1]
     assert "cannot check" in messages[0][0]
+
+
+def between_hosts(mesh, hosts, steps, reachable):
+    """Reach the sync points `steps[rank]` as if each rank were on `hosts[rank]`, with a barrier after each."""
+    messages: list[str] = []
+    detector = DesyncDetector(mesh, notify=messages.append)
+    made, outcome = 0, ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rankless.collectives.desync_detection.host_identity", lambda: hosts[mesh.rank])
+        if not reachable:
+            patch.setattr("rankless.collectives.host_connections._store_address", lambda: "256.0.0.0")
+            patch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+            patch.setattr("rankless.collectives.host_connections.ACCEPT_SECONDS", 0.2)
+        detector.check_sync_point("the start")
+    for text, digests in steps[mesh.rank]:
+        try:
+            if outcome:
+                pass
+            elif text == "end":
+                detector.end()
+            else:
+                detector.check_sync_point(text, names=lambda: ["images", "labels"], digests=digests)
+                made += 1
+        except RanksDiverged as error:
+            outcome = str(error)
+        barrier(mesh)
+    return outcome, made, messages
+
+
+CALLS = [(f"call {number} of job 'train'", (number, 7)) for number in range(6)]
+HOSTS = ["a", "a", "b", "b"]
+
+
+def test_hosts_that_make_the_same_calls_raise_nothing():
+    calls = [(f"call {number} of job 'train'", (number, 7)) for number in range(3 * SLOTS)] + [("end", ())]
+    assert on_mesh(3, between_hosts, ["a", "b", "c"], [calls] * 3, True) == [("", 3 * SLOTS, [])] * 3
+
+
+@pytest.mark.parametrize(
+    ("other", "sign"),
+    [
+        ((CALLS[2][0], (2, 8)), "labels on ranks 2, 3: other values than on ranks 0, 1"),
+        (("call 1 of job 'evaluate'", (2, 7)), "ranks 2, 3 reached call 1 of job 'evaluate'"),
+    ],
+)
+def test_ranks_of_all_hosts_raise_the_same_error_soon_after_a_difference(other, sign):
+    steps = [CALLS, CALLS, *[[*CALLS[:2], other, *CALLS[3:]]] * 2]
+    found = on_mesh(4, between_hosts, HOSTS, steps, True)
+    assert all(sign in outcome for outcome, _, _ in found), found
+    assert len({outcome for outcome, _, _ in found}) == 1
+    assert all(2 <= made <= 4 for _, made, _ in found), found
+
+
+def test_a_difference_at_the_end_of_the_script_is_found():
+    steps = [[*CALLS, ("end", ())], [*CALLS[:-1], (CALLS[-1][0], (5, 8)), ("end", ())]]
+    assert "labels on rank 1" in on_mesh(2, between_hosts, ["a", "b"], steps, True)[0][0]
+
+
+def test_ranks_of_one_host_are_compared_although_another_is_there():
+    steps = [CALLS, [*CALLS[:3], ("call 1 of job 'evaluate'", ()), *CALLS[4:]], CALLS]
+    found = on_mesh(3, between_hosts, ["a", "a", "b"], steps, True)
+    assert any("call 1 of job 'evaluate'" in outcome for outcome, _, _ in found)
+
+
+def test_hosts_that_cannot_connect_are_not_compared_and_the_user_is_notified():
+    found = on_mesh(2, between_hosts, ["a", "b"], [CALLS, CALLS[:4] + [("other", ())] * 2], False)
+    assert [(outcome, made, len(messages)) for outcome, made, messages in found] == [("", 6, 1)] * 2
+    assert "cannot check that the ranks of different hosts make the same calls" in found[0][2][0]
