@@ -146,10 +146,10 @@ def _find_rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     launched = environment.read_worker_config() or environment.read_horovod_worker() or environment.read_torchrun()
-    if launched is not None and launched.world_size > 1:
+    if launched is not None and launched.world_size != 1:
         raise ConfigError(
             expected="a process that joins its job before it makes a sampler",
-            found=f"one of {launched.world_size} processes of a launcher, without a process group",
+            found=f"one of {launched.world_size or 'several'} processes of a launcher, without a process group",
             fix="call rankless.init() first, or pass num_replicas= and rank=",
         )
     return 0, 1

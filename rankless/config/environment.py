@@ -15,8 +15,8 @@ from rankless.config.run_config import RunConfig
 from rankless.config.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
+    from rankless.config.cluster_variables import ClusterWorker
     from rankless.config.horovod_variables import HorovodWorker
-    from rankless.config.mpi_variables import MpiWorker
 
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 LOG_FOLDER = "RANKLESS_LOG_DIR"
@@ -44,7 +44,7 @@ _CARRIED = (
 _HOST_SPECIFIC = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME", "TMPDIR", "DISPLAY", "_")
 _LOGIN_SPECIFIC = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_")
+_CLUSTER_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "SLURM_", "JOB_COMPLETION_INDEX")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # Torch, or a library that it loads, reads these once, during the import. A change has no effect in a worker that is
 # forked after it.
@@ -73,15 +73,23 @@ _READ_LATER = (
 class TorchrunWorker(msgspec.Struct, frozen=True, kw_only=True):
     """A process that torchrun, or a launcher like it, has started."""
 
+    launcher: Literal["torchrun", "mpirun", "srun", "Kubernetes"] = "torchrun"
     rank: int
+    """-1 if it is not set."""
     world_size: int
+    """0 if it is not set."""
     local_rank: int
     threads: int | None
     master_address: str | None
-    """None: MPI's launcher sets no address for the rendezvous."""
+    """None: the launcher sets no address for the rendezvous."""
     master_port: int
     has_store: bool
     """Whether the launcher itself serves the store at that address."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the launcher sets both rank and world size."""
+        return self.rank >= 0 and self.world_size > 0
 
 
 def parent_environment(config: RunConfig) -> dict[str, str]:
@@ -289,7 +297,7 @@ def is_child_of_worker() -> bool:
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process: ours, torchrun, Horovod's, MPI's, or one with their variables."""
+    """Whether a launcher has started this process: ours, torchrun, Horovod's, a cluster's, or one like them."""
     return WORKER_PLAN in os.environ or read_torchrun() is not None or HOROVOD_SERVER in horovod_variables()
 
 
@@ -308,36 +316,66 @@ def read_horovod_worker() -> "HorovodWorker | None":
 
 
 def read_torchrun() -> TorchrunWorker | None:
-    """Return what torchrun or MPI's launcher has set, or None in a process of another launcher or of none."""
+    """Return what torchrun or a cluster's launcher has set, or None in a process of another launcher or of none."""
     if WORKER_PLAN in os.environ:
         return None
     rank, size, local_rank = (whole_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    address = os.environ.get("MASTER_ADDR")
+    address, port = os.environ.get("MASTER_ADDR") or None, whole_number("MASTER_PORT") or 0
     if rank is None or size is None:
-        worker = _read_mpi_worker()
+        worker = _read_cluster_worker()
         if worker is None:
-            return None
-        rank, size, local_rank = worker.rank, worker.world_size, worker.local_rank
-    elif address is None:
-        return None
+            return _read_incomplete(rank, size, address)
+        return TorchrunWorker(
+            launcher=worker.launcher,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            local_rank=worker.local_rank,
+            threads=user_threads(),
+            master_address=address or worker.address,
+            master_port=port or worker.port,
+            has_store=False,
+        )
+    if address is None and size == 1:
+        return None  # a process that trains alone
     return TorchrunWorker(
         rank=rank,
         world_size=size,
         local_rank=local_rank or 0,
         threads=user_threads(),
         master_address=address,
-        master_port=whole_number("MASTER_PORT") or 0,
+        master_port=port,
         has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-def _read_mpi_worker() -> "MpiWorker | None":
-    if not any(name.startswith(_MPI_PREFIXES) for name in os.environ):
+def _read_incomplete(rank: int | None, size: int | None, address: str | None) -> TorchrunWorker | None:
+    """Return a process to which a launcher has said only a part, or None if nothing points at a launcher."""
+    if address is None or (rank is None and size is None) or size == 1:
         return None
-    # Imported here: most processes are not started by MPI's launcher.
-    reader = importlib.import_module("rankless.config.mpi_variables")
-    worker: MpiWorker | None = reader.mpi_worker(os.environ)
+    return TorchrunWorker(
+        rank=-1 if rank is None else rank,
+        world_size=size or 0,
+        local_rank=0,
+        threads=None,
+        master_address=address,
+        master_port=0,
+        has_store=False,
+    )
+
+
+def _read_cluster_worker() -> "ClusterWorker | None":
+    if not any(name.startswith(_CLUSTER_PREFIXES) for name in os.environ):
+        return None
+    # Imported here: most processes are not started by a cluster's launcher.
+    reader = importlib.import_module("rankless.config.cluster_variables")
+    worker: ClusterWorker | None = reader.read_cluster_worker(os.environ)
     return worker
+
+
+def has_own_gpu() -> bool:
+    """Whether Slurm shows each task only the GPUs of that task, so that each task's first GPU is its own."""
+    names = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+    return WORKER_PLAN not in os.environ and any(os.environ.get(name) for name in names)
 
 
 def prefer_loopback() -> None:

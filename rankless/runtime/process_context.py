@@ -318,7 +318,7 @@ def _join_existing(
     torchrun: environment.TorchrunWorker | None, make_observer: Callable[[], RecordObserver]
 ) -> ProcessContext:
     """Join where torchrun, or a launcher like it, says; or use the process group that the script has made."""
-    if torchrun is not None and torchrun.world_size > 1 and not dist.is_initialized():
+    if torchrun is not None and torchrun.world_size != 1 and not dist.is_initialized():
         return _join_with_parameters(parameters_from_torchrun(torchrun), make_observer)
     local_rank = torchrun.local_rank if torchrun is not None else 0
     device, _ = _select_device(local_rank)
@@ -342,8 +342,9 @@ def _make_context_without_agent(
 
 def _select_device(local_rank: int) -> tuple[torch.device, str]:
     """Return the GPU of this number and NCCL, or the CPU and Gloo if there is no such GPU."""
-    own_gpu = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
-    return _use_device(f"cuda:{local_rank}" if own_gpu else "cpu"), "nccl" if own_gpu else "gloo"
+    number = 0 if environment.has_own_gpu() else local_rank
+    own_gpu = torch.cuda.is_available() and number < torch.cuda.device_count()
+    return _use_device(f"cuda:{number}" if own_gpu else "cpu"), "nccl" if own_gpu else "gloo"
 
 
 def _rejoin_parameters(config: WorkerConfig) -> RendezvousParameters:

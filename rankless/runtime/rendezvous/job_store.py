@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 STORE_TIMEOUT = timedelta(minutes=5)
 JOIN_TIMEOUT_SECONDS = 1800.0
 LOOPBACK = "127.0.0.1"
+OTHER_LAUNCHERS = {
+    "mpirun": "start the job by `rankless horovodrun -np {size} …`, also instead of mpirun; or ",
+    "srun": "start the job by `rankless run` on each host, with one task per host; or ",
+}
+"""What to type instead of a launcher that sets no address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +49,9 @@ class RendezvousInfo:
 def find_rendezvous_info() -> RendezvousInfo:
     """Find rank, size and store of this process, and wait for the other ranks if that takes a rendezvous.
 
-    Reads what the launcher says: Rankless, Horovod's own, torchrun or mpirun. Without a launcher, uses the default
-    group of torch.distributed; without that, returns a job of one. Raises JoinError if some ranks do not join.
+    Reads what the launcher says: Rankless, Horovod's own, torchrun, mpirun, srun or Kubernetes. Without a launcher,
+    uses the default group of torch.distributed; without that, returns a job of one. Raises JoinError if some ranks do
+    not join.
     """
     config = environment.read_worker_config()
     if config is not None:
@@ -56,7 +62,7 @@ def find_rendezvous_info() -> RendezvousInfo:
         return _join_by_horovod(horovod)
     torchrun = environment.read_torchrun()
     has_group = dist.is_available() and dist.is_initialized() and not environment.is_child_of_worker()
-    if torchrun is not None and torchrun.world_size > 1 and (torchrun.master_address is not None or not has_group):
+    if torchrun is not None and torchrun.world_size != 1 and not (has_group and prefers_group(torchrun)):
         return _join_by_torchrun(torchrun)
     if has_group:
         store = dist.distributed_c10d._get_default_store()
@@ -64,18 +70,38 @@ def find_rendezvous_info() -> RendezvousInfo:
     return RendezvousInfo(rank=0, size=1, store=dist.HashStore())  # type: ignore[attr-defined]  # missing in the stubs
 
 
+def prefers_group(torchrun: environment.TorchrunWorker) -> bool:
+    """Return whether a process group of the script says more than the launcher's variables."""
+    return torchrun.master_address is None or torchrun.launcher in ("srun", "Kubernetes") or not torchrun.is_complete
+
+
 def parameters_from_torchrun(torchrun: environment.TorchrunWorker) -> RendezvousParameters:
     """Return where torchrun, or a similar launcher, has its processes rendezvous.
 
     Raises JoinError if it does not say.
     """
+    if torchrun.launcher == "Kubernetes" and not torchrun.is_complete:
+        raise JoinError(
+            expected="a job whose number of processes is known",
+            found=f"JOB_COMPLETION_INDEX={torchrun.rank}, and no WORLD_SIZE above it",
+            fix="set WORLD_SIZE to the completions of the Kubernetes job, MASTER_ADDR to the name of the pod with "
+            "index 0, and MASTER_PORT to a port; with WORLD_SIZE=1 each pod trains alone",
+        )
+    if not torchrun.is_complete:
+        there, missing = ("WORLD_SIZE", "RANK") if torchrun.world_size else ("RANK", "WORLD_SIZE")
+        raise JoinError(
+            expected="RANK and WORLD_SIZE beside MASTER_ADDR",
+            found=f"{there}, and no {missing}",
+            fix="set RANK to a number of its own for each process, from 0, and WORLD_SIZE to the number of processes; "
+            "or unset these variables for a process that trains alone",
+        )
     if torchrun.master_address is None or torchrun.master_port == 0:
         missing = "MASTER_ADDR" if torchrun.master_address is None else "MASTER_PORT"
         raise JoinError(
             expected="a launcher that sets the address at which the ranks rendezvous",
             found=f"rank {torchrun.rank} of {torchrun.world_size}, and no {missing}",
-            fix=f"start the job by `rankless horovodrun -np {torchrun.world_size} …`, also instead of mpirun; or "
-            "set MASTER_ADDR to an address of rank 0's host, and MASTER_PORT to a free port there; "
+            fix=OTHER_LAUNCHERS.get(torchrun.launcher, "").format(size=torchrun.world_size)
+            + "set MASTER_ADDR to an address of rank 0's host, and MASTER_PORT to a free port there; "
             "with RANK=0 WORLD_SIZE=1 a process trains alone",
         )
     return RendezvousParameters(

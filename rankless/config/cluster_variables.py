@@ -1,0 +1,116 @@
+"""The environment variables of MPI's launchers, of Slurm's `srun`, and of Kubernetes' indexed jobs.
+
+They give a process its rank. Slurm's also lead to the address of rank 0. The others need `MASTER_ADDR` and
+`MASTER_PORT`, and Kubernetes does not say how many processes there are.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+Launcher = Literal["mpirun", "srun", "Kubernetes"]
+
+UNKNOWN_SIZE = 0
+FIRST_PORT = 10_000
+PORTS = 20_000
+"""Ports of jobs under `srun` without `MASTER_PORT`, below those that Linux gives to outgoing connections."""
+
+
+class ClusterWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that a cluster's launcher has started as one of several."""
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    """UNKNOWN_SIZE if the launcher does not say it."""
+    local_rank: int = 0
+    address: str | None = None
+    """The address of rank 0's host, if the launcher says it."""
+    port: int = 0
+    """A port for the rendezvous there, the same in all processes; 0 if the launcher leads to none."""
+
+
+_MPI_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+"""Rank, size and local rank: of Open MPI, of MPICH and Intel MPI."""
+_SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+"""Variables that `srun` sets. A batch script has the number of its job's tasks too, but is no task itself."""
+
+
+def read_cluster_worker(variables: Mapping[str, str]) -> ClusterWorker | None:
+    """Return what the variables of a cluster's launcher say; None without valid ones, and for a job of one process.
+
+    `mpirun` may run inside Slurm's step, and both inside a pod: the launcher that is nearest to the process decides.
+    """
+    mpi, slurm = _read_mpi(variables), _read_slurm(variables)
+    if mpi is None:
+        return slurm or _read_kubernetes(variables)
+    # `srun --mpi=pmi2` sets MPICH's variables too, and knows the address.
+    by_srun = slurm is not None and (mpi.rank, mpi.world_size) == (slurm.rank, slurm.world_size)
+    return slurm if by_srun else mpi
+
+
+def _read_mpi(variables: Mapping[str, str]) -> ClusterWorker | None:
+    for names in _MPI_VARIABLES:
+        rank, size, local_rank = (variables.get(name, "") for name in names)
+        if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1:
+            local = int(local_rank) if local_rank.isdecimal() else 0
+            return ClusterWorker(launcher="mpirun", rank=int(rank), world_size=int(size), local_rank=local)
+    return None
+
+
+def _read_slurm(variables: Mapping[str, str]) -> ClusterWorker | None:
+    rank = variables.get("SLURM_PROCID", "")
+    size = next(
+        (variables[name] for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if name in variables), ""
+    )
+    if not rank.isdecimal() or not size.isdecimal() or not int(rank) < int(size) > 1:
+        return None
+    if int(rank) == 0 and not any(name in variables for name in _SLURM_STEP):
+        return None  # a batch script
+    local_rank = variables.get("SLURM_LOCALID", "")
+    return ClusterWorker(
+        launcher="srun",
+        rank=int(rank),
+        world_size=int(size),
+        local_rank=int(local_rank) if local_rank.isdecimal() else 0,
+        address=_find_first_host(variables),
+        port=_choose_port(variables),
+    )
+
+
+def _find_first_host(variables: Mapping[str, str]) -> str | None:
+    """Return the address of the first host of a step, where rank 0 runs unless the tasks are distributed by hand."""
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
+    count = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
+    first = expand_first_host(nodes)
+    is_alone = count == "1" or (count is None and first is not None and first == nodes)
+    return "127.0.0.1" if is_alone else first
+
+
+def expand_first_host(nodes: str) -> str | None:
+    """Return the first name of Slurm's list of hosts, such as "node[08-10,12],login1"; None for an empty list."""
+    found = re.match(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*", nodes.strip())
+    name = "" if found is None else found[0]
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name) or None
+
+
+def _choose_port(variables: Mapping[str, str]) -> int:
+    """Return a port that differs between the jobs and steps of a host as far as possible; 0 without a job's number."""
+    job, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID", "0"))
+    if not job.isdecimal():
+        return 0
+    return FIRST_PORT + (int(job) * 7 + (int(step) if step.isdecimal() else 0)) % PORTS
+
+
+def _read_kubernetes(variables: Mapping[str, str]) -> ClusterWorker | None:
+    """Return the pod of an indexed job. Its size is that of WORLD_SIZE, which the job's author sets."""
+    index, size = variables.get("JOB_COMPLETION_INDEX", ""), variables.get("WORLD_SIZE", "")
+    if not index.isdecimal() or size == "1":
+        return None
+    known = int(size) if size.isdecimal() and int(index) < int(size) else UNKNOWN_SIZE
+    return ClusterWorker(launcher="Kubernetes", rank=int(index), world_size=known)
