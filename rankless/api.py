@@ -25,7 +25,7 @@ from rankless.jobs.argument_specs import PerDevice, Whole
 from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import Job, Models, Optimizers, make_job
 from rankless.jobs.mirrored import LocalElement
-from rankless.launch.self_launch import ScriptHosts, relaunch
+from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.records.events import AnyRecord, Notice, Progress
@@ -146,14 +146,16 @@ def configure(
             RANKLESS_TOKEN_FILE names, or over ssh from the first host. Only with `hosts`.
 
     Raises:
-        ConfigError: The call comes too late, or in an interactive interpreter or a notebook, where `rankless.spawn`
-            works.
+        ConfigError: The call comes too late, or in a notebook, IPython or the interactive interpreter, where
+            `rankless.spawn` works.
 
     Example:
         >>> rankless.configure(devices_per_host=2)  # doctest: +SKIP
         >>> rankless.world_size()  # doctest: +SKIP
         2
     """
+    if devices_per_host != 1 or hosts is not None:
+        require_script()
     line = join_line()
     uses_others = torch.cuda.is_initialized() or torch.distributed.is_initialized()
     if line is not None or (uses_others and not is_launched()):

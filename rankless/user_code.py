@@ -1,4 +1,4 @@
-"""Tells user code from library code, and finds the line of the user's script that made a call.
+"""Tells user code from library code, and finds the line of the user's script or notebook that made a call.
 
 Errors, warnings, recordings and stack dumps all use it. It imports no torch, because the agent uses it too.
 """
@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 from types import FrameType
+from typing import Any
 
 PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of Rankless itself."""
@@ -42,17 +43,33 @@ def is_library(file: str) -> bool:
     return any(folder in file for folder in _PACKAGE_FOLDERS)
 
 
+def running_ipython() -> Any:
+    """Return the IPython shell in which this process runs what its user types, a notebook's too, or None.
+
+    A script may import IPython, for example to display a table, without being a session of it.
+    """
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return None if get_ipython is None else get_ipython()
+
+
+def display_name(file: str) -> str:
+    """Return the name under which a user knows a file of code: "Cell In[3]" for a cell of a notebook."""
+    format_code_name = getattr(getattr(running_ipython(), "compile", None), "format_code_name", None)
+    cell = None if format_code_name is None else format_code_name(file)
+    return file if cell is None else " ".join(cell)
+
+
 def user_line(frame: FrameType | None) -> str:
     """Return the innermost line of user code from `frame` outwards, like "file.py:12", or "" if there is none."""
     while frame is not None and not is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "" if frame is None else f"{display_name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def script_line(frame: FrameType | None) -> str:
     """Return the innermost line of the user's own files, outside installed packages, or "" if there is none."""
     while frame is not None:
-        file = frame.f_code.co_filename
+        file = display_name(frame.f_code.co_filename)
         if not file.startswith("<") and not is_library(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
@@ -64,4 +81,4 @@ def caller_line() -> str:
     frame = outermost = sys._getframe(1)
     while outermost.f_back is not None:
         outermost = outermost.f_back
-    return user_line(frame) or f"{outermost.f_code.co_filename}:{outermost.f_lineno}"
+    return user_line(frame) or f"{display_name(outermost.f_code.co_filename)}:{outermost.f_lineno}"

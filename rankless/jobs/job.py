@@ -29,6 +29,7 @@ from rankless.jobs.dtype_override import cast_arguments, cast_job
 from rankless.jobs.mirrored import MirroredView
 from rankless.jobs.one_device import PlainView
 from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_known_parameters
+from rankless.user_code import display_name
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -255,7 +256,7 @@ def make_job(
     """A job from a function; see `rankless.job` for what the arguments mean."""
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", "job")
-    line = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    line = "" if code is None else f"{display_name(code.co_filename)}:{code.co_firstlineno}"
     definition = JobDefinition(
         name=name,
         function=function,

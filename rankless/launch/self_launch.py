@@ -5,12 +5,12 @@ launcher, and again in every worker, where `configure` returns at once. The proc
 exit code, terminal and process id are those of the command that the user typed.
 """
 
-import builtins
 import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 from rankless.config import environment
@@ -18,8 +18,11 @@ from rankless.config.hosts import parse_host_settings
 from rankless.config.run_config import Program, ProgramKind
 from rankless.errors import ConfigError
 from rankless.runtime.subprocess_command import rankless_command
+from rankless.user_code import running_ipython
 
 _KINDS: Mapping[str, ProgramKind] = {"c": "code", "m": "module"}
+_SCRIPTS_WITHOUT_FILE = ("<string>", "<stdin>")
+"""The names of the code of `python -c` and of a script from standard input."""
 _LONG_OPTION = "--check-hash-based-pycs"
 """Python's only long option that takes a separate value."""
 
@@ -45,7 +48,7 @@ def relaunch(devices_per_host: int, hosts: ScriptHosts | None = None) -> None:
     """Replace this process by `rankless run -n devices_per_host` of the running script.
 
     Returns in the workers of that run, and where one process is enough. Raises `ConfigError` if no script runs that
-    could be started again.
+    could be started again. Call `require_script` first.
     """
     if not isinstance(devices_per_host, int) or isinstance(devices_per_host, bool) or devices_per_host < 1:
         raise ConfigError(
@@ -57,13 +60,46 @@ def relaunch(devices_per_host: int, hosts: ScriptHosts | None = None) -> None:
         _warn_of_overridden_count(devices_per_host)
     elif (devices_per_host > 1 or hosts is not None) and multiprocessing.parent_process() is None:
         options = [] if hosts is None else hosts.options(devices_per_host)
-        _become_launcher(devices_per_host, running_program(sys.orig_argv, _main_file()), options)
+        main_file = getattr(sys.modules["__main__"], "__file__", None)
+        _become_launcher(devices_per_host, running_program(sys.orig_argv, main_file), options)
+
+
+def require_script() -> None:
+    """Raise `ConfigError` if a person types the code into this process: its state would be lost with the process.
+
+    A command line does not tell: `python -m ipykernel_launcher` runs a module, and IPython's %run runs a file.
+    """
+    session = find_session()
+    if session is not None and not environment.is_launched():
+        raise ConfigError(
+            expected="a script, started as `python train.py`: this process becomes its launcher",
+            found=f"{session}, which would end with all that is defined in it",
+            fix="start workers from there by rankless.spawn(function, args, nprocs=4); docs/guides/notebooks.md shows how",
+        )
+
+
+def find_session() -> str | None:
+    """Return the kind of interactive session that this process is, for an error text, or None for a script."""
+    shell = running_ipython()
+    if shell is not None:
+        return "a notebook" if hasattr(shell, "kernel") else "an IPython session"
+    if hasattr(sys, "ps1") or sys.flags.interactive or "idlelib.run" in sys.modules:
+        return "the interactive interpreter"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # Consoles compile what is typed under such names: "<console>", "<input>", "<doctest page.md[0]>".
+        file = frame.f_code.co_filename
+        typed = frame.f_globals.get("__name__") in ("__main__", "__console__") and file not in _SCRIPTS_WITHOUT_FILE
+        if typed and file.startswith("<"):
+            return f"a console ({file})"
+        frame = frame.f_back
+    return None
 
 
 def running_program(command: Sequence[str], main_file: str | None) -> Program:
     """Return the program that this interpreter runs; `command` is `sys.orig_argv`, `main_file` the script's file.
 
-    Raises `ConfigError` in the interactive interpreter, in a notebook, and for a script from standard input.
+    Raises `ConfigError` for a script from standard input.
     """
     rest = list(command[1:])
     while rest and rest[0].startswith("-") and rest[0] != "-":
@@ -79,17 +115,12 @@ def running_program(command: Sequence[str], main_file: str | None) -> Program:
     if not rest or rest[0] == "-" or main_file is None:
         raise ConfigError(
             expected="a script, started as `python train.py`: this process becomes its launcher",
-            found="the interactive interpreter, a notebook, or a script read from standard input",
-            fix="start workers from there by rankless.spawn(function, args, nprocs=4)",
+            found="a script read from standard input",
+            fix="write the script to a file; or start workers by rankless.spawn(function, args, nprocs=4)",
         )
     # The script may have changed the working folder, or be a folder with a __main__.py.
     is_found = os.path.isfile(rest[0]) and os.path.samefile(rest[0], main_file)
     return Program(kind="script", target=rest[0] if is_found else main_file, arguments=tuple(rest[1:]))
-
-
-def _main_file() -> str | None:
-    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__")
-    return None if is_interactive else getattr(sys.modules["__main__"], "__file__", None)
 
 
 def _become_launcher(count: int, program: Program, options: Sequence[str]) -> NoReturn:

@@ -93,6 +93,70 @@ def test_configure_without_a_script_is_rejected(tmp_path: Path):
     assert "rankless.spawn" in done.stderr
 
 
+IPYTHON = """
+kept = "kept"
+import rankless
+rankless.configure(devices_per_host=1)
+rankless.configure(devices_per_host=2)
+%run train.py 2
+rankless.configure(devices_per_host=2, hosts=["127.0.0.1"])
+print("the session has", kept)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [pytest.param(("-m", "IPython"), id="module"), pytest.param((), id="function")])
+def test_ipython_keeps_its_session_where_configure_would_end_it(start: tuple[str, ...], tmp_path: Path):
+    (tmp_path / "shell.py").write_text("import IPython\nIPython.start_ipython(argv=['--simple-prompt'])\n")
+    command = (*start, "--simple-prompt") if start else ("shell.py",)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path))
+        done = plain(tmp_path, *command, given=IPYTHON)
+    assert "the session has kept" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("an IPython session, which would end with all that is defined in it") == 3
+    assert "In[5]:7" not in done.stdout  # the first reason is the session, not a call that comes too late
+
+
+SESSIONS = {
+    "inspected script": (("-i", "train.py", "2"), "print('kept')", "the interactive interpreter"),
+    "inspected module": (("-i", "-m", "train", "2"), "print('kept')", "the interactive interpreter"),
+    "interpreter": (("-i",), "import rankless\nrankless.configure(devices_per_host=2)\nprint('kept')", "interactive"),
+    "console": (
+        ("-c", "import code; code.interact()"),
+        "import rankless\nrankless.configure(devices_per_host=2)\nprint('kept')",
+        "interactive",
+    ),
+    "other console": (
+        ("-c", "import code; shell = code.InteractiveConsole()\nfor line in open(0): shell.push(line)"),
+        "import rankless\nrankless.configure(devices_per_host=2)\nprint('kept')\n",
+        "a console (<console>)",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        "inspected module",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SESSIONS if name != "inspected module"),
+    ],
+)
+def test_a_session_of_python_is_kept_where_configure_would_end_it(case: str, tmp_path: Path):
+    command, given, found = SESSIONS[case]
+    done = plain(tmp_path, *command, given=given)
+    assert "kept" in done.stdout, done.stderr
+    assert found in done.stderr
+    assert "rankless.spawn" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_imports_ipython_is_no_session_of_it(tmp_path: Path):
+    (tmp_path / "shows.py").write_text("import IPython.display, runpy\nrunpy.run_path('train.py', run_name='__main__')\n")
+    done = plain(tmp_path, "shows.py", "2")
+    assert (done.returncode, " on 2," in done.stdout) == (0, True), done.stderr
+
+
 COMMANDS = {
     ("train.py", "a", "-b"): Program(kind="script", target=__file__, arguments=("a", "-b")),
     ("-u", "-W", "ignore", "-Xdev", "-X", "utf8", "train.py"): Program(kind="script", target=__file__),

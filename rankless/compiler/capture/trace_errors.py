@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rankless.errors import CaptureError, RanklessError
-from rankless.user_code import PACKAGE_FOLDER, is_user_code
+from rankless.user_code import PACKAGE_FOLDER, display_name, is_user_code
 
 FIX_VALUE_READ = (
     "compute with tensors instead (torch.where, masks, sums), or return the tensor as a metric and read it outside"
@@ -141,5 +141,5 @@ def find_user_line(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if is_user_code(frame.filename):
-            return f"{frame.filename}:{frame.lineno}"
+            return f"{display_name(frame.filename)}:{frame.lineno}"
     return None
