@@ -77,6 +77,13 @@ class Loader(Generic[Batch]):
         """
         return len(self._order)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, for example in a process of `rankless.spawn`: data, settings and number of passes.
+
+        Readers and the position within a pass stay in this process. The first pass of the copy is a new one.
+        """
+        return {**self.__dict__, "_source": BatchSource(self._order), "_pass": None, "_monitor": None}
+
     def __iter__(self) -> Iterator[Batch]:
         """Begin a pass, or resume the one of `load_state_dict`. Every rank must iterate.
 

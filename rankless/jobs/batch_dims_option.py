@@ -20,7 +20,7 @@ class BatchDims:
     """The `batch_dims=` of one job: argument name to dim, None for no batch. All others have the batch in dim 0."""
 
     def __init__(self, function: Callable[..., Any], marks: Mapping[str, int | None]) -> None:
-        self._parameters = inspect.signature(function).parameters
+        self._parameters = dict(inspect.signature(function).parameters)
         self._function = function
         self._name = getattr(function, "__name__", "job")
         self._marks = dict(marks)
@@ -33,6 +33,10 @@ class BatchDims:
                     found=f"{name!r}: {dim!r}",
                     fix="pass the number of the dim that holds the samples",
                 )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the job has: the marks, without what the calls of this process have found."""
+        return {**self.__dict__, "_leaves": {}}
 
     def apply(self, arguments: Arguments) -> Arguments:
         """Return the call with the batch dim of every tensor.

@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, ParamSpec, Self, TypeVar, get_args
+from typing import Any, Generic, ParamSpec, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -225,6 +225,19 @@ class Job(Generic[Parameters, Result]):
             return False
         self._stepper.report_step()
         return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, for example in a process of `rankless.spawn`: the definition, with models and
+        optimizers as they are. Programs and groups belong to this process. The copy makes its own at its first call.
+        """
+        pending = None if self._stepper is None else self._stepper.unfinished_calls()
+        if pending is not None:
+            raise ConfigError(
+                expected="a job to copy, or to use in rankless.spawn, without accumulated gradients",
+                found=pending,
+                fix="make that step first",
+            )
+        return {**self.__dict__, "_view": None, "_stepper": None, "_stepped": False}
 
     def _get_stepper(self, world: World) -> OptimizerStepper:
         if self._stepper is None:

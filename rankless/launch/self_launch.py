@@ -74,7 +74,7 @@ def require_script() -> None:
         raise ConfigError(
             expected="a script, started as `python train.py`: this process becomes its launcher",
             found=f"{session}, which would end with all that is defined in it",
-            fix="start workers from there by rankless.spawn(function, args, nprocs=4); docs/guides/notebooks.md shows how",
+            fix="start workers from there by rankless.spawn(function, args, nprocs=4)",
         )
 
 

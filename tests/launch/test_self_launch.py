@@ -152,7 +152,9 @@ def test_a_session_of_python_is_kept_where_configure_would_end_it(case: str, tmp
 
 @pytest.mark.slow
 def test_a_script_that_imports_ipython_is_no_session_of_it(tmp_path: Path):
-    (tmp_path / "shows.py").write_text("import IPython.display, runpy\nrunpy.run_path('train.py', run_name='__main__')\n")
+    (tmp_path / "shows.py").write_text(
+        "import IPython.display, runpy\nrunpy.run_path('train.py', run_name='__main__')\n"
+    )
     done = plain(tmp_path, "shows.py", "2")
     assert (done.returncode, " on 2," in done.stdout) == (0, True), done.stderr
 

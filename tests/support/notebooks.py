@@ -5,6 +5,7 @@ import queue
 import re
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from jupyter_client.blocking import BlockingKernelClient
@@ -33,7 +34,7 @@ class Shown:
 class Notebook:
     """A running kernel. As a context manager it ends the kernel at the exit."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._manager = KernelManager()
         self._manager.start_kernel(cwd=folder, env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"})
         self._client: BlockingKernelClient = self._manager.client()
