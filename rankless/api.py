@@ -18,6 +18,7 @@ from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
 from rankless.context.once import call_once, require_not_in_once
 from rankless.context.world import World
+from rankless.data.generators import take_process_states
 from rankless.data.loader import Loader, LoaderOptions, Reading
 from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.errors import ConfigError
@@ -28,6 +29,7 @@ from rankless.jobs.mirrored import LocalElement
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
+from rankless.launch.spawn_output import Show
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.runtime.current_process import current_context, join_line, join_rendezvous, leave
 from rankless.runtime.process_context import ProcessContext, RecordObserver
@@ -229,26 +231,34 @@ def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, ba
 
 
 def spawn(
-    function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    *,
+    show: Show = "first",
 ) -> list[Any] | Spawned:
     """Run `function(rank, *args)` in new processes on this host, and return the results by rank.
 
     The function may be defined in a script, in a notebook or in the interpreter. The script does not run again in the
     workers, so it needs no `if __name__ == "__main__"`. In the function, `rankless.init()` and torch's
-    `init_process_group()` find the other workers.
+    `init_process_group()` find the other workers. Models and jobs are copied to the workers: what the function trains
+    comes back only in its result. All workers start with the caller's random generators, and the caller draws once
+    from each. The first call starts a process that has imported torch; it forks the workers, and stays for later calls.
 
     Args:
         function: The function to run. Its first argument is the worker's rank.
         args: The arguments after the rank; cloudpickle must be able to copy them.
         nprocs: Number of processes. Default: 1.
         join: Whether to wait for the results. If False, return a handle at once.
+        show: "first": only rank 0 prints. "all": all workers do.
 
     Returns:
         The results of the workers by rank; with `join=False` a handle with `join(timeout_seconds)`, `terminate()` and
         `process_ids`.
 
     Raises:
-        ConfigError: `function` is not callable, or `nprocs` is less than 1.
+        ConfigError: `function` is not callable, `nprocs` is less than 1, or `show` is another word.
         LaunchError: A worker ended without a result.
         Exception: The function raised on a worker. The exception is the worker's, with a note that names the rank; the
             other workers have been terminated.
@@ -259,7 +269,8 @@ def spawn(
         >>> rankless.spawn(add, args=(10,), nprocs=2)
         [10, 11]
     """
-    return spawn_workers(function, args, nprocs, join)
+    __tracebackhide__ = True  # notebooks show the user's frames only
+    return spawn_workers(function, args, nprocs, join, show=show, take_states=take_process_states)
 
 
 def rank() -> int:

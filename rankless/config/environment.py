@@ -233,6 +233,25 @@ def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
+def spawn_server_environment() -> dict[str, str]:
+    """Return the environment of the server of `rankless.spawn`, which must have one thread to fork safely."""
+    variables = {name: value for name, value in os.environ.items() if name != WORKER_PLAN}
+    return variables | dict.fromkeys(_THREAD_VARIABLES, "1")
+
+
+def read_at_start() -> dict[str, str]:
+    """Return the variables that the interpreter and torch read only when they start, as they are now."""
+    names = (*_READ_AT_IMPORT, "PYTHON", "LD_", "MALLOC_")
+    return {
+        name: value for name, value in os.environ.items() if name.startswith(names) and not name.startswith(_READ_LATER)
+    }
+
+
+def replace(variables: Mapping[str, str]) -> None:
+    """Make `variables` the environment of this process."""
+    apply({name: variables.get(name) for name in os.environ.keys() | variables.keys()})
+
+
 def loopback_name() -> str:
     """Return the name of the loopback network interface."""
     return "lo" if os.uname().sysname == "Linux" else "lo0"

@@ -57,6 +57,15 @@ def get_process_states() -> ProcessStates:
     return torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
 
 
+def take_process_states() -> ProcessStates:
+    """Return the current states for another process, and draw once, so that the next call returns other states."""
+    states = get_process_states()
+    torch.empty((), dtype=torch.int64).random_()
+    numpy.random.random()
+    random.random()
+    return states
+
+
 def set_process_states(states: ProcessStates) -> None:
     """Set the process's generators to states from `get_process_states`."""
     torch_state, numpy_state, python_state = states

@@ -1,8 +1,8 @@
-"""`rankless.spawn`: a script starts workers itself, and each runs one of its functions.
+"""`rankless.spawn`: a script or a notebook starts workers itself, and each runs one of its functions.
 
-Note [functions by value]: each worker is a new interpreter with this one's flags and module path. It receives the
-function through cloudpickle, which pickles definitions of a script, a notebook or the interpreter by value. So the
-workers do not run the script again, and its main part needs no guard.
+Note [functions by value]: each worker is as good as a new interpreter with this one's flags and module path. It
+receives the function through cloudpickle, which pickles definitions of a script, a notebook or the interpreter by
+value. So the workers do not run the script again, and its main part needs no guard.
 """
 
 import contextlib
@@ -14,20 +14,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
+import msgspec
 
 from rankless.config.environment import spawned_environment
 from rankless.errors import ConfigError, LaunchError
+from rankless.launch.function_pickle import pickle_call
 from rankless.launch.ports import reserve_master_port
+from rankless.launch.spawn_output import Show, SpawnOutput
+from rankless.launch.spawn_server_client import ForkedProcess, SpawnServerClient
 from rankless.launch.supervisor.failure_attribution import name_signal
-from rankless.runtime.spawn_main import receive, send
+from rankless.runtime.spawn_protocol import SpawnedProcess, receive_call, send_call
 from rankless.runtime.subprocess_command import python_command
 
 GRACE_SECONDS = 2.0
 LEAVING_SECONDS = 10.0
 """The time that a worker has to end after it has returned its result."""
+_SERVER = SpawnServerClient()
+"""The server of this process. It stays between calls, so that later calls need not import torch again."""
 
 
 class Spawned:
@@ -39,18 +45,16 @@ class Spawned:
         [(0, 0), (0, 1)]
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], count: int) -> None:
-        script = os.path.basename(sys.argv[0] if sys.argv else "")
-        self._name = f"{script} {getattr(function, '__name__', 'function')}()".strip()
+    def __init__(self, payload: bytes, count: int, show: Show) -> None:
         self._results: dict[int, Any] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedProcess] = []
         self._channels: dict[int, socket.socket] = {}
-        # The path goes first and separately: unpickling the function needs it to find modules.
-        payload = cloudpickle.dumps((list(sys.path), cloudpickle.dumps((function, args))))
         self._reserved = reserve_master_port()
+        self._output = SpawnOutput(show)
         try:
             for rank in range(count):
                 self._start(rank, count, payload)
+            self._output.start()
         except BaseException:
             self.terminate()
             raise
@@ -78,6 +82,7 @@ class Spawned:
             >>> rankless.spawn(divmod, args=(2,), join=False).join(timeout_seconds=60)
             [(0, 0)]
         """
+        __tracebackhide__ = True  # notebooks show the user's frames only
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with selectors.DefaultSelector() as selector:
             for rank, channel in self._channels.items():
@@ -120,21 +125,25 @@ class Spawned:
         for channel in self._channels.values():
             channel.close()
         self._reserved.close()
+        self._output.close()
 
     def _start(self, rank: int, count: int, payload: bytes) -> None:
+        environment = spawned_environment(rank, count, self._reserved.getsockname()[1])
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+        settings = SpawnedProcess(rank=rank, environment=environment, cores=cores)
+        output, errors = self._output.descriptors(rank)
         ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = map(str, (theirs.fileno(), rank, os.getpid(), count))
-            command = [*python_command("rankless.runtime.spawn_main"), *arguments, self._name]
-            environment = spawned_environment(rank, count, self._reserved.getsockname()[1])
-            process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
-        self._processes.append(process)
         self._channels[rank] = ours
+        with theirs:
+            forked = _SERVER.start_process(theirs, output=output, errors=errors)
+            self._processes.append(forked or _start_interpreter(theirs, environment, output=output, errors=errors))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send(ours, payload)
+            send_call(ours, msgspec.json.encode(settings))
+            send_call(ours, payload)
 
     def _result_of(self, rank: int) -> Any:
-        data = receive(self._channels[rank])
+        __tracebackhide__ = True
+        data = receive_call(self._channels[rank])
         if data is None:
             raise self._make_error(rank)
         kind, value, trace = cloudpickle.loads(data)
@@ -147,19 +156,47 @@ class Spawned:
         process = self._processes[rank]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
-        code = process.returncode
+        code = process.poll()
         killed = code is not None and code < 0
-        return LaunchError(
+        error = LaunchError(
             expected=f"rank {rank} to return from the function, or to raise",
             found=f"it was killed by {name_signal(-code)}" if killed and code else f"it ended with exit code {code}",
             fix="read its output; the kernel sends SIGKILL when memory runs out",
         )
+        if tail := self._output.tail(rank):
+            error.add_note(f"the end of the output of rank {rank}:\n{tail}")
+        return error
+
+
+def _start_interpreter(
+    channel: socket.socket, environment: dict[str, str], *, output: int, errors: int
+) -> subprocess.Popen[bytes]:
+    """Start a worker as a new interpreter, where no server can fork it."""
+    command = [*python_command("rankless.runtime.spawn_main"), str(channel.fileno()), str(os.getpid())]
+    return subprocess.Popen(
+        command,
+        env=environment,
+        pass_fds=[channel.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+    )
 
 
 def spawn(
-    function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    *,
+    show: Show = "first",
+    take_states: Callable[[], Any],
 ) -> list[Any] | Spawned:
-    """Run `function(rank, *args)` in `nprocs` new processes; return the results, or a handle with `join=False`."""
+    """Run `function(rank, *args)` in `nprocs` new processes; return the results, or a handle with `join=False`.
+
+    `take_states` returns the states of the random generators with which every process starts.
+    """
+    __tracebackhide__ = True
     if not callable(function):
         raise ConfigError(
             expected="a function to spawn, called as function(rank, *args)",
@@ -170,7 +207,13 @@ def spawn(
         raise ConfigError(
             expected="nprocs= of at least 1", found=repr(nprocs), fix="give the number of processes to start"
         )
-    spawned = Spawned(function, tuple(args), nprocs)
+    if show not in get_args(Show):
+        raise ConfigError(
+            expected='show="first" or show="all"', found=f"show={show!r}", fix="name the ranks whose output to show"
+        )
+    call, sources = pickle_call(function, tuple(args))
+    # The path goes first, and the call separately: unpickling the function needs the path to find modules.
+    spawned = Spawned(cloudpickle.dumps((list(sys.path), sources, take_states(), call)), nprocs, show)
     if not join:
         return spawned
     results = spawned.join()

@@ -1,23 +1,30 @@
 """The messages that start processes, with the file descriptors that each process inherits.
 
 The agent asks the fork server pool for a fork server, and asks a fork server for one more worker of an elastic job.
-Over the control pipe it has a fork server signal or end its workers.
+Over the control pipe it has a fork server signal or end its workers. The process that calls `rankless.spawn` asks a
+server of its own.
 """
 
 import contextlib
 import socket
+import struct
 from collections.abc import Iterator
 
 import msgspec
 
 from rankless.config.worker_config import HostConfig, WorkerLaunch
-from rankless.records.framing import FrameFormat
+from rankless.records.framing import FrameFormat, receive_message
 
 READY = b"R"
 """The pool sends this once, when it has imported everything."""
 MAX_DESCRIPTORS = 253
 """How many descriptors Linux passes with one message."""
 _CONFIG_FRAME = FrameFormat(">Q")
+_CALL_FRAME = FrameFormat("<Q")
+FORK = b"F"
+"""The message with which `rankless.spawn` asks its server for a process; descriptors come with it."""
+_FORK_DESCRIPTORS = 5
+_NUMBER = struct.Struct("<q")
 _PROCESS_ID_BYTES = 8
 KILL = b"K"
 """Command on the control pipe: end everything at once, as at its end of file."""
@@ -97,3 +104,50 @@ def receive_worker_launch(launches: socket.socket) -> WorkerLaunch | None:
     rounds, page = (*descriptors, None)[:2]
     config = msgspec.structs.replace(launch.config, rounds_descriptor=rounds, status_descriptor=page)
     return msgspec.structs.replace(launch, config=config)
+
+
+class SpawnedProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a process of `rankless.spawn` needs before it receives its function."""
+
+    rank: int
+    environment: dict[str, str]
+    cores: list[int] | None
+    """The CPU cores that it may use; None if the system does not tell."""
+
+
+def send_call(channel: socket.socket, data: bytes) -> None:
+    """Write one message between the caller of `rankless.spawn` and a process: settings, a call, or an outcome."""
+    channel.sendall(_CALL_FRAME.encode(data))
+
+
+def receive_call(channel: socket.socket) -> bytes | None:
+    """Read one message of `send_call`. Returns None if the other end is gone."""
+    return receive_message(channel, _CALL_FRAME)
+
+
+def ask_for_process(
+    control: socket.socket, *, channel: int, status: int, folder: int, output: int, errors: int
+) -> None:
+    """Ask the server of `rankless.spawn` for a process with these descriptors. Raises OSError if the server is gone."""
+    socket.send_fds(control, [FORK], [channel, status, folder, output, errors])
+
+
+def receive_process_request(control: socket.socket) -> list[int] | None:
+    """Receive the five descriptors of `ask_for_process`. Returns None if nobody will ask any more."""
+    message, descriptors, _flags, _address = socket.recv_fds(control, len(FORK), _FORK_DESCRIPTORS)
+    return descriptors if message == FORK else None
+
+
+def send_number(status: socket.socket, number: int) -> None:
+    """Send the process id of a new process, or later its wait status."""
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        status.sendall(_NUMBER.pack(number))
+
+
+def receive_number(status: socket.socket) -> int | None:
+    """Receive a number of `send_number`. None if the server is gone; BlockingIOError if none has come."""
+    try:
+        data = status.recv(_NUMBER.size, socket.MSG_WAITALL)
+    except ConnectionError:
+        return None
+    return int(_NUMBER.unpack(data)[0]) if len(data) == _NUMBER.size else None

@@ -43,7 +43,9 @@ class ProgressDisplay:
         self._last_written_at: float | None = None
         self._live: Live | None = None
         console = Console(file=self._file)
-        self._console = console if console.is_terminal and not console.is_dumb_terminal else None
+        # FORCE_COLOR makes rich take any file for a terminal, and a notebook sets it for its child processes.
+        is_terminal = self._file.isatty() and console.is_terminal and not console.is_dumb_terminal
+        self._console = console if is_terminal else None
 
     def show(self, progress: Progress) -> None:
         """Update the line; the line of an epoch's last step stays on the terminal."""
