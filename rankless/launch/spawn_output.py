@@ -44,7 +44,7 @@ class SpawnOutput:
         for end in self._ends:
             os.close(end)
         self._ends = []
-        if self._copied:
+        if self._copied and self._thread is None:
             self._thread = threading.Thread(target=self._copy, name="rankless-spawn-output", daemon=True)
             self._thread.start()
 

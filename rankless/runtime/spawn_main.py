@@ -113,7 +113,7 @@ def _remove_own_frames(report: traceback.TracebackException, done: set[int]) -> 
     is_fault = bool(report.stack) and _is_own(report.stack[-1]) and not _is_rankless_error(report)
     if not is_fault:
         shown: Sequence[traceback.FrameSummary] = [frame for frame in report.stack if not _is_own(frame)]
-        report.stack = traceback.StackSummary.from_list(shown)  # type: ignore[arg-type]  # takes what it holds
+        report.stack = traceback.StackSummary.from_list(shown)
     for other in (report.__cause__, report.__context__):
         if other is not None:
             _remove_own_frames(other, done)

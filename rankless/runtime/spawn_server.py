@@ -133,7 +133,7 @@ class SpawnServer:
                     send_number(end, status)
 
 
-def _open_stream(descriptor: int, old: TextIO) -> TextIO:
+def _open_stream(descriptor: int, old: TextIO) -> io.TextIOWrapper:
     # Line by line: a notebook shows each line as soon as it is written.
-    encoding, errors = old.encoding, old.errors
-    return open(descriptor, "w", buffering=1, encoding=encoding, errors=errors, closefd=False)
+    binary = io.BufferedWriter(io.FileIO(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(binary, encoding=old.encoding, errors=old.errors, line_buffering=True)

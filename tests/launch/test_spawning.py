@@ -1,12 +1,16 @@
 """`rankless.spawn`: functions in new processes, from a script, from standard input, from an interpreter."""
 
+import contextlib
+import io
 import os
+import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -109,7 +113,7 @@ def work(rank, point):
     return Point(point.x * scale + rank)
 
 print("main")
-print([type(found) is Point and found.x for found in rankless.spawn(work, (Point(4),), nprocs=2)])
+print([type(found) is Point and found.x for found in rankless.spawn(work, (Point(4),), nprocs=2, show="all")])
 """
 
 
@@ -155,3 +159,100 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path):
 def test_invalid_arguments_of_spawn_are_rejected(function: Any, count: Any, words: str):
     with pytest.raises(ConfigError, match=words):
         rankless.spawn(function, nprocs=count)
+
+
+def test_an_unknown_choice_of_output_is_rejected():
+    with pytest.raises(ConfigError, match="show="):
+        rankless.spawn(waits, show="none")  # type: ignore[arg-type]
+
+
+def draws(_rank: int) -> tuple[float, float, float]:
+    return torch.rand(1).item(), float(numpy.random.random()), random.random()
+
+
+def test_all_workers_draw_what_the_caller_would_have_drawn_and_the_next_call_other_numbers():
+    torch.manual_seed(5), numpy.random.seed(5), random.seed(5)
+    wanted = draws(0)
+    torch.manual_seed(5), numpy.random.seed(5), random.seed(5)
+    assert rankless.spawn(draws, nprocs=2) == [wanted, wanted]
+    assert rankless.spawn(draws) != [wanted]
+
+
+def prints_and_ends(rank: int) -> None:
+    print(f"printed by {rank}", flush=True)
+    print(f"warned by {rank}", file=sys.stderr)
+    if rank == 1:
+        os._exit(3)
+
+
+@pytest.mark.parametrize("show", ["first", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_rank_0_is_shown_and_the_end_of_a_hidden_output_comes_with_its_failure(show: Any):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+        pytest.raises(LaunchError, match="exit code 3") as raised,
+    ):
+        rankless.spawn(prints_and_ends, nprocs=2, show=show)
+    shown = output.getvalue() + errors.getvalue()
+    assert "printed by 1" in (shown if show == "all" else raised.value.__notes__[0])
+    assert ("warned by 1" in shown) == (show == "all")
+
+
+def where_it_runs(_rank: int) -> tuple[int, int, str, str | None, list[str], bool]:
+    threads = torch.get_num_threads()
+    return os.getppid(), threads, os.getcwd(), os.environ.get("OF_THIS_CALL"), sys.argv, "numpy" in sys.modules
+
+
+def test_later_calls_share_a_server_and_see_the_callers_folder_and_environment(tmp_path: Path, monkeypatch: Any):
+    first = rankless.spawn(where_it_runs, nprocs=2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THIS_CALL", "yes")
+    second = rankless.spawn(where_it_runs, nprocs=2)
+    assert {parent for parent, *_ in first + second} == {first[0][0]}
+    assert first[0][0] != os.getpid()
+    assert second[0][2:5] == (str(tmp_path), "yes", ["-c"])
+    monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "0")  # torch reads it at its import
+    assert rankless.spawn(where_it_runs)[0][0] != first[0][0]
+
+
+@pytest.mark.exhaustive
+def test_a_server_that_was_killed_is_replaced():
+    server = psutil.Process(rankless.spawn(where_it_runs)[0][0])
+    server.kill()
+    assert rankless.spawn(where_it_runs)[0][0] != server.pid
+
+
+def test_without_a_server_workers_are_new_interpreters(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")  # another server than that of the tests before
+    monkeypatch.delattr(os, "pidfd_open")
+    torch.manual_seed(5)
+    wanted = torch.rand(1).item()
+    torch.manual_seed(5)
+    handle = rankless.spawn(where_it_runs, nprocs=1, join=False)
+    assert handle.join()[0][0] == os.getpid()
+    torch.manual_seed(5)
+    assert rankless.spawn(draws)[0][0] == wanted
+
+
+def leaves(rank: int) -> None:
+    sys.exit(5 if rank == 0 else "a reason")
+
+
+def test_a_worker_that_exits_is_reported_with_its_code():
+    with pytest.raises(LaunchError, match=r"exit code (5|1)"):
+        rankless.spawn(leaves, nprocs=2)
+
+
+def fails_in_a_job(_rank: int) -> None:
+    model = torch.nn.Linear(3, 1)
+    predict = rankless.job(model=model)(lambda inputs: model(inputs))
+    predict(torch.ones(4, 5))
+
+
+def test_the_traceback_of_a_worker_has_no_frames_of_rankless():
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
+        rankless.spawn(fails_in_a_job)
+    (note,) = raised.value.__notes__
+    assert "in fails_in_a_job" in note
+    assert f"{os.sep}rankless{os.sep}runtime" not in note
+    assert f"{os.sep}rankless{os.sep}jobs" not in note
