@@ -45,7 +45,9 @@ class Spawned:
         [(0, 0), (0, 1)]
     """
 
-    def __init__(self, payload: bytes, count: int, show: Show) -> None:
+    def __init__(self, payload: bytes, count: int, show: Show, name: str) -> None:
+        script = os.path.basename(sys.argv[0] if sys.argv else "")
+        self._title = f"{script} {name}()".strip()
         self._results: dict[int, Any] = {}
         self._processes: list[subprocess.Popen[bytes] | ForkedProcess] = []
         self._channels: dict[int, socket.socket] = {}
@@ -130,7 +132,7 @@ class Spawned:
     def _start(self, rank: int, count: int, payload: bytes) -> None:
         environment = spawned_environment(rank, count, self._reserved.getsockname()[1])
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-        settings = SpawnedProcess(rank=rank, environment=environment, cores=cores)
+        settings = SpawnedProcess(rank=rank, count=count, title=self._title, environment=environment, cores=cores)
         output, errors = self._output.descriptors(rank)
         ours, theirs = socket.socketpair()
         self._channels[rank] = ours
@@ -213,7 +215,8 @@ def spawn(
         )
     call, sources = pickle_call(function, tuple(args))
     # The path goes first, and the call separately: unpickling the function needs the path to find modules.
-    spawned = Spawned(cloudpickle.dumps((list(sys.path), sources, take_states(), call)), nprocs, show)
+    payload = cloudpickle.dumps((list(sys.path), sources, take_states(), call))
+    spawned = Spawned(payload, nprocs, show, getattr(function, "__name__", "function"))
     if not join:
         return spawned
     results = spawned.join()

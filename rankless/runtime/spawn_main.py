@@ -23,6 +23,7 @@ from rankless.runtime.hooks import import_aliases
 from rankless.runtime.process_tree import set_parent_death_signal
 from rankless.runtime.spawn_protocol import SpawnedProcess, receive_call, send_call
 from rankless.runtime.user_program import unload_shadowed
+from rankless.terminal import process_title
 from rankless.user_code import PACKAGE_FOLDER
 
 
@@ -62,6 +63,7 @@ def serve_call(channel: socket.socket, fast_exit: FastExit) -> None:
 
 def _set_up(process: SpawnedProcess) -> None:
     environment.replace(process.environment)
+    process_title.show_worker(process.title, process.rank, process.count)
     if process.cores is not None:
         os.sched_setaffinity(0, process.cores)
     threads = environment.user_threads()

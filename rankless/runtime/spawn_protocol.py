@@ -110,6 +110,9 @@ class SpawnedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """All that a process of `rankless.spawn` needs before it receives its function."""
 
     rank: int
+    count: int
+    title: str
+    """The script and the function, for the title of the process."""
     environment: dict[str, str]
     cores: list[int] | None
     """The CPU cores that it may use; None if the system does not tell."""
