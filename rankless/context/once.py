@@ -82,5 +82,5 @@ def _encode_result(value: object, name: str) -> bytes:
         raise RanklessError(
             expected=f"tensors, arrays, paths, dataclasses or plain data from rankless.once({name})",
             found=str(error),
-            fix="return plain data, or do the work on every rank",
-        ) from error
+            fix=f"call it on every rank, without once; or let {name} return plain data",
+        ) from None

@@ -16,11 +16,12 @@ import msgspec
 
 from rankless.config import environment
 from rankless.config.run_config import Program
+from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import HostConfig, WorkerConfig, WorkerLaunch
 from rankless.records.channel import send_record
 from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.hooks import import_aliases
+from rankless.runtime.hooks import import_aliases, tensorboard_writers
 from rankless.runtime.hooks.file_writes import FileWriteMonitor
 from rankless.runtime.hooks.import_hook import FirstImportHook
 from rankless.runtime.hooks.nested_spawn_warning import warn_on_nested_spawn
@@ -84,7 +85,10 @@ class WorkerProcess:
 
     def install_import_hooks(self, *, hide_torch: bool) -> None:
         """Install the import aliases, and the hook that sets up torch and numpy when the script imports them."""
-        hook = FirstImportHook({"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy})
+        actions = {"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy}
+        if self._config.rank > 0:
+            actions[tensorboard_writers.MODULE] = self._silence_tensorboard
+        hook = FirstImportHook(actions)
         if hide_torch:
             hook.hide("torch")
         if "numpy" in sys.modules:
@@ -191,6 +195,12 @@ class WorkerProcess:
         is_served = not environment.snapshot().keys().isdisjoint(alias.launcher_variables)
         if self._config.rank == 0 and size > 1 and not is_served:
             self._notify(alias.warning.format(file=file, world_size=size))
+
+    def _silence_tensorboard(self) -> None:
+        # Ranks of other programs may each have a writer on purpose.
+        if names_rankless(self._program):
+            module = sys.modules[tensorboard_writers.MODULE]
+            tensorboard_writers.silence_writers(module, rank=self._config.rank, notify=self._notify)
 
     def _set_up_numpy(self) -> None:
         importlib.import_module("rankless.runtime.hooks.numpy_settings").seed(self._config.seed)
