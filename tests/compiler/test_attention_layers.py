@@ -109,6 +109,20 @@ def test_one_program_of_an_attention_layer_serves_other_sizes(name: str) -> None
     assert [move.reason for move in outcome.local.collectives if move.gathered] == []
 
 
+def test_attention_under_autocast_casts_as_pytorch_does_and_gathers_nothing() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True).float()
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            values, _ = model.self_attn(x, x, x)
+            return model(x).float().square().mean() + values.float().square().mean(), values
+
+    outcome = assert_same_as_plain(step, {"model": model}, [torch.randn(7, 5, 8).float()], 3, bound=0.03)
+    assert outcome.results[2].dtype == torch.bfloat16
+    gathered = [move for move in outcome.local.collectives if move.gathered]
+    assert [move.reason for move in gathered if move.purpose == "input"] == []
+
+
 def test_dropout_in_attention_is_exact() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 12, 0.3, batch_first=True)
     assert_same_as_plain(lambda x: model(x).square().mean(), {"model": model}, [torch.randn(7, 5, 8)], 3)

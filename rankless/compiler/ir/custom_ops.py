@@ -202,11 +202,23 @@ def capture_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 def capture_attention_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Replace `F.linear` within attention: one node, also where PyTorch has merged time and batch to rows."""
-    if x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
+    """Replace `F.linear` within attention: one node, also where PyTorch has merged time and batch to rows.
+
+    Autocast does not know this node, so the casts that it makes for `F.linear` are made here.
+    """
+    if x.dim() < 2:
         return PLAIN_LINEAR(x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = cast_for_autocast(x, dtype), cast_for_autocast(weight, dtype)
+        bias = None if bias is None else cast_for_autocast(bias, dtype)
     result: Tensor = linear(x, weight, bias)
     return result
+
+
+def cast_for_autocast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a value as autocast passes it to `F.linear`: floating-point types but float64 are cast."""
+    return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
 
 
 def capture_recurrent(
