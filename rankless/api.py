@@ -342,8 +342,10 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
 
 
 def job(
+    function: Any = None,
+    /,
     *,
-    model: Models,
+    model: Models | None = None,
     optimizer: Optimizers | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -362,7 +364,8 @@ def job(
     of one value per sample means its mean. Without an `optimizer` the job predicts, without gradients.
 
     Args:
-        model: The module, or a list or a dict of all modules that the function uses.
+        function: Not accepted: `@rankless.job` without parentheses passes it, and raises.
+        model: The module, or a list or a dict of all modules that the function uses. Required.
         optimizer: The optimizer, or a list of optimizers that step in turn. Default: none, the job predicts.
         accumulate: Number of calls that make one step, with the gradient of one call on all their samples. A pass over
             a `rankless.loader` ends with a step; without a loader call `Job.flush`. Default: 1.
@@ -385,7 +388,7 @@ def job(
         A decorator that makes a `rankless.Job` of a function.
 
     Raises:
-        ConfigError: An argument is invalid, or arguments contradict each other.
+        ConfigError: An argument is invalid, `model` is missing, or arguments contradict each other.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -397,6 +400,7 @@ def job(
         >>> loss.shape
         torch.Size([])
     """
+    modules = _require_model(function, model)
     step_options = StepOptions(
         accumulate=accumulate,
         clip_norm=clip_norm,
@@ -407,7 +411,9 @@ def job(
     )
 
     def decorate(function: Callable[Arguments, Result]) -> Job[Arguments, Result]:
-        made = make_job(function, model=model, optimizer=optimizer, view=view, world=_world, step_options=step_options)
+        made = make_job(
+            function, model=modules, optimizer=optimizer, view=view, world=_world, step_options=step_options
+        )
         return made.configure(batch_dims or {}, dtype)
 
     return decorate
@@ -654,3 +660,17 @@ def _make_display_observer() -> RecordObserver:
 
 def _name(function: Callable[..., object]) -> str:
     return getattr(function, "__qualname__", repr(function))
+
+
+def _require_model(function: object, model: Models | None) -> Models:
+    """Return the models of a job. Raises `ConfigError` for `@rankless.job` without parentheses, or without models."""
+    if function is None and model is not None:
+        return model
+    code = getattr(function, "__code__", None)
+    found = f"{type(function).__name__} without a name, or @rankless.job without parentheses"
+    raise ConfigError(
+        expected="@rankless.job(model=model), with the modules that the function uses",
+        found="no model=" if function is None else found,
+        fix="write @rankless.job(model=model), or @rankless.job(model=model, optimizer=optimizer) to train",
+        where=None if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+    )

@@ -1,7 +1,9 @@
 """The user's program on a command line: a script, `-m module` or `-c code`, with its own arguments."""
 
 import argparse
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rankless.config.run_config import Program, ProgramKind
@@ -56,3 +58,24 @@ def read_program(arguments: argparse.Namespace) -> Program:
             expected="a script to run", found="none", fix="name one, for example `rankless run -n 2 train.py`"
         )
     return Program(kind="script", target=arguments.script[0], arguments=tuple(arguments.script[1:]))
+
+
+def find_misplaced_count(program: Program) -> str | None:
+    """Return a hint if `-n N` stands after the script, so that the script receives it; None if it has such an option.
+
+    A script that has the option names it, in quotes, in its text.
+    """
+    given = " ".join(program.arguments)
+    found = re.search(r"(?<!\S)-n[ =]?(\d+)(?!\S)", given)
+    if program.kind != "script" or found is None:
+        return None
+    try:
+        text = Path(program.target).read_text(errors="replace")
+    except OSError:
+        return None
+    if re.search(r"""["']-n["'=]""", text):
+        return None
+    return (
+        f"{program.target} receives {found[0]!r}, and one worker starts: options of rankless run stand before the "
+        f"script, as in `rankless run -n {found[1]} {program.target}`"
+    )

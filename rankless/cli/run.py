@@ -5,7 +5,7 @@ import sys
 
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import add_program_options, read_program
+from rankless.cli.program_options import add_program_options, find_misplaced_count, read_program
 from rankless.config.environment import default_log_folder
 from rankless.config.run_config import RunConfig, RunRequest
 from rankless.config.validation import make_run_config
@@ -85,8 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_config(arguments: argparse.Namespace) -> RunConfig:
+    program = read_program(arguments)
+    hint = find_misplaced_count(program) if arguments.workers is None else None
+    if hint is not None:
+        print(f"rankless: {hint}", file=sys.stderr)
     return make_run_config(
-        read_program(arguments),
+        program,
         RunRequest(
             worker_count=1 if arguments.workers is None else arguments.workers,
             devices=arguments.devices,

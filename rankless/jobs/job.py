@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from rankless.compiler.capture.autocast import disable_autocast
 from rankless.compiler.capture.trace_errors import keep_user_frames
 from rankless.context.leftover_calls import StepHook
+from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.once import require_not_in_once
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError, RanksDiverged
@@ -58,6 +59,7 @@ class Job(Generic[Parameters, Result]):
         self._world = world
         self._view: PlainView | ConsistentView | MirroredView | None = None
         self._stepper: OptimizerStepper | None = None
+        self._optimizer_check = MissingOptimizerCheck(definition.label, definition.modules)
         self._step_hooks = [StepHook() for _ in definition.optimizers]
         for hook, optimizer in zip(self._step_hooks, definition.optimizers, strict=True):
             optimizer.register_step_pre_hook(hook)
@@ -156,6 +158,8 @@ class Job(Generic[Parameters, Result]):
             world.meter.record_step(job=job.name, loss=lambda: float(loss))
         if self._stepped and self._stepper is not None:
             self._stepper.report_step()
+        if not job.trains:
+            self._optimizer_check.count_call(outcome.result, world)
         result: Result = outcome.result
         return result
 

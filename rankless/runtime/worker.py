@@ -188,6 +188,9 @@ class WorkerProcess:
         if self._config.world_size > 1:
             multiprocessing = importlib.import_module("torch.multiprocessing")
             warn_on_nested_spawn(multiprocessing, self._notify, world_size=self._config.world_size)
+            importlib.import_module("rankless.runtime.hooks.separate_training_warning").warn_on_separate_training(
+                self._notify, world_size=self._config.world_size
+            )
 
     def _warn_of_installed(self, alias: import_aliases.ImportAlias, file: str) -> None:
         # Its own launcher's variables bring it together with the other ranks, or that launcher warns itself.

@@ -1,4 +1,4 @@
-"""Adversarial cases with the memory of tensors: `.data`, `set_`, `swap_tensors`, `.grad`, storages, in-place ops."""
+"""Adversarial cases with the memory of tensors: `.data`, `set_`, `swap_tensors`, `.grad`, storages, changes outside."""
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +158,80 @@ def model_converted_to_what_it_is():
     return script_changing(act)
 
 
+def script_compiling(make):
+    """Return a script whose job calls what `make` compiles of its model."""
+    model = perceptron()
+    compiled = make(model)
+
+    def loss(features, labels):
+        return F.cross_entropy(compiled(features), labels)
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def model_compiled():
+    return script_compiling(lambda model: torch.compile(model, backend="eager"))
+
+
+def model_compiled_in_place():
+    def make(model):
+        model.compile(backend="eager")
+        return model
+
+    return script_compiling(make)
+
+
+def compiled_inside():
+    return script_compiling(lambda model: lambda features: torch.compile(model, backend="eager")(features))
+
+
+def script_noting(act):
+    """Return a script whose job acts on a tensor outside it, and on its loss."""
+    model, seen = perceptron(), torch.zeros(3).double()
+
+    def loss(features, labels):
+        value = F.cross_entropy(model(features), labels)
+        act(seen, value.detach())
+        return value
+
+    return Script(function=loss, modules={"model": model}, batches=batches())
+
+
+def loss_written_outside():
+    def act(seen, value):
+        seen[0] = value  # the line
+
+    return script_noting(act)
+
+
+def loss_added_outside():
+    def act(seen, value):
+        seen += value  # the line
+
+    return script_noting(act)
+
+
+def calls_counted_outside():
+    def act(seen, _value):
+        seen[1] += 1  # the line
+
+    return script_noting(act)
+
+
+def averages_kept_outside():
+    def act(seen, value):
+        torch._foreach_lerp_([seen], [value.expand(3)], 0.1)  # the line
+
+    return script_noting(act)
+
+
+def result_put_outside():
+    def act(seen, value):
+        torch.mul(value.expand(3), 2, out=seen)  # the line
+
+    return script_noting(act)
+
+
 CASES = [
     AdversarialCase(build=data_of_a_parameter_set, refused=r"\.data of parameter 'model\.0\.weight' set"),
     AdversarialCase(build=data_of_a_parameter_changed_in_place, refused=r"'model\.0\.weight' is changed in place"),
@@ -175,4 +249,12 @@ CASES = [
     AdversarialCase(build=data_of_scores_read),
     AdversarialCase(build=data_of_a_buffer_changed_in_place),
     AdversarialCase(build=model_converted_to_what_it_is),
+    AdversarialCase(build=model_compiled),
+    AdversarialCase(build=model_compiled_in_place),
+    AdversarialCase(build=compiled_inside),
+    AdversarialCase(build=loss_written_outside, refused=r"of shape \[3\] from outside the job changed in place"),
+    AdversarialCase(build=loss_added_outside, refused=r"of shape \[3\] from outside the job changed in place"),
+    AdversarialCase(build=calls_counted_outside, refused=r"from outside the job changed in place"),
+    AdversarialCase(build=averages_kept_outside, refused=r"of shape \[3\] from outside the job changed in place"),
+    AdversarialCase(build=result_put_outside, refused=r"a tensor from outside the job changed in place"),
 ]

@@ -260,6 +260,6 @@ CASES = [
     AdversarialCase(build=wall_clock, refused=r"calls time\.time;"),
     AdversarialCase(build=closure_tensor_changed_in_place),
     AdversarialCase(build=closure_tensor_rebound),
-    AdversarialCase(build=closure_tensor_written_inside, refused=r"mutating a non-functional tensor"),
+    AdversarialCase(build=closure_tensor_written_inside, refused=r"from outside the job changed in place"),
     AdversarialCase(build=logger_in_the_model),
 ]

@@ -6,6 +6,7 @@ ATen graph. docs/decisions/0002-capture.md gives the reasons.
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -174,6 +175,7 @@ def capture(
             inputs = tuple(torch.empty(item.shape, dtype=item.dtype, device=device) for item in shapes)
         with (
             convert_trace_errors(source.name, source.line),
+            run_compiled_functions_eagerly(),
             set_compiling_flag(),
             restore_module_tensors(source.modules),
         ):
@@ -238,6 +240,16 @@ def restore_module_tensors(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for table, before in tables:
             table.update(before)
+
+
+@contextlib.contextmanager
+def run_compiled_functions_eagerly() -> Iterator[None]:
+    """Within the context, what the script gave to `torch.compile` runs as plain Python, so that it can be traced."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextlib.contextmanager

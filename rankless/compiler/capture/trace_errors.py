@@ -23,6 +23,8 @@ OPERATOR_DESCRIPTIONS = {
     "aten.nonzero.default": "nonzero(), or indexing with a mask,",
     "aten._pack_padded_sequence.default": "pack_padded_sequence",
 }
+CHANGED_OUTSIDE = ("mutating a non-functional tensor", "entirely functional graph", "placeholders={")
+"""Parts of PyTorch's messages, of internal checks, if a job changes a tensor that is not its own."""
 # PyTorch messages (a substring), and the expectation and fix that they stand for. Tests check each with the installed
 # version.
 TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
@@ -50,10 +52,13 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
         "a job that returns its loss and leaves backward to Rankless",
         "remove .backward() from the job",
     ),
-    (
-        "mutating a non-functional tensor",
-        "a job that changes no tensors but buffers of its modules",
-        "make the tensor a buffer of a module passed as model=, or change it outside the job",
+    *(
+        (
+            pattern,
+            "a job that changes no tensors but buffers of its modules",
+            "make the tensor a buffer of a module passed as model=, or change it outside the job",
+        )
+        for pattern in CHANGED_OUTSIDE
     ),
 )
 
@@ -125,11 +130,12 @@ def keep_user_frames(error: Exception) -> Exception:
 def convert_error(job: str, error: RuntimeError | AssertionError, line: str) -> Exception:
     """Return the `CaptureError` for a known PyTorch error, or the error itself if the user's code raised it."""
     message = str(error)
+    first_line = message.partition("\n")[0]
     for pattern, expected, fix in TRACE_ERRORS:
         if pattern in message:
             return CaptureError(
                 expected=f"job {job!r} to be one program: {expected}",
-                found=message.splitlines()[0],
+                found="a tensor from outside the job changed in place" if pattern in CHANGED_OUTSIDE else first_line,
                 fix=fix,
                 where=find_user_line(error) or line,
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from rankless.errors import CaptureError
 
@@ -35,6 +36,14 @@ REFUSED_ON_MODULE_TENSORS: dict[Any, str] = {
 
 On other tensors a job may set `requires_grad`, as gradient penalties do.
 """
+
+CHANGING_METHODS = frozenset(
+    {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
+    | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
+)
+"""Methods that change a tensor in place, besides those whose names end with an underscore."""
+KEEPING_METHODS = frozenset({"requires_grad_", "retain_grad_", "share_memory_"})
+"""Methods whose names end with an underscore, and that leave the values."""
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a getset descriptor
 """Sets `tensor.data`. Tracing ignores it, so that the program would use the old values."""
@@ -76,6 +85,9 @@ def find_refusal(
         return CaptureError(
             expected=EXPECTED_NO_VALUES, found=f"{READS_VALUES[function]} inside the job", fix=FIX_NO_VALUES
         )
+    outside = find_changed_outside(function, args, module_tensors)
+    if outside is not None:
+        return outside
     if function == SET_DATA and not module_tensors.is_own_data(args[0], args[1]):
         return refuse_set_data(module_tensors.describe(args[0]))
     text = REFUSED_ON_MODULE_TENSORS.get(function)
@@ -83,6 +95,28 @@ def find_refusal(
     if text is None or described is None or (text is SETS_GRAD and args[1] is None):
         return None
     return CaptureError(expected=EXPECTED_FIXED_PARAMETERS, found=text.format(described), fix=FIX_CHANGE_OUTSIDE)
+
+
+def find_changed_outside(
+    function: Callable[..., Any], args: Sequence[Any], module_tensors: ModuleTensors
+) -> CaptureError | None:
+    """Return the error for a change in place of a tensor of the script, which is no tensor of the job; else None."""
+    name = getattr(function, "__name__", "")
+    is_change = name in CHANGING_METHODS or (name.endswith("_") and not name.endswith("__"))
+    if not is_change or not args or name in KEEPING_METHODS:
+        return None
+    changed = args[0] if isinstance(args[0], list | tuple) else args[:1]
+    for tensor in changed:
+        # The trace wraps all tensors of the job: its arguments, its modules', and what it computes from them.
+        is_traced = isinstance(tensor, FunctionalTensor) or module_tensors.describe(tensor) is not None
+        if isinstance(tensor, Tensor) and not is_traced:
+            return CaptureError(
+                expected="a job that changes no tensors but buffers of its modules",
+                found=f"a tensor of shape {list(tensor.shape)} from outside the job changed in place by {name}()",
+                fix="make the tensor a buffer of a module passed as model=, or return the value and change the "
+                "tensor after the call",
+            )
+    return None
 
 
 def refuse_set_data(described: str | None) -> CaptureError:
