@@ -117,7 +117,8 @@ def test_a_crash_after_the_script_finished_is_a_failure() -> None:
 def test_secondary_failures_wait_longer_for_a_better_verdict() -> None:
     assert verdict_on(raised(0, LOST)).settling_seconds == 0.6
     assert verdict_on(left(1, 0), raised(0, LOST)).settling_seconds == 0.3
-    assert verdict_on(raised(0)).settling_seconds <= 0.05
+    assert verdict_on(raised(0)).settling_seconds == 1.0  # it prints its traceback
+    assert verdict_on(raised(0), left(0, 1)).settling_seconds <= 0.05
 
 
 def timed_out(rank: int) -> Raised:

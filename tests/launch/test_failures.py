@@ -205,3 +205,19 @@ open('done' + os.environ['RANK'], 'w').close()
     assert (tmp_path / "done0").exists()
     assert (tmp_path / "done1").exists()
     assert job.stderr.count("rank 0's output is lost from here on") == 1
+
+
+def test_the_rank_that_failed_first_has_the_time_to_print_its_traceback(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+while os.environ["RANK"] == "1":
+    time.sleep(0.01)
+def print_slowly(kind, error, trace):
+    time.sleep(0.4)
+    print("a pretty traceback of", kind.__name__)
+sys.excepthook = print_slowly
+1 / 0
+"""
+    job = run_script(script, "-n", "2", folder=tmp_path)
+    assert job.stdout == "a pretty traceback of ZeroDivisionError\n"
+    assert "rankless: rank 0 raised ZeroDivisionError" in job.stderr

@@ -37,6 +37,8 @@ SETTLING_SECONDS = 0.3
 UNEXPLAINED_SETTLING_SECONDS = 0.6
 """The same while no record explains the failure: records of another busy host take longer."""
 EXPLAINED_SETTLING_SECONDS = 0.05
+PRINTING_SECONDS = 1.0
+"""How long the root cause may take to print its traceback, before the agent ends it with the other ranks."""
 TIMEOUT_SETTLING_SECONDS = 1.5
 """How long the watchdog may take to find the missing rank after a collective has timed out."""
 
@@ -107,12 +109,15 @@ def _find_own_failure(records: Sequence[AnyRecord], index: int) -> Verdict | Non
     record = records[index]
     if isinstance(record, Raised) and not is_secondary_failure(record) and parse_timeout(record) is None:
         code = 130 if record.error_type == "KeyboardInterrupt" else 1
+        ends = [each for each in records[index:] if isinstance(each, ScriptFinished | Exited)]
+        has_printed = any(each.rank == record.rank for each in ends)
         return Verdict(
             root_cause_rank=record.rank,
             cause="raised",
             exit_code=code,
             headline=f"raised {first_line(record)}",
             traceback=record.traceback,
+            settling_seconds=EXPLAINED_SETTLING_SECONDS if has_printed else PRINTING_SECONDS,
         )
     if isinstance(record, ScriptFinished | Exited):
         earlier = [each for each in records[:index] if each.rank == record.rank]
