@@ -101,7 +101,13 @@ train()
 )
 
 
-@pytest.mark.parametrize("action", ["os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('rank 1 is tired')"])
+@pytest.mark.parametrize(
+    "action",
+    [
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        pytest.param("raise ValueError('rank 1 is tired')", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_terminal_shows_the_root_cause_first_and_a_line_for_each_other_rank(action: str, tmp_path: Path) -> None:
     job = run_script(SECONDARY.replace("ACTION", action), "-n", "3", "--show", "all", folder=tmp_path)
     assert {line[:4] for line in job.stdout.splitlines()} <= {"[1] "}
@@ -130,6 +136,7 @@ def test_the_terminal_shows_the_whole_traceback_of_rank_0_once_if_it_failed_firs
     assert "rankless: rank 0 raised KeyError: 'deep'\n" in job.stderr
 
 
+@pytest.mark.exhaustive
 def test_equal_errors_on_all_ranks_are_shown_once(tmp_path: Path) -> None:
     job = run_script("import os\nprint(os.environ['RANK'] * 3)\n1 / 0\n", "-n", "3", folder=tmp_path)
     assert job.stderr.count("Traceback") == 1

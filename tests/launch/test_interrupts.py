@@ -80,7 +80,7 @@ def interrupt_when_ready(folder: Path) -> Iterator[None]:
         pytest.param(IN_A_COLLECTIVE, "cleaned up\n", id="in a collective"),
         pytest.param(IN_PYTHON, "", id="in Python", marks=pytest.mark.exhaustive),
         pytest.param(IN_A_JOB, "", id="in a job"),
-        pytest.param(AT_EXIT, "synced\n", id="at exit"),
+        pytest.param(AT_EXIT, "synced\n", id="at exit", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_interrupt_of_the_agent_alone_prints_one_line(script: str, shown: str, tmp_path: Path) -> None:
