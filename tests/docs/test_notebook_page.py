@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 from support.notebooks import Notebook
 
@@ -16,6 +17,16 @@ def fails(rank):
 
 
 rankless.spawn(fails, nprocs=2)
+"""
+
+WAITS = """\
+def waits(rank):
+    import os, signal
+    print(os.getpid(), "waits")
+    signal.pause()
+
+
+rankless.spawn(waits, nprocs=2)
 """
 
 
@@ -35,6 +46,7 @@ def test_the_cells_of_the_page_train_and_bring_the_model_back(tmp_path: Path):
         assert not notebook.run(load).traceback
         assert float(notebook.run(evaluate).result) < untrained / 2
         check_errors(notebook)
+        check_stop(notebook)
         check_configure(notebook, tmp_path)
 
 
@@ -45,6 +57,16 @@ def check_errors(notebook: Notebook) -> None:
     assert re.search(r'File "Cell In\[1\]", line 15, in train', failed.traceback)
     assert failed.output == "before 0\n"
     assert failed.traceback.count("rankless/") <= 1, failed.traceback
+
+
+def check_stop(notebook: Notebook) -> None:
+    cell = notebook.start(WAITS)
+    started = notebook.wait_for_output(cell, "waits")
+    workers = [psutil.Process(int(number)) for number in re.findall(r"\d+", started)]
+    notebook.interrupt()
+    assert "KeyboardInterrupt" in notebook.wait(cell).traceback
+    assert len(workers) == 1
+    assert not any(worker.is_running() for worker in workers)
 
 
 def check_configure(notebook: Notebook, folder: Path) -> None:

@@ -4,7 +4,7 @@ import os
 import queue
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -27,8 +27,6 @@ class Shown:
     """What the frontend shows of an exception, without colours."""
     died: bool = False
     """Whether the kernel ended instead of answering."""
-    pieces: list[tuple[float, str]] = field(default_factory=list)
-    """When each piece of output arrived."""
 
 
 class Notebook:
@@ -57,6 +55,16 @@ class Notebook:
         number: str = self._client.execute(cell)
         return number
 
+    def wait_for_output(self, number: str, text: str) -> str:
+        """Wait until a running cell has shown `text`, and return what it has shown."""
+        shown = ""
+        deadline = time.monotonic() + CELL_TIMEOUT_SECONDS
+        while text not in shown:
+            message = self._client.get_iopub_msg(timeout=max(0.0, deadline - time.monotonic()))
+            if message["msg_type"] == "stream" and message["parent_header"].get("msg_id") == number:
+                shown += message["content"]["text"]
+        return shown
+
     def interrupt(self) -> None:
         """Do what the frontend's stop button does."""
         self._manager.interrupt_kernel()
@@ -77,7 +85,6 @@ class Notebook:
                 continue
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
-                shown.pieces.append((time.monotonic(), content["text"]))
                 if content["name"] == "stdout":
                     shown.output += content["text"]
                 else:
