@@ -249,7 +249,8 @@ def read_at_start() -> dict[str, str]:
 
 def replace(variables: Mapping[str, str]) -> None:
     """Make `variables` the environment of this process."""
-    apply({name: variables.get(name) for name in os.environ.keys() | variables.keys()})
+    names = os.environ.keys() | variables.keys()
+    apply({name: variables.get(name) for name in names if os.environ.get(name) != variables.get(name)})
 
 
 def loopback_name() -> str:

@@ -62,8 +62,8 @@ def serve_call(channel: socket.socket, fast_exit: FastExit) -> None:
 
 
 def _set_up(process: SpawnedProcess) -> None:
-    environment.replace(process.environment)
     process_title.show_worker(process.title, process.rank, process.count)
+    environment.replace(process.environment)
     if process.cores is not None:
         os.sched_setaffinity(0, process.cores)
     threads = environment.user_threads()

@@ -22,6 +22,7 @@ from rankless.runtime.fork_server import preload_modules, prepare_process
 from rankless.runtime.process_tree import adopt_orphans, end_descendants, set_parent_death_signal
 from rankless.runtime.spawn_main import serve_call
 from rankless.runtime.spawn_protocol import READY, receive_process_request, send_number
+from rankless.terminal import process_title
 
 END_SECONDS = 30.0
 
@@ -29,6 +30,8 @@ END_SECONDS = 30.0
 def main(fast_exit: FastExit) -> Callable[[], None] | None:
     """Fork processes for as long as the caller asks. In a forked one, return the function that it runs."""
     descriptor, caller = map(int, sys.argv[2:4])
+    # Before any change of the environment: setproctitle finds the memory of the command line beside it.
+    process_title.show_spawn_server()
     prepare_process()
     set_parent_death_signal(0)
     control = socket.socket(fileno=descriptor)

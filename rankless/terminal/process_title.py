@@ -59,6 +59,11 @@ def show_fork_server(program: Program | None, *, from_pool: bool = False) -> Non
     _set(text, short="fork server")
 
 
+def show_spawn_server() -> None:
+    """Title this process as the server that forks the processes of `rankless.spawn`."""
+    _set("server of rankless.spawn", short="spawn server")
+
+
 def show_worker(program_name: str, rank: int, world_size: int, *, is_elastic: bool = False) -> None:
     """Title this process as a worker. A process that it forks gets a title that says so.
 
