@@ -22,6 +22,7 @@ WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 LOG_FOLDER = "RANKLESS_LOG_DIR"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
 HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
+PORT_TEST = "RANKLESS_PORT_TEST"
 HOROVOD = "RANKLESS_HOROVOD"
 HOROVOD_SERVER = "GLOO_RENDEZVOUS_ADDR"
 """Horovod's launcher names its server by this variable, with `HOROVOD_` before it."""
@@ -147,6 +148,11 @@ def default_log_folder() -> str:
 def user_hang_timeout() -> str | None:
     """Return RANKLESS_HANG_TIMEOUT, for commands without such an option, as `torchrun`; None if it is not set."""
     return os.environ.get(HANG_TIMEOUT) or None
+
+
+def wants_port_test() -> bool:
+    """Whether the hosts of a job try the ports of the ranks before the start: not with RANKLESS_PORT_TEST=0."""
+    return os.environ.get(PORT_TEST) != "0"
 
 
 def carried_variables() -> dict[str, str]:

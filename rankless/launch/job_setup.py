@@ -29,6 +29,7 @@ from rankless.launch.rendezvous.job_token import (
 )
 from rankless.launch.rendezvous.leader import start_hosts, wait_for_hosts
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer, NoPeers
+from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
 from rankless.launch.signals import Interrupts
 
@@ -116,8 +117,17 @@ def _set_up_as_leader(config: RunConfig, request: _SetupRequest) -> Iterator[Rea
             addresses=(address, *(facts[host].address for host in sorted(facts))),
             launcher_variables=stack.enter_context(_open_services(config, start, addresses)),
         )
-        start_hosts(server, start)
         names = [cluster.hosts[0].address, *(_name(cluster, host, facts) for host in sorted(facts))]
+        if environment.wants_port_test():
+            run_port_test(
+                server,
+                PortTest(
+                    names=names, address=address, control_port=cluster.port, master_port=start.master_port, store=store
+                ),
+                interrupts=request.interrupts,
+                notify=notify,
+            )
+        start_hosts(server, start)
         peers = FollowerPeers(server, start, names)
         yield ReadyJob(peers=peers, start=start, names=names, devices=devices, interface=interface, store=store)
 

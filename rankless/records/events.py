@@ -130,6 +130,10 @@ class RankStatus(Record, frozen=True, tag="rank_status"):
     """A description of that line, like "load() at data.py:12, called from train.py:20"."""
     stack: tuple[str, ...] = ()
     """The script's frames, outermost first."""
+    connecting_to: str = ""
+    """The address and port to which a rank that waits tries to connect without an answer."""
+    is_rendezvous: bool = False
+    """Whether it waits for the other ranks to join a group or a store."""
     requested: bool = False
     """Whether it only answers a request of host 0."""
 

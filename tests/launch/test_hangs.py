@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from support.warm_runs import run_script
+from support.warm_runs import rankless, run_script
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +94,34 @@ def test_the_missing_rank_and_its_line_are_named(name, workers, tmp_path):
     report = done.stderr[done.stderr.index("no progress for") :]
     assert len(report[: report.index("rankless: rank")].splitlines()) <= 15
     assert "in stuck" in report
+
+
+JOINING = """
+import os, sys, torch.distributed as dist
+
+def stuck():
+    while True: pass  # there
+
+if os.environ["RANK"] == sys.argv[1]:
+    stuck()
+{join}  # here
+"""
+JOINS = {
+    "init_process_group": 'dist.init_process_group("gloo")',
+    "TCPStore()": 'dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 3, os.environ["RANK"] == "0")',
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("missing", ["0", "2"])
+@pytest.mark.parametrize("name", JOINS)
+def test_a_rank_missing_from_a_rendezvous_is_named(name, missing, tmp_path):
+    script = JOINING.replace("{join}", JOINS[name])
+    (tmp_path / "script.py").write_text(script)
+    done = rankless("run", "-n", "3", "--hang-timeout", "5", "script.py", missing, folder=tmp_path)
+    verdict = find_verdict(done)
+    assert f"rank {missing} did not arrive: it is in stuck() at script.py:{line_number(script, 'there')}" in verdict
+    assert f"wait in {name} at script.py:{line_number(script, 'here')}" in verdict
 
 
 def test_a_stopped_worker_is_named(tmp_path):

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import socket
 import subprocess
+import sys
 import time
 
 import msgspec
@@ -13,7 +15,7 @@ from support.jobs import wait_until
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.rendezvous.peers import NoPeers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
-from rankless.launch.watchdog.process_stats import read_process_stats
+from rankless.launch.watchdog.process_stats import ActivityTracker, find_unanswered_connection, read_process_stats
 from rankless.launch.watchdog.stacks import StackRequest
 from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
@@ -138,6 +140,42 @@ def test_idle_time_restarts_after_the_watchdog_itself_was_stopped(sleeper, tmp_p
         start = time.monotonic()
         collect_records(watchdog, 3, start)
         assert collect_records(watchdog, 3, start + 1000) == []
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_a_connection_without_an_answer_is_found_with_its_address(family, address):
+    with socket.socket(family) as listening, contextlib.ExitStack() as stack:
+        try:
+            listening.bind((address, 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+        listening.listen(0)  # the kernel drops what a full queue cannot take, as a firewall does
+        where = listening.getsockname()
+        for _ in range(4):
+            client = stack.enter_context(socket.socket(family))
+            client.setblocking(False)
+            client.connect_ex(where)
+        wait_until(lambda: find_unanswered_connection(os.getpid()) != "")
+        shown = f"[{address}]" if ":" in address else address
+        assert find_unanswered_connection(os.getpid()) == f"{shown}:{where[1]}"
+    assert find_unanswered_connection(os.getpid()) == ""
+    assert find_unanswered_connection(2**22) == ""
+
+
+def test_a_process_that_polls_is_quiet_but_not_idle():
+    process = subprocess.Popen([sys.executable, "-c", "import time\nwhile True: time.sleep(0.01)"])
+    try:
+        wait_until(lambda: read_process_stats(process.pid).context_switches > 20)
+        tracker = ActivityTracker(process.pid, time.monotonic())
+        started = tracker.quiet_since
+        before = tracker.stats.context_switches
+        # At least 60 switches: more than a second in which an idle process would make 25.
+        wait_until(lambda: read_process_stats(process.pid).context_switches > before + 60)
+        tracker.update(started + 1.0)
+        assert (tracker.quiet_since, tracker.idle_since) == (started, started + 1.0)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_ended_ranks_are_not_checked(sleeper, tmp_path):

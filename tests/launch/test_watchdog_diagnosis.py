@@ -3,6 +3,7 @@
 import os
 import sysconfig
 
+import pytest
 import torch
 
 from rankless.launch.watchdog import stack_classifier
@@ -54,6 +55,25 @@ def test_ranks_that_all_wait_in_one_place_are_never_ended():
     assert diagnosis.missing == ()
     assert diagnosis.abort_after(timeout=None, stall_limit=10.0) == NEVER
     assert "no rank is missing" in format_report(diagnosis, StepRate(), host_name=lambda _rank: "", stacks_file="")
+
+
+def test_a_rank_whose_connection_is_not_answered_is_missing_and_the_job_ends():
+    joining = {"doing": "init_process_group", "is_rendezvous": True}
+    ranks = where(0, "waits", **joining), where(1, "waits", connecting_to="10.0.0.1:29500", **joining)
+    diagnosis = diagnose_ranks(*ranks)
+    assert [each.rank for each in diagnosis.missing] == [1]
+    assert "rank 1 did not arrive: it gets no answer from 10.0.0.1:29500 in init_process_group at train.py:33" in (
+        format_report(diagnosis, StepRate(), host_name=lambda _rank: "", stacks_file="")
+    )
+    assert abort_after(*ranks) == DEADLOCK_SECONDS
+    both = (where(rank, "waits", connecting_to=f"10.0.0.{rank}:1", **joining) for rank in (0, 1))
+    assert abort_after(*both) == DEADLOCK_SECONDS
+
+
+def test_ranks_that_all_wait_in_a_rendezvous_do_not_find_each_other():
+    diagnosis = diagnose_ranks(*(where(rank, "waits", is_rendezvous=True) for rank in (0, 1)))
+    text = format_report(diagnosis, StepRate(), host_name=lambda _rank: "", stacks_file="")
+    assert "no rank is missing: the ranks do not find each other" in text
 
 
 def test_no_diagnosis_if_a_rank_has_just_arrived():
@@ -158,8 +178,55 @@ def test_a_stack_gives_the_collective_and_the_lines_of_the_script():
     assert location.stack[0] == 'File "/data/train.py", line 20, in <module>'
 
 
+def classify(*frames, script="/data/train.py", line=20):
+    """Classify a stack with these library frames above a line of a script."""
+    inner = "".join(f'  File "{file}", line 1 in {function}\n' for file, function in frames)
+    thread = "Current thread 0x00000000000000bb (most recent call first):\n"
+    return classify_stack(parse_main_stack(f'{thread}{inner}  File "{script}", line {line} in <module>\n', 0xBB))
+
+
+def test_a_rank_that_waits_for_others_to_join_is_in_a_rendezvous():
+    c10d, joining = f"{TORCH}/distributed/distributed_c10d.py", f"{TORCH}/distributed/rendezvous.py"
+    wrapper = (f"{TORCH}/distributed/c10d_logger.py", "wrapper")
+    env = classify(
+        (joining, "_create_c10d_store"), (joining, "_env_rendezvous_handler"), (c10d, "init_process_group"), wrapper
+    )
+    assert (env.collective, env.is_rendezvous) == ("init_process_group", True)
+    gloo = classify((c10d, "_new_process_group_helper"), (c10d, "new_group"), wrapper)
+    assert (gloo.collective, gloo.is_rendezvous) == ("new_group", True)
+    own = classify((f"{PACKAGE_FOLDER}runtime/rendezvous/tcp.py", "join"), (f"{PACKAGE_FOLDER}api.py", "init"))
+    assert (own.collective, own.is_rendezvous) == ("rankless.init", True)
+    reduction = classify((c10d, "all_reduce"), wrapper)
+    assert (reduction.collective, reduction.is_rendezvous) == ("all_reduce", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "collective"),
+    [
+        ('store = dist.TCPStore("10.0.0.1", 29500, 2)', "TCPStore()"),
+        ("store = TCPStore(host, port, size, is_master=True)", "TCPStore()"),
+        ('torch.distributed.FileStore("/shared/store", 2)', "FileStore()"),
+        ('value = store.get("weights")', "store.get()"),
+        ('self.tcp_store.wait(["done"])', "tcp_store.wait()"),
+        ('value = settings.get("weights")', ""),
+        ("restored = model.load_state_dict(state)", ""),
+    ],
+)
+def test_a_line_that_waits_in_a_store_is_a_rendezvous(text, collective, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"{text}\n")
+    location = classify(script=script, line=1)
+    assert (location.collective, location.is_rendezvous) == (collective, collective != "")
+
+
 def test_every_module_that_the_classifier_lists_exists():
-    listed = [*stack_classifier._WAITING_MODULES, *stack_classifier._MODULE_LABELS, "api.py", "compat/horovod/torch/"]
+    listed = [
+        *stack_classifier._WAITING_MODULES,
+        "compat/horovod/engine/rendezvous.py",
+        *stack_classifier._MODULE_LABELS,
+        "api.py",
+        "compat/horovod/torch/",
+    ]
     assert [path for path in listed if not os.path.exists(os.path.join(PACKAGE_FOLDER, path))] == []
 
 

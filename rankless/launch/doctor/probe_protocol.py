@@ -1,16 +1,13 @@
 """Requests to a probe server and its responses: typed lines of JSON."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.records.check_results import CheckResult
 from rankless.records.collective_test_messages import AllReduceResult, StoreServedMessage, TorchImported
-
-ConnectionOutcome = Literal["reached", "another", "refused", "dropped", "no route", "no name", "failed"]
-"""Outcome of a connection to another host. "another" is a machine that is not the target."""
+from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, LinkSpeed
 
 
 class CheckHost(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
@@ -83,29 +80,11 @@ class ListenersOpened(msgspec.Struct, frozen=True, kw_only=True, tag="listening"
     """Whether the requested port was available."""
 
 
-class ConnectionTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Where another host listens."""
-
-    host_index: int
-    address: str
-    port: int
-
-
 class ConnectToTargets(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     """Request: connect to all of these at once."""
 
     targets: tuple[ConnectionTarget, ...]
     secret: bytes
-
-
-class ConnectionAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One connection to one address of a host."""
-
-    target: ConnectionTarget
-    address: str
-    """The address to which the target's name resolved on the connecting host."""
-    outcome: ConnectionOutcome
-    text: str = ""
 
 
 class ConnectionAttempts(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
@@ -119,14 +98,6 @@ class MeasureLink(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
 
     target: ConnectionTarget
     secret: bytes
-
-
-class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True, tag="speed"):
-    """Response: the link's latency and throughput; `error` says why it could not be measured."""
-
-    round_trip_seconds: float = 0.0
-    bytes_per_second: float = 0.0
-    error: str = ""
 
 
 class StartCollectiveProcess(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):

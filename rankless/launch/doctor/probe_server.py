@@ -16,7 +16,6 @@ from typing import IO
 import msgspec
 
 from rankless.config import environment
-from rankless.launch.doctor import link_test
 from rankless.launch.doctor.host_checks import check_host, read_host_identity
 from rankless.launch.doctor.probe_protocol import (
     ApplyEnvironment,
@@ -36,6 +35,7 @@ from rankless.launch.doctor.probe_protocol import (
     RelayTask,
     StartCollectiveProcess,
 )
+from rankless.launch.rendezvous import link_test
 from rankless.records.collective_test_messages import MARK, AllReduceFailed, CollectiveTestResult
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.subprocess_command import python_command

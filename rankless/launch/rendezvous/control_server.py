@@ -19,6 +19,8 @@ from rankless.launch.rendezvous.messages import (
     HostEnded,
     JoinRefused,
     JoinRequest,
+    PortOpened,
+    PortsTried,
     RecordingChunk,
     WorkerOutput,
     WorkerRecords,
@@ -41,10 +43,10 @@ class HostJoined:
 
 @dataclass(frozen=True)
 class HostReported:
-    """A host has sent a message about its workers."""
+    """A host has sent a message about its ports or its workers."""
 
     host: int
-    message: WorkerRecords | RecordingChunk | WorkerOutput | HostEnded
+    message: PortOpened | PortsTried | WorkerRecords | RecordingChunk | WorkerOutput | HostEnded
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class ControlServer:
             return self._admit(client, message)
         if client.host is None:
             raise ConnectionBrokenError("a message out of order")
-        if isinstance(message, WorkerRecords | RecordingChunk | WorkerOutput | HostEnded):
+        if isinstance(message, PortOpened | PortsTried | WorkerRecords | RecordingChunk | WorkerOutput | HostEnded):
             client.has_ended = client.has_ended or isinstance(message, HostEnded)
             return [HostReported(client.host, message)]
         if not isinstance(message, Heartbeat):

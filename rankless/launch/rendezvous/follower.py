@@ -17,10 +17,12 @@ from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.rendezvous.job_token import TokenSource
 from rankless.launch.rendezvous.leader import PROGRESS_SECONDS, RendezvousInterrupted
 from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused, JoinRequest
+from rankless.launch.rendezvous.port_test import PortTester
 from rankless.launch.signals import Interrupts
 
 CONNECT_TIMEOUT_SECONDS = 2.0
 RETRY_SECONDS = 0.1
+POLL_SECONDS = 0.05
 
 
 def join_leader(
@@ -46,8 +48,15 @@ def join_leader(
             connection = connect_to_leader(
                 cluster.hosts[0].address, cluster.port, token=token, timeout_seconds=CONNECT_TIMEOUT_SECONDS
             )
-            connection.send(JoinRequest(host=cluster.host_index, facts=collect_facts()))
-            joined = _wait_for_start(LeaderConnection(connection), cluster, interrupts=interrupts, notify=notify)
+            facts = collect_facts()
+            connection.send(JoinRequest(host=cluster.host_index, facts=facts))
+            tester = PortTester(facts.address)
+            try:
+                joined = _wait_for_start(
+                    LeaderConnection(connection), cluster, tester, interrupts=interrupts, notify=notify
+                )
+            finally:
+                tester.close()
             token_source.discard()
             return joined
         except LeaderUnreachableError as error:
@@ -68,15 +77,22 @@ def join_leader(
 
 
 def _wait_for_start(
-    leader: LeaderConnection, cluster: Cluster, *, interrupts: Interrupts, notify: Callable[[str], None]
+    leader: LeaderConnection,
+    cluster: Cluster,
+    tester: PortTester,
+    *,
+    interrupts: Interrupts,
+    notify: Callable[[str], None],
 ) -> tuple[LeaderConnection, JobStarted]:
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(leader, selectors.EVENT_READ)
             selector.register(interrupts, selectors.EVENT_READ)
             while True:
-                selector.select(0.2)
+                selector.select(POLL_SECONDS)
                 _wait_or_interrupt(interrupts, 0)
+                if (result := tester.take_result()) is not None:
+                    leader.send(result)
                 for message in leader.poll(time.monotonic()):
                     if isinstance(message, JobStarted):
                         return leader, message
@@ -84,6 +100,8 @@ def _wait_for_start(
                         raise JoinError(expected=message.expected, found=message.found, fix=message.fix)
                     if isinstance(message, JoinProgress):
                         notify(message.text)
+                    if (answer := tester.receive(message)) is not None:
+                        leader.send(answer)
     except TokenRejectedError:
         leader.close()
         raise

@@ -7,9 +7,10 @@ import msgspec
 from rankless.config.run_config import JobStart
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.worker_output import Source
+from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
 from rankless.records.events import AnyRecord
 
-PROTOCOL = 2
+PROTOCOL = 3
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT_SECONDS = 4.0
 """An agent that sends nothing for so long counts as lost."""
@@ -64,6 +65,33 @@ class JoinProgress(msgspec.Struct, frozen=True, kw_only=True, tag="join_progress
     """The missing hosts, for the users at the other hosts."""
 
     text: str
+
+
+class OpenPort(msgspec.Struct, frozen=True, kw_only=True, tag="open_port"):
+    """The receiver listens on a free port, for clients that know the secret."""
+
+    secret: bytes
+    host_index: int
+    """The index of the receiving host."""
+
+
+class PortOpened(msgspec.Struct, frozen=True, kw_only=True, tag="port_opened"):
+    """Where the sender listens."""
+
+    address: str
+    port: int
+
+
+class TryPorts(msgspec.Struct, frozen=True, kw_only=True, tag="try_ports"):
+    """The receiver connects to all of these at once."""
+
+    targets: tuple[ConnectionTarget, ...]
+
+
+class PortsTried(msgspec.Struct, frozen=True, kw_only=True, tag="ports_tried"):
+    """The outcomes of the sender's connections."""
+
+    attempts: tuple[ConnectionAttempt, ...]
 
 
 class WorkerRecords(msgspec.Struct, frozen=True, kw_only=True, tag="worker_records"):
@@ -124,6 +152,10 @@ ControlMessage = (
     | JoinRefused
     | JobStarted
     | JoinProgress
+    | OpenPort
+    | PortOpened
+    | TryPorts
+    | PortsTried
     | WorkerRecords
     | Heartbeat
     | RankStatusRequest

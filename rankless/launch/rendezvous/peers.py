@@ -164,8 +164,7 @@ class FollowerPeers:
                 write_recording(event.message, self._start)
             elif isinstance(event, HostReported) and isinstance(event.message, WorkerOutput):
                 self._show(event.message.source, event.message.data)
-            elif isinstance(event, HostReported):
-                assert isinstance(event.message, HostEnded)
+            elif isinstance(event, HostReported) and isinstance(event.message, HostEnded):
                 records += self._make_end_records(event.host, event.message)
             elif isinstance(event, HostDisconnected):
                 records.append(self._make_lost_record(event.host, f"was lost: {event.reason}"))

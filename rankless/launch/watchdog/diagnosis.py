@@ -25,9 +25,14 @@ class HangDiagnosis:
     waiting: tuple[RankStatus, ...]
     """The ranks that wait in a collective, without those in `missing`."""
     missing: tuple[RankStatus, ...]
-    """The ranks that did not arrive; empty if all ranks wait in the same place."""
+    """The ranks that did not arrive, or cannot connect to others; empty if all ranks wait in the same place."""
     seconds: float
     """How long the job has made no progress."""
+
+    @property
+    def has_unanswered(self) -> bool:
+        """Whether a missing rank tries to connect to another one without an answer."""
+        return any(where.connecting_to for where in self.missing)
 
     def abort_after(self, *, timeout: float | None, stall_limit: float) -> float:
         """Return after how many seconds without progress to end the job; infinity for never.
@@ -41,7 +46,11 @@ class HangDiagnosis:
         if timeout is not None:
             return timeout
         statuses = (*self.waiting, *self.missing)
-        if not self.waiting or not self.missing or any(where.state == "computes" for where in statuses):
+        if (
+            not self.missing
+            or not (self.waiting or self.has_unanswered)
+            or any(where.state == "computes" for where in statuses)
+        ):
             return float("inf")
         if any(where.state == "waits" and where.idle_seconds < stall_limit for where in statuses):
             return float("inf")  # data may still be in transit
@@ -77,7 +86,7 @@ def diagnose(
         return HangDiagnosis(waiting=tuple(waiting), missing=tuple(missing), seconds=seconds)
     if min(where.idle_seconds for where in waiting) < min(seconds, stall_limit) / 2:
         return None  # a rank arrived only a moment ago
-    minority = _find_minority(waiting)
+    minority = [where for where in waiting if where.connecting_to] or _find_minority(waiting)
     return HangDiagnosis(
         waiting=tuple(where for where in waiting if where not in minority), missing=tuple(minority), seconds=seconds
     )

@@ -5,7 +5,10 @@ main thread's context switches and the process's CPU time do not grow. A process
 file often is not idle by this measure. The script need not cooperate.
 """
 
+import contextlib
 import os
+import socket
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +17,16 @@ MAX_SWITCHES_PER_SECOND = 25.0
 """Context switches of an idle main thread: a wait that polls now and then counts as idle."""
 MAX_IDLE_CPU_FRACTION = 0.03
 """CPU time of an idle process, as a fraction of one core."""
+MAX_QUIET_CPU_FRACTION = 0.1
+"""CPU time of a process that polls, as a fraction of one core. See Note [rendezvous polls] in `worker_monitor`."""
 MAX_UPDATE_GAP_SECONDS = 5.0
 """Between two updates. After a longer gap the idle time restarts at 0: this process itself was stopped or starved."""
 CPU_WINDOW_SECONDS = 2.0
 """The period over which `ActivityTracker.cpu_percent` is measured."""
+_CONNECTING = "02"
+"""The state SYN_SENT in `/proc/PID/net/tcp`."""
+_MAPPED = bytes(10) + b"\xff\xff"
+"""The start of an IPv4 address in a socket of IPv6."""
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -72,6 +81,36 @@ def iterate_descendants(process_id: int) -> Iterator[int]:
             yield from iterate_descendants(child)
 
 
+def find_unanswered_connection(process_id: int) -> str:
+    """Return where a process tries to connect without an answer, like "10.0.0.1:29500"; "" for nowhere."""
+    for table in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/{process_id}/net/{table}", encoding="ascii") as file:
+                rows = [line.split() for line in file][1:]
+            connecting = {row[9]: row[2] for row in rows if row[3] == _CONNECTING}
+            numbers = os.listdir(f"/proc/{process_id}/fd") if connecting else []
+        except OSError:
+            continue
+        for number in numbers:
+            with contextlib.suppress(OSError):
+                inode = os.readlink(f"/proc/{process_id}/fd/{number}").removeprefix("socket:[").removesuffix("]")
+                if inode in connecting:
+                    return _decode_address(connecting[inode])
+    return ""
+
+
+def _decode_address(text: str) -> str:
+    """Decode the kernel's "0100007F:1F90", whose address is in words of the machine's byte order."""
+    address, _, port = text.partition(":")
+    words = [bytes.fromhex(address[start : start + 8]) for start in range(0, len(address), 8)]
+    data = b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)
+    if len(data) == 4:
+        return f"{socket.inet_ntop(socket.AF_INET, data)}:{int(port, 16)}"
+    if data.startswith(_MAPPED):
+        return f"{socket.inet_ntop(socket.AF_INET, data.removeprefix(_MAPPED))}:{int(port, 16)}"
+    return f"[{socket.inet_ntop(socket.AF_INET6, data)}]:{int(port, 16)}"
+
+
 def describe_wait(process_id: int) -> str:
     """Say what the main thread of a sleeping process waits for, from the kernel's wait channel; "" if unknown."""
     try:
@@ -105,6 +144,8 @@ class ActivityTracker:
         """The time since which the main thread and the process have been idle."""
         self.tree_idle_since = now
         """The time since which the process and its child processes have been idle."""
+        self.quiet_since = now
+        """The time since which the process has used little CPU time, even if its main thread has run often."""
         self._updated_at = now
         self._tree: dict[int, float] = {}
         self._cpu: deque[tuple[float, float]] = deque()
@@ -121,6 +162,8 @@ class ActivityTracker:
             cpu > MAX_IDLE_CPU_FRACTION * seconds + 1.5 * _TICK
             or context_switches > MAX_SWITCHES_PER_SECOND * seconds + 2
         )
+        if cpu > MAX_QUIET_CPU_FRACTION * seconds + 1.5 * _TICK or seconds > MAX_UPDATE_GAP_SECONDS:
+            self.quiet_since = now
         if moved or seconds > MAX_UPDATE_GAP_SECONDS or self.stats.state == "R":
             self.idle_since = now
         self._update_tree(now, seconds)

@@ -27,9 +27,7 @@ def format_report(diagnosis: HangDiagnosis, step_rate: StepRate, *, host_name: H
     if more > 0:
         lines.append(f"  and {more} more")
     if not diagnosis.missing:
-        lines.append(
-            "  no rank is missing: sizes, dtypes or groups may differ between ranks, or the network is at fault"
-        )
+        lines.append(f"  no rank is missing: {describe_full_wait(diagnosis)}")
     if stacks_file:
         lines.append(f"  all threads of all ranks: {stacks_file}")
     return "\n".join(lines)
@@ -63,6 +61,16 @@ def describe_waiting(diagnosis: HangDiagnosis) -> str:
     return ", ".join(texts)
 
 
+def describe_full_wait(diagnosis: HangDiagnosis) -> str:
+    """Describe what may be wrong if every rank waits in the same place."""
+    if all(where.is_rendezvous for where in diagnosis.waiting):
+        return (
+            "the ranks do not find each other: MASTER_ADDR, MASTER_PORT, world size or store may differ between them, "
+            "or a firewall rejects their connections"
+        )
+    return "sizes, dtypes or groups may differ between ranks, or the network is at fault"
+
+
 def describe_missing(diagnosis: HangDiagnosis, where: RankStatus) -> str:
     """Describe a missing rank as "did not arrive: it is in load() at data.py:12 (sleeps, 0 % CPU)"."""
     return f"did not arrive: {describe_status(where)}" if diagnosis.waiting else describe_status(where)
@@ -70,6 +78,11 @@ def describe_missing(diagnosis: HangDiagnosis, where: RankStatus) -> str:
 
 def describe_status(where: RankStatus) -> str:
     """Say where a rank is."""
+    if where.connecting_to:
+        return (
+            f"it gets no answer from {where.connecting_to} in {where.doing}{_format_location(where)} (a firewall drops "
+            "packets, or the address is wrong)"
+        )
     if where.state == "waits":
         return f"it waits in {where.doing}{_format_location(where)}"
     if where.state == "ended":

@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,17 @@ _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/debugpy/", "/pydevd", "/_pydev_bundle/", "/ipdb/", "/pudb/")
 _WAITING_CALLS = (".wait(", "wait_tensor(")
 """In a line of the script that calls C code: the wait for a PyTorch work, future or store."""
+_STORE_CALL = re.compile(
+    r"\b(?:TCP|File|Prefix)Store\(|\w*store\w*\.(?:get|multi_get|wait|add|compare_set|barrier)\(", re.IGNORECASE
+)
+"""In a line of the script that calls C code: a store that may wait for other ranks."""
+_RENDEZVOUS = (
+    "torch/distributed/rendezvous.py",
+    "torch/distributed/elastic/rendezvous/",
+    "torch/distributed/elastic/utils/store.py",
+)
+_OWN_RENDEZVOUS = ("runtime/rendezvous/", "compat/horovod/engine/rendezvous")
+_RENDEZVOUS_CALLS = ("init_process_group", "new_group")
 _GPU_CALLS = (".item(", ".tolist(", ".cpu(", ".numpy(", "synchronize(", ".to(")
 """In a line of the script: calls in which the CPU waits for the GPU, and so for the ranks that the GPU waits for."""
 _WAITING_MODULES = (
@@ -45,6 +57,8 @@ class StackLocation:
 
     collective: str = ""
     """The collective in which the process waits for other ranks; empty if it is in none."""
+    is_rendezvous: bool = False
+    """Whether it waits there for the others to join a group or a store."""
     waits_for_data: bool = False
     """Whether the process waits for the worker processes of its DataLoader."""
     is_debugged: bool = False
@@ -66,11 +80,15 @@ def classify_stack(stack: Sequence[Frame]) -> StackLocation:
     source = linecache.getline(script[0].file, script[0].line)
     waits_for_data = any(frame.file.endswith(_DATA_LOADER) for frame in inner)
     collective = "" if waits_for_data else _find_collective(inner)
-    if not inner and any(call in source for call in _WAITING_CALLS):
+    store_call = _STORE_CALL.search(source) if not inner else None
+    if store_call is not None:
+        collective = f"{store_call[0].rstrip('(')}()"
+    elif not inner and any(call in source for call in _WAITING_CALLS):
         collective = "wait()"
     gpu = collective or next((call.strip(".(") + "()" for call in _GPU_CALLS if call in source), "")
     return StackLocation(
         collective=collective,
+        is_rendezvous=store_call is not None or (collective != "" and _is_rendezvous(inner)),
         waits_for_data=waits_for_data,
         is_debugged=any(part in frame.file for frame in frames for part in _DEBUGGERS),
         gpu_wait=gpu,
@@ -151,6 +169,17 @@ def _find_collective(inner: Sequence[Frame]) -> str:
         return "backward()"
     waits = any(file.startswith(PACKAGE_FOLDER) and _package_path(file).startswith(_WAITING_MODULES) for file in files)
     return _name_rankless_call(inner, files) if waits else ""
+
+
+def _is_rendezvous(inner: Sequence[Frame]) -> bool:
+    """Whether library frames are in a rendezvous: PyTorch's, or Rankless's."""
+    files = [frame.file.replace(os.sep, "/") for frame in inner]
+    return any(
+        any(part in file for part in _RENDEZVOUS)
+        or (file.endswith(_C10D) and frame.function in _RENDEZVOUS_CALLS)
+        or (file.startswith(PACKAGE_FOLDER) and _package_path(file).startswith(_OWN_RENDEZVOUS))
+        for frame, file in zip(inner, files, strict=True)
+    )
 
 
 def _package_path(file: str) -> str:

@@ -128,9 +128,7 @@ class Watchdog:
 
     def _stalled_seconds(self, now: float) -> float:
         """How long some rank has been idle while no rank made a step."""
-        stalled = [
-            now - worker.activity.idle_since for worker in self._live_workers() if not self._is_busy_waiting(worker)
-        ]
+        stalled = [now - worker.idle_since() for worker in self._live_workers() if not self._is_busy_waiting(worker)]
         busy_waiting = [
             self._step_rate.seconds_since_step(now) for worker in self._live_workers() if self._is_busy_waiting(worker)
         ]

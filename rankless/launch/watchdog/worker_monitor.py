@@ -1,4 +1,9 @@
-"""Monitor this host's workers: how long each has been idle, and where in the script it is."""
+"""Monitor this host's workers: how long each has been idle, and where in the script it is.
+
+Note [rendezvous polls]: rank 0 of PyTorch's store looks a hundred times a second whether the others have joined. By its
+context switches it is not idle. So the monitor also reads the stack of a worker that uses little CPU time. If the
+worker is in a rendezvous, the time since which it has used little CPU time is its idle time.
+"""
 
 import os
 import time
@@ -10,6 +15,7 @@ from rankless.launch.watchdog.process_stats import (
     ActivityTracker,
     ProcessStats,
     describe_wait,
+    find_unanswered_connection,
     iterate_descendants,
     read_process_stats,
 )
@@ -19,6 +25,8 @@ from rankless.records.events import RankState, RankStatus
 from rankless.records.worker_status import WorkerStatus, read_page
 
 MAX_DATA_LOADER_WORKERS = 8
+FIRST_LOOK_SECONDS = 10.0
+"""The quiet time after which the monitor reads a stack; the next time after twice as long."""
 SHORT_IDLE_SECONDS = 1.5
 """Longer than the interval between two checks."""
 
@@ -35,6 +43,9 @@ class WorkerMonitor:
         self._logs = [path for path in (config.log_file, config.error_log_file) if path is not None]
         self._written = 0
         self._written_at = now
+        self._next_look_seconds = FIRST_LOOK_SECONDS
+        self._is_looking = False
+        self._is_in_rendezvous = False
 
     @property
     def page(self) -> WorkerStatus:
@@ -56,6 +67,25 @@ class WorkerMonitor:
                 written += os.stat(path).st_size
         if written != self._written:
             self._written, self._written_at = written, now
+
+        self._look(now)
+
+    def idle_since(self) -> float:
+        """Return since when the worker has been idle, or quiet in a rendezvous. See Note [rendezvous polls]."""
+        return self.activity.quiet_since if self._is_in_rendezvous else self.activity.idle_since
+
+    def _look(self, now: float) -> None:
+        """Read the stack of a worker that is quiet but not idle. See Note [rendezvous polls]."""
+        quiet_seconds, idle_seconds = now - self.activity.quiet_since, now - self.activity.idle_since
+        if self._is_looking and self.is_complete(now):
+            self._is_looking = False
+            self._is_in_rendezvous = self._location().is_rendezvous
+        elif quiet_seconds < FIRST_LOOK_SECONDS:
+            self._next_look_seconds, self._is_in_rendezvous = FIRST_LOOK_SECONDS, False
+        elif quiet_seconds >= self._next_look_seconds and idle_seconds < quiet_seconds / 2:
+            self._next_look_seconds = 2 * quiet_seconds
+            self._is_looking = True
+            self.request_stacks(now)
 
     def request_stacks(self, now: float) -> None:
         """Request the stacks of the worker."""
@@ -82,6 +112,7 @@ class WorkerMonitor:
             gpu_waits: Whether a rank that waits for its GPU counts as waiting for other ranks.
         """
         activity, location, stats = self.activity, self._location(), self.activity.stats
+        self._is_in_rendezvous = location.is_rendezvous
         state, doing, text, line = self._state(stats, location, now, stall_limit), "", location.text, location.line
         if state == "computes" and self.config.device != "cpu" and location.gpu_wait and gpu_waits:
             state, doing = "waits", location.gpu_wait  # the CPU polls while the GPU waits for other ranks
@@ -106,13 +137,15 @@ class WorkerMonitor:
             rank=self.config.rank,
             time_ns=time.monotonic_ns(),
             state=state,
-            idle_seconds=now - activity.idle_since,
+            idle_seconds=now - self.idle_since(),
             silent_seconds=now - self._written_at,
             cpu_percent=activity.cpu_percent,
             doing=doing,
             line=line,
             text=text,
             stack=location.stack,
+            connecting_to=find_unanswered_connection(activity.process_id) if state == "waits" else "",
+            is_rendezvous=state == "waits" and location.is_rendezvous,
         )
 
     def _state(self, stats: ProcessStats | None, location: StackLocation, now: float, stall_limit: float) -> RankState:

@@ -1,7 +1,8 @@
-"""Listen, connect and measure between two hosts. Both sides are probe servers.
+"""Listen, connect and measure between two hosts. Both sides are the doctor's probe servers, or the agents of a job.
 
-Note [probe secret]: a listener serves only clients that send the doctor's secret, which travels over ssh's standard
-input. It reads no more bytes than announced, and ends with the probe server.
+Note [probe secret]: a listener serves only clients that send the test's secret. The doctor's travels over ssh's
+standard input, that of a job over the authenticated connections between agents. The listener reads no more bytes than
+announced, and ends with the probe server or the test.
 """
 
 import errno
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from rankless.launch.doctor.probe_protocol import ConnectionAttempt, ConnectionOutcome, ConnectionTarget, LinkSpeed
+from rankless.records.connection_attempts import ConnectionAttempt, ConnectionOutcome, ConnectionTarget, LinkSpeed
 
 CONNECT_TIMEOUT_SECONDS = 2.0
 SECRET_BYTES = 16
@@ -45,12 +46,27 @@ def start_listener(host_index: int, secret: bytes, port: int = 0, address: str =
     return listener
 
 
-def connect_all(targets: Sequence[ConnectionTarget], secret: bytes) -> tuple[ConnectionAttempt, ...]:
-    """Connect to every address of every target at once, and return the outcomes."""
+def stop_listener(listener: socket.socket) -> None:
+    """Stop a listener: afterwards another socket may listen on its port."""
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts would keep it open
+    listener.close()
+
+
+def connect_all(
+    targets: Sequence[ConnectionTarget], secret: bytes, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS
+) -> tuple[ConnectionAttempt, ...]:
+    """Connect to every address of every target at once, and return the outcomes.
+
+    Args:
+        targets: Where other hosts listen.
+        secret: The listeners' secret.
+        timeout_seconds: How long one connection may take. Default: CONNECT_TIMEOUT_SECONDS.
+    """
     with ThreadPoolExecutor(max(1, len(targets))) as pool:
         return tuple(
             attempt
-            for found in pool.map(lambda target: _connect_to_addresses(target, secret), targets)
+            for found in pool.map(lambda target: _connect_to_addresses(target, secret, timeout_seconds), targets)
             for attempt in found
         )
 
@@ -74,30 +90,33 @@ def measure_link(target: ConnectionTarget, secret: bytes) -> LinkSpeed:
         return LinkSpeed(error=error.strerror or str(error) or type(error).__name__)
 
 
-def _connect_to_addresses(target: ConnectionTarget, secret: bytes) -> list[ConnectionAttempt]:
+def _connect_to_addresses(target: ConnectionTarget, secret: bytes, timeout_seconds: float) -> list[ConnectionAttempt]:
     try:
         found = socket.getaddrinfo(target.address, target.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         return [ConnectionAttempt(target=target, address="", outcome="no name", text=str(error))]
     addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))[:4]
     with ThreadPoolExecutor(len(addresses)) as pool:
-        return list(pool.map(lambda each: _connect_to_address(target, secret, *each), addresses))
+        return list(pool.map(lambda each: _connect_to_address(target, secret, timeout_seconds, *each), addresses))
 
 
 def _connect_to_address(
-    target: ConnectionTarget, secret: bytes, family: int, address: tuple[object, ...]
+    target: ConnectionTarget, secret: bytes, timeout_seconds: float, family: int, address: tuple[object, ...]
 ) -> ConnectionAttempt:
-    outcome: ConnectionOutcome
+    outcome: ConnectionOutcome = "reached"
     text = ""
+    is_connected = False
     with socket.socket(family, socket.SOCK_STREAM) as connection:
-        connection.settimeout(CONNECT_TIMEOUT_SECONDS)
+        connection.settimeout(timeout_seconds)
         try:
             connection.connect(address)
-            connection.sendall(secret)
-            answered = int.from_bytes(_receive_exactly(connection, _HOST_INDEX_BYTES), "big")
-            outcome = "reached" if answered == target.host_index else "another"
+            is_connected = True
+            if target.has_probe:
+                connection.sendall(secret)
+                answered = int.from_bytes(_receive_exactly(connection, _HOST_INDEX_BYTES), "big")
+                outcome = "reached" if answered == target.host_index else "another"
         except TimeoutError:
-            outcome = "dropped"
+            outcome, text = ("silent", "it accepts connections but sends nothing") if is_connected else ("dropped", "")
         except OSError as error:
             outcome, text = _classify_error(error), error.strerror or str(error)
     return ConnectionAttempt(target=target, address=str(address[0]), outcome=outcome, text=text)

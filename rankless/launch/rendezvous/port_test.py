@@ -1,0 +1,273 @@
+"""Before the start, the hosts of a job try the ports that the ranks need: MASTER_PORT, the store's, and free ones.
+
+The agents already reach host 0 at the job's port. A firewall may still drop everything else, and then the ranks would
+wait for each other until PyTorch's timeout. So every host listens on a free port, as Gloo and NCCL do, and connects to
+the others. Host 0 evaluates the outcomes.
+"""
+
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import psutil  # type: ignore[import-untyped]  # it has no stubs
+
+from rankless.config.environment import PORT_TEST, user_interfaces
+from rankless.errors import JoinError
+from rankless.launch.rendezvous.control_server import ControlServer, HostDisconnected, HostReported
+from rankless.launch.rendezvous.leader import RendezvousInterrupted
+from rankless.launch.rendezvous.link_test import SECRET_BYTES, connect_all, start_listener, stop_listener
+from rankless.launch.rendezvous.messages import (
+    ControlMessage,
+    JoinRefused,
+    OpenPort,
+    PortOpened,
+    PortsTried,
+    TryPorts,
+)
+from rankless.launch.signals import Interrupts
+from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
+
+CONNECT_TIMEOUT_SECONDS = 5.0
+"""For one connection: the kernel repeats its first packet after 1 and 3 s."""
+ANSWER_TIMEOUT_SECONDS = 20.0
+"""For one host's answer. An overloaded host may be late, so the job starts without it."""
+MAX_TARGETS = 64
+"""Other hosts that one host tries. With more hosts, each tries the next ones in the list, and host 0."""
+_POLL_SECONDS = 0.05
+_MAX_LISTED = 4
+
+_Answer = TypeVar("_Answer", PortOpened, PortsTried)
+
+
+class PortTester:
+    """One host's part in the test: it listens, and connects to others in the background.
+
+    Args:
+        address: This host's address on its route to host 0. The test uses it unless the user has named an interface
+            for Gloo.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = _gloo_address(address)
+        self._host_index = 0
+        self._secret = b""
+        self._listeners: list[socket.socket] = []
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="port test")
+        self._attempts: Future[tuple[ConnectionAttempt, ...]] | None = None
+
+    def receive(self, message: ControlMessage) -> PortOpened | None:
+        """Carry out a request of host 0, and return what to answer at once. Ignore other messages."""
+        if isinstance(message, TryPorts):
+            self._attempts = self._pool.submit(
+                connect_all, message.targets, self._secret, timeout_seconds=CONNECT_TIMEOUT_SECONDS
+            )
+        elif isinstance(message, OpenPort):
+            self._host_index, self._secret = message.host_index, message.secret
+            return PortOpened(address=self._address, port=self.listen(self._address))
+        return None
+
+    def listen(self, address: str, port: int = 0) -> int:
+        """Listen on a port of this host, by default a free one. Return its number, or 0 if it cannot be had."""
+        listener = start_listener(self._host_index, self._secret, port, address)
+        if listener is None:
+            return 0
+        self._listeners.append(listener)
+        return int(listener.getsockname()[1])
+
+    def take_result(self) -> PortsTried | None:
+        """Return the outcomes once, when all connections have been tried."""
+        if self._attempts is None or not self._attempts.done():
+            return None
+        attempts, self._attempts = self._attempts.result(), None
+        return PortsTried(attempts=attempts)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for listener in self._listeners:
+            stop_listener(listener)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortTest:
+    """What host 0 tests."""
+
+    names: Sequence[str]
+    """The name of every host."""
+    address: str
+    """Host 0's address, which is MASTER_ADDR."""
+    control_port: int
+    """The port at which all hosts reach host 0's agent."""
+    master_port: int
+    store: socket.socket
+    """The listening socket on which rank 0 will serve the store."""
+
+    @property
+    def uses(self) -> Mapping[int, str]:
+        """What the ports of host 0 that are no free ones are for."""
+        return {self.master_port: "MASTER_PORT", self.store.getsockname()[1]: "the store"}
+
+
+def run_port_test(
+    server: ControlServer, test: PortTest, *, interrupts: Interrupts, notify: Callable[[str], None]
+) -> None:
+    """Let all hosts try the ports of the ranks. A host that does not answer in time is left out, with a notice.
+
+    Raises:
+        JoinError: If a port cannot be reached, or a host leaves. The other hosts receive it too.
+        RendezvousInterrupted: On a signal.
+    """
+    tester = PortTester(test.address)
+    conversation = _Conversation(server, tester, test.names, interrupts)
+    try:
+        _check_attempts(test, conversation.run(test))
+    except JoinError as error:
+        server.broadcast(JoinRefused(expected=str(error.expected), found=str(error.found), fix=error.fix))
+        raise
+    finally:
+        tester.close()
+        _drain(test.store)
+    if conversation.late_hosts:
+        late = ", ".join(test.names[host] for host in sorted(conversation.late_hosts))
+        notify(f"the ports of the ranks were not tried on {late}: no answer within {ANSWER_TIMEOUT_SECONDS:g} s")
+
+
+class _Conversation:
+    """Host 0's requests to all hosts, and their answers."""
+
+    def __init__(self, server: ControlServer, tester: PortTester, names: Sequence[str], interrupts: Interrupts) -> None:
+        self._server = server
+        self._tester = tester
+        self._names = names
+        self._interrupts = interrupts
+        self.late_hosts: set[int] = set()
+
+    def run(self, test: PortTest) -> dict[int, Sequence[ConnectionAttempt]]:
+        """Return the outcomes of each host that has answered."""
+        secret = secrets.token_bytes(SECRET_BYTES)
+        own = self._tester.receive(OpenPort(secret=secret, host_index=0))
+        assert own is not None
+        others = sorted(self._server.connected_hosts)
+        for host in others:
+            self._server.send(host, OpenPort(secret=secret, host_index=host))
+        opened = {0: own, **self._receive(PortOpened, others)}
+        fixed = [
+            ConnectionTarget(host_index=0, address=test.address, port=test.store.getsockname()[1], has_probe=False)
+        ]
+        if self._tester.listen(test.address, test.master_port):
+            fixed.append(ConnectionTarget(host_index=0, address=test.address, port=test.master_port))
+        for host in sorted(opened.keys() - {0}):
+            self._server.send(host, TryPorts(targets=(*_choose_targets(host, opened), *fixed)))
+        self._tester.receive(TryPorts(targets=_choose_targets(0, opened)))
+        answers = self._receive(PortsTried, opened.keys())
+        return {host: answer.attempts for host, answer in answers.items()}
+
+    def _receive(self, kind: type[_Answer], hosts: Collection[int]) -> dict[int, _Answer]:
+        """Return the answers of these hosts; those that are late go into `late_hosts`."""
+        found: dict[int, _Answer] = {}
+        deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            selector.register(self._interrupts, selectors.EVENT_READ)
+            while (missing := set(hosts) - found.keys()) and time.monotonic() < deadline:
+                selector.select(_POLL_SECONDS)
+                self._raise_if_interrupted()
+                for event in self._server.poll(time.monotonic()):
+                    if isinstance(event, HostReported) and isinstance(event.message, kind):
+                        found[event.host] = event.message
+                    elif isinstance(event, HostDisconnected):
+                        raise JoinError(
+                            expected="all hosts to stay in the job until it starts",
+                            found=f"{self._names[event.host]} left: {event.reason}",
+                            fix="look at its terminal, or its agent's messages here; then start the job again",
+                        )
+                own = self._tester.take_result() if 0 in missing else None
+                if isinstance(own, kind):
+                    found[0] = own
+        self.late_hosts |= set(hosts) - found.keys()
+        return found
+
+    def _raise_if_interrupted(self) -> None:
+        if numbers := self._interrupts.read():
+            self._server.broadcast(
+                JoinRefused(expected="a job that starts", found="host 0 received a signal", fix="start it again")
+            )
+            raise RendezvousInterrupted(numbers[0])
+
+
+def _choose_targets(host: int, opened: Mapping[int, PortOpened]) -> tuple[ConnectionTarget, ...]:
+    """Return the free ports of other hosts that a host tries."""
+    hosts = sorted(opened)
+    place = hosts.index(host)
+    following = [*hosts[place + 1 :], *hosts[:place]]
+    chosen = [*following[:MAX_TARGETS], *([0] if 0 in following[MAX_TARGETS:] else [])]
+    return tuple(
+        ConnectionTarget(host_index=other, address=opened[other].address, port=opened[other].port)
+        for other in chosen
+        if opened[other].port
+    )
+
+
+def _check_attempts(test: PortTest, attempts: Mapping[int, Sequence[ConnectionAttempt]]) -> None:
+    """Raise `JoinError` if a connection failed."""
+    failures = [
+        (host, attempt)
+        for host in sorted(attempts)
+        for attempt in attempts[host]
+        if attempt.outcome not in ("reached", "silent")
+    ]
+    if not failures:
+        return
+    seen = [
+        f"{test.names[host]} → {_describe_target(test, attempt.target)}: {_describe_outcome(attempt)}"
+        for host, attempt in failures
+    ]
+    more = f"; and {len(seen) - _MAX_LISTED} more" if len(seen) > _MAX_LISTED else ""
+    concerned = sorted({host for source, attempt in failures for host in (source, attempt.target.host_index)})
+    names = " and ".join(test.names[host] for host in concerned) if len(concerned) <= _MAX_LISTED else "all hosts"
+    raise JoinError(
+        expected="ports that the ranks need to be open between the hosts: MASTER_PORT, the store's port, and the free "
+        "ports that Gloo and NCCL choose",
+        found="; ".join(seen[:_MAX_LISTED]) + more,
+        fix=f"open all TCP ports between {names}, not only {test.control_port} and ssh's; rankless doctor --hosts "
+        f"tests every pair; {PORT_TEST}=0 starts a job whose ranks do not communicate",
+    )
+
+
+def _describe_target(test: PortTest, target: ConnectionTarget) -> str:
+    use = test.uses.get(target.port, "a free port") if target.host_index == 0 else "a free port"
+    address = f"[{target.address}]" if ":" in target.address else target.address
+    name = test.names[target.host_index]
+    return f"{'' if name == target.address else f'{name}, '}{address}:{target.port} ({use})"
+
+
+def _describe_outcome(attempt: ConnectionAttempt) -> str:
+    texts = {
+        "dropped": "no answer, so a firewall drops packets",
+        "refused": "refused although the agent listens there, so a firewall rejects it",
+        "another": "another machine answers there",
+    }
+    return texts.get(attempt.outcome) or f"{attempt.outcome}: {attempt.text}"
+
+
+def _gloo_address(address: str) -> str:
+    """Return the address on the interface that the user has named for Gloo, by default `address`."""
+    interface = user_interfaces().get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    found = [item.address for item in psutil.net_if_addrs().get(interface, ()) if item.family == family]
+    return found[0].partition("%")[0] if found else address
+
+
+def _drain(store: socket.socket) -> None:
+    """Close the connections that the test has left in the queue of the store's socket."""
+    store.setblocking(False)
+    with suppress(OSError):
+        while True:
+            store.accept()[0].close()
+    store.setblocking(True)
