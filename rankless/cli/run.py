@@ -51,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Start plain processes, each of which imports torch, instead of using a fork server.",
     )
     parser.add_argument(
+        "--preload",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="Module that the fork server imports once, so that no worker imports it again, for example transformers. "
+        "Repeat the option, or separate modules by commas. RANKLESS_PRELOAD adds others.",
+    )
+    parser.add_argument(
         "--no-progress",
         action="store_true",
         help="Show no progress line of jobs, for a script that shows its own or for logs.",
@@ -99,6 +107,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             log_folder=arguments.log_dir,
             show=arguments.show,
             warm=not arguments.no_warm,
+            preload=tuple(arguments.preload),
             progress=not (arguments.no_progress or arguments.quiet),
             agent_output="quiet" if arguments.quiet else "summary",
             command=("rankless", NAME, *arguments.command_line),

@@ -23,10 +23,12 @@ LOG_FOLDER = "RANKLESS_LOG_DIR"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
 HANG_TIMEOUT = "RANKLESS_HANG_TIMEOUT"
 PORT_TEST = "RANKLESS_PORT_TEST"
+PRELOAD = "RANKLESS_PRELOAD"
 HOROVOD = "RANKLESS_HOROVOD"
 HOROVOD_SERVER = "GLOO_RENDEZVOUS_ADDR"
 """Horovod's launcher names its server by this variable, with `HOROVOD_` before it."""
 FUNCTION_KEY = "RANKLESS_FUNCTION_KEY"
+_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _TITLE_WITHOUT_ENVIRONMENT = "SPT_NOENV"
 _CARRIED = (
     "RANKLESS_",
@@ -148,6 +150,22 @@ def default_log_folder() -> str:
 def user_hang_timeout() -> str | None:
     """Return RANKLESS_HANG_TIMEOUT, for commands without such an option, as `torchrun`; None if it is not set."""
     return os.environ.get(HANG_TIMEOUT) or None
+
+
+def user_preload() -> str:
+    """Return RANKLESS_PRELOAD: modules that the fork server imports, separated by commas."""
+    return os.environ.get(PRELOAD, "")
+
+
+@contextlib.contextmanager
+def without_cuda_initialization() -> Iterator[None]:
+    """Let torch look for GPUs through NVIDIA's management library, which a later fork does not disturb."""
+    before = os.environ.get(_CUDA_CHECK)
+    os.environ[_CUDA_CHECK] = "1"
+    try:
+        yield
+    finally:
+        apply({_CUDA_CHECK: before})
 
 
 def wants_port_test() -> bool:

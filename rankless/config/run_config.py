@@ -131,6 +131,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     log_folder: str = "log"
     show: ShowChoice = "first"
     warm: bool = True
+    preload: tuple[str, ...] = ()
+    """Modules that the fork server imports besides torch; RANKLESS_PRELOAD adds others."""
     progress: bool = True
     agent_output: AgentOutput = "table"
     command: tuple[str, ...] = ()
@@ -166,6 +168,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     show: ShowChoice = "first"
     warm: bool = True
     """Fork the workers from a process that has imported torch; False starts plain processes."""
+    preload: tuple[str, ...] = ()
+    """Modules that this process imports besides torch."""
     seed: int | None
     """The seed of every worker's generators; None lets each process seed itself."""
     recording: str | None = None

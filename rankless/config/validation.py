@@ -8,7 +8,7 @@ import shutil
 from typing import Literal
 
 from rankless.config.elastic import check_elastic
-from rankless.config.environment import user_hang_timeout, user_threads, user_visible_devices
+from rankless.config.environment import user_hang_timeout, user_preload, user_threads, user_visible_devices
 from rankless.config.run_config import Program, RunConfig, RunRequest
 from rankless.config.script_source import names_rankless
 from rankless.errors import ConfigError
@@ -44,6 +44,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         log_folder=request.log_folder,
         show=request.show,
         warm=request.warm,
+        preload=choose_preload(program, request),
         seed=seed if seed is not None else None if has_separate_seeds else secrets.randbelow(2**32),
         recording=request.recording,
         perturbation_seed=request.perturbation_seed,
@@ -59,6 +60,33 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         hang_timeout_seconds=hang_timeout(request),
         request=request,
     )
+
+
+def choose_preload(program: Program, request: RunRequest) -> tuple[str, ...]:
+    """Return the modules that the fork server imports: the request's and those of RANKLESS_PRELOAD.
+
+    Raises `ConfigError` for a module that does not exist, and for a request without a fork server.
+    """
+    if not request.warm or program.kind == "command":
+        if request.preload:
+            raise ConfigError(
+                expected="--preload with a fork server, from which the workers are forked",
+                found="plain processes, each of which imports its modules itself",
+                fix="omit --preload, or --no-warm",
+            )
+        return ()
+    names = [name.strip() for text in (*request.preload, user_preload()) for name in text.split(",")]
+    wanted = tuple(dict.fromkeys(filter(None, names)))
+    folder = os.path.dirname(os.path.realpath(program.target)) if program.kind == "script" else os.getcwd()
+    for name in wanted:
+        parts = name.split(".")
+        if not all(part.isidentifier() for part in parts) or not _module_may_exist(parts[0], folder):
+            raise ConfigError(
+                expected="names of modules to preload, as transformers,datasets",
+                found=f"no module {name} beside the program or among the installed packages",
+                fix="correct --preload (RANKLESS_PRELOAD), or install the package",
+            )
+    return wanted
 
 
 def hang_timeout(request: RunRequest) -> float | None:
@@ -145,6 +173,6 @@ def core_count() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _module_may_exist(name: str) -> bool:
-    here = os.path.join(os.getcwd(), name)
+def _module_may_exist(name: str, folder: str | None = None) -> bool:
+    here = os.path.join(folder or os.getcwd(), name)
     return os.path.isfile(here + ".py") or os.path.isdir(here) or importlib.util.find_spec(name) is not None

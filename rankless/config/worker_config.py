@@ -62,6 +62,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     program: Program
     warm: bool
+    preload: tuple[str, ...] = ()
+    """Modules to import before the workers are forked."""
     workers: tuple[WorkerLaunch, ...]
     other_hosts: tuple[str, ...] = ()
     """The addresses of the job's other hosts, as far as they are known."""

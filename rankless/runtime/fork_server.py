@@ -32,6 +32,7 @@ from rankless.records.events import Exited, Notice, Started
 from rankless.runtime.connections import cut_connections
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks.import_aliases import ALIASES, is_alias_active
+from rankless.runtime.preload import preload
 from rankless.runtime.process_tree import (
     EndedChild,
     adopt_orphans,
@@ -76,6 +77,11 @@ def main(fast_exit: FastExit) -> Callable[[], None] | None:
     )
     if config.warm and not warm:
         _notify(config, "the workers start as plain processes, because torch is not installed or has started threads")
+    elif config.preload:
+        outcome = preload(config.preload, config.program)
+        for message in outcome.messages:
+            _notify(config, message)
+        warm = outcome.may_fork
     return serve_run(config, fast_exit=fast_exit, warm=warm, cores=cores)
 
 

@@ -23,6 +23,7 @@ IMPORTED_LATE = {
     "rankless/runtime/fork_server.py": "preloads what the workers will import",
     "rankless/runtime/hooks/at_start/sitecustomize.py": "runs in every Python below a worker, and must cost nothing",
     "rankless/runtime/hooks/import_aliases.py": "imports the module behind an alias when a script asks for it",
+    "rankless/runtime/preload.py": "imports the modules that the user names",
     "rankless/runtime/rendezvous/job_store.py": "only processes of Horovod's own launcher need its protocol",
     "rankless/runtime/worker.py": "a worker imports torch and numpy when the script does",
     "rankless/terminal/progress_observer.py": "rich is imported at the first progress record",
@@ -48,6 +49,7 @@ BROAD_EXCEPTS = {
     "rankless/jobs/program_cache.py": "capture with symbolic sizes may fail in the script's code; exact sizes follow",
     "rankless/launch/rendezvous/follower.py": "the connection is closed, and the error is raised again",
     "rankless/launch/spawn_function.py": "the workers are ended, and the error is raised again",
+    "rankless/runtime/preload.py": "a preloaded module is foreign code; the workers import it themselves",
     "rankless/runtime/spawn_main.py": "the function's error travels to the process that called spawn",
     "rankless/runtime/worker.py": "every end of a script is reported, and the error is raised again",
 }

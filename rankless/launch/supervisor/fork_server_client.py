@@ -54,6 +54,7 @@ class ForkServerClient:
         host_config = HostConfig(
             program=config.program,
             warm=config.warm,
+            preload=config.preload,
             workers=tuple(workers),
             other_hosts=tuple(other_hosts),
             control_descriptor=control_end.fileno(),

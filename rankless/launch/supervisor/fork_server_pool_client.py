@@ -98,7 +98,8 @@ class ForkServerPoolClient:
 
         Waits until the pool has imported torch, the timeout is over, or `until` is readable.
         """
-        if not config.warm or not hasattr(os, "pidfd_open"):
+        # Modules of the user's choice would stay in the pool: a run that preloads some has a fork server of its own.
+        if not config.warm or config.preload or not hasattr(os, "pidfd_open"):
             return False
         environment, with_jobs = parent_environment(config), names_rankless(config.program)
         if self._environment is None:
