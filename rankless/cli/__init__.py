@@ -29,8 +29,14 @@ COMMANDS = {
     "launch": "Run a script written for python -m torch.distributed.launch, with its command line.",
     "fleetrun": "Run a script written for Paddle's fleetrun, with its command line.",
     "horovodrun": "Run a program written for Horovod, with horovodrun's command line.",
+    "help": "Show all commands, or the options of one.",
+    "completion": "Print the code with which a shell completes the command lines of rankless.",
 }
 """The commands that `rankless --help` lists, so that it need not import them."""
+
+
+_COMPLETION = "_ARGCOMPLETE"
+"""A shell that completes a command line sets this variable."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -79,6 +85,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; end quietly if nobody reads its output any more."""
+    if arguments is None and _COMPLETION in os.environ:
+        _import_command("completion").answer_shell()
     try:
         code = _dispatch(arguments)
     except BrokenPipeError:
@@ -131,20 +139,29 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         return _run_command(given[0], given[1:])
-    parser = CommandParser(
-        prog="rankless",
-        description="Run one training script on one device or on many, with the same results.",
-    )
-    parser.add_argument("--version", action="version", version=f"rankless {VERSION}")
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=summary)
+    parser = make_main_parser()
     if given and not given[0].startswith("-"):
         nearest = difflib.get_close_matches(given[0], COMMANDS, n=1)
         parser.error(f"unknown command {given[0]}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
     parser.parse_args(given)
     parser.print_help(sys.stderr)
     return 2
+
+
+def make_main_parser(detailed: str | None = None) -> CommandParser:
+    """Return the parser of `rankless` with all commands, of which `detailed` has its options too."""
+    parser = CommandParser(
+        prog="rankless",
+        description="Run one training script on one device or on many, with the same results.",
+        epilog="`rankless help COMMAND` shows the options of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"rankless {VERSION}")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if name == detailed:
+            _import_command(name).add_arguments(command)
+    return parser
 
 
 def make_parser(name: str) -> CommandParser:

@@ -137,6 +137,11 @@ def worker_environment(config: WorkerConfig, *, cuda_devices: str | None) -> dic
     return variables
 
 
+def completed_line() -> str:
+    """Return the command line that a shell is completing, or ""."""
+    return os.environ.get("COMP_LINE", "")
+
+
 def user_token_file() -> str | None:
     """Return the file with the token of a job on several hosts, from RANKLESS_TOKEN_FILE, or None."""
     return os.environ.get(TOKEN_FILE) or None

@@ -44,7 +44,7 @@ def run_two(folder: Path, *options: str, heavy: str = HEAVY, **environment: str)
     return [json.loads(line.partition(" ")[2]) for line in lines], done.stderr
 
 
-def test_a_preloaded_module_is_imported_once_and_workers_are_seeded_as_without(tmp_path: Path):
+def test_a_module_to_preload_is_imported_once_and_workers_are_seeded_as_without(tmp_path: Path):
     options = ("--seed", "5")
     reports, text = run_two(tmp_path, "--preload", "heavy,json", *options, RANKLESS_PRELOAD="colorsys")
     assert "--preload" not in text
@@ -87,7 +87,9 @@ def test_a_module_that_cannot_be_imported_is_named_and_the_run_goes_on(name: str
         (("--preload", "json", "--no-warm"), {}, "plain processes"),
     ],
 )
-def test_what_cannot_be_preloaded_is_refused_before_the_start(options, environment, found: str, tmp_path: Path):
+def test_what_the_fork_server_cannot_import_is_refused_before_the_start(
+    options, environment, found: str, tmp_path: Path
+):
     (tmp_path / "script.py").write_text("print('started')")
     done = rankless("run", *options, "script.py", folder=tmp_path, **environment)
     assert (done.returncode, done.stdout) == (2, "")
