@@ -86,7 +86,7 @@ INTERRUPTED = 128 + signal.SIGINT
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; end quietly if nobody reads its output any more."""
     if arguments is None and _COMPLETION in os.environ:
-        _import_command("completion").answer_shell()
+        _import_command("completion").answer_shell(os.environ.get("COMP_LINE", ""))
     try:
         code = _dispatch(arguments)
     except BrokenPipeError:

@@ -6,7 +6,6 @@ import argcomplete
 from argcomplete.shell_integration import shellcode
 
 from rankless.cli import COMMANDS, make_main_parser
-from rankless.config.environment import completed_line
 
 NAME = "completion"
 HELP = (
@@ -27,11 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def answer_shell() -> None:
+def answer_shell(line: str) -> None:
     """Print what may follow on the command line that a shell is completing, and end this process.
 
     The shell calls `rankless` for each completion, so this imports no command but the one on the line.
     """
-    words = completed_line().split()
+    words = line.split()
     command = words[1] if len(words) > 1 and words[1] in COMMANDS else None
     argcomplete.autocomplete(make_main_parser(command))

@@ -49,28 +49,6 @@ _LOGIN_SPECIFIC = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CLUSTER_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "SLURM_", "JOB_COMPLETION_INDEX")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
-# Torch, or a library that it loads, reads these once, during the import. A change has no effect in a worker that is
-# forked after it.
-_READ_AT_IMPORT = (
-    "TORCH_",
-    "PYTORCH_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OMP_",
-    "OPENBLAS_",
-    "ATEN_",
-    "TORCHINDUCTOR_",
-)
-# Exceptions: the worker applies these again, or torch reads them when it needs them.
-_READ_LATER = (
-    "TORCH_DISTRIBUTED_DEBUG",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "TORCH_NCCL_",
-    "TORCH_FR_",
-    "TORCH_GLOO_",
-)
 
 
 class TorchrunWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,11 +115,6 @@ def worker_environment(config: WorkerConfig, *, cuda_devices: str | None) -> dic
     return variables
 
 
-def completed_line() -> str:
-    """Return the command line that a shell is completing, or ""."""
-    return os.environ.get("COMP_LINE", "")
-
-
 def user_token_file() -> str | None:
     """Return the file with the token of a job on several hosts, from RANKLESS_TOKEN_FILE, or None."""
     return os.environ.get(TOKEN_FILE) or None
@@ -162,15 +135,19 @@ def user_preload() -> str:
     return os.environ.get(PRELOAD, "")
 
 
-@contextlib.contextmanager
-def without_cuda_initialization() -> Iterator[None]:
+def without_cuda_initialization() -> contextlib.AbstractContextManager[None]:
     """Let torch look for GPUs through NVIDIA's management library, which a later fork does not disturb."""
-    before = os.environ.get(_CUDA_CHECK)
-    os.environ[_CUDA_CHECK] = "1"
+    return _switched_on(_CUDA_CHECK)
+
+
+@contextlib.contextmanager
+def _switched_on(name: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = "1"
     try:
         yield
     finally:
-        apply({_CUDA_CHECK: before})
+        apply({name: before})
 
 
 def wants_port_test() -> bool:
@@ -287,18 +264,12 @@ def loopback_name() -> str:
     return "lo" if os.uname().sysname == "Linux" else "lo0"
 
 
-@contextlib.contextmanager
-def kept_in_place() -> Iterator[None]:
+def kept_in_place() -> contextlib.AbstractContextManager[None]:
     """Let `setproctitle` write a title over the command line only.
 
     By default it moves the environment to make room. But libraries that torch has loaded may point into that memory.
     """
-    before = os.environ.get(_TITLE_WITHOUT_ENVIRONMENT)
-    os.environ[_TITLE_WITHOUT_ENVIRONMENT] = "1"
-    try:
-        yield
-    finally:
-        apply({_TITLE_WITHOUT_ENVIRONMENT: before})
+    return _switched_on(_TITLE_WITHOUT_ENVIRONMENT)
 
 
 def user_threads() -> int | None:
@@ -440,13 +411,6 @@ def prefer_interface(name: str) -> None:
 def snapshot() -> dict[str, str]:
     """Return a copy of all variables of this process."""
     return dict(os.environ)
-
-
-def changes_too_late(before: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that have changed since `before` although torch read them at its import."""
-    now = os.environ
-    changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
-    return sorted(name for name in changed if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_LATER))
 
 
 def whole_number(name: str) -> int | None:

@@ -15,6 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from rankless.config import environment
+from rankless.config.import_time_variables import changes_too_late
 from rankless.config.run_config import Program
 from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import HostConfig, WorkerConfig, WorkerLaunch
@@ -181,7 +182,7 @@ class WorkerProcess:
             self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))
         if self._config.rank == 0:
             self._warn_of_mistakes()
-        names = environment.changes_too_late(self._environment_at_start) if late else []
+        names = changes_too_late(self._environment_at_start, environment.snapshot()) if late else []
         if names and self._config.rank == 0:
             self._notify(
                 f"{', '.join(names)} set too late: torch was imported before the script set it; "

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from rankless.config import environment
+from rankless.config.import_time_variables import changes_too_late
 from rankless.config.worker_config import WorkerConfig
 
 
@@ -62,4 +63,4 @@ def test_only_variables_that_torch_reads_at_import_change_too_late(monkeypatch: 
     monkeypatch.setenv("OMP_NUM_THREADS", "63")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
     monkeypatch.setenv("MY_OWN", "1")
-    assert environment.changes_too_late(before) == ["KMP_BLOCKTIME", "TORCH_LOGS"]
+    assert changes_too_late(before, environment.snapshot()) == ["KMP_BLOCKTIME", "TORCH_LOGS"]
