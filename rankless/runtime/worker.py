@@ -67,9 +67,7 @@ def make_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit, *, 
     redirect_output(config.log_file, config.error_log_file, on_loss=worker.warn_of_lost_output)
     random.seed(config.seed)
     if hide_torch and host.preload:
-        # The preloaded modules have bound torch, so the script may use it without an import of its own.
-        worker.install_import_hooks(hide_torch=False)
-        worker.set_up_torch(late=False)
+        worker.set_up_preloaded()
     else:
         worker.install_import_hooks(hide_torch=hide_torch)
     return worker
@@ -91,7 +89,7 @@ class WorkerProcess:
 
     def install_import_hooks(self, *, hide_torch: bool) -> None:
         """Install the import aliases, and the hook that sets up torch and numpy when the script imports them."""
-        actions = {"torch": lambda: self.set_up_torch(late=hide_torch), "numpy": self._set_up_numpy}
+        actions = {"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy}
         if self._config.rank > 0:
             actions[tensorboard_writers.MODULE] = self._silence_tensorboard
         hook = FirstImportHook(actions)
@@ -101,6 +99,13 @@ class WorkerProcess:
             hook.hide("numpy")
         sys.meta_path.insert(0, hook)
         import_aliases.install(self._warn_of_installed)
+
+    def set_up_preloaded(self) -> None:
+        """Set up torch at once: preloaded modules have bound it, so the script may use it without an import."""
+        self.install_import_hooks(hide_torch=False)
+        self._set_up_torch(late=False)
+        if self._config.rank > 0 and tensorboard_writers.MODULE in sys.modules:
+            self._silence_tensorboard()
 
     def run(self) -> None:
         """Run the user's program. Return, or raise SystemExit, so that threads and atexit callbacks still run."""
@@ -164,8 +169,7 @@ class WorkerProcess:
         fields = {} if error is None or isinstance(error, SystemExit) else _error_fields(error)
         self._send(GroupTeardown(rank=rank, time_ns=now, **fields))
 
-    def set_up_torch(self, *, late: bool) -> None:
-        """Seed torch and install the hooks on it. With `late` the script has run before, and may have come too late."""
+    def _set_up_torch(self, *, late: bool) -> None:
         # Torch has imported numpy, so numpy needs its seed too, even if the script never names it.
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy")
