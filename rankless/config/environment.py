@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rankless.config.run_config import RunConfig
+from rankless.config.torchrun_worker import TorchrunWorker
 from rankless.config.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -49,28 +50,6 @@ _LOGIN_SPECIFIC = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CLUSTER_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "SLURM_", "JOB_COMPLETION_INDEX")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
-
-
-class TorchrunWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that torchrun, or a launcher like it, has started."""
-
-    launcher: Literal["torchrun", "mpirun", "srun", "Kubernetes"] = "torchrun"
-    rank: int
-    """-1 if it is not set."""
-    world_size: int
-    """0 if it is not set."""
-    local_rank: int
-    threads: int | None
-    master_address: str | None
-    """None: the launcher sets no address for the rendezvous."""
-    master_port: int
-    has_store: bool
-    """Whether the launcher itself serves the store at that address."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the launcher sets both rank and world size."""
-        return self.rank >= 0 and self.world_size > 0
 
 
 def parent_environment(config: RunConfig) -> dict[str, str]:
@@ -243,14 +222,6 @@ def spawn_server_environment() -> dict[str, str]:
     """Return the environment of the server of `rankless.spawn`, which must have one thread to fork safely."""
     variables = {name: value for name, value in os.environ.items() if name != WORKER_PLAN}
     return variables | dict.fromkeys(_THREAD_VARIABLES, "1")
-
-
-def read_at_start() -> dict[str, str]:
-    """Return the variables that the interpreter and torch read only when they start, as they are now."""
-    names = (*_READ_AT_IMPORT, "PYTHON", "LD_", "MALLOC_")
-    return {
-        name: value for name, value in os.environ.items() if name.startswith(names) and not name.startswith(_READ_LATER)
-    }
 
 
 def replace(variables: Mapping[str, str]) -> None:

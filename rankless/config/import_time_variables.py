@@ -30,3 +30,11 @@ def changes_too_late(before: Mapping[str, str], now: Mapping[str, str]) -> list[
     """Return the names of variables that differ between two environments although torch read them at its import."""
     changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
     return sorted(name for name in changed if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_LATER))
+
+
+def read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of an environment's variables that the interpreter and torch read only when they start."""
+    names = (*_READ_AT_IMPORT, "PYTHON", "LD_", "MALLOC_")
+    return {
+        name: value for name, value in variables.items() if name.startswith(names) and not name.startswith(_READ_LATER)
+    }

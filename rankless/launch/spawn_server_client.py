@@ -9,7 +9,8 @@ import subprocess
 import threading
 from collections.abc import Iterator
 
-from rankless.config.environment import read_at_start, spawn_server_environment
+from rankless.config.environment import snapshot, spawn_server_environment
+from rankless.config.import_time_variables import read_at_start
 from rankless.runtime.spawn_protocol import READY, ask_for_process, receive_number
 from rankless.runtime.subprocess_command import python_command
 
@@ -91,7 +92,7 @@ class SpawnServerClient:
 
     def _ready_server(self) -> socket.socket | None:
         """Return the socket to a server that has imported torch in this environment; start one if there is none."""
-        if self._caller != os.getpid() or self._read_at_start != read_at_start():
+        if self._caller != os.getpid() or self._read_at_start != read_at_start(snapshot()):
             self._release()
             self._cannot_fork = not hasattr(os, "pidfd_open")
         if self._cannot_fork:
@@ -109,7 +110,7 @@ class SpawnServerClient:
 
     def _start(self) -> None:
         self._control, end = socket.socketpair()
-        self._caller, self._read_at_start = os.getpid(), read_at_start()
+        self._caller, self._read_at_start = os.getpid(), read_at_start(snapshot())
         with end:
             command = [*python_command("rankless.runtime.spawn_server"), str(end.fileno()), str(os.getpid())]
             self._server = subprocess.Popen(

@@ -20,6 +20,7 @@ from rankless.checkpoint import Saver
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config import environment
+from rankless.config.torchrun_worker import TorchrunWorker
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.progress_records import ProgressMeter
 from rankless.context.step_limit import StepLimit
@@ -314,9 +315,7 @@ def _wait_for_count(store: Any, key: str, world_size: int) -> int:
     return count
 
 
-def _join_existing(
-    torchrun: environment.TorchrunWorker | None, make_observer: Callable[[], RecordObserver]
-) -> ProcessContext:
+def _join_existing(torchrun: TorchrunWorker | None, make_observer: Callable[[], RecordObserver]) -> ProcessContext:
     """Join where torchrun, or a launcher like it, says; or use the process group that the script has made."""
     if torchrun is not None and torchrun.world_size != 1 and not dist.is_initialized():
         return _join_with_parameters(parameters_from_torchrun(torchrun), make_observer)

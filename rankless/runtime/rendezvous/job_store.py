@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rankless.config import environment
 from rankless.config.hosts import interface_towards
 from rankless.config.rank_layout import assign_ranks
+from rankless.config.torchrun_worker import TorchrunWorker
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
@@ -70,12 +71,12 @@ def find_rendezvous_info() -> RendezvousInfo:
     return RendezvousInfo(rank=0, size=1, store=dist.HashStore())  # type: ignore[attr-defined]  # missing in the stubs
 
 
-def prefers_group(torchrun: environment.TorchrunWorker) -> bool:
+def prefers_group(torchrun: TorchrunWorker) -> bool:
     """Return whether a process group of the script says more than the launcher's variables."""
     return torchrun.master_address is None or torchrun.launcher in ("srun", "Kubernetes") or not torchrun.is_complete
 
 
-def parameters_from_torchrun(torchrun: environment.TorchrunWorker) -> RendezvousParameters:
+def parameters_from_torchrun(torchrun: TorchrunWorker) -> RendezvousParameters:
     """Return where torchrun, or a similar launcher, has its processes rendezvous.
 
     Raises JoinError if it does not say.
@@ -132,7 +133,7 @@ def _from_worker_config(config: WorkerConfig) -> RendezvousInfo:
     )
 
 
-def _join_by_torchrun(torchrun: environment.TorchrunWorker) -> RendezvousInfo:
+def _join_by_torchrun(torchrun: TorchrunWorker) -> RendezvousInfo:
     parameters = parameters_from_torchrun(torchrun)
     rendezvous = join_tcp_rendezvous(parameters, print_notice)
     if rendezvous.is_on_one_host:
