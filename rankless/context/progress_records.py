@@ -22,6 +22,7 @@ class EpochMeter:
         self.marks: deque[tuple[float, int]] = deque([(now, 0)])
         self.unrecorded: Callable[[], Progress] | None = None
         self._marked_at = now
+        self._earlier_rate = 0.0
 
     def count_batch(self, rows: int) -> None:
         """Count a batch of so many rows, of all ranks together."""
@@ -31,7 +32,8 @@ class EpochMeter:
     def count_trained(self, now: float, *, is_timed: bool = True) -> tuple[int, float]:
         """Count the rows of the current batch as trained. A second job on the same batch counts nothing.
 
-        Without `is_timed` the rate starts anew after this step: the step captured a job, or was the first of one.
+        Without `is_timed` the rate starts anew after this step: the step captured a job, or was the first of one. Until
+        the next step it is the rate before.
 
         Returns:
             The rows, and the seconds since the last step or since the start of the pass.
@@ -40,6 +42,7 @@ class EpochMeter:
         self.trained_rows += rows
         self.rows, self._marked_at = 0, now
         if not is_timed:
+            self._earlier_rate = self.samples_per_second
             self.marks.clear()
         self.marks.append((now, self.trained_rows))
         while len(self.marks) > 2 and self.marks[1][0] <= now - RATE_WINDOW_SECONDS:
@@ -50,7 +53,7 @@ class EpochMeter:
     def samples_per_second(self) -> float:
         """The average over the last few seconds of this pass, without steps that captured a job."""
         (start, rows_before), (end, rows) = self.marks[0], self.marks[-1]
-        return (rows - rows_before) / (end - start) if end > start else 0.0
+        return (rows - rows_before) / (end - start) if end > start else self._earlier_rate
 
     @property
     def seconds_left(self) -> float | None:

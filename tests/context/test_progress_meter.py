@@ -96,7 +96,7 @@ def test_steps_that_capture_a_job_count_in_no_rate():
             script.meter.note_capture()
         script.train(30 if step in (0, 6) else 1)
     rates = [record.samples_per_second for record in script.records]
-    assert rates == [0.0, 10.0, 10.0, 10.0, 10.0, 10.0, 0.0, 10.0, 10.0, 10.0]
+    assert rates == [0.0, *[10.0] * 9]
     assert script.totals == (10, 80, 8_000_000_000)
 
 
