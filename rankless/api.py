@@ -23,8 +23,8 @@ from rankless.data.loader import Loader, LoaderOptions, Reading
 from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.errors import ConfigError
 from rankless.jobs.argument_specs import PerDevice, Whole
-from rankless.jobs.definition import StepOptions
-from rankless.jobs.job import Job, Models, Optimizers, make_job
+from rankless.jobs.definition import Optimizers, StepOptions
+from rankless.jobs.job import Job, Models, make_job
 from rankless.jobs.mirrored import LocalElement
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned

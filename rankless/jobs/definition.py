@@ -1,7 +1,7 @@
 """The definition of a job: its function, models and optimizers, before it runs anywhere."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from rankless.context.leftover_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 
+Optimizers = Optimizer | Sequence[Optimizer]
+"""What a script passes as `optimizer=`."""
 View = Literal["consistent", "mirrored"]
 """Whether a job sees several devices as one device with whole tensors, or as lists with one element per device."""
 
@@ -142,3 +144,46 @@ class CallResult:
 def detach_leaf(leaf: Any) -> Any:
     """Return a leaf of a result without its autograd graph."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def list_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
+    """Return the optimizers of a job in the order of their steps."""
+    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    for item in given:
+        if not isinstance(item, Optimizer):
+            raise ConfigError(
+                expected="optimizer= as a torch.optim optimizer, or a list of them",
+                found=type(item).__name__,
+                fix="pass the optimizer itself; schedulers stay in the script",
+            )
+        for kind, (found, fix) in REFUSED_OPTIMIZERS.items():
+            if isinstance(item, kind):
+                raise ConfigError(
+                    expected="an optimizer that steps with the gradients of one backward",
+                    found=found,
+                    fix=fix,
+                )
+    return given
+
+
+REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
+    torch.optim.LBFGS: (
+        "LBFGS, which computes the loss several times per step, while a job has one call and one gradient",
+        "use another optimizer",
+    ),
+    torch.optim.SparseAdam: (
+        "SparseAdam, which needs sparse gradients, while the gradients of a job are dense",
+        "use torch.optim.Adam, and sparse=False in the embedding",
+    ),
+}
+"""Optimizers that a job cannot run exactly: what error texts call them, and the fix."""
+
+
+def require_optimizer(job: JobDefinition) -> None:
+    """Raise `ConfigError` for step options on a job without an optimizer."""
+    if not job.trains and job.step_options != StepOptions(check_synchronized_every=job.check_synchronized_every):
+        raise ConfigError(
+            expected="accumulate=, clip_norm=, clip_value=, gradient_norm= and check_finite= on a train job",
+            found=f"job {job.name!r} without optimizer=, which makes no steps",
+            fix="pass optimizer=, or omit these arguments",
+        )

@@ -12,7 +12,6 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import Optimizer
 
 from rankless.compiler.capture.autocast import disable_autocast
 from rankless.compiler.capture.trace_errors import keep_user_frames
@@ -25,7 +24,7 @@ from rankless.jobs.argument_specs import PerDevice, Placeholder, PlaceholderChec
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.batch_dims_option import BatchDims
 from rankless.jobs.consistent import ConsistentView
-from rankless.jobs.definition import JobDefinition, StepOptions, View
+from rankless.jobs.definition import JobDefinition, Optimizers, StepOptions, View, list_optimizers, require_optimizer
 from rankless.jobs.dtype_override import cast_arguments, cast_job
 from rankless.jobs.mirrored import MirroredView
 from rankless.jobs.one_device import PlainView
@@ -36,7 +35,6 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class Job(Generic[Parameters, Result]):
@@ -371,46 +369,3 @@ def name_modules(model: Models) -> dict[str, nn.Module]:
                 fix="omit the wrapper, or pass and call its .module",
             )
     return named
-
-
-def list_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
-    """Return the optimizers of a job in the order of their steps."""
-    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    for item in given:
-        if not isinstance(item, Optimizer):
-            raise ConfigError(
-                expected="optimizer= as a torch.optim optimizer, or a list of them",
-                found=type(item).__name__,
-                fix="pass the optimizer itself; schedulers stay in the script",
-            )
-        for kind, (found, fix) in REFUSED_OPTIMIZERS.items():
-            if isinstance(item, kind):
-                raise ConfigError(
-                    expected="an optimizer that steps with the gradients of one backward",
-                    found=found,
-                    fix=fix,
-                )
-    return given
-
-
-REFUSED_OPTIMIZERS: Mapping[type[Optimizer], tuple[str, str]] = {
-    torch.optim.LBFGS: (
-        "LBFGS, which computes the loss several times per step, while a job has one call and one gradient",
-        "use another optimizer",
-    ),
-    torch.optim.SparseAdam: (
-        "SparseAdam, which needs sparse gradients, while the gradients of a job are dense",
-        "use torch.optim.Adam, and sparse=False in the embedding",
-    ),
-}
-"""Optimizers that a job cannot run exactly: what error texts call them, and the fix."""
-
-
-def require_optimizer(job: JobDefinition) -> None:
-    """Raise `ConfigError` for step options on a job without an optimizer."""
-    if not job.trains and job.step_options != StepOptions(check_synchronized_every=job.check_synchronized_every):
-        raise ConfigError(
-            expected="accumulate=, clip_norm=, clip_value=, gradient_norm= and check_finite= on a train job",
-            found=f"job {job.name!r} without optimizer=, which makes no steps",
-            fix="pass optimizer=, or omit these arguments",
-        )
