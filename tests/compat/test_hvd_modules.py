@@ -11,7 +11,7 @@ from support.horovod_ranks import error_of, on_ranks
 from rankless.compat.horovod.common import elastic, util
 from rankless.compat.horovod.common.basics import HorovodBasics
 from rankless.compat.horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
-from rankless.compat.horovod.runner.common.util import codec, host_hash, hosts, secret, timeout, tiny_shell_exec
+from rankless.compat.horovod.runner.common.util import codec, env, host_hash, hosts, secret, timeout, tiny_shell_exec
 from rankless.compat.horovod.runner.elastic import discovery, worker
 from rankless.compat.horovod.runner.util import threads
 
@@ -26,6 +26,7 @@ MODULES = {
     "runner": ("run",),
     "runner.launch": ("run_commandline",),
     "runner.common.util.codec": ("dumps_base64", "loads_base64"),
+    "runner.common.util.env": ("is_exportable", "get_env_rank_and_size"),
     "runner.common.util.host_hash": ("host_hash",),
     "runner.common.util.hosts": ("HostInfo", "SlotInfo", "get_host_assignments", "parse_hosts", "parse_host_files"),
     "runner.common.util.secret": ("make_secret_key", "compute_digest", "check_digest", "HOROVOD_SECRET_KEY"),
@@ -212,6 +213,20 @@ def test_keys_codecs_limits_and_commands(monkeypatch):
         "Too slow to start. Timeout after 100 seconds.",
     )
     assert tiny_shell_exec.execute("echo out; echo $OF_A_TEST >&2; exit 3", {"OF_A_TEST": "1"}) == ("out\n1\n", 3)
+
+
+def test_variables_and_ranks_of_the_environment(monkeypatch):
+    names = ("PATH", "HOROVOD_RANK", "OLDPWD", "BASH_FUNC_module%%", "BASH_FUNC_x()", "a b")
+    assert [name for name in names if env.is_exportable(name)] == ["PATH", "HOROVOD_RANK"]
+    for name in ("HOROVOD_RANK", "HOROVOD_SIZE", "RANK", "WORLD_SIZE", "MASTER_ADDR", "RANKLESS_WORKER_PLAN"):
+        monkeypatch.delenv(name, raising=False)
+    assert env.get_env_rank_and_size() == (0, 1)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert env.get_env_rank_and_size() == (1, 4)
+    monkeypatch.setenv("HOROVOD_RANK", "2")
+    monkeypatch.setenv("HOROVOD_SIZE", "3")
+    assert env.get_env_rank_and_size() == (2, 3)
 
 
 def test_discovery_and_notifications(tmp_path):

@@ -152,6 +152,8 @@ class OperationScheduler:
             if self._error is None and self._size > 1:
                 self._client.refuse(set_id, sorted(set(keys)), reason)
                 self._receive()
+                if self._client.is_holding:
+                    self._progress.wake(self._client.poll_seconds())
 
     def has_handle(self, handle: int) -> bool:
         """Whether a handle was submitted and its results were not returned yet."""
