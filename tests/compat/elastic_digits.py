@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 EPOCHS, PAUSE = int(sys.argv[1]), float(sys.argv[2])
 
+assert os.environ["HOROVOD_RANK"].isdigit()
 hvd.init()
 torch.manual_seed(hvd.rank())  # so that only what is sent around makes workers alike
 images, labels = load_digits(return_X_y=True)
@@ -37,6 +38,8 @@ def write_down(name: str, *facts: object) -> None:
 
 @hvd.elastic.run
 def train(state):
+    variables = [int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    assert variables == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
     write_down("began", hvd.rank(), hvd.size(), state.steps)
     while state.epoch < EPOCHS:
         for batch, (rows, targets, numbers) in enumerate(loader):

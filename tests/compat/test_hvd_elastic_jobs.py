@@ -292,6 +292,7 @@ print("equal", flush=True)
 """
 
 
+@pytest.mark.exhaustive  # `elastic_digits.py` looks at them, too
 def test_elastic_workers_have_horovods_variables(tmp_path: Path):
     (tmp_path / "script.py").write_text(VARIABLES)
     job = rankless("horovodrun", "-np", "2", "--min-np", "1", sys.executable, "script.py", folder=tmp_path)

@@ -111,6 +111,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive  # `conformance/leaving.py` has a forked child
 def test_init_in_a_child_of_a_worker_raises_an_error(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(SPAWNING)

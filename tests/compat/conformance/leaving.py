@@ -1,8 +1,12 @@
 """One process alone, and ranks that leave before the others."""
 
+import os
+
 import horovod.torch as hvd
 import torch
 from raised import raised
+
+from rankless.errors import JoinError
 
 SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce, "
@@ -68,4 +72,17 @@ def check_one_rank_that_leaves_before_the_others():
         assert hvd.is_initialized()
         hvd.shutdown()
     hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+def check_a_forked_child_has_no_rank():
+    """init() in a child process of a worker raises: it would train alone."""
+    process_id = os.fork()
+    if process_id == 0:
+        try:
+            hvd.init()
+        except JoinError as error:
+            os._exit(7 if "a child of a worker" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 7
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
