@@ -213,9 +213,10 @@ def spawn(
         raise ConfigError(
             expected='show="first" or show="all"', found=f"show={show!r}", fix="name the ranks whose output to show"
         )
+    states = take_states()
     call, sources = pickle_call(function, tuple(args))
     # The path goes first, and the call separately: unpickling the function needs the path to find modules.
-    payload = cloudpickle.dumps((list(sys.path), sources, take_states(), call))
+    payload = cloudpickle.dumps((list(sys.path), sources, states, call))
     spawned = Spawned(payload, nprocs, show, getattr(function, "__name__", "function"))
     if not join:
         return spawned

@@ -82,9 +82,9 @@ def _call(rank: int, payload: bytes) -> bytes:
         unload_shadowed(path[0] or os.getcwd())
     for name, lines in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    function, args = cloudpickle.loads(call)  # may import modules, which may draw
     # All ranks start from the caller's random numbers, as the function would if the caller called it.
     set_process_states(states)
-    function, args = cloudpickle.loads(call)
     outcome: bytes = cloudpickle.dumps(("result", function(rank, *args), ""))
     return outcome
 
