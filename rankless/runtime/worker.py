@@ -67,7 +67,7 @@ def make_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit, *, 
     redirect_output(config.log_file, config.error_log_file, on_loss=worker.warn_of_lost_output)
     random.seed(config.seed)
     if hide_torch and host.preload:
-        worker.set_up_preloaded()
+        worker.set_up_at_once()
     else:
         worker.install_import_hooks(hide_torch=hide_torch)
     return worker
@@ -100,7 +100,7 @@ class WorkerProcess:
         sys.meta_path.insert(0, hook)
         import_aliases.install(self._warn_of_installed)
 
-    def set_up_preloaded(self) -> None:
+    def set_up_at_once(self) -> None:
         """Set up torch at once: preloaded modules have bound it, so the script may use it without an import."""
         self.install_import_hooks(hide_torch=False)
         self._set_up_torch(late=False)
